@@ -35,7 +35,7 @@ from benchmarks.simulated_replica import SimulatedReplica, Speeds
 from benchmarks.workload import draw_length
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.routing.strategies import (
+from torchtitan_rl.routing.slots import (
     LeastLoaded,
     RoundRobin,
     RoutingStrategy,

@@ -45,7 +45,7 @@ from torchtitan_rl.config.plan import KEEPS_MEMORY
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.training.batch import TrainingBatch, trained_mask
 from torchtitan_rl.training.config import TrainerConfig
-from torchtitan_rl.training.splitting import Share, rank_share
+from torchtitan_rl.training.packing import Share, rank_share
 
 SHAPES = {
     "qwen3-0.6b": {

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.agents.env import AgentEnv
     from torchtitan_rl.agents.host import AgentHost
     from torchtitan_rl.agents.task import AgentTask, RemoteAgentTask
-    from torchtitan_rl.agents.verifiers.process import VerifiersError
-    from torchtitan_rl.agents.verifiers.task import VerifiersTask
+    from torchtitan_rl.agents.verifiers.task import VerifiersError, VerifiersTask
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer
     from torchtitan_rl.config import (
         CheckpointConfig,
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
         WeightSyncConfig,
     )
     from torchtitan_rl.data.levels import CurriculumConfig
-    from torchtitan_rl.data.list_dataset import ListDataset
     from torchtitan_rl.data.resting import RestConfig
+    from torchtitan_rl.data.row_dataset import ListDataset
     from torchtitan_rl.environments.checkers import (
         CheckFailedError,
         CheckTimeoutError,
@@ -64,8 +63,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.environments.mixture import MixtureTask
     from torchtitan_rl.environments.open_env_client import OpenEnvError
     from torchtitan_rl.environments.open_env_task import OpenEnvTask
-    from torchtitan_rl.environments.python_task import PythonTask
-    from torchtitan_rl.environments.python_tools import PythonTools
+    from torchtitan_rl.environments.python_task import PythonTask, PythonTools
     from torchtitan_rl.environments.question import QuestionEnv
     from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
     from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv, Tools
@@ -239,7 +237,7 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "rollout.message_env",
     "sandbox.sandbox",
     "data.levels",
-    "data.list_dataset",
+    "data.row_dataset",
     "data.resting",
     "environments.checkers",
     "environments.question",
@@ -258,13 +256,13 @@ _MODULES = (  # that define the names above; those that load more are searched l
     "environments.mcp_session",
     "environments.mcp_task",
     "environments.tool_env",
-    "environments.python_tools",
+    "environments.python_task",
     "environments.python_task",
     "agents.agent",
     "agents.host",
     "agents.env",
     "agents.task",
-    "agents.verifiers.process",
+    "agents.verifiers.task",
     "agents.verifiers.task",
     "training.packing",
     "training.losses",

@@ -15,9 +15,9 @@ import torchtitan_rl
 from tests.support.golden import check_golden
 from tests.support.ready_configs import READY, ready
 from torchtitan_rl.commands.cli import COMMANDS, main
-from torchtitan_rl.commands.dry_run import plain
+from torchtitan_rl.commands.console import plain
 from torchtitan_rl.config.prepare import prepare_run
-from torchtitan_rl.observability.metric_table import metric_names
+from torchtitan_rl.observability.sinks import metric_names
 
 TITAN = "PolicyTrainer"  # takes seconds to import
 SCRIPTS = {

@@ -13,7 +13,7 @@ import pytest
 import torchtitan_rl
 
 PACKAGE = Path(torchtitan_rl.__file__).parent
-PURE = ("rpc", "generation", "routing", "rollout", "training", "orchestration")
+PURE = ("generation", "routing", "rollout", "training", "orchestration")
 ENGINES = {"vllm", "monarch", "torchtitan"}  # what only adapters may import
 SLOW = ENGINES | {"torch", "transformers", "renderers"}
 

@@ -90,7 +90,7 @@ def test_examples_tasks_and_configurations_import_only_the_root_of_the_package()
 
 @pytest.mark.parametrize(
     "module",
-    ["rollout.env", "rollout.message_env", "rollout.task", "rollout.rubric", "commands.dry_run"],
+    ["rollout.env", "rollout.message_env", "rollout.task", "rollout.rubric", "commands.console"],
 )
 def test_the_examples_of_docstrings_run(module: str) -> None:
     failed, attempted = doctest.testmod(import_module(f"torchtitan_rl.{module}"))

@@ -38,8 +38,8 @@ from torchtitan_rl.backends.vllm.openai_constraints import (
     readable_calls,
 )
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
+from torchtitan_rl.channel import Call, End, Submission
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.rpc.messages import Call, End, Submission
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import Outputs, Refusal, RequestEnd

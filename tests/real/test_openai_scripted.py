@@ -22,9 +22,9 @@ from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.bridge import EndpointBridge
+from torchtitan_rl.serving.context import requests_of_response
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import SystemStatus
-from torchtitan_rl.serving.response_names import requests_of_response
 from torchtitan_rl.types import (
     Completion,
     FinishReason,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.real.runs import ONE_REPLICA, Run, options, read_metrics
-from torchtitan_rl.launch.lease_folder import Lease
+from torchtitan_rl.launch.lease import Lease
 
 
 def saved_files(run_dir: Path) -> dict[str, bytes]:

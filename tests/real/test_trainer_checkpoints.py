@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from tests.real.models import tiny_model
 from tests.real.trainer_helpers import free_ports, random_batch, run_ranks, trainer
-from torchtitan_rl.backends.titan.checkpoint_pickles import SafeLoadPlanner
+from torchtitan_rl.backends.titan.checkpoint import SafeLoadPlanner
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,

@@ -23,7 +23,7 @@ from tests.real.trainer_helpers import (
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import LossConfig
-from torchtitan_rl.training.splitting import minibatches
+from torchtitan_rl.training.packing import minibatches
 
 UPDATES = 3
 LOSSES = {

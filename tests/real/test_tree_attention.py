@@ -12,10 +12,10 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 from tests.support.episodes import batch_of, branching_episodes
 from torchtitan_rl.backends.titan import layers
-from torchtitan_rl.backends.titan.feed_forward import CpuFeedForward, FeedForward
+from torchtitan_rl.backends.titan.layers import CpuFeedForward, FeedForward
 from torchtitan_rl.backends.titan.tree_attention import TreeAttention, tree_mask_mod, tree_nodes
 from torchtitan_rl.training.batch import predicted_mask
-from torchtitan_rl.training.splitting import rank_share
+from torchtitan_rl.training.packing import rank_share
 from torchtitan_rl.types import Episode
 
 # isort: split

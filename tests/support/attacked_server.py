@@ -15,8 +15,7 @@ import time
 
 from fastapi import FastAPI, Request, Response
 
-from torchtitan_rl.backends.monarch.http_connections import ConnectionLimits
-from torchtitan_rl.backends.monarch.http_server import HttpServer
+from torchtitan_rl.backends.monarch.http_server import ConnectionLimits, HttpServer
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.config import EndpointConfig

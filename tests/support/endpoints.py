@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.backends.specs import EndpointSpec
+from torchtitan_rl.channel import Submission
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.rpc.messages import Submission
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.link import ControllerLink

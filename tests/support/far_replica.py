@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from tests.support.scripted_engine import ScriptedEngine
+from torchtitan_rl.channel import Abort, Call, CallId, End, Submission
 from torchtitan_rl.errors import LoopFailedError, ReplicaError
 from torchtitan_rl.generation.commands import (
     EngineCommand,
@@ -21,10 +22,9 @@ from torchtitan_rl.generation.commands import (
     WakeUp,
 )
 from torchtitan_rl.generation.engine import EngineOutput
+from torchtitan_rl.generation.kept_tokens import add_run, runs_before
 from torchtitan_rl.generation.server import FromReplica, ToReplica
-from torchtitan_rl.generation.versions import add_run, runs_before
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.rpc.messages import Abort, Call, CallId, End, Submission
 from torchtitan_rl.types import Completion, EngineReading, Progress, PullReport, VersionRun
 from torchtitan_rl.weights.handle import WeightHandle
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.generation.engine import EngineLimits, EngineOutput
-from torchtitan_rl.generation.rate import ReadingRate
+from torchtitan_rl.generation.engine import EngineLimits, EngineOutput, ReadingRate
 from torchtitan_rl.types import (
     EngineStats,
     FinishReason,

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from torchtitan_rl.agents.verifiers.process import EnvironmentSpec
+from torchtitan_rl.agents.verifiers.task import EnvironmentSpec
 
 INTERPRETER = EnvironmentSpec(env="").interpreter
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.support.replicas import request
 from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.channel import Call, CallId, End
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.rpc.messages import Call, CallId, End
 from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
 from torchtitan_rl.weights.handle import WeightHandle
 

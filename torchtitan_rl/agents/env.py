@@ -42,8 +42,8 @@ from torchtitan_rl.rollout.calls import summary
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.episodes import previous_turns
 from torchtitan_rl.rollout.turn_tree import LimitReachedError, TurnTree
+from torchtitan_rl.serving.context import choices_of_response, requests_of_response
 from torchtitan_rl.serving.messages import RefusedError, refused
-from torchtitan_rl.serving.response_names import choices_of_response, requests_of_response
 from torchtitan_rl.serving.session_report import SessionEnding
 from torchtitan_rl.types import (
     CONSTRAINTS,

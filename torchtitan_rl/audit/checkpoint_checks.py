@@ -7,9 +7,8 @@ from typing import Any
 
 from torchtitan_rl.audit.findings import Check, Rules
 from torchtitan_rl.audit.rollout_checks import completion_errors, ending_error
-from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.orchestration.ledger import TokenLedger
-from torchtitan_rl.orchestration.records import LedgerTotals
+from torchtitan_rl.orchestration.records import LedgerTotals, group_of
 from torchtitan_rl.orchestration.saved_run import SavedRun
 from torchtitan_rl.orchestration.work_buffer import Entry
 from torchtitan_rl.rollout.recorded import RecordedRollout

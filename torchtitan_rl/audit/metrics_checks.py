@@ -7,9 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from torchtitan_rl.audit.findings import Check, Rules
-from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_log import LOGGED
-from torchtitan_rl.observability.sinks import is_evaluation_row, is_step_row
+from torchtitan_rl.observability.sinks import Split, is_evaluation_row, is_step_row
 from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
 from torchtitan_rl.orchestration.records import LedgerTotals
 from torchtitan_rl.orchestration.work_buffer import GroupState

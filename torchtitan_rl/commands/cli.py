@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torchtitan_rl.commands.console import exit_code_of
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.monarch_environment import set_monarch_defaults
-from torchtitan_rl.launch.private_folder import use_private_folder
+from torchtitan_rl.launch.own_user import use_private_folder
 from torchtitan_rl.weights.leftovers import remove_leftovers
 
 COMMANDS = {
@@ -29,7 +29,7 @@ COMMANDS = {
     "data preview": ("CONFIG [options]", "show the problems of a task", "commands.data"),
     "new task": ("NAME [options]", "write a task to start from", "commands.new"),
     "env check": ("CONFIG [options]", "find mistakes of an environment", "commands.env"),
-    "audit": ("RUN_DIR", "check that what a run wrote adds up", "audit.command"),
+    "audit": ("RUN_DIR", "check that what a run wrote adds up", "audit.audit_run"),
     "worker": ("--address ADDRESS", "make this machine a host of runs", "commands.worker"),
     "keys": ("--hosts HOST... [options]", "make TLS keys for a run's machines", "commands.keys"),
     "launch-script": (
@@ -67,7 +67,7 @@ def _run(words: list[str]) -> int:
         case [group, "-h" | "--help"] if usage := _usage(f"{group} "):
             print(usage)
         case ["--version"]:
-            from torchtitan_rl.config.installed import installed
+            from torchtitan_rl.config.loader import installed
 
             own, *others = (f"{name} {version}" for name, version in installed().items())
             print(f"{own} ({', '.join(others)})")

@@ -21,9 +21,8 @@ from torchtitan_rl.agents.task import AgentTask, environment_factory
 from torchtitan_rl.audit.env_check import CheckedProblem, EnvChecker, ScriptedPolicy, settled
 from torchtitan_rl.audit.env_findings import Finding, Mistake, describe_rollout
 from torchtitan_rl.audit.env_probe import Watched
-from torchtitan_rl.commands.console import print_error, run_command
+from torchtitan_rl.commands.console import StopSignals, print_error, run_command
 from torchtitan_rl.commands.replicas import Replicas
-from torchtitan_rl.commands.signals import StopSignals
 from torchtitan_rl.config.checks.problems import (
     ProblemsError,
     evaluation_problems,

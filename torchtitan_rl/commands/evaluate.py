@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.commands.console import print_error, run_command
-from torchtitan_rl.commands.dry_run import DryRun
+from torchtitan_rl.commands.console import DryRun, StopSignals, print_error, run_command
 from torchtitan_rl.commands.replicas import Generation, Replicas
-from torchtitan_rl.commands.signals import StopSignals
-from torchtitan_rl.config.eval_models import EvalModel, has_export, note_export
 from torchtitan_rl.config.evaluate import (
     EvalConfig,
+    EvalModel,
     PreparedEvaluation,
+    has_export,
+    note_export,
     prepare_evaluation,
     write_identity,
 )
@@ -32,10 +32,15 @@ from torchtitan_rl.config.manifest import remove_manifest, write_manifest
 from torchtitan_rl.config.options import parse_options, split_options
 from torchtitan_rl.config.run_lock import hold_run, unwritable
 from torchtitan_rl.errors import CheckpointError, OutputError, TorchtitanRLError
-from torchtitan_rl.observability import evaluation_picture
-from torchtitan_rl.observability.evaluation_log import EvaluationLog, read_finished
+from torchtitan_rl.observability import evaluation_progress
+from torchtitan_rl.observability.evaluation import (
+    Evaluated,
+    EvaluationLog,
+    read_finished,
+    result_table,
+    results,
+)
 from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
-from torchtitan_rl.observability.evaluation_results import Evaluated, result_table, results
 from torchtitan_rl.rollout.failures import describe_failures
 from torchtitan_rl.rollout.problem_set import finished_group, roll_out_problems
 from torchtitan_rl.training.checkpoint_files import replace_file
@@ -219,7 +224,7 @@ def _export(prepared: PreparedEvaluation, model: EvalModel) -> None:
         return
     if has_export(target, fingerprint):
         return
-    from torchtitan_rl.backends.titan.hf_export import export_checkpoint  # seconds
+    from torchtitan_rl.backends.titan.hf import export_checkpoint  # seconds
 
     is_on_cpu = prepared.run.plan.device == "cpu"
     try:
@@ -285,17 +290,17 @@ def _report(prepared: PreparedEvaluation, evaluated: Sequence[Evaluated]) -> int
     }
     console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
     console.print(result_table(rows, width=console.width))
-    picture = folder / "results.png" if evaluation_picture.can_draw() else None
+    picture = folder / "results.png" if evaluation_progress.can_draw() else None
     try:
         text = json.dumps(document, indent=2) + "\n"
         replace_file(folder / "results.json", text.encode())
         if picture is not None:
-            evaluation_picture.draw(picture, rows)
+            evaluation_progress.draw(picture, rows)
         write_manifest(folder)
     except OSError as error:
         raise OutputError(f"{folder}: {error}") from error
     print(f"results:  {folder / 'results.json'}")
-    print(evaluation_picture.MISSING if picture is None else f"picture:  {picture}")
+    print(evaluation_progress.MISSING if picture is None else f"picture:  {picture}")
     print(f"rollouts: {prepared.rollout_files()}")
     failures = describe_failures([group for one in evaluated for group in one.groups])
     if not failures:

@@ -1,8 +1,8 @@
 """One of the launchers of a run on several nodes, which torchrun starts.
 
-The launchers meet in torchrun's store (`launch/meeting.py`). Each starts a worker, and that of rank
-0 also the controller, which attaches to all workers in the order of their ranks. Every launcher
-exits with the controller's exit code.
+The launchers meet in the store of torchrun (`launch/interfaces.py`). Each starts a worker; rank 0
+also the controller, which attaches to all workers in the order of their ranks. Every
+launcher exits with the controller's exit code.
 
 | what happens | what follows |
 |---|---|
@@ -11,6 +11,8 @@ exits with the controller's exit code.
 | a worker ends | its launcher starts it again; the controller decides whether the run goes on |
 | torchrun starts the launchers again | the new controller resumes the run, on new workers |
 | the launcher or agent of rank 0 dies | the others notice it, and exit with 1 |
+
+torchrun's store, as a launcher waits in it.
 """
 
 from __future__ import annotations
@@ -20,28 +22,31 @@ import contextlib
 import os
 import shlex
 import signal
+import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
-from torch.distributed import DistError
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    TCPStore,
+)
 
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.commands.child_process import ChildProcess
-from torchtitan_rl.commands.dry_run import DryRun
-from torchtitan_rl.commands.signals import StopSignals
-from torchtitan_rl.commands.torchrun_store import JOIN_S, POLL_S, connect, poll
+from torchtitan_rl.commands.console import DryRun, StopSignals
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.deadlines import wait_within
 from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
-from torchtitan_rl.launch.addresses import Address
-from torchtitan_rl.launch.interfaces import listening_host
+from torchtitan_rl.launch.addresses import Address, ip_of
+from torchtitan_rl.launch.interfaces import Joining, Round, listening_host
 from torchtitan_rl.launch.lives import MEMORY_VARIABLE
-from torchtitan_rl.launch.meeting import Joining, Round
 from torchtitan_rl.launch.node import RESUME_COMMAND, Node, resume_options
 from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
 from torchtitan_rl.tasks import cancel_all, retrieve
@@ -328,3 +333,59 @@ def _address(launch: LaunchConfig, host: str, *, offset: int = 0) -> Address:
 
 def _describe(what: str, ranks: list[int]) -> str:
     return f"the {what} of node {', '.join(map(str, ranks))}"
+
+
+_T = TypeVar("_T")
+POLL_S = 0.3
+JOIN_S = 300.0  # for all launchers to meet, and then for all workers to listen
+_CALL_S = 30.0
+
+
+def connect(node: Node) -> TCPStore:
+    """The store that torchrun's agents have, or else the launcher of rank 0.
+
+    Raises:
+        ConfigError: rank 0 cannot listen there.
+    """
+    listening = _listen(node.store_host, node.store_port) if node.provides_store else None
+    store = TCPStore(
+        node.store_host,
+        node.store_port,
+        is_master=node.provides_store,
+        timeout=timedelta(seconds=JOIN_S),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+    store.set_timeout(timedelta(seconds=_CALL_S))
+    return store
+
+
+def _listen(host: str, port: int) -> int:
+    """A socket on this address alone; TCPStore by itself would listen on all interfaces."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if (ip := ip_of(str(address[0]))) and ip.is_unspecified:
+            raise OSError("that is every interface of the machine")
+        return socket.create_server((host, port), family=family).detach()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR is {host!r} and MASTER_PORT {port}: rank 0 cannot listen there "
+            f"({error}); give an address of its machine and a free port"
+        ) from error
+
+
+async def poll(
+    look: Callable[[], _T | None], what: Callable[[], str], *, within_s: float = JOIN_S
+) -> _T:
+    """What ``look`` finds, which runs in a thread.
+
+    Raises:
+        DeadlineError: nothing in ``within_s``; it says ``what`` was waited for.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within_s
+    while (found := await asyncio.to_thread(look)) is None:
+        if loop.time() > deadline:
+            raise DeadlineError(f"waited {within_s:.0f} s for {await asyncio.to_thread(what)}")
+        await asyncio.sleep(POLL_S)
+    return found

@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
-from torchtitan_rl.commands.console import print_error, run_command
-from torchtitan_rl.commands.dry_run import DryRun
-from torchtitan_rl.commands.signals import StopSignals
+from torchtitan_rl.commands.console import DryRun, StopSignals, print_error, run_command
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.episodes_file import EpisodesFile
+from torchtitan_rl.serving.context import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.serving.weight_loading import WeightLoader

@@ -17,14 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.agents.task import environment_factory
-from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
-from torchtitan_rl.backends.monarch.garbage import collect_less
+from torchtitan_rl.backends.monarch.processes import collect_less, stay_on_cores
 from torchtitan_rl.commands.attaching import attachment
-from torchtitan_rl.commands.console import print_error, run_command
-from torchtitan_rl.commands.dry_run import DryRun
+from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
 from torchtitan_rl.commands.losses import Losses
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
-from torchtitan_rl.commands.signals import StopSignals, end_within
 from torchtitan_rl.config.checks.launch import start_errors, unused_options
 from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
@@ -35,9 +32,8 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, OutputError, RunTakenOverError
 from torchtitan_rl.launch.node import RESUME_COMMAND
 from torchtitan_rl.observability.engine_sampler import EngineSampler
-from torchtitan_rl.observability.progress import STEP_WORDS, format_seconds
+from torchtitan_rl.observability.progress import STEP_WORDS, format_seconds, usual_step_s
 from torchtitan_rl.observability.recorder import RunRecorder
-from torchtitan_rl.observability.summary import usual_step_s
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.controller import Controller

@@ -3,7 +3,7 @@
 The lock is the kernel's (`flock` on a file): it is held by one open file of the controller process
 and is free the moment that process ends, however it ends. The file itself stays; what it says about
 its holder is for messages only. On storage that several hosts share, locks may not reach the other
-hosts: there a lease (`launch/lease_folder.py`) decides, which only waits where the last owner was
+hosts: there a lease (`launch/lease.py`) decides, which only waits where the last owner was
 elsewhere and did not release it.
 """
 
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.lease_folder import Lease, RunInUseError, beating_owner
+from torchtitan_rl.launch.lease import Lease, RunInUseError, beating_owner
 
 LOCK_FILE = "run.lock"
 _ATTEMPTS = 5

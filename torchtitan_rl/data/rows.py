@@ -9,6 +9,8 @@ cheap in any order.
 | ``data/*.jsonl`` (also ``.ndjson``, ``.json``) | offset of the line | the file |
 | ``data/*.parquet`` | row group | a row group |
 | ``hf:NAME``, ``hf:NAME:CONFIG:SPLIT`` | memory-mapped Arrow file | the split |
+
+Which split a problem belongs to: decided by its text, so that equal ones are in the same.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import glob
 import json
 import os
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
@@ -26,6 +29,7 @@ from typing import Any, Protocol
 import xxhash
 
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
+from torchtitan_rl.rollout.task import Split
 
 Row = Mapping[str, Any]
 
@@ -290,3 +294,10 @@ def require(module: str, package: str) -> Any:
         raise ConfigError(
             f"{package} is not installed ({error}); pip install 'torchtitan-rl[tasks]'"
         ) from error
+
+
+def in_split(split: Split, text: str, validation_share: float) -> bool:
+    """The same for the same text, in every run."""
+    digest = blake2b(text.encode(), digest_size=6).digest()
+    is_validation = int.from_bytes(digest, "big") / 2**48 < validation_share
+    return is_validation == (split == "validation")

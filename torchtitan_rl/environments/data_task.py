@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.data.columns import Condition, all_hold, column, fill, template_error
 from torchtitan_rl.data.resting import RestConfig, RestingDataset
 from torchtitan_rl.data.row_dataset import RowDataset
-from torchtitan_rl.data.rows import DataError, Row, open_sources
-from torchtitan_rl.data.splits import in_split
+from torchtitan_rl.data.rows import DataError, Row, in_split, open_sources
 from torchtitan_rl.environments.checkers import (
     checked_score,
     checker_sandbox,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.data.columns import template_error
 from torchtitan_rl.data.row_dataset import RowDataset
-from torchtitan_rl.data.rows import Row
-from torchtitan_rl.data.splits import in_split
+from torchtitan_rl.data.rows import Row, in_split
 from torchtitan_rl.environments.games import Game, GameEnv, GameRewards, GameTexts, SeedRows, Total
 from torchtitan_rl.environments.scoring import pattern_errors
 from torchtitan_rl.rollout.env import TokenEnv

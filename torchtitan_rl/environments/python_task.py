@@ -1,19 +1,29 @@
-"""Questions from data files that the policy answers with the help of programs that it writes."""
+"""Questions from data files that the policy answers with the help of programs that it writes.
+
+The tool ``python``: runs code in the sandbox, and shows what it printed.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.environments.data_task import DataTask
-from torchtitan_rl.environments.python_tools import PythonTools
-from torchtitan_rl.environments.tool_env import ToolEnv
+from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.chatml import ChatMLRenderer
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
 from torchtitan_rl.rollout.rendering import make_renderer
+from torchtitan_rl.sandbox.sandbox import (
+    SandboxConfig,
+    SandboxLimits,
+    SandboxResult,
+    SandboxStatus,
+    shared_sandbox,
+)
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
@@ -52,3 +62,77 @@ class PythonTask(DataTask):
 
     def errors(self) -> list[str]:
         return list(dict.fromkeys(super().errors() + self.sandbox.errors("task.sandbox")))
+
+
+PYTHON: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Runs a Python program and returns what it prints, and the value of its "
+        "last line. Each call starts afresh.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string"}},
+            "required": ["code"],
+        },
+    },
+}
+
+
+class PythonTools:
+    """The `Tools` of a rollout, or of an agent: one, which remembers nothing from call to call.
+
+    Rollouts share the sandbox, as `shared_sandbox` says::
+
+        ToolEnv(messages, PythonTools(), score, replays=True)
+
+    An agent calls it itself::
+
+        answer = await PythonTools().call("python", {"code": "print(6 * 7)"})
+
+    ``traceback``: of an exception, show where it was raised, too.
+    """
+
+    def __init__(self, config: SandboxConfig | None = None, *, traceback: bool = True) -> None:
+        self._config = config or SandboxConfig()
+        self._traceback = traceback
+
+    async def open(self) -> Sequence[Mapping[str, Any]]:
+        return [PYTHON]
+
+    async def call(self, name: str, arguments: Mapping[str, Any], /) -> ToolAnswer:
+        """
+        Raises:
+            SandboxError: the sandbox has failed.
+            ConfigError: this machine does not allow its isolation.
+        """
+        if name != "python":
+            return ToolAnswer(text=f"error: no tool {name!r}; there is python", failed=True)
+        code = arguments.get("code")
+        if not isinstance(code, str):
+            return ToolAnswer(text="error: python needs the argument code, a text", failed=True)
+        result = await shared_sandbox(self._config).run(code, print_last=True)
+        if not self._traceback:
+            result = replace(result, stderr=result.stderr.strip().rpartition("\n")[2])
+        text = shown(result, self._config.limits)
+        return ToolAnswer(text=text, failed=result.status is not SandboxStatus.OK)
+
+    async def close(self) -> None:
+        """The sandbox is shared."""
+
+
+def shown(result: SandboxResult, limits: SandboxLimits) -> str:
+    """A result as a policy reads it."""
+    stopped = {
+        SandboxStatus.TIMEOUT: f"stopped after {limits.wall_s:g} s",
+        SandboxStatus.CPU: f"stopped after {limits.cpu_s:g} s of CPU time",
+        SandboxStatus.MEMORY: f"stopped at {limits.memory_mb} MB of memory",
+        SandboxStatus.LIMIT: f"stopped at {limits.processes} threads or {limits.file_mb} MB in "
+        f"{limits.files} files",
+        SandboxStatus.KILLED: f"killed by signal {-result.exit_code}",
+    }
+    notes = [f"error: {stopped[result.status]}"] if result.status in stopped else []
+    if result.is_truncated:
+        notes.append(f"(only the first {limits.output_bytes} bytes of the output)")
+    parts = [result.stdout, result.stderr, *notes]
+    return "\n".join(part.strip("\n") for part in parts if part) or "(no output)"

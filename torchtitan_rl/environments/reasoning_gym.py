@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.data.levels import CurriculumConfig, LevelDataset, level_name
 from torchtitan_rl.data.mixture import MixtureDataset
 from torchtitan_rl.data.row_dataset import RowDataset
-from torchtitan_rl.data.rows import Row
-from torchtitan_rl.data.splits import in_split
+from torchtitan_rl.data.rows import Row, in_split
 from torchtitan_rl.environments.checkers import (
     checked_score,
     checker_sandbox,

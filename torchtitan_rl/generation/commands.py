@@ -4,13 +4,17 @@ A command travels as it is from the router to the loop that executes it (`Engine
 its answer travels back. To add one, define it here, issue it in the router and execute it in the
 loop; the transport in between carries every command alike. Where all ranks must apply it at the
 same point it also becomes a `LoopDecision`: `Inbox.ask` queues it and `decide` orders it.
+
+Futures that an engine loop resolves, and errors that fail several of them.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.types import EngineReading, EngineStats, PullReport
 
@@ -79,3 +83,37 @@ class ReadTokens(EngineCommand[EngineReading]):
 @dataclass(frozen=True, slots=True)
 class ReadStats(EngineCommand[EngineStats]):
     """A reading at most a few steps old; requests still in the inbox count as waiting."""
+
+
+_Error = TypeVar("_Error", bound=GenerationError)
+
+
+def uncancellable_future() -> Future[Any]:
+    """A future whose ``cancel`` does nothing, so that the loop can always resolve it."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def done_future(result: Any) -> Future[Any]:
+    future = uncancellable_future()
+    future.set_result(result)
+    return future
+
+
+def failed_future(error: GenerationError) -> Future[Any]:
+    future = uncancellable_future()
+    fail_future(future, error)
+    return future
+
+
+def fail_future(future: Future[Any], error: GenerationError) -> None:
+    """Fail it with a copy of ``error``."""
+    future.set_exception(copy_of(error))
+
+
+def copy_of(error: _Error) -> _Error:
+    """One exception raised in many places mixes tracebacks, so each gets a copy."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy

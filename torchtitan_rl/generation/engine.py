@@ -1,10 +1,17 @@
 """The inference engine that an engine loop steps; one implementation per framework.
 
 All methods are called from the loop's thread, between steps, in the same order on every rank.
+
+Tokens per second between two readings of a counter.
+
+Decides whether an engine loop is stuck: from its progress, not from its process's answers.
+
+Pure: no clock, no thread.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -115,3 +122,52 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+MIN_WINDOW_S = 0.05  # a reading sooner than this repeats the last rate
+
+
+class ReadingRate:
+    """Keeps the counter and the time of the previous reading."""
+
+    def __init__(self) -> None:
+        self._time_s = time.monotonic()
+        self._count = 0
+        self._rate = 0.0
+
+    def read(self, count: int) -> float:
+        now_s = time.monotonic()
+        if now_s - self._time_s >= MIN_WINDOW_S:
+            self._rate = (count - self._count) / (now_s - self._time_s)
+            self._time_s, self._count = now_s, count
+        return self._rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """An engine loop's progress. ``count`` grows with sampled tokens, requests that end by
+    themselves, and decisions other than STEP; not with calls of its methods.
+
+    ``is_busy``: it has requests to step, and is not stopped by a pause, a swap or a sleep.
+    """
+
+    count: int
+    is_busy: bool
+
+
+class StallWatch:
+    """``timeout_s``: without progress for so long a busy loop is stuck."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._pulse = Pulse(count=0, is_busy=False)
+        self._since_s = 0.0
+
+    def stalled_s(self, pulse: Pulse, now_s: float) -> float:
+        """Observed seconds in which the loop was busy without progress."""
+        if not pulse.is_busy or pulse != self._pulse:
+            self._pulse, self._since_s = pulse, now_s
+        return now_s - self._since_s
+
+    def is_stuck(self, pulse: Pulse, now_s: float) -> bool:
+        return self.stalled_s(pulse, now_s) >= self.timeout_s

@@ -25,9 +25,9 @@ from torchtitan_rl.generation.commands import (
     ReadTokens,
     Sleep,
     WakeUp,
+    uncancellable_future,
 )
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, PauseMode, Power
-from torchtitan_rl.generation.futures import uncancellable_future
 from torchtitan_rl.types import GenerationRequest
 
 

@@ -33,15 +33,20 @@ from torchtitan_rl.errors import (
     ReplicaError,
     RequestGivenUpError,
 )
-from torchtitan_rl.generation.commands import EngineCommand, ReadStats, Resume
+from torchtitan_rl.generation.commands import (
+    EngineCommand,
+    ReadStats,
+    Resume,
+    done_future,
+    fail_future,
+    failed_future,
+)
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import Action, LoopDecision
-from torchtitan_rl.generation.engine import Engine, EngineOutput
-from torchtitan_rl.generation.futures import done_future, fail_future, failed_future
+from torchtitan_rl.generation.engine import Engine, EngineOutput, Pulse
 from torchtitan_rl.generation.inbox import Inbox
 from torchtitan_rl.generation.lockstep import LockstepChannel
 from torchtitan_rl.generation.outstanding import Listener, OutstandingRequests
-from torchtitan_rl.generation.stall import Pulse
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import (
     Completion,

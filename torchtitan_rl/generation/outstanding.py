@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torchtitan_rl.errors import RequestGivenUpError
+from torchtitan_rl.generation.commands import uncancellable_future
 from torchtitan_rl.generation.engine import EngineOutput
-from torchtitan_rl.generation.futures import uncancellable_future
-from torchtitan_rl.generation.versions import add_run, runs_before
+from torchtitan_rl.generation.kept_tokens import add_run, runs_before
 from torchtitan_rl.types import Completion, CompletionMetrics, Progress, VersionRun
 
 ProgressSink = Callable[[tuple[Progress, ...]], None]

@@ -14,13 +14,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox, Submission
 from torchtitan_rl.errors import GenerationError, LoopStalledError
 from torchtitan_rl.generation.commands import EngineCommand
+from torchtitan_rl.generation.engine import StallWatch
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.outstanding import Listener
-from torchtitan_rl.generation.stall import StallWatch
-from torchtitan_rl.rpc.messages import Abort, Call, CallId, End, Submission
-from torchtitan_rl.rpc.outbox import Outbox
 from torchtitan_rl.types import Progress
 
 IDLE_S = 30.0  # a poll without messages returns after this time

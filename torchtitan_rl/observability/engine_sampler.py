@@ -1,16 +1,27 @@
 """What the engines are doing while they work, sampled through a step rather than read at its end,
-when they are idle again."""
+when they are idle again.
+
+Work in the background of a block of code.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
 from statistics import fmean
 from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.observability.asynchrony import GENERATOR_IDLE
-from torchtitan_rl.observability.background import background
 from torchtitan_rl.routing.restarts import first_name
 from torchtitan_rl.types import EngineStats
 
@@ -104,3 +115,20 @@ def engine_metrics(readings: Sequence[StatsByReplica]) -> dict[str, float]:
         "engine/kv_use_max": max(kv_use),
         "engine/tokens_per_second": fmean(rate),
     }
+
+
+@asynccontextmanager
+async def background(work: Coroutine[Any, Any, None], *, name: str) -> AsyncIterator[None]:
+    """Run ``work`` as a task while the block is open, then cancel it and wait for its end.
+
+    Raises:
+        Exception: whatever ended the work before the block's end, unless the block raised itself.
+    """
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()

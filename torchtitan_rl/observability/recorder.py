@@ -1,14 +1,19 @@
 """The controller's `Recorder`: all that a run shows and writes, as progress, metrics, rollouts and
-the trace. Used in the controller's process, on its event loop."""
+the trace. Used in the controller's process, on its event loop.
+
+How late an asyncio event loop is: something in it blocked for at least so long.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +21,23 @@ from torchtitan_rl.config.hosts import count
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.observability.asynchrony import EFFICIENCY, Advisor, overlap_of
-from torchtitan_rl.observability.engine_sampler import EngineSampler
-from torchtitan_rl.observability.loop_lag import LoopLagSampler
-from torchtitan_rl.observability.metric_table import Split
+from torchtitan_rl.observability.engine_sampler import EngineSampler, background
 from torchtitan_rl.observability.progress import (
     ProgressState,
     describe_evaluation,
+    describe_run,
     describe_step,
     format_seconds,
     make_progress,
 )
 from torchtitan_rl.observability.rollout_log import Decode, RolloutLog
-from torchtitan_rl.observability.sinks import MetricsLog
+from torchtitan_rl.observability.sinks import MetricsLog, Split
 from torchtitan_rl.observability.step_metrics import (
     account_metrics,
     evaluation_metrics,
     fetch_metrics,
     step_metrics,
 )
-from torchtitan_rl.observability.summary import describe_run
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.abandoned import abandoned
@@ -270,3 +273,41 @@ def _serve_options(endpoint: EndpointConfig) -> list[str]:
 def _remove_old_traces(folder: Path) -> None:
     for old in folder.glob("*.jsonl"):
         old.unlink()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopLag:
+    """Lateness since the previous reading; both 0 where nothing was sampled."""
+
+    mean_ms: float
+    max_ms: float
+
+
+class LoopLagSampler:
+    """Sleeps ``interval_s`` again and again while its ``async with`` is open, and notes how much
+    later than asked it wakes. A wait that is still overdue counts in the next reading."""
+
+    def __init__(self, interval_s: float = 0.05) -> None:
+        self._interval_s = interval_s
+        self._lags_ms: list[float] = []
+
+    async def __aenter__(self) -> LoopLagSampler:
+        self._sampling = background(self._sample(), name="loop lag")
+        await self._sampling.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._sampling.__aexit__(*error)
+
+    def read(self) -> LoopLag:
+        """The lag since the last call, which starts the next period."""
+        lags_ms, self._lags_ms = self._lags_ms, []
+        if not lags_ms:
+            return LoopLag(mean_ms=0.0, max_ms=0.0)
+        return LoopLag(mean_ms=sum(lags_ms) / len(lags_ms), max_ms=max(lags_ms))
+
+    async def _sample(self) -> None:
+        while True:
+            due_s = time.perf_counter() + self._interval_s
+            await asyncio.sleep(self._interval_s)
+            self._lags_ms.append(max(0.0, 1e3 * (time.perf_counter() - due_s)))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.observability.jsonl import JsonLines, Row
-from torchtitan_rl.observability.metric_table import Split
+from torchtitan_rl.observability.sinks import Split
 from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.types import (
     Completion,

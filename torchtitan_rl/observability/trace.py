@@ -13,6 +13,10 @@ disabled tracer does next to nothing.
 
 Invariant: a tracer raises no OSError. What the disk does not take is left out of the trace, which
 is logged once, and later events are written again.
+
+What an engine does, in the trace: decoding as stretches, everything else as spans.
+
+By how much the clock of another host is ahead, estimated from round trips.
 """
 
 from __future__ import annotations
@@ -23,15 +27,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.line_files import append_line, whole_lines
-from torchtitan_rl.observability.clock_offset import ClockOffset
 
 logger = logging.getLogger(__name__)
 
@@ -286,3 +289,85 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(event, dict):
             yield event
+
+
+_TRACK = "engine"
+
+
+class EngineTrace:
+    """The ``on_work`` of an `EngineLoop`; called from the loop's thread alone.
+
+    Many short steps become few spans: what follows within ``max_gap_s`` belongs to the same
+    stretch, and gaps stay visible as idle time. Stretches are cut at ``max_stretch_s``, so that a
+    killed process loses no more than that.
+    """
+
+    def __init__(
+        self, tracer: Tracer, *, max_gap_s: float = 0.02, max_stretch_s: float = 1.0
+    ) -> None:
+        self._tracer = tracer
+        self._max_gap_ns = round(max_gap_s * 1e9)
+        self._max_stretch_ns = round(max_stretch_s * 1e9)
+        self._start_ns = self._end_ns = self._steps = 0
+
+    def __call__(self, work: str, start_ns: int, end_ns: int, /, **details: Any) -> None:
+        if not self._tracer.is_enabled:
+            return
+        if work != "step":
+            self.flush()
+            self._tracer.complete(work, start_ns, end_ns, track=_TRACK, **details)
+            return
+        is_apart = start_ns - self._end_ns > self._max_gap_ns
+        if is_apart or end_ns - self._start_ns > self._max_stretch_ns:
+            self.flush()
+        if not self._steps:
+            self._start_ns = start_ns
+        self._end_ns = end_ns
+        self._steps += 1
+
+    def flush(self) -> None:
+        """Write the stretch so far; for the end of the loop."""
+        if self._steps:
+            self._tracer.complete(
+                "decode", self._start_ns, self._end_ns, track=_TRACK, steps=self._steps
+            )
+            self._steps = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTrip:
+    """When a question was sent and its answer received by the clock here, and the clock there in
+    between. Nanoseconds of the Unix clock."""
+
+    sent_ns: int
+    there_ns: int
+    received_ns: int
+
+    @property
+    def took_ns(self) -> int:
+        return self.received_ns - self.sent_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """The other clock minus ours; it is off by at most ``error_ns``."""
+
+    ahead_ns: int
+    error_ns: int
+
+
+def estimate_offset(round_trips: Iterable[RoundTrip]) -> ClockOffset | None:
+    """From the shortest round trip, in the middle of which the other clock was read; None without
+    a usable one.
+
+    >>> estimate_offset([RoundTrip(sent_ns=100, there_ns=1_110, received_ns=120)])
+    ClockOffset(ahead_ns=1000, error_ns=10)
+    """
+    usable = [trip for trip in round_trips if trip.took_ns >= 0]  # else our clock was set back
+    if not usable:
+        return None
+    best = min(usable, key=lambda trip: trip.took_ns)
+    half_ns = -(-best.took_ns // 2)
+    return ClockOffset(
+        ahead_ns=best.there_ns - (best.sent_ns + best.received_ns) // 2, error_ns=half_ns
+    )

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Mapping
 
 from torchtitan_rl.errors import CheckpointError, OutputError
-from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.orchestration.journal import JournalError
+from torchtitan_rl.orchestration.records import group_of
 from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.saved_run import (

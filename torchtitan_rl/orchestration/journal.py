@@ -26,7 +26,7 @@ from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.line_files import whole_lines
-from torchtitan_rl.orchestration.ids import group_of
+from torchtitan_rl.orchestration.records import group_of
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import FORMAT, env_state_to_json, require_format, turn_to_json

@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.orchestration.ids import group_of_request
-from torchtitan_rl.orchestration.records import LedgerTotals, TokenCounts
+from torchtitan_rl.orchestration.records import LedgerTotals, TokenCounts, group_of_request
 from torchtitan_rl.types import Completion, GenerationRequest
 
 MASKED_CAUSES = frozenset({"nonfinite_logprob", "overlong", "truncated_sampling", "unseen_turn"})

@@ -14,8 +14,8 @@ from functools import partial
 
 from torchtitan_rl.errors import NothingTrainedError, OutputError, TorchtitanRLError
 from torchtitan_rl.orchestration.config import ControllerConfig
-from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.orchestration.journal import JournalError
+from torchtitan_rl.orchestration.records import group_of
 from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.orchestration.ids import group_of
 from torchtitan_rl.orchestration.journal import JournalUnreadableError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import TokenLedger
+from torchtitan_rl.orchestration.records import group_of
 from torchtitan_rl.orchestration.saved_run import read_saved_run
 from torchtitan_rl.orchestration.work_buffer import Entry
 from torchtitan_rl.rollout.recorded import RecordedRollout, usable_turns

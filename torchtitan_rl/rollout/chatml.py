@@ -1,12 +1,27 @@
-"""ChatML, the chat format of SmolLM2, Qwen2.5 and many others, as a renderer without a library."""
+"""ChatML, the chat format of SmolLM2, Qwen2.5 and many others, as a renderer without a library.
+
+Contents never become control tokens.
+
+A tool's output, a question or a row may contain ``<|im_end|>``. Once a chat template has joined it
+with its own control strings, no tokenizer can tell them apart. So `ContentTokenizer` puts a break
+after the first character of each control string in messages before they are rendered, and encodes
+the rendered text in pieces, cut at these breaks: a control string of a content is encoded as text.
+
+Every added token of the vocabulary counts as a control string, unless it is white space. What an
+assistant said keeps those that are not marked special, such as ``<think>``: the policy can sample
+them within its turn, and templates read them.
+
+Invariant: contents without control strings have the tokens that they would have without this
+module.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-from torchtitan_rl.rollout.content_tokens import ContentTokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ..., ...}, as in chat APIs
 TokenIds = tuple[int, ...]
@@ -135,3 +150,172 @@ def apply_template(
 def has_token(tokenizer: Any, token: str) -> bool:
     found = tokenizer.convert_tokens_to_ids(token)
     return isinstance(found, int) and found != tokenizer.unk_token_id
+
+
+_BREAK = "\ufdd0"  # not a character; it only cuts where a control string would be without it
+_SPACES = " \t\r\n\v\f\N{LOWER ONE EIGHTH BLOCK}"
+_WORD = re.compile(r"[\w.-]*")
+
+
+class ContentTokenizer:
+    """Wraps a `transformers` tokenizer: all but rendering and encoding is that tokenizer's own.
+
+    May be called from any thread.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder.values()
+        controls = [one for one in added if len(one.content) > 1 and one.content.strip(_SPACES)]
+        self._tokenizer = tokenizer
+        self._all = _Marker(controls, tokenizer)
+        self._special = _Marker([one for one in controls if one.special], tokenizer)
+
+    def marked_messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Copies with breaks in their control strings; what is rendered of them must be encoded by
+        this tokenizer. Marking them again changes nothing."""
+        return [
+            {
+                key: (self._special if _is_speech(one, key) else self._all).field(key, value)
+                for key, value in one.items()
+            }
+            for one in messages
+        ]
+
+    def marked(self, value: Any) -> Any:
+        """As `marked_messages`, of tools and other values that a template takes."""
+        return self._all.value(value)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        return_dict: bool = False,
+        **values: Any,
+    ) -> str | list[int]:
+        """As the tokenizer's, of one conversation; token ids are a list."""
+        text: str = self._tokenizer.apply_chat_template(
+            self.marked_messages(conversation),
+            chat_template=chat_template,
+            tokenize=False,
+            **self.marked(values),
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def encode(self, text: Any, **options: Any) -> list[int]:
+        if isinstance(text, str) and _BREAK in text:
+            return list(self(text, **options)["input_ids"])
+        return list(self._tokenizer.encode(text, **options))
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        if not (isinstance(text, str) and _BREAK in text):
+            return self._tokenizer(text, **options)
+        first, *others = self._all.breaks.split(text)
+        whole = {name: list(values) for name, values in self._tokenizer(first, **options).items()}
+        if others:  # in one call, as there may be thousands
+            more = self._tokenizer(others, **options | {"add_special_tokens": False})
+        start = len(first) + len(_BREAK)
+        for index, piece in enumerate(others):
+            for name, values in whole.items():
+                shift = start if name == "offset_mapping" else 0
+                new = more[name][index]
+                values += [(a + shift, b + shift) for a, b in new] if shift else new
+            start += len(piece) + len(_BREAK)
+        return whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+class _Marker:
+    """Puts breaks into these control tokens, wherever they are in a value; ``breaks`` finds them
+    again."""
+
+    def __init__(self, controls: Sequence[Any], tokenizer: Any) -> None:
+        rests = _by_first_character(one.content for one in controls).items()
+        ends = {re.escape(first): f"(?={_beginning_with(rest)})" for first, rest in rests}
+        # The first characters alone are matched, so control strings may overlap.
+        self._starts = _any_of(first + end for first, end in ends.items())
+        self.breaks = _any_of(f"(?<={first}){_BREAK}{end}" for first, end in ends.items())
+        self._longest = max((len(one.content) for one in controls), default=0)
+        # Some are searched for in normalized text.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        is_raw = not any(one.normalized for one in controls)
+        self._normalizer = None if is_raw else getattr(backend, "normalizer", None)
+
+    def value(self, value: Any, after: str = "") -> Any:
+        """``after``: the text that a template may join to this one."""
+        if isinstance(value, str):
+            return self._text(value, after)
+        if isinstance(value, Mapping):
+            return {self._name(key): self.field(key, one, after) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            marked = []
+            for part in reversed(value):
+                marked.append(self.value(part, after))
+                after = (_text_of(part) + after)[: self._longest]
+            return marked[::-1]
+        return value
+
+    def field(self, key: Any, value: Any, after: str = "") -> Any:
+        if key == "name":
+            return self._name(value)
+        if key == "arguments" and isinstance(value, str):
+            return self._arguments(value)
+        return self.value(value, after if key == "text" else "")
+
+    def _text(self, text: str, after: str = "") -> str:
+        if self._normalizer is not None:
+            normal = [self._normalizer.normalize_str(one) for one in (text, after)]
+            if self._starts.search("".join(normal)):
+                text, after = normal
+        whole = text + after
+        marked = self._starts.sub(rf"\g<0>{_BREAK}", whole)
+        if not after or len(marked) == len(whole):
+            return marked[: len(marked) - len(after)]
+        num_breaks = sum(one.end() <= len(text) for one in self._starts.finditer(whole))
+        return marked[: len(text) + num_breaks * len(_BREAK)]
+
+    def _name(self, name: Any) -> Any:
+        """Templates may write ``<name>``, which must not become a control string either."""
+        if not isinstance(name, str):
+            return name
+        return self._text(name) if _WORD.fullmatch(name) else self._text(f"<{name}>")[1:-1]
+
+    def _arguments(self, text: str) -> str:
+        """Of a call, as JSON, in which a control string may be escaped."""
+        try:
+            arguments = json.loads(text)
+        except (ValueError, RecursionError):
+            return self._text(text)
+        marked = self.value(arguments)
+        return text if marked == arguments else json.dumps(marked, ensure_ascii=False)
+
+
+def _by_first_character(words: Iterable[str]) -> dict[str, list[str]]:
+    rests: defaultdict[str, list[str]] = defaultdict(list)
+    for word in words:
+        rests[word[0]].append(word[1:])
+    return rests
+
+
+def _beginning_with(words: Sequence[str]) -> str:
+    """A pattern of all that begins with one of them, as a tree: there may be thousands."""
+    if "" in words:
+        return ""
+    branches = _by_first_character(words).items()
+    return f"(?:{'|'.join(re.escape(first) + _beginning_with(rest) for first, rest in branches)})"
+
+
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(patterns) or r"(?!)")
+
+
+def _is_speech(message: Mapping[str, Any], key: str) -> bool:
+    return message.get("role") == "assistant" and key != "tool_calls"
+
+
+def _text_of(part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else ""

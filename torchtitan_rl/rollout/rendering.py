@@ -16,13 +16,13 @@ from typing import Any, Literal, Protocol
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.chatml import (
     ChatMLRenderer,
+    ContentTokenizer,
     Message,
     TokenIds,
     apply_template,
     has_token,
     is_plain_json,
 )
-from torchtitan_rl.rollout.content_tokens import ContentTokenizer
 
 RendererKind = Literal["auto", "qwen3", "chatml", "library", "template"]
 Thinking = Literal["off", "keep", "strip"]

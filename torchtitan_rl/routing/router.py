@@ -27,8 +27,7 @@ from torchtitan_rl.routing.pausing import (
 from torchtitan_rl.routing.pinned_replica import PinnedReplica, pin_replica, restore_pinned
 from torchtitan_rl.routing.replica import Replica, ReplicaState
 from torchtitan_rl.routing.running import OnEnded, Route, RunningRequests
-from torchtitan_rl.routing.slots import Slot, Slots
-from torchtitan_rl.routing.strategies import RoutingStrategy, StickyLeastLoaded
+from torchtitan_rl.routing.slots import RoutingStrategy, Slot, Slots, StickyLeastLoaded
 from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport, WeightSync
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, OnProgress
 from torchtitan_rl.weights.handle import WeightHandle

@@ -26,8 +26,12 @@ from torchtitan_rl.errors import (
 )
 from torchtitan_rl.routing.account import read_slot
 from torchtitan_rl.routing.active_time import ActiveTime
-from torchtitan_rl.routing.continuation import check_resumable, remaining_request, used_up
-from torchtitan_rl.routing.partial_tokens import PartialTokens
+from torchtitan_rl.routing.continuation import (
+    PartialTokens,
+    check_resumable,
+    remaining_request,
+    used_up,
+)
 from torchtitan_rl.routing.slots import Slot, Slots, loss_of
 from torchtitan_rl.types import (
     Completion,

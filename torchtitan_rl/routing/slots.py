@@ -28,6 +28,14 @@ Which combinations occur:
 - ``is_pinned`` with ``is_lagging``: it follows the sync when the pin ends.
 - ``is_lagging`` in state STARTING: no sync waits for it.
 - In state DEAD the flags mean nothing.
+
+Condition variables of one event loop, cheap where many tasks wait for the same condition.
+
+Invariants: a task is woken when its condition holds after a change, checks it again, and continues
+in that iteration of the event loop where it still holds; tasks that share a key share one check per
+change and are woken in the order in which they began to wait; simultaneous changes cause one check.
+
+Which replica a request goes to: decided from loads and versions alone, no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -35,15 +43,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torchtitan_rl.deadlines import deadline
 from torchtitan_rl.errors import ConfigError, DeadlineError, GenerationError, ReplicaError
-from torchtitan_rl.generation.futures import copy_of
+from torchtitan_rl.generation.commands import copy_of
 from torchtitan_rl.routing.active_time import ActiveTime
 from torchtitan_rl.routing.load_index import LoadIndex
 from torchtitan_rl.routing.replica import Replica, ReplicaState
-from torchtitan_rl.routing.wakeups import Wakeups
 from torchtitan_rl.weights.handle import WeightHandle
 
 _T = TypeVar("_T")
@@ -272,3 +279,119 @@ def loss_of(slot: Slot) -> ReplicaError:
     lost = ReplicaError(f"{slot.name} is lost: {slot.failure}")
     lost.__cause__ = slot.failure
     return lost
+
+
+Condition = Callable[[], bool]
+
+
+class _Wait:
+    """The tasks that wait for one condition."""
+
+    def __init__(self, condition: Condition) -> None:
+        self._condition = condition
+        self.futures: dict[asyncio.Future[None], None] = {}
+
+    def holds(self) -> bool:
+        try:
+            return self._condition()
+        except Exception:
+            return True  # each task checks again and raises it
+
+    def wake(self) -> None:
+        for future in self.futures:
+            if not future.done():
+                future.set_result(None)
+
+
+class Wakeups:
+    """The conditions that tasks wait for."""
+
+    def __init__(self) -> None:
+        self._waits: dict[Hashable, _Wait] = {}
+        self._is_due = False
+
+    def notify(self) -> None:
+        """Something has changed: check all conditions once, in the next iteration."""
+        if self._waits and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._check)
+
+    async def until(self, condition: Condition, *, key: Hashable = None) -> None:
+        """Return once ``condition`` holds; raise what it raises.
+
+        Waits with the same ``key`` must have equal conditions.
+        """
+        key = object() if key is None else key
+        while not condition():
+            await self.once(condition, key, asyncio.get_running_loop().create_future())
+
+    async def once(self, condition: Condition, key: Hashable, future: asyncio.Future[None]) -> None:
+        """Return after a change with which ``condition`` held, or once ``future`` is done."""
+        wait = self._waits.setdefault(key, _Wait(condition))
+        wait.futures[future] = None
+        try:
+            await future
+        finally:
+            del wait.futures[future]
+            if not wait.futures and self._waits.get(key) is wait:
+                del self._waits[key]
+
+    def _check(self) -> None:
+        self._is_due = False
+        for key, wait in list(self._waits.items()):
+            if wait.holds():
+                del self._waits[key]
+                wait.wake()
+
+
+class RoutingStrategy(Protocol):
+    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+        """Index of a replica that is eligible for ``min_version``, or None where there is none.
+
+        Loads are outstanding tokens: prompt and budget of the calls it has. ``last`` is the
+        replica that served the session before; the session leaves it where it is too old.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastLoaded:
+    """The replica with the fewest outstanding tokens; the lowest index among equals."""
+
+    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+        return replicas.least(min_version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StickyLeastLoaded:
+    """A session stays on the replica with its cached prefix, unless that is overloaded or gone.
+
+    Overloaded: more than ``max_imbalance`` times the tokens of the least loaded replica, and more
+    than ``slack_tokens`` above it.
+    """
+
+    max_imbalance: float = 2.0
+    slack_tokens: int = 8192
+
+    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+        least = replicas.least(min_version)
+        if least is None or last is None or not replicas.is_eligible(last, min_version):
+            return least
+        floor, load = replicas.load(least), replicas.load(last)
+        is_overloaded = load > self.max_imbalance * floor and load > floor + self.slack_tokens
+        return least if is_overloaded else last
+
+
+@dataclass(slots=True)
+class RoundRobin:
+    """Each replica in turn, without regard to load: a baseline for measurements."""
+
+    _next: int = 0
+
+    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+        for offset in range(replicas.count):
+            index = (self._next + offset) % replicas.count
+            if replicas.is_eligible(index, min_version):
+                self._next = index + 1
+                return index
+        return None

@@ -2,6 +2,8 @@
 counters.
 
 Each raises an OSError that names the call.
+
+CPU time of a process's descendants, those included that nobody waits for.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import time
 from collections.abc import Iterable
+
+from torchtitan_rl.sandbox import kernel
 
 CLONE_NEWNS = 0x20000
 CLONE_NEWCGROUP = 0x02000000
@@ -160,3 +165,25 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     _check(_libc.syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
     os.close(rules)
+
+
+class CpuClock:
+    """Counts from its start on, by a counter of the kernel that new processes inherit.
+
+    Where the kernel allows no counters (``kernel.perf_event_paranoid`` of 3, or a container that
+    refuses `perf_event_open`) it counts nothing.
+    """
+
+    def __init__(self) -> None:
+        self._started_s = time.process_time()
+        try:
+            self._counter: int | None = kernel.open_task_clock()
+        except OSError:
+            self._counter = None
+
+    def read_s(self) -> float:
+        """CPU seconds of what this process has started, without its own."""
+        if self._counter is None:
+            return 0.0
+        (nanoseconds,) = struct.unpack("Q", os.read(self._counter, 8))
+        return float(nanoseconds) / 1e9 - (time.process_time() - self._started_s)

@@ -18,14 +18,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torchtitan_rl.channel import (
+    Abort,
+    Call,
+    CallId,
+    Connection,
+    ConnectionCancelledError,
+    End,
+    Submission,
+)
 from torchtitan_rl.errors import (
     EndpointLostError,
     GenerationError,
     GenerationTimeoutError,
     InvalidRequestError,
 )
-from torchtitan_rl.rpc.connection import Connection, ConnectionCancelledError
-from torchtitan_rl.rpc.messages import Abort, Call, CallId, End, Submission
 from torchtitan_rl.serving.messages import (
     Command,
     CommandName,

@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox, Submission
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.rpc.messages import Abort, Call, CallId, End, Submission
-from torchtitan_rl.rpc.outbox import Outbox
 from torchtitan_rl.serving.messages import (
     GAUGE_PREFIX,
     Command,

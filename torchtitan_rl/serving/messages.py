@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from torchtitan_rl.channel import Abort, Call, End, Submission
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.rpc.messages import Abort, Call, End, Submission
 from torchtitan_rl.types import Completion, Progress
 
 CommandName = Literal[

@@ -17,8 +17,8 @@ from typing import Protocol
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.rollout.calls import is_cancelled
 from torchtitan_rl.routing.continuation import reported
+from torchtitan_rl.serving.context import choices_of_response, requests_of_response
 from torchtitan_rl.serving.messages import RefusedError, refused
-from torchtitan_rl.serving.response_names import choices_of_response, requests_of_response
 from torchtitan_rl.serving.session_report import (
     SessionEnding,
     SessionReport,

@@ -1,5 +1,5 @@
 """The episodes of one training step: what the controller sends to the trainer, in numpy, and its
-answer. How they are computed (`training/trees.py`, `training/splitting.py`) is the trainer's part.
+answer. How they are computed (`training/trees.py`, `training/packing.py`) is the trainer's part.
 
 Shapes: N tokens of all episodes, one episode after another.
 """

@@ -1,10 +1,21 @@
-"""Episodes put into one batch; first-fit-decreasing packing of sizes.
+"""One batch split into minibatches, one for each optimizer update, and each of these over
+data-parallel ranks and microbatches.
+
+All ranks get the same number of microbatches, since each forward and backward pass is a collective;
+some may be empty. An episode is whole in one microbatch. A microbatch computes at most a given
+number of tokens, and as many rows of logits: there may be more rows than tokens, where episodes
+sampled a token that they share from different sets of tokens. A tree that is larger is cut, and
+each part repeats the tokens that its episodes share with other parts (their loss counts once: it
+belongs to the episodes).
+
+Episodes put into one batch; first-fit-decreasing packing of sizes.
 
 Invariant: every episode is whole in the batch or listed in `Packing.oversized`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +24,151 @@ import numpy.typing as npt
 
 from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY
 from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.trees import (
+    Microbatch,
+    SortedEpisodes,
+    lay_out,
+    num_padding,
+    padded,
+    sort_episodes,
+)
 from torchtitan_rl.types import Episode
+
+_BALANCING_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's microbatches, padding included; the numbers are of all ranks."""
+
+    parts: tuple[Microbatch, ...]
+    num_needed: int  # tokens that entries need, those of several episodes counted in each
+    num_computed: int  # of them, after sharing; without padding
+    num_padding: int
+
+    @property
+    def shared_share(self) -> float:
+        """Share of the needed tokens that are computed together with another episode's."""
+        return 1.0 - self.num_computed / self.num_needed
+
+    @property
+    def padding_share(self) -> float:
+        return self.num_padding / (self.num_computed + self.num_padding)
+
+
+def sum_of_shares(shares: Sequence[Share]) -> Share:
+    """The sizes of several shares together."""
+    return Share(
+        parts=(),
+        num_needed=sum(share.num_needed for share in shares),
+        num_computed=sum(share.num_computed for share in shares),
+        num_padding=sum(share.num_padding for share in shares),
+    )
+
+
+def minibatches(
+    batch: TrainingBatch, selected_N: npt.NDArray[np.bool_], number: int, *, seed: tuple[int, int]
+) -> list[npt.NDArray[np.bool_]]:
+    """The selected tokens of each of ``number`` minibatches: whole groups in a random order, as
+    many in each as in the others, or one more. Fewer minibatches where fewer groups have a selected
+    token. The same on every rank."""
+    if number == 1:
+        return [selected_N]
+    group_N = batch.groups[batch.episode_ids]
+    groups = np.random.default_rng(seed).permutation(np.unique(group_N[selected_N]))
+    number = min(number, max(len(groups), 1))
+    return [selected_N & np.isin(group_N, chosen) for chosen in np.array_split(groups, number)]
+
+
+def rank_share(
+    batch: TrainingBatch,
+    selected_N: npt.NDArray[np.bool_],
+    *,
+    max_tokens: int,
+    padding_multiple: int,
+    share_prefixes: bool,
+    rank: int,
+    num_ranks: int,
+) -> Share:
+    """The microbatches of ``rank``, whose entries are the tokens in ``selected_N`` (never an
+    episode's first). Each computes at most ``max_tokens`` and as many rows of logits, and is padded
+    to ``padding_multiple`` tokens.
+    """
+    episodes = sort_episodes(batch, selected_N, share_prefixes=share_prefixes)
+    bins = split_evenly(episodes, max_tokens, num_ranks)
+    sizes = [episodes.num_computed(members) for members in bins]
+    parts = [lay_out(batch, selected_N, episodes, members) for members in bins[rank::num_ranks]]
+    return Share(
+        parts=tuple(padded(part, padding_multiple) for part in parts),
+        num_needed=sum(episodes.lengths),
+        num_computed=sum(sizes),
+        num_padding=sum(num_padding(size, padding_multiple) for size in sizes),
+    )
+
+
+def split_evenly(episodes: SortedEpisodes, max_tokens: int, num_ranks: int) -> list[list[int]]:
+    """Bins of members (positions in ``episodes``), the largest first, a multiple of ``num_ranks``
+    and at least one for each, each of at most ``max_tokens`` computed tokens and rows of logits;
+    rank r takes the bins ``r, r + num_ranks, ...``.
+
+    One rank gets as few and as full bins as first-fit-decreasing finds; for several ranks the limit
+    is lowered as far as their number stays the same, which evens them out.
+    """
+    bins = _bins(episodes, max_tokens)
+    num_bins = max(len(bins) + -len(bins) % num_ranks, num_ranks)
+    if num_ranks > 1 and bins:
+        total = episodes.num_computed(range(len(episodes.lengths)))
+        low, high = max(*episodes.lengths, -(-total // num_bins)) - 1, max_tokens
+        for _ in range(_BALANCING_ROUNDS):
+            limit = (low + high + 1) // 2
+            tried = _bins(episodes, limit)
+            if len(tried) > num_bins:
+                low = limit
+            else:
+                bins, high = tried, limit
+    bins.sort(key=episodes.num_computed, reverse=True)
+    return bins + [[] for _ in range(num_bins - len(bins))]
+
+
+def _bins(episodes: SortedEpisodes, limit: int) -> list[list[int]]:
+    """Pieces of trees packed first-fit-decreasing into bins of at most ``limit`` tokens and rows of
+    logits."""
+    pieces = cut(episodes, limit)
+    sizes = [max(episodes.num_computed(piece), num_rows(episodes, piece)) for piece in pieces]
+    return [
+        sorted(member for piece in chosen for member in pieces[piece])
+        for chosen in first_fit_decreasing(sizes, limit)
+    ]
+
+
+def num_rows(episodes: SortedEpisodes, piece: range) -> int:
+    """Rows of logits of consecutive members, where they may be more than their tokens; else 0."""
+    return sum(episodes.num_new_rows(member, piece.start) for member in piece)
+
+
+def cut(episodes: SortedEpisodes, limit: int) -> list[range]:
+    """Consecutive members that compute at most ``limit`` tokens and as many rows of logits
+    together; whole trees where they fit. A larger tree is cut where the rest repeats the fewest
+    tokens for each one before the cut.
+    """
+    pieces = []
+    start, num_members = 0, len(episodes.lengths)
+    while start < num_members:
+        size, end, least = episodes.lengths[start], start + 1, math.inf
+        rows = episodes.num_new_rows(start, start)
+        for i in range(start + 1, num_members + 1):
+            repeated = episodes.shared[i] if i < num_members else 0
+            if repeated <= least * size:
+                end, least = i, repeated / size
+            if repeated == 0:
+                break
+            size += episodes.lengths[i] - repeated
+            rows += episodes.num_new_rows(i, start)
+            if max(size, rows) > limit:
+                break
+        pieces.append(range(start, end))
+        start = end
+    return pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

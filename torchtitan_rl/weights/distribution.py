@@ -24,8 +24,8 @@ from torchtitan_rl.weights.handle import (
     RemoteSource,
     SharedMemoryHandle,
     WeightHandle,
+    versions_to_free,
 )
-from torchtitan_rl.weights.published import versions_to_free
 
 logger = logging.getLogger(__name__)
 

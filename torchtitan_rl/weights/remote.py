@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from torchtitan_rl.weights import delta
-from torchtitan_rl.weights.handle import RemoteDelta, RemoteSource
+from torchtitan_rl.weights.handle import RemoteDelta, RemoteSource, versions_to_free
 from torchtitan_rl.weights.image import Box, TensorPart
 from torchtitan_rl.weights.parts import boxes_of, pack
-from torchtitan_rl.weights.published import versions_to_free
 
 _WORTHWHILE = 0.6  # of the bytes: encoding and decoding take time, too
 _RETRY_AFTER = 8  # versions, where a delta was not worthwhile

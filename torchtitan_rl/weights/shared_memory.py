@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.handle import SharedMemoryHandle, versions_to_free
 from torchtitan_rl.weights.image import ImageLayout, plan_image, write_image
 from torchtitan_rl.weights.leftovers import (
     HEADROOM_BYTES,
@@ -31,7 +31,6 @@ from torchtitan_rl.weights.leftovers import (
     make_folder,
     remove_leftovers,
 )
-from torchtitan_rl.weights.published import versions_to_free
 from torchtitan_rl.weights.segment import Segment
 
 

@@ -20,7 +20,7 @@ from torchtitan_rl.agents.agent import AgentCall, RemoteAgent
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.problem_queue import ProblemQueue
-from torchtitan_rl.observability.metric_table import check_names
+from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.serving.messages import RefusedError

@@ -23,8 +23,12 @@ from tests.support.verifiers import INTERPRETER, needs_verifiers
 from torchtitan_rl.agents.agent import AgentCall, AgentResult
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.host import AgentHost
-from torchtitan_rl.agents.verifiers.process import _WORKER, EnvironmentSpec, VerifiersError
-from torchtitan_rl.agents.verifiers.task import VerifiersTask
+from torchtitan_rl.agents.verifiers.task import (
+    _WORKER,
+    EnvironmentSpec,
+    VerifiersError,
+    VerifiersTask,
+)
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.serving.sessions import Sessions

@@ -23,8 +23,8 @@ from torchtitan_rl.commands import cli
 from torchtitan_rl.config.checks.resume import run_identity
 from torchtitan_rl.config.manifest import remove_manifest, write_manifest
 from torchtitan_rl.config.plan import ProcessPlan
+from torchtitan_rl.config.prepare import write_identity
 from torchtitan_rl.config.run import MetricsConfig
-from torchtitan_rl.config.run_folder import write_identity
 from torchtitan_rl.config.run_lock import hold_run
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.consumer import StopRequested
@@ -553,7 +553,7 @@ def test_a_folder_that_is_no_run_is_told_apart_from_one_with_faults(
 
 def test_an_audit_imports_no_framework() -> None:
     code = (
-        "import sys, torchtitan_rl.audit.command; "
+        "import sys, torchtitan_rl.audit.audit_run; "
         "assert not {'torch', 'vllm', 'monarch', 'torchtitan'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.training_work import WORKLOADS, alone, fitting, num_visible_pairs, pack, step_flops
 from torchtitan_rl.training.batch import TrainingBatch, trained_mask
-from torchtitan_rl.training.splitting import Share, rank_share
+from torchtitan_rl.training.packing import Share, rank_share
 
 
 def share_of(batch: TrainingBatch, *, on: bool) -> Share:

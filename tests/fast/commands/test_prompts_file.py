@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.scripted_engine import ScriptedEngine
-from torchtitan_rl.commands.generate import GenerateOptions, _complete_file
-from torchtitan_rl.commands.prompts_file import format_completion, format_error, parse_line
+from torchtitan_rl.commands.generate import (
+    GenerateOptions,
+    _complete_file,
+    format_completion,
+    format_error,
+    parse_line,
+)
 from torchtitan_rl.configs.calculator_agent_tiny import config
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig

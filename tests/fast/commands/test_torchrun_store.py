@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from torchtitan_rl.commands.torchrun_store import connect
+from torchtitan_rl.commands.launcher import connect
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.node import Node
 

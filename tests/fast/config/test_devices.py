@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan_rl import GeneratorConfig, ScheduleConfig, TrainerConfig
 from torchtitan_rl.backends.monarch.runtime import process_environment
-from torchtitan_rl.config.checks.devices import visible_devices
+from torchtitan_rl.config.checks.machine import visible_devices
 from torchtitan_rl.config.plan import plan_processes
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.rollout.task import Task

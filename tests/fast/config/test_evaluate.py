@@ -14,10 +14,12 @@ import pytest
 from torchtitan_rl import RunConfig
 from torchtitan_rl.commands import cli
 from torchtitan_rl.config.checks.resume import policy_fingerprint
-from torchtitan_rl.config.eval_models import find_models, has_export, note_export
 from torchtitan_rl.config.evaluate import (
     EvalConfig,
     PreparedEvaluation,
+    find_models,
+    has_export,
+    note_export,
     prepare_evaluation,
     prepare_generation,
     write_identity,

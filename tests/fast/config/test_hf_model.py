@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.config_mutations import with_value
-from torchtitan_rl.config.hf_model import read_architecture
-from torchtitan_rl.config.model_families import FAMILIES
+from torchtitan_rl.config.hf_model import FAMILIES, read_architecture
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError

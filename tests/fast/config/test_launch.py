@@ -19,8 +19,8 @@ from torchtitan_rl.config.checks.machine import MachineFacts
 from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.config.host_plan import plan_on_hosts
 from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
-from torchtitan_rl.config.installed import code_digest, differences, installed
 from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.loader import code_digest, differences, installed
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError

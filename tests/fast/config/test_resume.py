@@ -21,9 +21,8 @@ from torchtitan_rl.config.checks.resume import (
     run_identity,
 )
 from torchtitan_rl.config.manifest import write_manifest
-from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
+from torchtitan_rl.config.prepare import PreparedRun, claim_run, is_complete, prepare_run
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.config.run_folder import is_complete
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.environments.mcp_session import McpServer

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from torchtitan_rl import ListDataset, Problem
-from torchtitan_rl.data import list_dataset
+from torchtitan_rl.data import row_dataset
 from torchtitan_rl.data.rows import DataError
 
 PROBLEMS = [Problem(problem_id=str(number), data={}) for number in range(7)]
@@ -46,5 +46,5 @@ def test_an_empty_list_is_refused() -> None:
 
 
 def test_its_example_runs() -> None:
-    failed, attempted = doctest.testmod(list_dataset)
+    failed, attempted = doctest.testmod(row_dataset)
     assert (failed, attempted > 0) == (0, True)

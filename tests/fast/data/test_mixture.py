@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.data.levels import CurriculumConfig, LevelDataset, level_name
-from torchtitan_rl.data.list_dataset import ListDataset
 from torchtitan_rl.data.mixture import MixtureDataset, part_of, split_off
 from torchtitan_rl.data.resting import RestConfig, RestingDataset
+from torchtitan_rl.data.row_dataset import ListDataset
 from torchtitan_rl.rollout.task import Outcome, adapts
 from torchtitan_rl.types import Problem
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.data.order import shuffled
+from torchtitan_rl.data.resting import shuffled
 
 
 @given(size=st.integers(1, 200), key=st.text(max_size=5))

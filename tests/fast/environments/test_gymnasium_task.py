@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.environments.games import InvalidActionError, Move
-from torchtitan_rl.environments.gymnasium_spaces import (
+from torchtitan_rl.environments.gymnasium_task import (
+    GymnasiumGame,
+    GymnasiumTask,
     actions_text,
     observation_text,
     read_action,
     without_colours,
 )
-from torchtitan_rl.environments.gymnasium_task import GymnasiumGame, GymnasiumTask
 
 gymnasium = pytest.importorskip("gymnasium")
 spaces = gymnasium.spaces

@@ -124,7 +124,7 @@ def test_no_text_of_a_policy_stops_what_reads_it(name: str) -> None:
 @pytest.mark.timeout(120)
 def test_no_action_stops_a_space_that_reads_it() -> None:
     spaces = pytest.importorskip("gymnasium").spaces
-    from torchtitan_rl.environments.gymnasium_spaces import read_action
+    from torchtitan_rl.environments.gymnasium_task import read_action
 
     box, few = spaces.Box(-1, 1, (2,)), spaces.Discrete(3)
     for space in (

@@ -16,10 +16,8 @@ import pytest
 from tests.fast.environments.test_mixture_task import Part
 from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.scripted_http import Reply, ScriptedHttp, scripted_http
-from torchtitan_rl.environments.judge.cache import ScoreCache
 from torchtitan_rl.environments.judge.config import JudgeConfig
-from torchtitan_rl.environments.judge.judge import Judge
-from torchtitan_rl.environments.judge.requests import RateLimit
+from torchtitan_rl.environments.judge.judge import Judge, RateLimit, ScoreCache
 from torchtitan_rl.environments.judge.task import JudgedTask
 from torchtitan_rl.environments.scoring import last_match
 from torchtitan_rl.errors import ConfigError

@@ -15,8 +15,8 @@ from torchtitan_rl.generation.commands import Pause, Pull, Sleep, WakeUp
 from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, kv_policy_errors
 from torchtitan_rl.generation.engine import EngineLimits
 from torchtitan_rl.generation.inbox import Inbox
+from torchtitan_rl.generation.kept_tokens import add_run, runs_before
 from torchtitan_rl.generation.validation import validate_request
-from torchtitan_rl.generation.versions import add_run, runs_before
 from torchtitan_rl.types import (
     Completion,
     FinishReason,

@@ -12,12 +12,12 @@ from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.loop_replica import LoopPeer
 from tests.support.replicas import request
 from tests.support.scripted_engine import ScriptedEngine
+from torchtitan_rl.channel import Call, End, Submission
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, LoopFailedError, ReplicaError
 from torchtitan_rl.generation.commands import Pause
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.rpc.messages import Call, End, Submission
 from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, Progress
 
 

@@ -16,9 +16,8 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
 from torchtitan_rl.errors import LoopStalledError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadTokens, Resume
-from torchtitan_rl.generation.engine import EngineOutput
+from torchtitan_rl.generation.engine import EngineOutput, Pulse, StallWatch
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.stall import Pulse, StallWatch
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
 from torchtitan_rl.routing.replica import ReplicaState
 from torchtitan_rl.routing.router import GeneratorRouter

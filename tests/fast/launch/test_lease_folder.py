@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.errors import RunTakenOverError
-from torchtitan_rl.launch.lease import LeaseTimes
-from torchtitan_rl.launch.lease_folder import LEASE_FOLDER, Lease, RunInUseError, beating_owner
+from torchtitan_rl.launch.lease import LEASE_FOLDER, Lease, LeaseTimes, RunInUseError, beating_owner
 
 SHORT = LeaseTimes(beat_s=0.4, valid_s=1.6, silence_s=2.0, settle_s=2.0)
 _OWN = """
@@ -24,7 +23,7 @@ import sys, time
 from pathlib import Path
 from torchtitan_rl.errors import RunTakenOverError
 from torchtitan_rl.launch.lease import LeaseTimes
-from torchtitan_rl.launch.lease_folder import Lease
+from torchtitan_rl.launch.lease import Lease
 
 run_dir = Path(sys.argv[1])
 lease = Lease(run_dir, LeaseTimes(beat_s=0.4, valid_s=1.6, silence_s=2.0, settle_s=2.0))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from torchtitan_rl.launch.meeting import Joining, Round, Store
+from torchtitan_rl.launch.interfaces import Joining, Round, Store
 
 
 class DictStore:

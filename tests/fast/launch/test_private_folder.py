@@ -7,7 +7,7 @@ import stat
 import tempfile
 
 from tests.support.other_user import as_other_user, needs_root
-from torchtitan_rl.launch.private_folder import use_private_folder
+from torchtitan_rl.launch.own_user import use_private_folder
 
 
 @needs_root

@@ -13,7 +13,7 @@ from torchtitan_rl.observability.asynchrony import (
     idle_share,
     overlap_of,
 )
-from torchtitan_rl.observability.metric_table import check_names
+from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.observability.step_metrics import (
     buffer_metrics,
     overtaken_metrics,

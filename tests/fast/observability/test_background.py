@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from torchtitan_rl.observability.background import background
+from torchtitan_rl.observability.engine_sampler import background
 
 
 async def wait_for_ever(started: asyncio.Event, ended: list[str]) -> None:

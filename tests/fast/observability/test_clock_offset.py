@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.observability.clock_offset import RoundTrip, estimate_offset
+from torchtitan_rl.observability.trace import RoundTrip, estimate_offset
 
 MILLISECONDS = st.integers(min_value=0, max_value=100_000_000)
 

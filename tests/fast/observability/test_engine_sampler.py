@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.observability.engine_sampler import EngineSampler, engine_metrics, idle_metrics
-from torchtitan_rl.observability.metric_table import check_names
+from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.types import EngineStats
 
 

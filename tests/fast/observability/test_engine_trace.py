@@ -7,8 +7,7 @@ from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.observability.engine_trace import EngineTrace
-from torchtitan_rl.observability.trace import Tracer, merge_traces
+from torchtitan_rl.observability.trace import EngineTrace, Tracer, merge_traces
 
 
 def spans(folder: Path) -> list[dict[str, Any]]:

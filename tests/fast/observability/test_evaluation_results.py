@@ -17,11 +17,17 @@ from rich.console import Console
 
 from tests.fast.observability.test_evaluation import SOLVED, group
 from torchtitan_rl.errors import OutputError
-from torchtitan_rl.observability import evaluation_picture
-from torchtitan_rl.observability.evaluation import Interval, share_interval
-from torchtitan_rl.observability.evaluation_log import EvaluationLog, read_finished
+from torchtitan_rl.observability import evaluation_progress
+from torchtitan_rl.observability.evaluation import (
+    Evaluated,
+    EvaluationLog,
+    Interval,
+    read_finished,
+    result_table,
+    results,
+    share_interval,
+)
 from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
-from torchtitan_rl.observability.evaluation_results import Evaluated, result_table, results
 from torchtitan_rl.types import Problem, RolloutGroup
 
 
@@ -139,7 +145,7 @@ def test_with_many_columns_every_number_and_name_is_still_there(width: int) -> N
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    evaluation_picture.draw(tmp_path / "results.png", ROWS)
+    evaluation_progress.draw(tmp_path / "results.png", ROWS)
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 

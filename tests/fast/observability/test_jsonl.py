@@ -20,9 +20,8 @@ from tests.fast.test_line_files import files_of_at_most
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.observability import jsonl
 from torchtitan_rl.observability.jsonl import JsonLines, read_rows, rotated
-from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_log import RolloutLog
-from torchtitan_rl.observability.sinks import MetricsLog
+from torchtitan_rl.observability.sinks import MetricsLog, Split
 
 
 def is_step(row: Any) -> bool:

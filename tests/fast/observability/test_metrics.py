@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import turns
-from torchtitan_rl.observability import metric_table
-from torchtitan_rl.observability.loop_lag import LoopLagSampler
-from torchtitan_rl.observability.metric_table import (
+from torchtitan_rl.observability import sinks
+from torchtitan_rl.observability.recorder import LoopLagSampler
+from torchtitan_rl.observability.sinks import (
+    MetricsLog,
     Split,
     check_names,
     is_known,
     metric_names,
 )
-from torchtitan_rl.observability.rollout_metrics import (
+from torchtitan_rl.observability.step_metrics import (
     rollout_metrics,
     staleness_metrics,
 )
-from torchtitan_rl.observability.sinks import MetricsLog
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.types import (
     Completion,
@@ -225,7 +225,7 @@ def test_each_name_has_one_row_and_each_row_of_the_page_is_a_name_with_three_col
     rows = [line for line in page.splitlines() if line.startswith("|")]
     rows = [row for row in rows if not row.startswith(("| name |", "|---"))]
     assert [row for row in rows if not re.fullmatch(r"\| `\S+` (\| ([^|]|\\\|)+ ){3}\|", row)] == []
-    names = [name for row in rows for name in metric_table._expand(row.split("`")[1])]
+    names = [name for row in rows for name in sinks._expand(row.split("`")[1])]
     assert len(names) == len(metric_names())
 
 

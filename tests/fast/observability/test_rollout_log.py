@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
 from tests.support.turns import group, rollout, turn
-from torchtitan_rl.observability.metric_table import Split
 from torchtitan_rl.observability.rollout_log import RolloutLog, choose_rollouts
+from torchtitan_rl.observability.sinks import Split
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.types import RolloutStatus, VersionRun

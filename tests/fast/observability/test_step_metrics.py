@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
-from torchtitan_rl.observability.metric_table import check_names
+from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.observability.step_metrics import (
     evaluation_metrics,
     fetch_metrics,

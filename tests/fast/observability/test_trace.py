@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.fast.test_line_files import files_of_at_most
-from torchtitan_rl.observability.clock_offset import ClockOffset
 from torchtitan_rl.observability.trace import (
     CLOCKS,
     KEPT_FILES,
+    ClockOffset,
     Tracer,
     clocks_of_files,
     merge_traces,

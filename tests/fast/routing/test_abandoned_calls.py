@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.replicas import request, settle
 from tests.support.wire import Wire, done, progress, virtually
+from torchtitan_rl.channel import Abort, End
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, ReplicaError
 from torchtitan_rl.generation.commands import ReadTokens
-from torchtitan_rl.rpc.messages import Abort, End
 from torchtitan_rl.types import Progress
 
 

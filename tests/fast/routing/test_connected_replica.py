@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.replicas import request, settle
 from tests.support.wire import Wire, done, progress, virtually
+from torchtitan_rl.channel import Call, End, Submission
 from torchtitan_rl.errors import GenerationError, InvalidRequestError, LoopClosedError, ReplicaError
 from torchtitan_rl.generation.commands import Pause, ReadTokens
-from torchtitan_rl.rpc.messages import Call, End, Submission
 from torchtitan_rl.types import EngineReading, Progress
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.routing.load_index import LoadIndex
-from torchtitan_rl.routing.strategies import LeastLoaded, RoundRobin, StickyLeastLoaded
+from torchtitan_rl.routing.slots import LeastLoaded, RoundRobin, StickyLeastLoaded
 
 
 def views(*loads: int | None, versions: tuple[int, ...] = ()) -> LoadIndex:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.async_tests import on_virtual_clock
 from tests.support.replicas import GatedReplica, handle, request, settle
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.routing.wakeups import Condition, Wakeups
+from torchtitan_rl.routing.slots import Condition, Wakeups
 
 
 class CountedWakeups(Wakeups):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.rpc.connection import Connection, ConnectionCancelledError
+from torchtitan_rl.channel import Connection, ConnectionCancelledError
 
 
 class Peer:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.rpc.outbox import Outbox
+from torchtitan_rl.channel import Outbox
 
 
 def now() -> float:

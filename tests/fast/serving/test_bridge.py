@@ -21,6 +21,7 @@ from tests.support.endpoints import (
     now,
     request,
 )
+from torchtitan_rl.channel import End
 from torchtitan_rl.errors import (
     EndpointLostError,
     GenerationError,
@@ -28,7 +29,6 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     ReplicaError,
 )
-from torchtitan_rl.rpc.messages import End
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import Refusal, RefusedError

@@ -12,7 +12,7 @@ import pytest
 from tests.support.agents import asked
 from tests.support.served_sessions import make
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.serving.episodes_file import EpisodesFile
+from torchtitan_rl.serving.context import EpisodesFile
 from torchtitan_rl.serving.messages import RefusedError
 
 

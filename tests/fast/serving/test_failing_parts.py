@@ -11,9 +11,9 @@ import pytest
 from tests.support.async_tests import on_virtual_clock
 from tests.support.endpoints import HEALTHY, Generator, LinkedEndpoint, ends_of, now, request
 from tests.support.replicas import GatedReplica
+from torchtitan_rl.channel import End
 from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.rpc.messages import End
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import RefusedError, SystemStatus, ToController, ToEndpoint

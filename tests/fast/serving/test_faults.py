@@ -18,8 +18,8 @@ from tests.support.endpoints import LinkedEndpoint, now
 from tests.support.http_driver import Client
 from tests.support.replicas import GatedReplica
 from tests.support.virtual_clock import VirtualLoop
+from torchtitan_rl.channel import End, Submission
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.rpc.messages import End, Submission
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.config import EndpointConfig

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_rl.serving.body import MAX_DEPTH, check_request
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
-from torchtitan_rl.serving.limits import MAX_DEPTH, check_request
 
 LIMITS = EndpointConfig(max_n=4, max_tokens=50)
 TEXT = {"type": "text", "text": "hello"}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.async_tests import on_virtual_clock
 from tests.support.endpoints import HEALTHY, completion, ends_of, now, request
-from torchtitan_rl.rpc.messages import Abort, Call, CallId, End
+from torchtitan_rl.channel import Abort, Call, CallId, End
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.messages import (
     Refusal,

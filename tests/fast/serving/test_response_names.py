@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan_rl.serving.response_names import requests_of_response
+from torchtitan_rl.serving.context import requests_of_response
 
 TURN, TURN_2 = "chatcmpl-turn-00c0ffee", "chatcmpl-turn-2-00c0ffee"
 CHOICES = [f"{index}_chatcmpl-a-00c0ffee" for index in range(3)]

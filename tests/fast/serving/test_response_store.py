@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_rl.backends.vllm.openai_responses import ResponseStore
 from torchtitan_rl.serving.messages import RefusedError
-from torchtitan_rl.serving.response_store import ResponseStore
 
 
 def response(name: str, size: int = 1) -> dict[str, Any]:

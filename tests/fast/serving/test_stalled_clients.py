@@ -16,12 +16,12 @@ from uvicorn.server import ServerState
 
 from tests.support.async_tests import on_virtual_clock
 from tests.support.http_driver import CHAT
-from torchtitan_rl.backends.monarch.http_connections import (
+from torchtitan_rl.backends.monarch.http_server import (
     BoundedProtocol,
     ConnectionLimits,
     Connections,
+    HttpServer,
 )
-from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.config import EndpointConfig

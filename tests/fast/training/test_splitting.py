@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.support.turns import rollout, turn
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.training.batch import TrainingBatch, trained_mask
-from torchtitan_rl.training.packing import pack_episodes
-from torchtitan_rl.training.splitting import minibatches
+from torchtitan_rl.training.packing import minibatches, pack_episodes
 
 
 def batch_of(sizes: list[int]) -> TrainingBatch:

@@ -3,28 +3,35 @@
 The environment runs in a process of its own. Its episodes are agents of the run's endpoint, so the
 tokens that are trained on are those that the engine sampled, whatever the environment does with
 their text.
+
+The processes that run a verifiers environment, in an interpreter that has verifiers.
+
+Its dependencies need not fit this environment's, and what it blocks is its own process. Invariant:
+each rollout that was sent ends once: with its answer, or with an error when its process has ended.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import subprocess
+import sys
+import threading
+from asyncio import CancelledError, shield, wrap_future
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import IO, Any, cast
 
-from torchtitan_rl.agents.agent import Agent, AgentCall, AgentResult
+from torchtitan_rl.agents.agent import Agent, AgentCall, AgentError, AgentResult
 from torchtitan_rl.agents.task import AgentTask
-from torchtitan_rl.agents.verifiers.process import (
-    EnvironmentSpec,
-    environment_tasks,
-    run_episode,
-    start_environment,
-)
 from torchtitan_rl.data.row_dataset import RowDataset
-from torchtitan_rl.data.rows import Row
-from torchtitan_rl.data.splits import in_split
+from torchtitan_rl.data.rows import Row, in_split
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.task import Dataset, Split
 from torchtitan_rl.types import Problem
@@ -166,3 +173,224 @@ class TaskRows:
 
     def read(self, block: int, index: int) -> Row:
         return self._tasks[index]
+
+
+_WORKER = Path(__file__).parent / "worker" / "torchtitan_rl_worker.py"
+_BESIDE = Path(sys.prefix) / "verifiers" / "bin" / "python"  # made by `make setup`
+_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "TZ", "TMPDIR"),
+    *("PYTHONPATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "SSL_CERT_FILE", "DOCKER_HOST"),
+    *("HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
+)
+_LINES = 30  # of stderr that an error looks at
+_NOISE_S = 5.0
+_DESCRIBE_S = 600.0  # an environment may fetch its data first
+
+
+class VerifiersError(AgentError):
+    """A verifiers environment failed; its rollout fails, and no other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """What a process is started with. Plain values only."""
+
+    env: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    num_problems: int | None = None
+    python: str = ""
+    folders: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def interpreter(self) -> str:
+        return self.python or str(_BESIDE if _BESIDE.exists() else sys.executable)
+
+    def command(self, name: str) -> list[str]:
+        return [self.interpreter, str(_WORKER), name, self.as_text()]
+
+    def environment(self) -> dict[str, str]:
+        """What of this process's every program needs, and what is named; with the folders."""
+        names = (*_VARIABLES, *self.variables)
+        environment = {name: os.environ[name] for name in names if name in os.environ}
+        paths = [str(Path(folder).resolve()) for folder in self.folders]
+        if already := environment.get("PYTHONPATH"):
+            paths.append(already)
+        return environment | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def environment_tasks(spec: EnvironmentSpec) -> list[dict[str, Any]]:
+    """The data of an environment's tasks. Starts a process, once for each spec.
+
+    Raises:
+        ConfigError: the environment cannot be loaded; in one line.
+    """
+    return _tasks(spec.as_text())
+
+
+@functools.lru_cache(maxsize=8)
+def _tasks(text: str) -> list[dict[str, Any]]:
+    spec = EnvironmentSpec(**json.loads(text))
+    try:
+        ended = subprocess.run(
+            spec.command("describe"),
+            env=spec.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+            timeout=_DESCRIBE_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"its tasks were not loaded within {_DESCRIBE_S:g} s") from error
+    except OSError as error:
+        raise ConfigError(f"task.python is {spec.interpreter!r:.200}: {error.strerror}") from error
+    answer: dict[str, Any] = {"error": _last_line(ended.stderr.splitlines())}
+    if ended.stdout:
+        answer = json.loads(ended.stdout)
+    if "error" in answer:
+        raise ConfigError(answer["error"] + _remedy(answer["error"], spec.interpreter))
+    found: list[dict[str, Any]] = answer["tasks"]
+    return found
+
+
+def _remedy(error: str, interpreter: str) -> str:
+    if "No module named 'verifiers'" in error:
+        return f" in {interpreter}: give an interpreter that has it by task.python"
+    if "must already be installed" in error:
+        return f" Install it for {interpreter}, or give its folder by task.folders."
+    return ""
+
+
+async def start_environment(spec: EnvironmentSpec, *, processes: int) -> None:
+    """Return once a process can run rollouts; the first call starts it.
+
+    Raises:
+        VerifiersError: it does not start.
+    """
+    await shield(wrap_future(_pool(spec.as_text(), processes).pick().started))
+
+
+async def run_episode(spec: EnvironmentSpec, request: Mapping[str, Any], *, processes: int) -> Any:
+    """What came of one rollout, which runs in one of so many processes.
+
+    Raises:
+        VerifiersError: the environment failed, or its process ended.
+    """
+    return await _pool(spec.as_text(), processes).pick().run(request)
+
+
+@functools.cache
+def _pool(text: str, processes: int) -> _Pool:
+    return _Pool(EnvironmentSpec(**json.loads(text)), processes)
+
+
+class _Pool:
+    """Starts processes when they are needed, and again those that have ended."""
+
+    def __init__(self, spec: EnvironmentSpec, size: int) -> None:
+        self._spec = spec
+        self._size = size
+        self._processes: list[_Process] = []
+        self._lock = threading.Lock()
+
+    def pick(self) -> _Process:
+        """The one with the least to do, of those that have started if there is one."""
+        with self._lock:
+            self._processes = [process for process in self._processes if process.is_alive]
+            if len(self._processes) < self._size:
+                self._processes.append(_Process(self._spec))
+            return min(self._processes, key=lambda one: (not one.started.done(), one.num_running))
+
+
+class _Process:
+    """A running worker. Two threads read what it writes."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._env = spec.env
+        self._numbers = count()
+        self._running: dict[int, Future[Mapping[str, Any]]] = {}
+        self._lock = threading.Lock()  # of the dictionary, with `is_alive`
+        self.is_alive = True
+        self.started: Future[None] = Future()
+        self._errors: deque[str] = deque(maxlen=_LINES)
+        self._process = subprocess.Popen(
+            spec.command("serve"),
+            env=spec.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            bufsize=1,
+            start_new_session=True,  # Ctrl-C is the controller's
+        )
+        self._noise = threading.Thread(target=self._read_errors, daemon=True)
+        self._noise.start()
+        threading.Thread(target=self._read_answers, daemon=True).start()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def run(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """
+        Raises:
+            VerifiersError: the rollout failed.
+        """
+        number = next(self._numbers)
+        answer: Future[Mapping[str, Any]] = Future()
+        with self._lock:
+            if not self.is_alive:
+                raise VerifiersError(f"{self._env}: its process has ended")
+            self._running[number] = answer
+        self._send({**request, "id": number})
+        waiting = wrap_future(answer)
+        try:
+            found = await shield(waiting)
+        except CancelledError:
+            self._send({"id": number})
+            await waiting
+            raise
+        if "error" in found:
+            raise VerifiersError(f"{self._env}: {found['error']}")
+        return found
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        try:
+            cast("IO[str]", self._process.stdin).write(json.dumps(message) + "\n")
+        except OSError:  # it has ended, which `_read_answers` sees
+            return
+
+    def _read_answers(self) -> None:
+        cause = ""
+        for line in cast("IO[str]", self._process.stdout):
+            answer = json.loads(line)
+            if not answer:
+                self.started.set_result(None)
+            elif "id" not in answer:
+                cause = answer["error"]
+            else:
+                with self._lock:
+                    waiting = self._running.pop(answer["id"])
+                waiting.set_result(answer)
+        self._noise.join(_NOISE_S)  # what it started may keep its stderr open
+        code = self._process.wait()
+        cause = cause or f"its process ended ({code}): {_last_line(self._errors)}"
+        with self._lock:
+            self.is_alive = False
+            for waiting in self._running.values():
+                waiting.set_result({"error": cause})
+        if not self.started.done():
+            self.started.set_exception(VerifiersError(f"{self._env}: {cause}"))
+
+    def _read_errors(self) -> None:
+        self._errors.extend(cast("IO[str]", self._process.stderr))
+
+
+def _last_line(lines: Any) -> str:
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")

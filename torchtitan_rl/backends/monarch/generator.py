@@ -14,6 +14,7 @@ from typing import Any
 
 from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 
+from torchtitan_rl.backends.monarch.generator_rank import ActorEnd, Stream
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
@@ -22,14 +23,13 @@ from torchtitan_rl.backends.monarch.runtime import (
     spawn_processes,
     stop_processes,
 )
-from torchtitan_rl.backends.monarch.stream import ActorEnd, Stream
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.channel import Abort
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.rpc.messages import Abort
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 

@@ -19,9 +19,9 @@ from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.checks.machine import machine_facts
 from torchtitan_rl.config.checks.paths import cannot_write
 from torchtitan_rl.config.hosts import HostFacts
-from torchtitan_rl.config.installed import installed
+from torchtitan_rl.config.loader import installed
+from torchtitan_rl.config.manifest import policy_digest
 from torchtitan_rl.config.policies import resolve_checkpoint
-from torchtitan_rl.config.policy_digest import policy_digest
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.lives import (
     ADDRESS_VARIABLE,

@@ -19,9 +19,13 @@ from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.silence import BEAT_S, HOST_LOST_S, Silence
-from torchtitan_rl.observability.clock_offset import RoundTrip, estimate_offset
 from torchtitan_rl.observability.file_tail import FileCopies
-from torchtitan_rl.observability.trace import clocks_of_files, write_clocks
+from torchtitan_rl.observability.trace import (
+    RoundTrip,
+    clocks_of_files,
+    estimate_offset,
+    write_clocks,
+)
 from torchtitan_rl.tasks import cancel_all, first_of, retrieve
 
 logger = logging.getLogger(__name__)

@@ -37,13 +37,13 @@ from torchtitan_rl.backends.monarch.closed import PYTHON_VARIABLE
 from torchtitan_rl.backends.monarch.host_agent import HostAgent, HostAnswer
 from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts
-from torchtitan_rl.config.installed import differences
 from torchtitan_rl.config.launch import LaunchConfig
-from torchtitan_rl.config.policy_digest import digest_limit_s
+from torchtitan_rl.config.loader import differences
+from torchtitan_rl.config.manifest import digest_limit_s
 from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
-from torchtitan_rl.launch.attempts import Attempts
 from torchtitan_rl.launch.lives import accepts, listening
+from torchtitan_rl.launch.silence import Attempts
 from torchtitan_rl.weights.transport import host_name
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from monarch.actor import (
 )
 
 from torchtitan_rl.backends.monarch.closed import log_to_stderr
-from torchtitan_rl.backends.monarch.cpu_cores import stay_on_cores
 from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, start_command
+from torchtitan_rl.backends.monarch.processes import stay_on_cores
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.deadlines import deadline

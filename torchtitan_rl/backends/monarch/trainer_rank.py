@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from torchtitan_rl.backends.specs import TrainerSpec
-from torchtitan_rl.backends.titan.joint_publishing import JointPublisher
-from torchtitan_rl.backends.titan.remote_publishing import RemotePublisher
+from torchtitan_rl.backends.titan.publishing import JointPublisher, RemotePublisher
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.launch.process_groups import listen_privately

@@ -1,4 +1,7 @@
-"""Conversion of weights between torchtitan's sharded model and Hugging Face checkpoints."""
+"""Conversion of weights between torchtitan's sharded model and Hugging Face checkpoints.
+
+A checkpoint of a run as a Hugging Face directory, without the trainer that wrote it.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,30 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-
-from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
-
-# isort: split
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
+from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
+from torchtitan_rl.backends.titan.checkpoint import SafeLoadPlanner, check_metadata
 from torchtitan_rl.backends.titan.model import PolicyModel
-from torchtitan_rl.config.model_families import FAMILIES
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.config.hf_model import FAMILIES, read_architecture
+from torchtitan_rl.errors import CheckpointError, ConfigError
+from torchtitan_rl.training.checkpoint_files import check_contents
 from torchtitan_rl.weights.image import TensorPart
+
+# isort: split
+
 
 # Files of a checkpoint's directory that an export does not copy: weights of any format, histories.
 _NOT_COPIED = (
@@ -150,3 +159,40 @@ def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> Non
     weights.chmod(mode)
     shutil.rmtree(path, ignore_errors=True)
     temporary.rename(path)
+
+
+_MODEL = "model."
+
+
+def export_checkpoint(
+    checkpoint: Path, target: Path, *, source: Path, dtype: Literal["float32", "bfloat16"]
+) -> None:
+    """Write the model of ``checkpoint`` to ``target``, all or nothing, with configuration and
+    tokenizer of ``source``, the policy that the run began with. Holds the model in memory.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged, or not of that policy.
+    """
+    check_contents(checkpoint)
+    check_metadata(checkpoint)
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors: dict[str, Any] = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in stored.items()
+        if name.startswith(_MODEL) and isinstance(one, TensorStorageMetadata)
+    }
+    try:
+        load(tensors, checkpoint_id=checkpoint, planner=SafeLoadPlanner(), no_dist=True)
+    except CheckpointException as error:  # no subclass of Exception
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+    architecture = read_architecture(source)
+    model_config: Any = SimpleNamespace(enable_weight_tying=architecture.has_tied_embeddings)
+    named = {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
+    state = PolicyStateDictAdapter(model_config).to_hf(named)
+    embedding = state.get("model.embed_tokens.weight")
+    shape = (architecture.vocab_size, architecture.dim)
+    if embedding is None or tuple(embedding.shape) != shape:
+        raise CheckpointError(f"checkpoint {checkpoint} is not of the policy in {source}")
+    kind = getattr(torch, dtype)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_hf(target, {name: tensor.to(kind) for name, tensor in state.items()}, source=source)

@@ -36,8 +36,7 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-from torchtitan_rl.backends.titan.feed_forward import CpuFeedForward
-from torchtitan_rl.backends.titan.layers import CpuRMSNorm, ScaledRoPE
+from torchtitan_rl.backends.titan.layers import CpuFeedForward, CpuRMSNorm, ScaledRoPE
 from torchtitan_rl.backends.titan.setup import Layout
 from torchtitan_rl.backends.titan.tree_attention import (
     TreeAttention,

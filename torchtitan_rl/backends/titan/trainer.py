@@ -25,11 +25,16 @@ import torch.distributed as dist
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # before torchtitan
 from torchtitan_rl.backends.titan.checkpoint import CheckpointWriter, load_state
-from torchtitan_rl.backends.titan.forward import ForwardOutput, forward
+from torchtitan_rl.backends.titan.forward import (
+    ForwardOutput,
+    PolicyObjective,
+    StepSums,
+    forward,
+    load_reference,
+)
 from torchtitan_rl.backends.titan.hf import hf_parts, hf_state, load_hf, write_hf
 from torchtitan_rl.backends.titan.memory import DeviceMemory
 from torchtitan_rl.backends.titan.model import build_policy
-from torchtitan_rl.backends.titan.objective import PolicyObjective, StepSums, load_reference
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.errors import DivergedError
@@ -45,7 +50,7 @@ from torchtitan_rl.training.batch import (
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.training.losses import LossOutput, cross_entropy_loss, loss_metrics, policy_loss
 from torchtitan_rl.training.losses.contract import LossFunction
-from torchtitan_rl.training.splitting import Share, minibatches, rank_share, sum_of_shares
+from torchtitan_rl.training.packing import Share, minibatches, rank_share, sum_of_shares
 from torchtitan_rl.training.trees import Microbatch
 from torchtitan_rl.weights.image import TensorPart
 

@@ -32,22 +32,19 @@ from torchtitan_rl.backends.vllm.cpu import (
     unique_shared_memory,
 )
 from torchtitan_rl.backends.vllm.kept_sets import Grammars, KeptSets
-from torchtitan_rl.backends.vllm.logprobs import SampledLogprobs
-from torchtitan_rl.backends.vllm.resume import (
-    build_core_request,
-    let_runner_resume,
-    resumed_detokenizer,
-)
 from torchtitan_rl.backends.vllm.sampling import (
     GRAMMAR_BACKEND,
+    SampledLogprobs,
+    build_core_request,
+    let_runner_resume,
     reasoning_of,
+    resumed_detokenizer,
     vllm_sampling_params,
 )
 from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS, step_tokens
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
-from torchtitan_rl.generation.engine import EngineLimits, EngineOutput
+from torchtitan_rl.generation.engine import EngineLimits, EngineOutput, ReadingRate
 from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS
-from torchtitan_rl.generation.rate import ReadingRate
 from torchtitan_rl.types import (
     EngineStats,
     FinishReason,

@@ -69,7 +69,7 @@ from torchtitan_rl.backends.vllm.openai_core import (
 from torchtitan_rl.backends.vllm.openai_messages import Messages, messages_routes
 from torchtitan_rl.backends.vllm.openai_responses import Responses, kept_responses
 from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
-from torchtitan_rl.rollout.content_tokens import ContentTokenizer
+from torchtitan_rl.rollout.chatml import ContentTokenizer
 from torchtitan_rl.serving.config import Constraints, EndpointConfig
 from torchtitan_rl.serving.errors import HttpError
 from torchtitan_rl.serving.link import FAILED, ControllerLink

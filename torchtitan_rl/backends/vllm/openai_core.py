@@ -36,7 +36,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
-from torchtitan_rl.rpc.messages import Submission
+from torchtitan_rl.channel import Submission
 from torchtitan_rl.serving.auth import is_session_id
 from torchtitan_rl.serving.context import session_id
 from torchtitan_rl.serving.errors import HttpError
