@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
+from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import GenerationRequest
 
 M = TypeVar("M")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaign.machine import Machine
-from torchtitan_rl import line_files
+from torchtitan_rl import files
 from torchtitan_rl.observability import jsonl
 from torchtitan_rl.orchestration import journal
 from torchtitan_rl.training import checkpoint_files
@@ -49,7 +49,7 @@ def disk_of(machine: Machine) -> Iterator[None]:
         _is_hooked = True
     replaced: list[tuple[Any, str, Any]] = [
         (journal, "FileIO", _journal_file),
-        (line_files, "FileIO", _rows_file),
+        (files, "FileIO", _rows_file),
         (jsonl, "FileIO", _rows_file),
         (checkpoint_files, "write_file", _write_file),
         (checkpoint_files, "_sync_directory", _no_sync),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.async_tests import on_event_loop
-from torchtitan_rl.tasks import BackgroundTask, cancel_all, first_of, uninterrupted
+from torchtitan_rl.aio import BackgroundTask, cancel_all, first_of, uninterrupted
 
 
 async def fail() -> None:

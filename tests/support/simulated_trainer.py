@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.support.simulated_faults import Fate, Undisturbed
 from tests.support.simulated_replica import pack_pair
-from torchtitan_rl.deadlines import deadline
+from torchtitan_rl.aio import deadline
 from torchtitan_rl.errors import (
     CheckpointError,
     DeadlineError,

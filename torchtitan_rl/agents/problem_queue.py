@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torchtitan_rl.agents.agent import AgentCall, AgentResult, RemoteAgent
-from torchtitan_rl.deadlines import STOOD_STILL_S
+from torchtitan_rl.aio import STOOD_STILL_S
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.rollout.records import problem_to_json
 from torchtitan_rl.serving.messages import CommandName, Handler, RefusedError, refused

@@ -37,19 +37,18 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from torchtitan_rl.aio import cancel_all, retrieve, wait_within
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.commands.child_process import ChildProcess
 from torchtitan_rl.commands.console import DryRun, StopSignals
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.loader import load_config
-from torchtitan_rl.deadlines import wait_within
 from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import Address, ip_of
 from torchtitan_rl.launch.interfaces import Joining, Round, listening_host
 from torchtitan_rl.launch.lives import MEMORY_VARIABLE
 from torchtitan_rl.launch.node import RESUME_COMMAND, Node, resume_options
 from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
-from torchtitan_rl.tasks import cancel_all, retrieve
 
 _LEAVE_S = 10.0  # for the other launchers to read how the run ended
 PROGRAM = (sys.executable, "-P", "-m", "torchtitan_rl.commands.cli")

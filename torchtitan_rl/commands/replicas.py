@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan_rl.agents.task import environment_factory
+from torchtitan_rl.aio import first_of
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
@@ -18,7 +19,6 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.weight_loading import WeightLoader
-from torchtitan_rl.tasks import first_of
 
 _T = TypeVar("_T")
 

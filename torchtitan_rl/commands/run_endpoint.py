@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.problem_queue import ProblemQueue
 from torchtitan_rl.agents.running import AgentThread
+from torchtitan_rl.aio import first_of
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.bridge import BridgeCounts
@@ -22,7 +23,6 @@ from torchtitan_rl.serving.messages import Endpoint
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.session_report import SessionEnding
 from torchtitan_rl.serving.sessions import Sessions
-from torchtitan_rl.tasks import first_of
 
 _T = TypeVar("_T")
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
+from torchtitan_rl.aio import first_of
 from torchtitan_rl.commands.console import DryRun, StopSignals, print_error, run_command
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
@@ -24,7 +25,6 @@ from torchtitan_rl.serving.context import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.serving.weight_loading import WeightLoader
-from torchtitan_rl.tasks import first_of
 
 _CHECK_S = 1.0  # between two checks whether a replica is left
 _REQUEST_TIMEOUT_S = 3600.0  # where generator.request_timeout_s does not say

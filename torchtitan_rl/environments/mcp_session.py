@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TextIO
 from weakref import WeakKeyDictionary
 
+from torchtitan_rl.aio import wait_within
 from torchtitan_rl.data.rows import require
-from torchtitan_rl.deadlines import wait_within
 from torchtitan_rl.environments.tool_env import ToolAnswer
 from torchtitan_rl.errors import TorchtitanRLError
 

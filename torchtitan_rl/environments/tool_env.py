@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torchtitan_rl.aio import cancel_all, uninterrupted
 from torchtitan_rl.environments.question import QuestionEnv, ScoreFunction
 from torchtitan_rl.rollout.chatml import Message, is_plain_json
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
-from torchtitan_rl.tasks import cancel_all, uninterrupted
 from torchtitan_rl.types import RolloutStatus
 
 _SHORT_CHARS = 200

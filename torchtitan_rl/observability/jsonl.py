@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.errors import OutputError
-from torchtitan_rl.line_files import (
+from torchtitan_rl.files import (
     append_line,
     lines_from_the_end,
     open_for_append,

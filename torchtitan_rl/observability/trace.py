@@ -34,7 +34,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.line_files import append_line, whole_lines
+from torchtitan_rl.files import append_line, whole_lines
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from torchtitan_rl.aio import BackgroundTask
 from torchtitan_rl.errors import CheckpointError, OutputError
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.records import group_of
@@ -24,7 +25,6 @@ from torchtitan_rl.orchestration.saved_run import (
 )
 from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.tasks import BackgroundTask
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
 from torchtitan_rl.types import Completion
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from torchtitan_rl.aio import cancel_all, first_of, uninterrupted
 from torchtitan_rl.errors import (
     CheckpointError,
     DivergedError,
@@ -40,7 +41,6 @@ from torchtitan_rl.orchestration.reconciliation import Reconciliation
 from torchtitan_rl.orchestration.run_state import Parts, RunState
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
 from torchtitan_rl.orchestration.weight_feed import WeightFeed
-from torchtitan_rl.tasks import cancel_all, first_of, uninterrupted
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+from torchtitan_rl.aio import BackgroundTask
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.records import EvaluationRecord
@@ -16,7 +17,6 @@ from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.rollout.problem_set import roll_out_problems
 from torchtitan_rl.routing.pinned_replica import PinnedReplica
 from torchtitan_rl.routing.replica import ReplicaState
-from torchtitan_rl.tasks import BackgroundTask
 from torchtitan_rl.types import RolloutGroup
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.line_files import whole_lines
+from torchtitan_rl.files import whole_lines
 from torchtitan_rl.orchestration.records import group_of
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.recorded import RecordedRollout

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.errors import NothingTrainedError, OutputError, TorchtitanRLError
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.journal import JournalError
@@ -22,7 +23,6 @@ from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.advantages import has_signal
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.task import adapts
-from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import Problem, RolloutGroup
 
 _PATIENCE = 10  # times `max_empty_batches`, for a dataset that chooses by what came of its groups

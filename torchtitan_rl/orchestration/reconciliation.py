@@ -6,9 +6,9 @@ its request ended. Any other token is recorded in a metric that must be 0.
 
 from __future__ import annotations
 
+from torchtitan_rl.aio import BackgroundTask
 from torchtitan_rl.orchestration.records import AccountRecord
 from torchtitan_rl.orchestration.run_state import RunState
-from torchtitan_rl.tasks import BackgroundTask
 
 
 class Reconciliation:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from torchtitan_rl.deadlines import wait_within
+from torchtitan_rl.aio import wait_within
 from torchtitan_rl.rollout.abandoned import abandoned
 
 _T = TypeVar("_T")

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from torchtitan_rl.aio import cancel_all, uninterrupted
 from torchtitan_rl.rollout.abandoned import abandoned
 from torchtitan_rl.rollout.answers import WrongAnswerError, checked_answer, checked_terminal
 from torchtitan_rl.rollout.calls import CallFailedError, CallTimeoutError, summary, within
@@ -24,7 +25,6 @@ from torchtitan_rl.rollout.env import (
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import plain
 from torchtitan_rl.rollout.turn_tree import RolloutEnded, RolloutEnv, TurnTree, is_tree_env
-from torchtitan_rl.tasks import cancel_all, uninterrupted
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _A = TypeVar("_A")

@@ -24,10 +24,9 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Protocol, TypeGuard
 
-from torchtitan_rl.deadlines import deadline
+from torchtitan_rl.aio import cancel_all, deadline, uninterrupted
 from torchtitan_rl.rollout.calls import compute, summary
 from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
-from torchtitan_rl.tasks import cancel_all, uninterrupted
 from torchtitan_rl.types import (
     Completion,
     FinishReason,

@@ -2,7 +2,7 @@
 
 Invariant: a deadline passes only after its number of seconds in which the clock ran; pauses do not
 count. Time in which this process was stopped, and a deadline passed, does not count either (see
-`deadlines.py`).
+`aio.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from torchtitan_rl.deadlines import STOOD_STILL_S
+from torchtitan_rl.aio import STOOD_STILL_S
 
 
 @dataclass(slots=True, eq=False)

@@ -13,11 +13,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.channel import Abort, Call, CallId, Connection, End, Submission
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand, copy_of
 from torchtitan_rl.generation.server import FromReplica, ToReplica
-from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 from torchtitan_rl.weights.handle import WeightHandle
 

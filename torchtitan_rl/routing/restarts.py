@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
+from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.routing.replica import Replica
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.tasks import cancel_all
 
 EXPECTED_S = 300.0
 SETTLED_S = 600.0

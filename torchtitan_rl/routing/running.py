@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 
-from torchtitan_rl.deadlines import deadline
+from torchtitan_rl.aio import deadline
 from torchtitan_rl.errors import (
     GenerationError,
     GenerationTimeoutError,

@@ -45,7 +45,7 @@ from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from torchtitan_rl.deadlines import deadline
+from torchtitan_rl.aio import deadline
 from torchtitan_rl.errors import ConfigError, DeadlineError, GenerationError, ReplicaError
 from torchtitan_rl.generation.commands import copy_of
 from torchtitan_rl.routing.active_time import ActiveTime

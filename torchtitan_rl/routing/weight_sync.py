@@ -12,7 +12,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan_rl.deadlines import deadline
+from torchtitan_rl.aio import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.routing.replica import Replica, ReplicaState

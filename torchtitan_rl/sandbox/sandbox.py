@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+from torchtitan_rl.aio import uninterrupted
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
-from torchtitan_rl.tasks import uninterrupted
 
 Isolation = Literal["namespaces", "landlock", "limits"]
 

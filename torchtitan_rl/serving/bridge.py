@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.channel import (
     Abort,
     Call,
@@ -46,7 +47,6 @@ from torchtitan_rl.serving.messages import (
     ToEndpoint,
     refused,
 )
-from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 logger = logging.getLogger(__name__)

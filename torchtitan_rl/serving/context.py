@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from torchtitan_rl.line_files import append_line, open_for_append
+from torchtitan_rl.files import append_line, open_for_append
 from torchtitan_rl.serving.session_report import SessionReport
 
 logger = logging.getLogger(__name__)

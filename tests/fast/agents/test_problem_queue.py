@@ -20,12 +20,12 @@ from torchtitan_rl.agents.agent import AgentCall, RemoteAgent
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.problem_queue import ProblemQueue
+from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.sessions import Sessions
-from torchtitan_rl.tasks import cancel_all
 from torchtitan_rl.types import Problem, RolloutGroup, RolloutStatus
 
 LOST = (409, "lease_lost")

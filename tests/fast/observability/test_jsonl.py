@@ -156,7 +156,7 @@ def kill_at(patch: pytest.MonkeyPatch, moment: int, *, torn: float) -> None:
         with TornFile(path, "w") as file:
             return file.write(data)
 
-    patch.setattr("torchtitan_rl.line_files.FileIO", TornFile)
+    patch.setattr("torchtitan_rl.files.FileIO", TornFile)
     patch.setattr(jsonl, "FileIO", TornFile)
     patch.setattr(Path, "write_bytes", write_bytes)
     for name in ("unlink", "rename", "replace"):

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from monarch.actor import Channel, Port, PortReceiver
 
+from torchtitan_rl.aio import cancel_all, first_of, retrieve
 from torchtitan_rl.backends.monarch.processes import collect_less
 from torchtitan_rl.backends.monarch.runtime import call
 from torchtitan_rl.backends.specs import GeneratorSpec
@@ -28,7 +29,6 @@ from torchtitan_rl.errors import DeadlineError, LoopFailedError
 from torchtitan_rl.generation.server import IDLE_S, EngineServer
 from torchtitan_rl.launch.process_groups import listen_privately
 from torchtitan_rl.observability.trace import EngineTrace, Tracer, host_label
-from torchtitan_rl.tasks import cancel_all, first_of, retrieve
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 from torchtitan_rl.weights.staging import WeightStaging
 

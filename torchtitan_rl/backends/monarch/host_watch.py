@@ -15,6 +15,7 @@ from typing import Any
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
+from torchtitan_rl.aio import cancel_all, first_of, retrieve
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.errors import ConfigError, HostsBusyError
@@ -26,7 +27,6 @@ from torchtitan_rl.observability.trace import (
     estimate_offset,
     write_clocks,
 )
-from torchtitan_rl.tasks import cancel_all, first_of, retrieve
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from torchtitan_rl.aio import cancel_all, retrieve
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
@@ -31,7 +32,6 @@ from torchtitan_rl.backends.monarch.runtime import (
 from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
-from torchtitan_rl.tasks import cancel_all, retrieve
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.transport import Transport

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.deadlines import deadline, wait_within
+from torchtitan_rl.aio import deadline, wait_within
 
 
 def stand_still(seconds: float) -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl import line_files
-from torchtitan_rl.line_files import append_line, lines_from_the_end, open_for_append, whole_lines
+from torchtitan_rl import files
+from torchtitan_rl.files import append_line, lines_from_the_end, open_for_append, whole_lines
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def test_a_torn_line_is_cut_off_before_anything_comes_after_it(
 ) -> None:
     torn = torn.replace(b"\n", b"\r")
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_files, "_BLOCK_BYTES", block)
+        patch.setattr(files, "_BLOCK_BYTES", block)
         path = Path(folder) / "f"
         path.write_bytes(b"".join(lines) + torn)
         assert list(whole_lines(path)) == lines
@@ -61,16 +61,16 @@ def test_lines_that_the_disk_takes_a_part_of_leave_nothing(tmp_path: Path) -> No
 def test_reading_from_the_end_reads_no_more_than_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_files, "_BLOCK_BYTES", 8)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 8)
     (tmp_path / "f").write_bytes(b"line\n" * 1000)
     read: list[int] = []
-    pread = line_files.os.pread
+    pread = files.os.pread
 
     def count(descriptor: int, length: int, start: int) -> bytes:
         read.append(length)
         return pread(descriptor, length, start)
 
-    monkeypatch.setattr(line_files.os, "pread", count)
+    monkeypatch.setattr(files.os, "pread", count)
     with open_for_append(tmp_path / "f") as file:
         next(lines_from_the_end(file, file.tell()))
     assert sum(read) <= 16
