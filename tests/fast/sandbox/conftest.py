@@ -29,7 +29,7 @@ class Run:
     """`Sandbox.run`, not async, of a `tests.support.sandbox_server`."""
 
     def __init__(self, isolation: str, *, another_user: bool) -> None:
-        prefix = ["tests.support.another_user", str(_ANOTHER), sys.executable, "-m"]
+        prefix = ["tests.support.run_as_user", str(_ANOTHER), sys.executable, "-m"]
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", *(prefix if another_user else [])),

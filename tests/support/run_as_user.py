@@ -1,4 +1,4 @@
-"""``python -m tests.support.another_user UID COMMAND...``: root runs a command as another user.
+"""``python -m tests.support.run_as_user UID COMMAND...``: root runs a command as another user.
 
 Folders of root that lead to Python and to this repository are shown to it, in mounts of its own.
 """
