@@ -27,11 +27,17 @@ from torchtitan_rl.config.placement import NoRoomError
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.scripts.compose import ComposeOptions, compose_file
-from torchtitan_rl.launch.scripts.job import Job
-from torchtitan_rl.launch.scripts.kubernetes import KubernetesOptions, kubernetes_manifest
-from torchtitan_rl.launch.scripts.slurm import SlurmOptions, slurm_script
-from torchtitan_rl.launch.scripts.ssh import SshOptions, ssh_script
+from torchtitan_rl.launch.scripts import (
+    ComposeOptions,
+    Job,
+    KubernetesOptions,
+    SlurmOptions,
+    SshOptions,
+    compose_file,
+    kubernetes_manifest,
+    slurm_script,
+    ssh_script,
+)
 
 _T = TypeVar("_T")
 _KINDS = ("slurm", "kubernetes", "ssh", "docker-compose")

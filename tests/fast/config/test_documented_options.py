@@ -24,10 +24,12 @@ from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import ServeConfig
-from torchtitan_rl.launch.scripts.compose import ComposeOptions
-from torchtitan_rl.launch.scripts.kubernetes import KubernetesOptions
-from torchtitan_rl.launch.scripts.slurm import SlurmOptions
-from torchtitan_rl.launch.scripts.ssh import SshOptions
+from torchtitan_rl.launch.scripts import (
+    ComposeOptions,
+    KubernetesOptions,
+    SlurmOptions,
+    SshOptions,
+)
 
 ROOT = Path(__file__).parents[3]
 PAGES = (
