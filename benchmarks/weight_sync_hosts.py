@@ -1,7 +1,7 @@
-"""Weights from a trainer to several hosts: one copy for each host, tree, shards, deltas.
+"""Weights from a trainer to several hosts: one copy for each host, tree, shards.
 
     python -m benchmarks.weight_sync_hosts [--policy 135M | DIR] [--hosts 1 2 4] [--repeats 5]
-        [--parts hosts publish delta]
+        [--parts hosts publish]
 
 Hosts are workers on loopback addresses of this machine, each with a fetching process and two
 readers (replicas without an engine). They share its cores, so several hosts at once take longer
@@ -12,7 +12,6 @@ than elsewhere, and a tree, which spares the trainer's network, gains nothing he
   (star) and with a tree. In turn with these, alone: one process reads the same bytes into memory
   that it has, without checksums; a plain copy over a TCP connection.
 - publish: two FSDP ranks, each offering its shards, against gathering on rank 0, which offers all.
-- delta: after real optimizer steps, what changed against the whole, by type and learning rate.
 """
 
 from __future__ import annotations
@@ -36,13 +35,10 @@ from benchmarks.plots import bars
 from benchmarks.report import heading, medians, print_table, write_report
 from benchmarks.weight_sync import POLICIES
 from benchmarks.weight_sync_copies import TcpCopy
-from benchmarks.weight_sync_hosts_parts import Publisher, Reached, Setting, worker_hosts
+from benchmarks.weight_sync_hosts_parts import Publisher, Setting, worker_hosts
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.backends.monarch.runtime import supervise
 from torchtitan_rl.config.policies import resolve_checkpoint
-
-LEARNING_RATES = (1e-6, 1e-4)
-DTYPES = ("bfloat16", "float32")
 
 
 def main() -> None:
@@ -77,15 +73,6 @@ async def _measure(options: argparse.Namespace, work_dir: Path) -> dict[str, Any
         setting = dataclasses.replace(base, ranks=2)
         results["publish"] = await _shards_against_gather(setting, options.repeats, work_dir)
         _print_publish(results["publish"])
-    if "delta" in options.parts:
-        results["delta"] = [
-            await _delta_against_whole(
-                dataclasses.replace(base, learning_rate=rate), dtype, options.repeats, work_dir
-            )
-            for dtype in DTYPES
-            for rate in LEARNING_RATES
-        ]
-        _print_delta(results["delta"])
     return results
 
 
@@ -155,46 +142,6 @@ async def _shards_against_gather(setting: Setting, repeats: int, work_dir: Path)
     }
 
 
-async def _delta_against_whole(
-    setting: Setting, dtype: str, repeats: int, work_dir: Path
-) -> dict[str, Any]:
-    """Each version is published once with a delta and once without, after one optimizer step."""
-    rows = []
-    async with (
-        worker_hosts(1, work_dir) as hosts,
-        Publisher.spawn(setting, work_dir) as publisher,
-    ):
-        for repeat in range(repeats + 1):
-            await publisher.step()
-            row: dict[str, float] = {}
-            for name in ("whole", "delta"):
-                published = await publisher.publish(dtype, makes_delta=name == "delta")
-                reached = await hosts.reach(published.handle, fan_out=0)
-                row |= _delta_row(name, published.seconds, reached)
-            if repeat:
-                rows.append(row)
-    typical = medians(rows)
-    return {
-        "dtype": dtype,
-        "learning_rate": setting.learning_rate,
-        "repeats": rows,
-        "medians": typical,
-        "ratios": {
-            "bytes": typical["delta_bytes"] / typical["whole_bytes"],
-            "whole / delta": (typical["whole_publish_s"] + typical["whole_fetch_s"])
-            / (typical["delta_publish_s"] + typical["delta_fetch_s"]),
-        },
-    }
-
-
-def _delta_row(name: str, publish_s: float, reached: Reached) -> dict[str, float]:
-    return {
-        f"{name}_publish_s": publish_s,
-        f"{name}_fetch_s": reached.slowest_fetch_s,
-        f"{name}_bytes": float(reached.num_bytes[0]),
-    }
-
-
 def _seconds(results: Mapping[str, Any]) -> dict[str, float]:
     """What the picture shows."""
     shown = {
@@ -206,11 +153,6 @@ def _seconds(results: Mapping[str, Any]) -> dict[str, float]:
         for name in ("shards", "gather"):
             seconds = results["publish"]["medians"][f"{name}_publish_s"]
             shown[f"2 ranks, publish by {name}"] = seconds
-    for one in results.get("delta", ()):
-        for name in ("whole", "delta"):
-            kind = f"{one['dtype']}, {one['learning_rate']:g}"
-            seconds = one["medians"][f"{name}_publish_s"] + one["medians"][f"{name}_fetch_s"]
-            shown[f"{name}, {kind}"] = seconds
     return shown
 
 
@@ -251,28 +193,11 @@ def _print_publish(result: Mapping[str, Any]) -> None:
     )
 
 
-def _print_delta(results: Sequence[Mapping[str, Any]]) -> None:
-    print("\nwhat changed against the whole: medians")
-    names = ("whole_publish_s", "delta_publish_s", "whole_fetch_s", "delta_fetch_s")
-    print_table(
-        ["", "share of bytes", "publish", "with delta", "fetch", "of delta", "whole/delta"],
-        [
-            [
-                f"{one['dtype']} {one['learning_rate']:g}",
-                f"{one['ratios']['bytes']:.3f}",
-                *(f"{one['medians'][name]:.3f}" for name in names),
-                f"{one['ratios']['whole / delta']:.2f}",
-            ]
-            for one in results
-        ],
-    )
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", default="135M", metavar="NAME_OR_DIR")
     parser.add_argument("--hosts", nargs="+", type=at_least(1), default=[1, 2, 4])
-    parts = ["hosts", "publish", "delta"]
+    parts = ["hosts", "publish"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--threads", type=int, default=1, help="of each trainer rank")
     parser.add_argument("--repeats", type=at_least(1), default=5)

@@ -23,7 +23,7 @@ import torchtitan_rl.backends.monarch  # noqa: F401  (before Monarch)
 # isort: split
 from monarch.actor import Actor, attach_to_workers, concurrent_endpoint, current_rank
 
-from benchmarks.weight_sync_session import ROW_LEN, batch
+from benchmarks.weight_sync_session import ROW_LEN
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, local_host, start_command
 from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.backends.monarch.rdma import RdmaOffers, RdmaReader
@@ -31,7 +31,7 @@ from torchtitan_rl.backends.monarch.runtime import spawn_processes, stop_process
 from torchtitan_rl.backends.monarch.weight_host import weight_host
 from torchtitan_rl.backends.specs import WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
+from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource, SharedMemoryHandle
@@ -48,7 +48,6 @@ class Setting:
     policy: str
     ranks: int = 1
     threads: int = 1
-    learning_rate: float = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,39 +87,24 @@ class TrainerSide(Actor):
             row_len=ROW_LEN,
             rows_per_microbatch=1,
             threads=setting.threads,
-            optimizer=OptimizerConfig(learning_rate=setting.learning_rate),
         )
         self._trainer = PolicyTrainer(Path(setting.policy), config, seed=0, max_steps=1000)
         rank = f"trainer rank {current_rank().rank}"
-        offers = RdmaOffers()
-        self._publishers = {
-            makes_deltas: RemotePublisher(
-                PartPublisher(offers, owner=rank, makes_deltas=makes_deltas)
-            )
-            for makes_deltas in (False, True)
-        }
+        self._publisher = RemotePublisher(PartPublisher(RdmaOffers(), owner=rank))
 
-    def step(self) -> None:
-        self._trainer.train_step(batch())
-
-    def publish(
-        self, version: int, dtype: str, gathers: bool, makes_delta: bool
-    ) -> Published | None:
+    def publish(self, version: int, dtype: str, gathers: bool) -> Published | None:
         kind: torch.dtype = getattr(torch, dtype)
         started = time.perf_counter()
         parts = None if gathers else self._trainer.hf_parts()
         if parts is None:
             parts = whole_parts(self._trainer.hf_state_dict())
         parts = {name: dataclasses.replace(part, dtype=kind) for name, part in parts.items()}
-        handle = self._publishers[makes_delta].publish(
-            version, parts, keep=frozenset({version - 2}), shared=None
-        )
+        handle = self._publisher.publish(version, parts, keep=frozenset({version - 2}), shared=None)
         seconds = time.perf_counter() - started
         return None if handle is None else Published(handle=handle, seconds=seconds)
 
     def close(self) -> None:
-        for publisher in self._publishers.values():
-            publisher.close()
+        self._publisher.close()
         self._trainer.close()
 
 
@@ -144,14 +128,9 @@ class Publisher:
         finally:
             await stop_processes(mesh)
 
-    async def step(self) -> None:
-        await self._ranks.run.call("step")
-
-    async def publish(
-        self, dtype: str, *, gathers: bool = False, makes_delta: bool = False
-    ) -> Published:
+    async def publish(self, dtype: str, *, gathers: bool = False) -> Published:
         self._version += 1
-        answers = await self._ranks.run.call("publish", self._version, dtype, gathers, makes_delta)
+        answers = await self._ranks.run.call("publish", self._version, dtype, gathers)
         return answers.item(ranks=0)
 
 

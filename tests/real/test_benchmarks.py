@@ -331,6 +331,3 @@ def test_weights_reach_each_host_in_one_copy(tmp_path):
             assert len(copies) == number
             assert all(0.99 * result["num_bytes"] < copy <= result["num_bytes"] for copy in copies)
     assert len(report["publish"]["ratios"]) == 3
-    shares = [one["ratios"]["bytes"] for one in report["delta"]]
-    assert len(shares) == 4
-    assert min(shares) < 0.3

@@ -93,7 +93,7 @@ class DamagingOffers(RdmaOffers):
 class PublisherActor(Actor):
     def __init__(self, damages: bool) -> None:
         offers = DamagingOffers() if damages else RdmaOffers()
-        self._publisher = PartPublisher(offers, owner="trainer rank 0", makes_deltas=False)
+        self._publisher = PartPublisher(offers, owner="trainer rank 0")
 
     @concurrent_endpoint
     async def publish(self, version: int) -> RemoteMemoryHandle:
@@ -157,7 +157,6 @@ async def train(
         run_dir=root,
         log_dir=root,
         trace_dir=None,
-        weight_sync=WeightSyncConfig(delta="auto"),
     )
     trainer = await MonarchTrainer.spawn(ProcessGroup(name="trainer", ranks=2, threads=1), spec)
     versions = []

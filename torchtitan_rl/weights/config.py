@@ -19,13 +19,7 @@ class WeightSyncConfig:
     fan_out: int = 2
     """Number of hosts that read a version from one source at the same time. Hosts that have a
     version are sources for the others, so that many hosts fetch in a tree. 0: all from the
-    trainer. Without effect on what ``delta`` sends: that comes from the trainer, for all hosts at
-    the same time."""
-    delta: Literal["auto", "off"] = "off"
-    """``auto`` sends other hosts only what changed since the version before, compressed without
-    loss, where that is small and there is no RDMA hardware: for slow networks, since it takes the
-    trainer's time. All hosts that have the version before read it from the trainer at the same
-    time, whatever ``fan_out`` is."""
+    trainer."""
     reset_prefix_cache_on_pull: bool = True
     """False serves new requests from prefixes that were cached under older weights."""
     recompute_running_on_pull: bool = True

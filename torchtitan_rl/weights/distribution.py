@@ -122,7 +122,7 @@ class WeightDistribution:
 
     async def _fetch(self, host: int, handle: RemoteMemoryHandle) -> Fetched:
         fetcher = self._fetchers[host]
-        if self._fan_out == 0 or self._has_base(host, handle):
+        if self._fan_out == 0:
             fetched = await fetcher.fetch(handle, None)
         else:
             source = await self._take(handle.version)
@@ -183,13 +183,6 @@ class WeightDistribution:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _has_base(self, host: int, handle: RemoteMemoryHandle) -> bool:
-        """Whether it reads only what changed, which the trainer alone has."""
-        bases = {None if source.delta is None else source.delta.base for source in handle.sources}
-        base = bases.pop() if len(bases) == 1 else None
-        fetch = None if base is None else self._fetches.get((host, base))
-        return fetch is not None and fetch.done()
 
     def _forget_released(self, host: int, handle: RemoteMemoryHandle) -> None:
         """Of versions that the host is about to remove: all but the newest and those to keep."""

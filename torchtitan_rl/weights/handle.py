@@ -23,18 +23,6 @@ class SharedMemoryHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteDelta:
-    """What changed in the packed parts of a source since version ``base`` (see `weights/delta.py`).
-
-    ``buffers`` hold the compressed blocks one after another, ``sizes`` are their bytes.
-    """
-
-    base: int
-    buffers: tuple[Any, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSource:
     """Packed parts of a version in one process's memory (see `weights/parts.py`)."""
 
@@ -42,7 +30,6 @@ class RemoteSource:
     parts: tuple[PackedPart, ...]
     buffers: tuple[Any, ...]  # monarch.rdma.RDMABuffer, over slices of the packed bytes, in order
     num_bytes: int
-    delta: RemoteDelta | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

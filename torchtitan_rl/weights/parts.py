@@ -52,14 +52,6 @@ def pack(
     return tuple(table)
 
 
-def pack_from_image(
-    boxes: Sequence[Box], layout: ImageLayout, image: torch.Tensor, packed: torch.Tensor
-) -> None:
-    """Copy the boxes of a whole image into ``packed``; the inverse of `unpack`."""
-    for box, content in contents(boxes, packed):
-        content.view(box.dtype).view(box.size).copy_(view_of(layout, box, image))
-
-
 def unpack(
     boxes: Sequence[Box], layout: ImageLayout, packed: torch.Tensor, image: torch.Tensor
 ) -> None:

@@ -1,8 +1,7 @@
 """Versions of the trainer's weights in this host's shared memory, fetched once for all replicas.
 
-A fetch reads the packed parts of every source, or what changed in them since a version that is
-here already, compares checksums and assembles the image. A part that arrives damaged is read once
-more. The finished image can be offered to further hosts.
+A fetch reads the packed parts of every source, compares checksums and assembles the image. A part
+that arrives damaged is read once more. The finished image can be offered to further hosts.
 
 Invariants: a version has its final name only after every byte of every tensor was verified; the
 memory of a version that is offered is not written to again before the offer is withdrawn.
@@ -21,15 +20,13 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights import delta
 from torchtitan_rl.weights.handle import Fetched, RemoteMemoryHandle, RemoteSource
-from torchtitan_rl.weights.image import Box, ImageLayout, write_header
+from torchtitan_rl.weights.image import ImageLayout, write_header
 from torchtitan_rl.weights.parts import (
     PackedPart,
     checksum,
     contents,
     damaged,
-    pack_from_image,
     start_in_image,
     unpack,
 )
@@ -146,9 +143,11 @@ class WeightReceiver:
             packed = self._memory(source.num_bytes)
         else:
             packed = image[start : start + source.num_bytes]
-        num_bytes = self._read_delta(source, boxes, packed) or self._read_whole(source, packed)
+        num_bytes = packed.numel()
+        self._read(source.buffers, packed)
         if damaged(source.parts, packed):
-            num_bytes += self._read_whole(source, packed)
+            num_bytes += packed.numel()
+            self._read(source.buffers, packed)
             names = damaged(source.parts, packed)
             if names:
                 raise WeightSyncError(
@@ -166,26 +165,6 @@ class WeightReceiver:
                 pass
             return spare
         return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def _read_whole(self, source: RemoteSource, packed: torch.Tensor) -> int:
-        self._read(source.buffers, packed)
-        return packed.numel()
-
-    def _read_delta(self, source: RemoteSource, boxes: Sequence[Box], packed: torch.Tensor) -> int:
-        """0 if there is none for a version that is here, or it is damaged."""
-        base = None if source.delta is None else self._held.get(source.delta.base)
-        if source.delta is None or base is None:
-            return 0
-        sizes = source.delta.sizes
-        content = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._read(source.delta.buffers, content)
-        pack_from_image(boxes, base.layout, base.image, packed)
-        blocks = [block.numpy().data for block in torch.split(content, list(sizes))]
-        try:
-            delta.decode(blocks, packed.numpy(), itemsize=boxes[0].dtype.itemsize)
-        except ValueError:
-            return 0
-        return content.numel()
 
 
 def _check_complete(layout: ImageLayout, sources: Sequence[RemoteSource]) -> None:

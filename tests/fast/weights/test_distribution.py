@@ -17,7 +17,6 @@ from torchtitan_rl.errors import ReplicaError, WeightSyncError
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import (
     Fetched,
-    RemoteDelta,
     RemoteMemoryHandle,
     RemoteSource,
     SharedMemoryHandle,
@@ -27,9 +26,8 @@ from torchtitan_rl.weights.image import plan_image
 TRAINER = "trainer rank 0"
 
 
-def handle(version: int, *, base: int | None = None, **more: object) -> RemoteMemoryHandle:
-    delta = None if base is None else RemoteDelta(base=base, buffers=(), sizes=())
-    source = RemoteSource(owner=TRAINER, parts=(), buffers=(), num_bytes=0, delta=delta)
+def handle(version: int, **more: object) -> RemoteMemoryHandle:
+    source = RemoteSource(owner=TRAINER, parts=(), buffers=(), num_bytes=0)
     layout = plan_image({"w": torch.zeros(3)}, version)
     return RemoteMemoryHandle(layout=layout, sources=(source,), **more)  # type: ignore[arg-type]
 
@@ -206,19 +204,6 @@ async def test_who_waits_when_all_ends_is_told() -> None:
     assert [str(answer) for answer in answers] == [
         f"version 1: the fetch for host {host} was ended" for host in range(3)
     ]
-
-
-@on_virtual_clock
-async def test_what_changed_is_read_from_the_trainer_by_all_that_hold_the_base() -> None:
-    network = Network()
-    weights = WeightDistribution(network.hosts(3), fan_out=1)
-    for host in (0, 1):
-        await weights.local(handle(1), host)
-    network.fetches.clear()
-    network.most_at_once.clear()
-    await asyncio.gather(*(weights.local(handle(2, base=1), host) for host in range(3)))
-    assert {source for host, source, _ in network.fetches if host != "host 2"} == {TRAINER}
-    assert network.most_at_once[TRAINER] >= 2
 
 
 @on_virtual_clock

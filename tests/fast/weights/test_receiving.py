@@ -91,11 +91,8 @@ def parts_of_rank(tensors: Tensors, rank: int) -> dict[str, TensorPart]:
 
 
 class Trainer:
-    def __init__(self, memory: Memory, *, ranks: int = 2, makes_deltas: bool = False) -> None:
-        self.ranks = [
-            PartPublisher(memory, owner=f"trainer rank {rank}", makes_deltas=makes_deltas)
-            for rank in range(ranks)
-        ]
+    def __init__(self, memory: Memory, *, ranks: int = 2) -> None:
+        self.ranks = [PartPublisher(memory, owner=f"trainer rank {rank}") for rank in range(ranks)]
 
     def publish(self, version: int, keep: frozenset[int] = NONE) -> RemoteMemoryHandle:
         tensors = weights(version)
@@ -201,33 +198,3 @@ def test_a_rank_whose_parts_are_missing_is_noticed(memory: Memory, tmp_path: Pat
     half = RemoteMemoryHandle(layout=handle.layout, sources=handle.sources[:1])
     with pytest.raises(WeightSyncError, match=r"version 1: the trainer offers \d+ bytes of \d+"):
         receiver(memory, tmp_path).fetch(half, None)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_host_that_has_the_version_before_reads_only_what_changed(
-    memory: Memory, tmp_path: Path, ranks: int
-) -> None:
-    trainer = Trainer(memory, ranks=ranks, makes_deltas=True)
-    host, late = receiver(memory, tmp_path), receiver(memory, tmp_path, "late")
-    whole = host.fetch(trainer.publish(0), None).num_bytes
-    for version in range(1, 4):
-        handle = trainer.publish(version)
-        fetched = host.fetch(handle, None)
-        assert_holds(fetched.handle, version)
-        assert fetched.num_bytes < 0.6 * whole
-    assert late.fetch(handle, None).num_bytes == whole
-
-
-def test_a_damaged_delta_is_replaced_by_the_whole(memory: Memory, tmp_path: Path) -> None:
-    trainer = Trainer(memory, ranks=1, makes_deltas=True)
-    host = receiver(memory, tmp_path)
-    host.fetch(trainer.publish(0), None)
-    memory.damage = [memory.num_read + 1]
-    assert_holds(host.fetch(trainer.publish(1), None).handle, 1)
-
-
-def test_a_delta_that_is_not_small_is_not_offered(memory: Memory) -> None:
-    publisher = PartPublisher(memory, owner="rank", makes_deltas=True)
-    noise = [whole_parts({"w": torch.rand(100_000)}) for _ in range(12)]
-    sources = [publisher.publish(v, parts, keep=NONE) for v, parts in enumerate(noise)]
-    assert all(source is not None and source.delta is None for source in sources)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import monarch
 import torch
-from monarch.rdma import RDMABuffer, get_rdma_backend
+from monarch.rdma import RDMABuffer
 
 from torchtitan_rl.errors import WeightSyncError
 
@@ -23,10 +23,6 @@ from torchtitan_rl.errors import WeightSyncError
 _NUM_SLICES = 8
 _LEAST_SLICE_BYTES = 4 << 20
 _CHUNK_MB = 8
-
-
-def has_rdma_hardware() -> bool:
-    return get_rdma_backend() == "ibverbs"
 
 
 class RdmaOffers:

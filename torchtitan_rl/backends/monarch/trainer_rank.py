@@ -136,10 +136,6 @@ def _shared_publisher(spec: TrainerSpec, transport: Transport) -> SharedMemoryPu
 
 
 def _remote_publisher(spec: TrainerSpec, rank: int) -> RemotePublisher:
-    from torchtitan_rl.backends.monarch.rdma import RdmaOffers, has_rdma_hardware
+    from torchtitan_rl.backends.monarch.rdma import RdmaOffers
 
-    offers = RdmaOffers()
-    # Hardware moves the whole faster than a core compresses what changed.
-    makes_deltas = spec.weight_sync.delta == "auto" and not has_rdma_hardware()
-    owner = f"trainer rank {rank}"
-    return RemotePublisher(PartPublisher(offers, owner=owner, makes_deltas=makes_deltas))
+    return RemotePublisher(PartPublisher(RdmaOffers(), owner=f"trainer rank {rank}"))
