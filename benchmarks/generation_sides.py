@@ -61,7 +61,7 @@ class SideResult:
 def build_loop(settings: EngineSettings) -> Callable[[str, Any], Any]:
     """Our engine loop in this process, without router or Monarch."""
     from torchtitan_rl.backends.vllm.engine import VllmEngine
-    from torchtitan_rl.generation.lockstep import SoloChannel
+    from torchtitan_rl.generation.decision import SoloChannel
     from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 
     engine = MeasuredEngine(VllmEngine(_our_spec(settings)))

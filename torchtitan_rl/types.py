@@ -133,6 +133,34 @@ class VersionRun(NamedTuple):
     version: int
 
 
+def add_run(runs: tuple[VersionRun, ...], *, length: int, version: int) -> tuple[VersionRun, ...]:
+    """``runs`` after a pull of ``version`` when ``length`` tokens had been sampled.
+
+    A run in which nothing was sampled disappears; a pull of the version that is already there
+    changes nothing.
+    """
+    kept = runs_before(runs, length)
+    if kept and kept[-1].version == version:
+        return kept
+    return (*kept, VersionRun(length, version))
+
+
+def join_runs(
+    first: tuple[VersionRun, ...], second: tuple[VersionRun, ...], *, length: int
+) -> tuple[VersionRun, ...]:
+    """The runs of ``length`` tokens, and of those sampled after them, as the runs of the whole."""
+    runs = list(first)
+    for start, version in second:
+        if not runs or runs[-1].version != version:
+            runs.append(VersionRun(length + start, version))
+    return tuple(runs)
+
+
+def runs_before(runs: tuple[VersionRun, ...], length: int) -> tuple[VersionRun, ...]:
+    """The runs of the first ``length`` tokens."""
+    return tuple(run for run in runs if run.start < length)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionMetrics:
     """Timings of one request on its replica, in seconds.
@@ -154,7 +182,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 """(token id, logprob) pairs of one position: the sampled token, then the most likely ones."""
 
 KeptTokens = bytes | None
-"""The tokens that one token was sampled from: `generation/kept_tokens.py` packs and unpacks them.
+"""The tokens that one token was sampled from: `token_sets.py` packs and unpacks them.
 Empty: the whole vocabulary; None: not known, so that the token is not trained on."""
 
 

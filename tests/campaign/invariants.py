@@ -35,7 +35,7 @@ from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import LedgerError, require_sums
 from torchtitan_rl.orchestration.saved_run import read_saved_run
 from torchtitan_rl.orchestration.work_buffer import StalenessError
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.restarts import first_name
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import RolloutStatus
@@ -172,7 +172,7 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     recorded = sum(n for name, n in life.start.recorded.items() if name in asked)
     sampled = sum(r.sampled - r.sampled_for_evaluation for r in simulation.replicas)
     states = simulation.router.states()
-    lost = sum(r.lost for r in simulation.replicas if states[r.name] is ReplicaState.DEAD)
+    lost = sum(r.lost for r in simulation.replicas if states[r.name] is Phase.DEAD)
     # At S = 0 groups that are left over at the end are not begun again.
     least = recorded if life.plan.staleness and life.start.step != life.plan.num_steps else 0
     if not sampled + least - lost <= accounted <= sampled + most:

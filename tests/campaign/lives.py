@@ -166,10 +166,12 @@ def _judge(life: Life, main: asyncio.Task[None]) -> None:
 
 def _held(simulation: Simulation) -> list[str]:
     """What a run that is over still holds on to."""
-    held = [f"{slot.name} is pinned" for slot in simulation.router._slots.all if slot.is_pinned] + [
-        f"{slot.name} has a load of {slot.outstanding_requests} requests"
-        for slot in simulation.router._slots.all
-        if slot.outstanding_requests or slot.outstanding_tokens
+    held = [
+        f"{state.name} is pinned" for state in simulation.router._pool.all if state.is_pinned
+    ] + [
+        f"{state.name} has a load of {state.outstanding_requests} requests"
+        for state in simulation.router._pool.all
+        if state.outstanding_requests or state.outstanding_tokens
     ]
     held += [f"waits: {wait.name}" for wait in simulation.controller._state.waits.open()]
     held += [f"active: {one.rollout_id}" for one in simulation.rollouter.activities()]

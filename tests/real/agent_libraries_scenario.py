@@ -39,7 +39,7 @@ from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.experiments.agent_libraries.libraries import LIBRARIES, Library
 from torchtitan_rl.experiments.agent_libraries.task import POLICY_DIR, AgentLibrariesTask
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter

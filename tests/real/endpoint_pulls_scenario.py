@@ -26,7 +26,7 @@ from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
-from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 NUM_CHATS = 64
 ADMIN_KEY = "admin-of-the-test"

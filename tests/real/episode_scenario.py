@@ -17,8 +17,8 @@ from typing import Any
 from tests.support.loop_replica import loop_replica
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.configs.alphabet_sort_tiny import config
+from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.engine import EngineOutput
-from torchtitan_rl.generation.lockstep import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter

@@ -36,7 +36,7 @@ from torchtitan_rl.backends.vllm.engine import VllmEngine
 from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import EndpointBridge

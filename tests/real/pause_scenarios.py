@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.loop_replica import loop_replica
 from torchtitan_rl.generation.commands import Pause, ReadTokens, Resume
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.outstanding import Listener
+from torchtitan_rl.generation.requests import Listener
 from torchtitan_rl.routing.continuation import PartialTokens
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest, Progress

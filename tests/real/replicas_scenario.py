@@ -24,7 +24,7 @@ from tests.real.router_scenario import (
 )
 from torchtitan_rl.backends.monarch.runtime import supervise
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 
 async def scenario(root: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torchtitan_rl.types import (
     SamplingParams,
 )
 from torchtitan_rl.weights.config import WeightSyncConfig
-from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 NUM_PULLS = 20
 MAX_MODEL_LEN = 1024

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.episodes import random_set
 from torchtitan_rl.backends.monarch.ports import free_port
-from torchtitan_rl.generation.kept_tokens import kept_bits
+from torchtitan_rl.token_sets import kept_bits
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes

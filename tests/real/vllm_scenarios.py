@@ -38,8 +38,7 @@ from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.engine import VllmEngine
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.generation.decision import KvPolicy
-from torchtitan_rl.generation.lockstep import LockstepChannel, SoloChannel
+from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.types import GenerationRequest, SamplingParams
 
@@ -316,7 +315,7 @@ def soak(root: Path) -> dict[str, Any]:
 
 def pulled(root: Path, family: str, *, tensor_parallel: int = 1) -> dict[str, Any]:
     """`mixed` on another family's old and new weights."""
-    from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
+    from torchtitan_rl.backends.vllm.rank import GlooLockstep
 
     old, new = (root / f"{family}-{age}" for age in ("old", "new"))
     engine = build(old, Checkpoints([old, new]), tensor_parallel=tensor_parallel)
@@ -361,7 +360,7 @@ def solo(root: Path) -> dict[str, Any]:
 
 
 def tp(root: Path) -> dict[str, Any]:
-    from torchtitan_rl.backends.vllm.gloo_lockstep import GlooLockstep
+    from torchtitan_rl.backends.vllm.rank import GlooLockstep
 
     paths = checkpoints(root)
     weights = Checkpoints([paths["tied-old"], paths["tied-new"]])

@@ -43,13 +43,12 @@ from torchtitan_rl.backends.specs import TrainerSpec, WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.training.config import OptimizerConfig
-from torchtitan_rl.weights.config import WeightSyncConfig
+from torchtitan_rl.weights.config import Transport, WeightSyncConfig
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource, SharedMemoryHandle
 from torchtitan_rl.weights.image import plan_image, whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.staging import WeightStaging
-from torchtitan_rl.weights.transport import Transport
 
 HOSTS = (1, 2)
 READERS = 2  # on each host
@@ -169,7 +168,7 @@ async def train(
             assert isinstance(handle, RemoteMemoryHandle)
             assert handle.shared is not None
             own = WeightStaging()
-            own.stage(await weights.local(handle, 0))
+            own.stage(await weights.ensure_on_host(handle, 0))
             arrived = await asyncio.gather(
                 *(stage(weights, handle, index, one) for index in HOSTS for one in readers[index])
             )
@@ -191,20 +190,20 @@ async def train(
 async def stage(
     weights: WeightDistribution, handle: RemoteMemoryHandle, host: int, reader: Any
 ) -> str:
-    return await reader.stage.call_one(await weights.local(handle, host))
+    return await reader.stage.call_one(await weights.ensure_on_host(handle, host))
 
 
 async def damage(weights: WeightDistribution) -> list[str]:
     """What both hosts say of a version with a wrong byte; the next one arrives."""
     broken = await publish(7, damages=True)
     answers = await asyncio.gather(
-        *(weights.local(broken, index) for index in HOSTS), return_exceptions=True
+        *(weights.ensure_on_host(broken, index) for index in HOSTS), return_exceptions=True
     )
     assert all(isinstance(answer, WeightSyncError) for answer in answers), answers
     whole = await publish(8)
     for index in HOSTS:
         own = WeightStaging()
-        own.stage(await weights.local(whole, index))
+        own.stage(await weights.ensure_on_host(whole, index))
         assert own.tensors(8)["model.norm"].eq(8.0).all()
     return [str(answer) for answer in answers]
 
@@ -214,7 +213,7 @@ async def lose_a_fetcher(weights: WeightDistribution, process: Ending) -> int:
     weights.take_fetches()
     await process.end(0.0)
     newest = await publish(9)
-    await asyncio.gather(*(weights.local(newest, index) for index in HOSTS))
+    await asyncio.gather(*(weights.ensure_on_host(newest, index) for index in HOSTS))
     return len(weights.take_fetches())
 
 
@@ -224,13 +223,13 @@ async def cut_off_a_source(
     """Host 1 is stopped while host 2 reads from it, and given up. Returns what both have then."""
     weights.replace(1, source)
     newest = await publish(10)
-    await weights.local(newest, 1)
-    reading = asyncio.create_task(weights.local(newest, 2))
+    await weights.ensure_on_host(newest, 1)
+    reading = asyncio.create_task(weights.ensure_on_host(newest, 2))
     await source.has_stopped.wait()
     await asyncio.sleep(3.0)
     assert not reading.done()
     weights.replace(1, again)
-    arrived = [(await reading).version, (await weights.local(newest, 1)).version]
+    arrived = [(await reading).version, (await weights.ensure_on_host(newest, 1)).version]
     os.kill(source.pid, signal.SIGKILL)
     return arrived
 

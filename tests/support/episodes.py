@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY, pack_kept
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY, pack_kept
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode

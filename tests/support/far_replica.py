@@ -9,9 +9,10 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from tests.support.scripted_engine import ScriptedEngine
-from torchtitan_rl.channel import Abort, Call, CallId, End, Submission
+from torchtitan_rl.channel import CallId, End, Submission
 from torchtitan_rl.errors import LoopFailedError, ReplicaError
 from torchtitan_rl.generation.commands import (
+    AbortRequests,
     EngineCommand,
     Pause,
     Pull,
@@ -22,10 +23,17 @@ from torchtitan_rl.generation.commands import (
     WakeUp,
 )
 from torchtitan_rl.generation.engine import EngineOutput
-from torchtitan_rl.generation.kept_tokens import add_run, runs_before
 from torchtitan_rl.generation.server import FromReplica, ToReplica
-from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.types import Completion, EngineReading, Progress, PullReport, VersionRun
+from torchtitan_rl.routing.remote import ConnectedReplica
+from torchtitan_rl.types import (
+    Completion,
+    EngineReading,
+    Progress,
+    PullReport,
+    VersionRun,
+    add_run,
+    runs_before,
+)
 from torchtitan_rl.weights.handle import WeightHandle
 
 
@@ -49,6 +57,7 @@ class FarReplica:
         self.engine = engine or ScriptedEngine(eos_token_id=7, vocab_size=40)
         self.latency_s, self.step_s = latency_s, step_s
         self._runs_of: dict[str, tuple[VersionRun, ...]] = {}
+        self._sent: asyncio.Queue[tuple[float, tuple[ToReplica, ...]]] = asyncio.Queue()
         self._inbox: list[Submission] = []
         self._listening: dict[str, int] = {}  # tokens told
         self._news: list[FromReplica] = []
@@ -106,21 +115,26 @@ class FarReplica:
         if self._loss is not None:
             raise self._loss
 
-    async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
-        await self._travel()
+    def send(self, messages: tuple[ToReplica, ...]) -> None:
         if not self._tasks:
             self._begin(self._step_all())
-        for message in messages:
-            match message:
-                case Call(payload=Submission() as submission):
-                    self._inbox.append(submission)
-                    self._admit()
-                case Call(call_id=number, payload=command):
-                    self._begin(self._answer(number, command))
-                case Abort(call_id=request_id):
-                    self._admit((request_id,))
-                    self._end(self.engine.abort((request_id,)))
-        await asyncio.sleep(self.latency_s)
+            self._begin(self._take_all())
+        self._sent.put_nowait((asyncio.get_running_loop().time() + self.latency_s, messages))
+
+    async def _take_all(self) -> None:
+        while True:
+            arrival_s, messages = await self._sent.get()
+            await asyncio.sleep(arrival_s - asyncio.get_running_loop().time())
+            await self._answers.wait()
+            if self._loss is not None:
+                return
+            for message in messages:
+                match message.payload:
+                    case Submission() as submission:
+                        self._inbox.append(submission)
+                        self._admit()
+                    case command:
+                        self._begin(self._answer(message.call_id, command))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(work, name=f"work of {self.name}"))
@@ -134,6 +148,10 @@ class FarReplica:
 
     async def _execute(self, command: EngineCommand[Any]) -> Any:
         match command:
+            case AbortRequests(request_ids):
+                self._admit(request_ids)
+                self._end(self.engine.abort(request_ids))
+                return None
             case ReadTokens():
                 self._tell()
                 return EngineReading(
@@ -190,7 +208,7 @@ class FarReplica:
             engine.add_request(request, arrival_s=0.0)
         self._inbox = kept
 
-    async def poll(self) -> tuple[FromReplica, ...]:
+    async def receive(self) -> tuple[FromReplica, ...]:
         while not self._news:
             if self._loss is not None:
                 raise self._loss

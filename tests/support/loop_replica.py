@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
-from torchtitan_rl.routing.connected_replica import ConnectedReplica
+from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.staging import WeightStaging
 
@@ -21,12 +22,21 @@ class LoopPeer:
         self._server = server
         self._loop = loop
         self._staging = staging
+        self._received: asyncio.Queue[tuple[FromReplica, ...]] = asyncio.Queue()
+        self._running: asyncio.Task[None] | None = None
 
-    async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
+    def send(self, messages: tuple[ToReplica, ...]) -> None:
         self._server.deliver(messages)
 
-    async def poll(self) -> tuple[FromReplica, ...]:
-        return await self._server.poll()
+    async def receive(self) -> tuple[FromReplica, ...]:
+        if self._running is None:
+            self._running = asyncio.create_task(self._server.run(self._received.put_nowait))
+        receiving = asyncio.ensure_future(self._received.get())
+        await asyncio.wait({receiving, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        if not receiving.done():
+            receiving.cancel()
+            self._running.result()
+        return receiving.result()
 
     async def stage(self, handle: WeightHandle) -> None:
         if self._staging is not None:
@@ -36,7 +46,8 @@ class LoopPeer:
         await asyncio.to_thread(self._loop.close, 30.0)
 
     async def close(self) -> None:
-        """It has no processes of its own."""
+        if self._running is not None:
+            await cancel_all([self._running])
 
 
 def loop_replica(

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan_rl.errors import ReplicaError, WeightSyncError
-from torchtitan_rl.generation.commands import EngineCommand, Pull, ReadStats, ReadTokens
+from torchtitan_rl.generation.commands import (
+    AbortRequests,
+    EngineCommand,
+    Pull,
+    ReadStats,
+    ReadTokens,
+)
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
@@ -129,12 +135,6 @@ class GatedReplica:
             replica=self.name,
         )
 
-    async def abort(self, request_ids: tuple[str, ...]) -> None:
-        self.aborted.extend(request_ids)
-        for name in request_ids:
-            if name in self._cuts:
-                self._cuts[name].set()
-
     async def stage(self, handle: WeightHandle) -> None:
         self.staged.append(handle.version)
         await self.stage_gate.wait()
@@ -153,13 +153,18 @@ class GatedReplica:
         match command:
             case Pull(version):
                 return await self._pull(version)
+            case AbortRequests(request_ids):
+                self.aborted.extend(request_ids)
+                for name in request_ids:
+                    if name in self._cuts:
+                        self._cuts[name].set()
             case ReadTokens():
                 return EngineReading(sampled_tokens=self.sampled, running_tokens=0)
             case ReadStats():
                 return self._stats()
             case _:
                 self.stops.append(command)
-                return None
+        return None
 
     async def _pull(self, version: int) -> PullReport:
         self.running_at_pull.append(self.running)

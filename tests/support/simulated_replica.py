@@ -19,8 +19,10 @@ from tests.support.scripted_engine import scripted_token
 from tests.support.simulated_faults import Fate, Undisturbed
 from torchtitan_rl.errors import DeadlineError, InvalidRequestError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.commands import (
+    AbortRequests,
     EngineCommand,
     Pause,
+    PauseMode,
     Pull,
     ReadStats,
     ReadTokens,
@@ -28,7 +30,6 @@ from torchtitan_rl.generation.commands import (
     Sleep,
     WakeUp,
 )
-from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
@@ -269,6 +270,8 @@ class SimReplica:
         self, command: EngineCommand[Any], on_answer: Callable[[Any], None] | None = None
     ) -> Any:
         match command:
+            case AbortRequests(request_ids):
+                await self._abort(request_ids)
             case ReadTokens():
                 return await self._read(on_answer)
             case Pause(mode):
@@ -305,7 +308,7 @@ class SimReplica:
         await self._pass(0.3)  # the answer travels, and sampling goes on
         return reading
 
-    async def abort(self, request_ids: tuple[str, ...]) -> None:
+    async def _abort(self, request_ids: tuple[str, ...]) -> None:
         self._strike("abort")
         await self._unfrozen()
         for name in request_ids:

@@ -11,7 +11,7 @@ from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.channel import Call, CallId, End
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.server import FromReplica, ToReplica
-from torchtitan_rl.routing.connected_replica import ConnectedReplica
+from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
 from torchtitan_rl.weights.handle import WeightHandle
 
@@ -38,24 +38,22 @@ def progress(name: str) -> Progress:
 
 
 class Wire:
-    """Carries batches in ``latency_s``, and the news that a test puts on it."""
+    """Keeps the batches that it is given, and carries the news that a test puts on it."""
 
     name = "far"
 
-    def __init__(self, latency_s: float = 1.0) -> None:
-        self.latency_s = latency_s
+    def __init__(self) -> None:
         self.batches: list[tuple[ToReplica, ...]] = []
         self.news: asyncio.Queue[tuple[FromReplica, ...] | BaseException] = asyncio.Queue()
         self.is_cut = False
         self.replica = ConnectedReplica(self)
 
-    async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
-        self.batches.append(messages)
-        await asyncio.sleep(self.latency_s)
+    def send(self, messages: tuple[ToReplica, ...]) -> None:
         if self.is_cut:
             raise ReplicaError("the wire was cut")
+        self.batches.append(messages)
 
-    async def poll(self) -> tuple[FromReplica, ...]:
+    async def receive(self) -> tuple[FromReplica, ...]:
         news = await self.news.get()
         if isinstance(news, BaseException):
             raise news

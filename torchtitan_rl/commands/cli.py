@@ -15,7 +15,7 @@ from torchtitan_rl.commands.console import exit_code_of
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.monarch_environment import set_monarch_defaults
 from torchtitan_rl.launch.own_user import use_private_folder
-from torchtitan_rl.weights.leftovers import remove_leftovers
+from torchtitan_rl.weights.shm_cleanup import remove_leftovers
 
 COMMANDS = {
     "train": ("CONFIG [options]", "train as a configuration says", "commands.train"),

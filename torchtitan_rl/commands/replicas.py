@@ -117,7 +117,7 @@ async def _generation(prepared: PreparedRun, directory: Path) -> AsyncIterator[G
     from transformers import AutoTokenizer
 
     from torchtitan_rl.backends.monarch.run import serve_processes  # seconds
-    from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+    from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
     config = prepared.config
     tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, directory)

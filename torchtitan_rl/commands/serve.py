@@ -65,7 +65,7 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         file=sys.stderr,
     )
     from torchtitan_rl.backends.monarch.run import serve_processes  # seconds
-    from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+    from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
     async with AsyncExitStack() as stack:
         processes = await stack.enter_async_context(serve_processes(prepared))

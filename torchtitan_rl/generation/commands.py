@@ -12,19 +12,30 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.generation.decision import PauseMode
 from torchtitan_rl.types import EngineReading, EngineStats, PullReport
 
 T_co = TypeVar("T_co", covariant=True)
+
+PauseMode = Literal["keep", "abort", "wait"]
+"""The treatment of running requests by a pause: they freeze with their KV, end with the tokens they
+have, or finish first. New ones queue in each case."""
 
 
 class EngineCommand(Generic[T_co]):
     """``T_co`` is the type of the answer."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests(EngineCommand[None]):
+    """End these requests with the tokens they have; answered before they end. Unknown and ended ids
+    are ignored."""
+
+    request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

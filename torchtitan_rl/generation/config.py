@@ -50,11 +50,11 @@ class GeneratorConfig(EngineConfig):
     """Seconds for one request, which is one turn. Default: ``rollout.rollout_timeout_s``, or an
     hour in ``serve``. Set it only where turns are much shorter than rollouts."""
     stall_timeout_s: float = 120.0
-    """A replica with requests whose engine makes no progress for so many seconds is lost."""
+    """A replica with requests whose engine makes no progress for this time, in seconds, is lost."""
     max_restarts: int = 2
     """How often in a row a replica of a training run that is lost is started again; 0: never, as
-    with ``placement colocated`` and in ``serve``. One that served for 10 minutes begins to count
-    anew. Replicas of a host that is gone wait for it to come back."""
+    with ``placement colocated`` and in ``serve``. After 10 minutes of service the count begins
+    again. Replicas of a host that is gone wait for it to come back."""
     start_timeout_s: float = 300.0
     """Seconds for a replica's start, loading the model included."""
 

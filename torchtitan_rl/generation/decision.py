@@ -1,23 +1,45 @@
-"""The decision that rank 0 makes and every rank of a replica applies, one per loop iteration.
+"""What rank 0 decides and every rank of a replica applies, one decision per loop iteration.
 
-It carries all that must be equal on all ranks. Its bytes travel only between the ranks of one
-replica, which trust each other.
+`Inbox` queues requests and commands, `decide` makes decisions of them (a pure function), and a
+`LockstepChannel` brings each decision to all ranks. A decision carries all that must be equal on
+all ranks. Its bytes travel only between the ranks of one replica, which trust each other.
+
+Invariants
+- The ranks of one channel receive the same bytes in the same order.
+- What is put into the inbox leaves exactly once, in a decision. Close goes before a pull, a pull
+  before a pause, a pause before admissions and aborts. At most one pull and one pause wait: the
+  latest.
+- While the inbox is held (paused, or waiting for a pause) nothing is admitted; while it is paused
+  nothing is stepped; pulls and aborts continue. A sleep is a pause, too: nothing is stepped or
+  admitted before a pull that follows the wake-up, resumed or not.
+- Each command has one future, which is resolved, failed by the caller of `drain` or `resume`, or
+  still waits here. Waiting never spins.
 """
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Protocol
 
 from torchtitan_rl.errors import ConfigError, WeightSyncError
+from torchtitan_rl.generation.commands import (
+    EngineCommand,
+    Pause,
+    PauseMode,
+    Pull,
+    ReadTokens,
+    Sleep,
+    WakeUp,
+    uncancellable_future,
+)
 from torchtitan_rl.generation.engine import Engine
 from torchtitan_rl.types import GenerationRequest
-
-PauseMode = Literal["keep", "abort", "wait"]
-"""The treatment of running requests by a pause: they freeze with their KV, end with the tokens they
-have, or finish first. New ones queue in each case."""
 
 
 class Power(StrEnum):
@@ -117,3 +139,265 @@ class LoopDecision:
         if not isinstance(decision, LoopDecision):
             raise TypeError(f"expected a LoopDecision from rank 0, got {type(decision).__name__}")
         return decision
+
+
+class LockstepChannel(Protocol):
+    """One rank's end of the broadcast from rank 0."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Send ``data`` (rank 0) or wait for it (others, who pass None); returns it on all ranks.
+
+        Raises:
+            Exception: a peer is gone or the wait timed out; the ranks are no longer in step.
+        """
+        ...
+
+    def barrier(self) -> None:
+        """Return once all ranks are here, each having applied the same decisions before.
+
+        Raises:
+            Exception: as `broadcast`.
+        """
+        ...
+
+
+class SoloChannel:
+    """The channel of a replica with one rank: nothing is sent."""
+
+    world_size = 1
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        if data is None:
+            raise ValueError("the only rank of a replica decides: give it data")
+        return data
+
+    def barrier(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """The content of an inbox at one moment. ``pause`` is one that has not been decided yet.
+
+    ``powers``: queued SLEEP and WAKE_UP actions, oldest first. ``power``: the engine's state before
+    them.
+    """
+
+    must_close: bool = False
+    pull_version: int | None = None
+    powers: tuple[Action, ...] = ()
+    power: Power = Power.AWAKE
+    pause: PauseMode | None = None
+    is_paused: bool = False
+    admissions: tuple[GenerationRequest, ...] = ()
+    aborts: tuple[str, ...] = ()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.is_paused or self.power is not Power.AWAKE
+
+    @property
+    def is_held(self) -> bool:
+        return self.is_stopped or self.pause == "wait"
+
+    @property
+    def pull_is_due(self) -> bool:
+        return self.pull_version is not None and self.power is not Power.ASLEEP
+
+    def pause_is_due(self, *, is_idle: bool) -> bool:
+        return self.pause is not None and (self.pause != "wait" or is_idle)
+
+    def needs_decision(self, *, is_idle: bool) -> bool:
+        """Whether there is anything to decide but to go on stepping."""
+        return (
+            self.must_close
+            or self.pull_is_due
+            or bool(self.powers)
+            or self.pause_is_due(is_idle=is_idle)
+            or bool(self.aborts)
+            or (bool(self.admissions) and not self.is_held)
+        )
+
+
+def decide(
+    queued: Queued, *, max_steps: int, kv_policy: KvPolicy, is_idle: bool
+) -> tuple[LoopDecision, Queued]:
+    """The next decision, and what stays queued after it. ``is_idle``: nothing is unfinished."""
+    if queued.must_close:
+        return LoopDecision(action=Action.CLOSE), Queued()
+    if queued.pull_version is not None and queued.pull_is_due:
+        rest = replace(queued, pull_version=None, power=Power.AWAKE)
+        pull = LoopDecision(
+            action=Action.PULL,
+            version=queued.pull_version,
+            kv_policy=kv_policy,
+            num_steps=0 if rest.is_stopped else 1,
+        )
+        return pull, rest
+    if queued.powers:
+        return _decide_power(queued)
+    if queued.pause_is_due(is_idle=is_idle):
+        pause = LoopDecision(action=Action.PAUSE, aborts_all=queued.pause == "abort")
+        return pause, replace(queued, pause=None, is_paused=True)
+    admitted, kept = queued.admissions, queued.admissions[:0]
+    if queued.is_held:
+        # An aborted request is admitted in any case: the engine ends it.
+        aborts = frozenset(queued.aborts)
+        admitted = tuple(one for one in queued.admissions if one.request_id in aborts)
+        kept = tuple(one for one in queued.admissions if one.request_id not in aborts)
+    step = LoopDecision(
+        action=Action.STEP,
+        admissions=admitted,
+        aborts=queued.aborts,
+        num_steps=0 if queued.is_stopped else max_steps,
+    )
+    return step, replace(queued, admissions=kept, aborts=())
+
+
+def _decide_power(queued: Queued) -> tuple[LoopDecision, Queued]:
+    action, *rest = queued.powers
+    queued = replace(queued, powers=tuple(rest))
+    if action is Action.SLEEP:
+        sleep = LoopDecision(action=action, aborts_all=True)
+        return sleep, replace(queued, power=Power.ASLEEP, is_paused=True)
+    power = Power.EMPTY if queued.power is Power.ASLEEP else queued.power
+    return LoopDecision(action=action), replace(queued, power=power)
+
+
+class Inbox:
+    """Thread-safe queue of one engine loop: many threads put, the loop's thread takes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queued = Queued()
+        self._admissions: list[GenerationRequest] = []
+        self._aborts: list[str] = []
+        self._waiters: defaultdict[Action, list[Future[Any]]] = defaultdict(list)
+        self._readers: list[Future[Any]] = []
+        self._answering: list[Future[Any]] = []  # of what the loop is doing now
+
+    def admit(self, request: GenerationRequest) -> None:
+        with self._changed:
+            self._admissions.append(request)
+            self._changed.notify()
+
+    def abort(self, request_ids: tuple[str, ...]) -> None:
+        with self._changed:
+            self._aborts.extend(request_ids)
+            self._changed.notify()
+
+    def ask(self, command: EngineCommand[Any]) -> Future[Any]:
+        """Queue a command. It replaces a pull, or a pause, that waits already; the futures of both
+        get the answer to the later one. Sleeps and wake-ups are decided in order."""
+        with self._changed:
+            queued = self._queued
+            match command:
+                case Pull(version):
+                    self._queued = replace(queued, pull_version=version)
+                    return self._wait_in(self._waiters[Action.PULL])
+                case Pause(mode):
+                    # Running requests cannot finish while nothing is stepped.
+                    is_paused = queued.is_paused and mode != "wait"
+                    self._queued = replace(queued, pause=mode, is_paused=is_paused)
+                    return self._wait_in(self._waiters[Action.PAUSE])
+                case Sleep():
+                    self._queued = replace(queued, powers=(*queued.powers, Action.SLEEP))
+                    return self._wait_in(self._waiters[Action.SLEEP])
+                case WakeUp():
+                    self._queued = replace(queued, powers=(*queued.powers, Action.WAKE_UP))
+                    return self._wait_in(self._waiters[Action.WAKE_UP])
+                case ReadTokens():
+                    return self._wait_in(self._readers)
+                case _:
+                    raise TypeError(f"no engine loop executes {command!r}")
+
+    def resume(self) -> list[Future[None]]:
+        """End the pause; returns the futures of pauses that were not decided yet."""
+        with self._changed:
+            self._queued = replace(self._queued, pause=None, is_paused=False)
+            self._changed.notify()
+            return self._waiters.pop(Action.PAUSE, [])
+
+    def take_readings(self) -> bool:
+        """Whether there are readings to do; the next `answer` is theirs."""
+        with self._changed:
+            self._answering, self._readers = self._readers, []
+            return bool(self._answering)
+
+    def answer(self, result: Any) -> None:
+        """Resolve the futures of the decision, or of the readings, that were taken last."""
+        with self._changed:
+            futures, self._answering = self._answering, []
+        for future in futures:
+            future.set_result(result)
+
+    def drain(self) -> list[Future[Any]]:
+        """Forget all commands; returns their futures."""
+        with self._changed:
+            futures = [one for waiting in self._waiters.values() for one in waiting]
+            futures += self._readers + self._answering
+            self._waiters.clear()
+            self._readers, self._answering = [], []
+            self._queued = replace(self._queued, pull_version=None, powers=(), pause=None)
+            return futures
+
+    def close(self) -> None:
+        with self._changed:
+            self._queued = replace(self._queued, must_close=True)
+            self._changed.notify()
+
+    def needs_decision(self) -> bool:
+        """Whether an engine that is stepping is to be interrupted."""
+        with self._changed:
+            return self._needs_decision(is_idle=False)
+
+    def is_stopped(self) -> bool:
+        with self._changed:
+            return self._queued.is_stopped
+
+    def num_admissions(self) -> int:
+        with self._changed:
+            return len(self._admissions)
+
+    def next_decision(
+        self, *, is_idle: bool, sleep_s: float | None, max_steps: int, kv_policy: KvPolicy
+    ) -> LoopDecision:
+        """Take the next decision; the next `answer` is that of the commands it executes.
+
+        With nothing to step (idle or paused) and nothing to decide it sleeps until there is, or for
+        ``sleep_s`` seconds, after which it returns an empty STEP. None sleeps without end.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._needs_decision(is_idle=is_idle)
+                    or not (is_idle or self._queued.is_stopped)
+                ),
+                timeout=sleep_s,
+            )
+            decision, rest = decide(
+                self._all_queued(), max_steps=max_steps, kv_policy=kv_policy, is_idle=is_idle
+            )
+            self._admissions, self._aborts = list(rest.admissions), list(rest.aborts)
+            self._queued = replace(rest, admissions=(), aborts=())
+            waiting = self._waiters[decision.action]
+            # One sleep or wake-up is answered at a time; of other commands all that wait.
+            count = 1 if decision.action in (Action.SLEEP, Action.WAKE_UP) else len(waiting)
+            self._answering = waiting[:count]
+            self._waiters[decision.action] = waiting[count:]
+            return replace(decision, arrival_s=time.time())
+
+    def _wait_in(self, futures: list[Future[Any]]) -> Future[Any]:
+        future = uncancellable_future()
+        futures.append(future)
+        self._changed.notify()
+        return future
+
+    def _needs_decision(self, *, is_idle: bool) -> bool:
+        return bool(self._readers) or self._all_queued().needs_decision(is_idle=is_idle)
+
+    def _all_queued(self) -> Queued:
+        return replace(self._queued, admissions=tuple(self._admissions), aborts=tuple(self._aborts))

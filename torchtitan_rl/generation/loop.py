@@ -34,6 +34,7 @@ from torchtitan_rl.errors import (
     RequestGivenUpError,
 )
 from torchtitan_rl.generation.commands import (
+    AbortRequests,
     EngineCommand,
     ReadStats,
     Resume,
@@ -42,11 +43,9 @@ from torchtitan_rl.generation.commands import (
     failed_future,
 )
 from torchtitan_rl.generation.config import LoopConfig
-from torchtitan_rl.generation.decision import Action, LoopDecision
+from torchtitan_rl.generation.decision import Action, Inbox, LockstepChannel, LoopDecision
 from torchtitan_rl.generation.engine import Engine, EngineOutput, Pulse
-from torchtitan_rl.generation.inbox import Inbox
-from torchtitan_rl.generation.lockstep import LockstepChannel
-from torchtitan_rl.generation.outstanding import Listener, OutstandingRequests
+from torchtitan_rl.generation.requests import Listener, OutstandingRequests
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import (
     Completion,
@@ -160,6 +159,9 @@ class EngineLoop:
         """Execute a command as its class says; the future gets its answer."""
         self._check_leader()
         match command:
+            case AbortRequests(request_ids):
+                self.abort(request_ids)
+                return done_future(None)
             case ReadStats():
                 waiting = self._stats.waiting + self._inbox.num_admissions()
                 return done_future(replace(self._stats, waiting=waiting))

@@ -1,5 +1,4 @@
-"""The replica's end of its connection to the router: delivers batches of calls to an engine loop in
-a thread of its own, whose progress and ends are polled.
+"""The replica's end of its channel: passes calls to an engine loop, sends progress and ends.
 
 Invariants: each call has exactly one end, also where the loop fails, and it follows all progress of
 that request; ends leave in the order in which they happened; a stuck loop is reported as lost; an
@@ -9,79 +8,61 @@ end leaves at once, with all that comes before it, and progress alone at most on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox, Submission
+from torchtitan_rl.channel import Call, CallId, End, Outbox, Submission
 from torchtitan_rl.errors import GenerationError, LoopStalledError
 from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.generation.engine import StallWatch
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.outstanding import Listener
+from torchtitan_rl.generation.requests import Listener
 from torchtitan_rl.types import Progress
 
-IDLE_S = 30.0  # a poll without messages returns after this time
-
-
-ToReplica = Call[Submission | EngineCommand[Any]] | Abort
+ToReplica = Call[Submission | EngineCommand[Any]]
 FromReplica = Progress | End[Any, BaseException]
+
+_IDLE_S = 30.0
 
 
 class EngineServer:
-    """``interval_s``: between two batches of progress. A poll without messages returns after
-    ``idle_s``. ``stall_timeout_s``: when a loop without progress counts as stuck (None: never)."""
+    """``interval_s``: between two batches of progress. ``stall_timeout_s``: a loop without progress
+    for this time is stuck (None: never)."""
 
     def __init__(
-        self,
-        loop: EngineLoop,
-        *,
-        interval_s: float = 0.02,
-        idle_s: float = IDLE_S,
-        stall_timeout_s: float | None = None,
+        self, loop: EngineLoop, *, interval_s: float = 0.02, stall_timeout_s: float | None = None
     ) -> None:
         self._loop = loop
         self._watch = None if stall_timeout_s is None else StallWatch(stall_timeout_s)
-        self._check_s = idle_s if stall_timeout_s is None else stall_timeout_s / 8
-        self._idle_s = idle_s
+        self._idle_s = _IDLE_S if stall_timeout_s is None else stall_timeout_s / 8
         self._outbox: Outbox[FromReplica] = Outbox(interval_s=interval_s)
 
     def deliver(self, messages: Iterable[ToReplica]) -> None:
-        """Pass calls and aborts to the loop, in order; a refusal is the end of its request."""
+        """Pass calls to the loop, in order; a refusal is the end of its request."""
         for message in messages:
-            match message:
-                case Call(payload=Submission() as submission):
+            match message.payload:
+                case Submission() as submission:
                     self._submit(submission)
-                case Call(call_id=number, payload=EngineCommand() as command):
-                    self._loop.execute(command).add_done_callback(partial(self._on_end, number))
-                case Abort(call_id=str(request_id)):
-                    self._loop.abort((request_id,))
+                case command:
+                    answer = self._loop.execute(command)
+                    answer.add_done_callback(partial(self._on_end, message.call_id))
 
-    async def poll(self) -> tuple[FromReplica, ...]:
-        """The messages since the last poll, as soon as there are any and the interval has passed.
-        One call at a time.
+    async def run(self, send: Callable[[tuple[FromReplica, ...]], object]) -> NoReturn:
+        """Send batches of messages. An empty one, after a silence, says that the process answers.
 
         Raises:
             LoopStalledError: the loop has made no progress for too long.
         """
         now = asyncio.get_running_loop().time
-        deadline_s = now() + self._idle_s
         while True:
-            self._require_progress(now())
-            left_s = deadline_s - now()
-            messages = await self._outbox.take(min(left_s, self._check_s))
-            if messages or left_s <= self._check_s:
-                return messages
-
-    def _require_progress(self, now_s: float) -> None:
-        if self._watch is None or not self._watch.is_stuck(self._loop.pulse(), now_s):
-            return
-        if not self._outbox.has_messages:  # these are sent first
-            raise LoopStalledError(
-                f"the engine made no progress for {self._watch.timeout_s:.0f} s with requests "
-                "to run"
-            )
+            send(await self._outbox.take(self._idle_s))
+            if self._watch is not None and self._watch.is_stuck(self._loop.pulse(), now()):
+                raise LoopStalledError(
+                    f"the engine made no progress for {self._watch.timeout_s:.0f} s with requests "
+                    "to run"
+                )
 
     def _submit(self, submission: Submission) -> None:
         request = submission.request
@@ -96,14 +77,9 @@ class EngineServer:
     # The rest runs in the loop's thread.
 
     def _on_end(self, call_id: CallId, future: Future[Any]) -> None:
-        self._outbox.put(_end_of(call_id, future), is_urgent=True)
+        error = future.exception()
+        result = None if error is not None else future.result()
+        self._outbox.put(End(call_id=call_id, result=result, error=error), is_urgent=True)
 
     def _on_progress(self, progress: tuple[Progress, ...]) -> None:
         self._outbox.put(*progress)
-
-
-def _end_of(call_id: CallId, future: Future[Any]) -> End[Any, BaseException]:
-    error = future.exception()
-    if error is not None:
-        return End(call_id=call_id, error=error)
-    return End(call_id=call_id, result=future.result())

@@ -37,7 +37,7 @@ import psutil
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.patience import UNUSED_S, Patience, unused_limit_s
 from torchtitan_rl.launch.silence import CONTROLLER_LOST_S
-from torchtitan_rl.weights.leftovers import GUARD_NAME, remove_leftovers
+from torchtitan_rl.weights.shm_cleanup import GUARD_NAME, remove_leftovers
 
 NUM_LIFE_PORTS = 100
 """How many ports a worker may use, from the one of its address on: as many as a run can lose it."""

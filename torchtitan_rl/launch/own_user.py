@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from torchtitan_rl.launch.c_functions import libc, replace_call
-from torchtitan_rl.weights.leftovers import FolderGuard
+from torchtitan_rl.weights.shm_cleanup import FolderGuard
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # proc_net_tcp(5), of all users
 _ESTABLISHED = 1

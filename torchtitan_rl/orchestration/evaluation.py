@@ -15,8 +15,8 @@ from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.records import EvaluationRecord
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.rollout.problem_set import roll_out_problems
-from torchtitan_rl.routing.pinned_replica import PinnedReplica
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.pins import PinnedReplica
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.types import RolloutGroup
 
 
@@ -88,7 +88,7 @@ class Evaluator:
                 if self._num_lost() == num_lost:
                     raise
             else:
-                if self._state.parts.router.states()[pin.replica] is not ReplicaState.DEAD:
+                if self._state.parts.router.states()[pin.replica] is not Phase.DEAD:
                     break
             recorder.say(f"the evaluation after step {step} lost its replica: it is repeated")
         recorder.record_evaluation(
@@ -105,7 +105,7 @@ class Evaluator:
 
     def _num_lost(self) -> int:
         states = self._state.parts.router.states().values()
-        return sum(state is ReplicaState.DEAD for state in states)
+        return sum(state is Phase.DEAD for state in states)
 
     async def _roll_out(self, pin: PinnedReplica) -> tuple[RolloutGroup, ...]:
         evaluation = self._config.evaluation

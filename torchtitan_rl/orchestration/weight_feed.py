@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torchtitan_rl.orchestration.device_sharing import DeviceSharing
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.run_state import RunState
-from torchtitan_rl.routing.weight_sync import SyncReport
+from torchtitan_rl.routing.weights import SyncReport
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.handle import WeightHandle
 

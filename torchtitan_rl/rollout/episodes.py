@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY
+from torchtitan_rl.token_sets import GRAMMAR_TOKENS, WHOLE_VOCABULARY
 from torchtitan_rl.types import Completion, Episode, GrammarSpan, KeptTokens, Rollout, Turn
 
 

@@ -14,7 +14,7 @@ from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.turn_tree import RolloutEnv
-from torchtitan_rl.routing.active_time import ActiveTime
+from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.types import (
     Completion,
     GenerateFn,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.rollouter import OnRollout, Rollouter
 from torchtitan_rl.rollout.task import Split
-from torchtitan_rl.routing.active_time import ActiveTime
+from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.types import GenerateFn, Problem, Rollout, RolloutGroup
 
 

@@ -30,7 +30,7 @@ from torchtitan_rl.rollout.rubric import (
     score_whole_group,
     with_score,
 )
-from torchtitan_rl.routing.active_time import ActiveTime
+from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.types import (
     Completion,
     GenerateFn,

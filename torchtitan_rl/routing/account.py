@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan_rl.generation.commands import ReadTokens
-from torchtitan_rl.routing.slots import Slot, Slots
+from torchtitan_rl.routing.replicas import ReplicaPool, ReplicaState
 from torchtitan_rl.types import EngineReading
 
 _READING_TIMEOUT_S = 30.0
@@ -37,15 +37,17 @@ class ReplicaAccount:
     lost_tokens: int
 
 
-async def account_of(slots: Slots) -> dict[str, ReplicaAccount]:
+async def account_of(pool: ReplicaPool) -> dict[str, ReplicaAccount]:
     """See `GeneratorRouter.account`."""
-    counted = tuple(slots.all)  # others may join meanwhile
-    accounts = await asyncio.gather(*(_account_of(slots, slot) for slot in counted))
-    return {slot.name: account for slot, account in zip(counted, accounts, strict=True)}
+    counted = tuple(pool.all)  # others may join meanwhile
+    accounts = await asyncio.gather(*(_account_of(pool, state) for state in counted))
+    return {state.name: account for state, account in zip(counted, accounts, strict=True)}
 
 
-async def read_slot(
-    slots: Slots, slot: Slot, on_reading: Callable[[EngineReading], None] | None = None
+async def read_replica(
+    pool: ReplicaPool,
+    state: ReplicaState,
+    on_reading: Callable[[EngineReading], None] | None = None,
 ) -> None:
     """Have the replica report all progress, and its counts to ``on_reading``, which must not raise.
 
@@ -54,20 +56,20 @@ async def read_slot(
     """
 
     def note(reading: EngineReading) -> None:
-        slot.note_sampled(reading.sampled_tokens)
+        state.note_sampled(reading.sampled_tokens)
         if on_reading is not None:
             on_reading(reading)
 
     # One that does not answer is busy with something long, which has a deadline of its own.
-    await slots.ask(slot, slot.replica.execute(ReadTokens(), note), timeout_s=_READING_TIMEOUT_S)
+    await pool.ask(state, state.replica.execute(ReadTokens(), note), timeout_s=_READING_TIMEOUT_S)
 
 
-async def _account_of(slots: Slots, slot: Slot) -> ReplicaAccount:
+async def _account_of(pool: ReplicaPool, state: ReplicaState) -> ReplicaAccount:
     account: ReplicaAccount | None = None
 
     def on_reading(reading: EngineReading) -> None:
         nonlocal account
-        sampled, received = reading.sampled_tokens, slot.received_tokens
+        sampled, received = reading.sampled_tokens, state.received_tokens
         account = ReplicaAccount(
             is_live=True,
             sampled=sampled,
@@ -77,16 +79,16 @@ async def _account_of(slots: Slots, slot: Slot) -> ReplicaAccount:
             lost_tokens=0,
         )
 
-    if slot.is_live:
-        await read_slot(slots, slot, on_reading)
-    if account is not None and slot.is_live:
+    if state.is_live:
+        await read_replica(pool, state, on_reading)
+    if account is not None and state.is_live:
         return account
-    sampled, received = slot.sampled_tokens, slot.received_tokens
+    sampled, received = state.sampled_tokens, state.received_tokens
     return ReplicaAccount(
-        is_live=slot.is_live,
+        is_live=state.is_live,
         sampled=sampled,
         received=received,
         running=0,
         unaccounted=None,
-        lost_tokens=0 if slot.is_live else max(0, sampled - received),
+        lost_tokens=0 if state.is_live else max(0, sampled - received),
     )

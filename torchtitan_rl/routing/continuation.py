@@ -6,11 +6,9 @@ minimum lengths and grammars continue as without the interruption, and a piece t
 is the last. A greedy continuation equals the uninterrupted run. A seeded one differs from it,
 because its random generator starts again from `continued_seed`, but is itself reproducible.
 
-The tokens of one request while it is completed in pieces, and their reports to its caller.
-
-Invariants: the partial completion never shrinks; the tokens reported to the caller are its
-beginning, each reported once and in order, in whatever pieces they came; a reported token is never
-lost with a replica.
+`PartialTokens` has the tokens of one request while it is completed in pieces, and reports them to
+its caller. Invariants: the partial completion never shrinks; the tokens reported to the caller are
+its beginning, each reported once and in order; a reported token is never lost with a replica.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchtitan_rl.errors import InvalidRequestError
-from torchtitan_rl.generation.kept_tokens import join_runs, joined_kept
+from torchtitan_rl.token_sets import joined_kept
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
@@ -29,6 +27,7 @@ from torchtitan_rl.types import (
     GenerationRequest,
     OnProgress,
     Progress,
+    join_runs,
 )
 
 
@@ -72,7 +71,7 @@ def check_resumable(request: GenerationRequest) -> None:
 def remaining_request(
     request: GenerationRequest, so_far: Completion | None, *, attempt: int = 0
 ) -> GenerationRequest | None:
-    """The request for the tokens after ``so_far``; None where none are left to sample.
+    """The request for the tokens after ``so_far``; None if no token is left to sample.
 
     ``attempt`` counts the earlier pieces; each has an id of its own on the engine. Nothing is left
     once a piece ended by itself or the budget is used up.

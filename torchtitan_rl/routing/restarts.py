@@ -19,12 +19,12 @@ from typing import Any
 
 from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.routing.replica import Replica
+from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.router import GeneratorRouter
 
 EXPECTED_S = 300.0
 SETTLED_S = 600.0
-"""One that served for so long has not been lost soon after its start."""
+"""A replica that served for this time was not lost soon after its start."""
 _DELAY_S = 5.0  # between two attempts to start it
 _CLOSE_S = 60.0
 
@@ -41,13 +41,12 @@ class ReplicaRestarts:
     """Restarts what is lost while its ``async with`` is open.
 
     Args:
-        start: makes the processes of a replica under the second name, in the place of the one of
-            the first name, which was lost or did not start. It waits for the host where that is
-            gone.
+        start: starts the processes of a replica under the second name, instead of the replica of
+            the first name, which was lost or did not start. It waits for a host that is gone.
         max_restarts: of one replica, in a row.
         say: gets a line for a person.
-        is_alone: whether the replica of this name was lost alone, and not with its host, of which
-            others say that it is lost.
+        is_alone: whether the replica of this name was lost alone, and not with its host, whose
+            loss is reported elsewhere.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class ReplicaRestarts:
             await asyncio.sleep(_DELAY_S)
 
     def _may_restart(self, name: str) -> bool:
-        """Counts the restart, and says whether it may be."""
+        """Count the restart; whether it is allowed."""
         first, now_s = first_name(name), asyncio.get_running_loop().time()
         begun_s = self._begun_s.pop(name, None)
         if begun_s is None or now_s - begun_s >= SETTLED_S:
@@ -146,7 +145,7 @@ class ReplicaRestarts:
 
 
 async def _close(lost: Replica) -> None:
-    """Its processes end, as far as they can be reached."""
+    """End its processes, as far as they can be reached."""
     try:
         async with asyncio.timeout(_CLOSE_S):
             await lost.close()

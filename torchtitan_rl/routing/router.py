@@ -9,33 +9,30 @@ that was not requested; every wait has a deadline and says what it waited for.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 
-from torchtitan_rl.errors import GenerationError, ReplicaError
-from torchtitan_rl.generation.commands import ReadStats
-from torchtitan_rl.generation.decision import PauseMode
+from torchtitan_rl.errors import ReplicaError
+from torchtitan_rl.generation.commands import PauseMode, ReadStats
 from torchtitan_rl.routing.account import ReplicaAccount, account_of
-from torchtitan_rl.routing.active_time import ActiveTime
+from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.routing.pausing import (
     pause_replicas,
     put_to_sleep,
     resume_replicas,
     wake_up,
 )
-from torchtitan_rl.routing.pinned_replica import PinnedReplica, pin_replica, restore_pinned
-from torchtitan_rl.routing.replica import Replica, ReplicaState
-from torchtitan_rl.routing.running import OnEnded, Route, RunningRequests
-from torchtitan_rl.routing.slots import RoutingStrategy, Slot, Slots, StickyLeastLoaded
-from torchtitan_rl.routing.weight_sync import SyncMode, SyncOrder, SyncReport, WeightSync
+from torchtitan_rl.routing.pins import PinnedReplica, pin_replica, restore_pinned
+from torchtitan_rl.routing.placement import Placement, RoutingStrategy
+from torchtitan_rl.routing.replicas import Phase, Replica, ReplicaPool, ReplicaState
+from torchtitan_rl.routing.requests import OnEnded, RequestTracker
+from torchtitan_rl.routing.weights import SyncMode, SyncOrder, SyncReport, WeightSync
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, OnProgress
 from torchtitan_rl.weights.handle import WeightHandle
 
 __all__ = ["GeneratorRouter", "OnEnded", "ReplicaAccount", "SyncMode", "SyncOrder", "SyncReport"]
 
 _STATS_TIMEOUT_S = 60.0
-_MAX_REMEMBERED = 262_144  # sessions and prompts; the longest unused are forgotten first
 
 
 class GeneratorRouter:
@@ -45,7 +42,7 @@ class GeneratorRouter:
     request with all its pieces, in `active_time`; ``sync_timeout_s`` that of one fetch, or one
     swap, of weights by one replica. ``on_ended`` is called at the end of each request that was not
     refused here, those of pins included. ``keeps_requests``: where no replica is left, requests
-    wait instead of failing, so that `partials` still has their tokens; whatever runs
+    wait instead of failing, so that `partials` still has their tokens; the caller of
     `wait_until_lost` has to end them.
     """
 
@@ -60,25 +57,25 @@ class GeneratorRouter:
         on_ended: OnEnded | None = None,
         keeps_requests: bool = False,
     ) -> None:
-        self._keeps_requests = keeps_requests
-        self._slots = Slots(replicas, reserved)
-        self._weights = WeightSync(self._slots, timeout_s=sync_timeout_s)
-        self._strategy = strategy or StickyLeastLoaded()
+        self._pool = ReplicaPool(replicas, reserved)
+        self._weights = WeightSync(self._pool, timeout_s=sync_timeout_s)
+        self._placement = Placement(
+            self._pool, self._weights, strategy=strategy, keeps_requests=keeps_requests
+        )
         self._request_timeout_s = request_timeout_s
         self._sync_timeout_s = sync_timeout_s
-        self._requests = RunningRequests(
-            self._slots, timeout_s=request_timeout_s, on_ended=on_ended
+        self._requests = RequestTracker(
+            self._pool, self._placement, timeout_s=request_timeout_s, on_ended=on_ended
         )
-        self._replica_of: OrderedDict[str | None, int] = OrderedDict()  # session or prompt
 
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
         """Complete one request on some replica that holds its ``min_version``. While replicas get
-        that version at the same time, it waits for all of them (see `WeightSync.has_spread`).
+        that version at the same time, it waits for all of them (see `WeightSync.may_start_on`).
 
         ``on_progress`` gets the tokens sampled after ``resume_from``, as tokens of the whole
-        completion whatever pieces it is made of, and is not called once this has returned or
+        completion, and is not called once this has returned or
         raised. It must not raise.
 
         A greedy request that is continued, here or from ``resume_from``, ends as it would have
@@ -90,7 +87,7 @@ class GeneratorRouter:
             GenerationTimeoutError: it took longer than the request time-out.
             GenerationError: no replica is left, without ``keeps_requests``.
         """
-        return await self._requests.complete(request, self._route(request), on_progress)
+        return await self._requests.complete(request, on_progress)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests with the tokens they have; unknown and ended ids are ignored."""
@@ -99,8 +96,8 @@ class GeneratorRouter:
     async def partials(self) -> dict[str, Completion]:
         """The partial completion of every running request, by id, with exact versions.
 
-        For checkpoints: each can be the ``resume_from`` of the same request. Decoding continues
-        meanwhile. Requests of a replica that does not answer in time have the tokens that it had
+        For checkpoints: each can be the ``resume_from`` of the same request. Decoding is not
+        interrupted. Requests of a replica that does not answer in time have the tokens that it had
         reported before.
         """
         return await self._requests.partials()
@@ -109,14 +106,14 @@ class GeneratorRouter:
         """By replica: how many tokens it counts as sampled, and where they are.
 
         ``unaccounted``, the tokens of a live replica that were not received and do not belong to a
-        running request, is 0. Decoding continues meanwhile.
+        running request, is 0. Decoding is not interrupted.
         """
-        return await account_of(self._slots)
+        return await account_of(self._pool)
 
     def received_tokens(self) -> int:
         """Tokens that the router received from all replicas; of running requests those of pieces
         that have ended."""
-        return sum(slot.received_tokens for slot in self._slots.all)
+        return sum(state.received_tokens for state in self._pool.all)
 
     def held_tokens(self) -> int:
         """Those of `received_tokens` whose requests still run."""
@@ -128,15 +125,15 @@ class GeneratorRouter:
         Running requests freeze with their KV (``keep``), are cut and continued at `resume`
         (``abort``: the engines are empty) or finish first (``wait``). New ones wait here. Paused
         time does not count against time-outs, except while ``wait`` lets requests finish. Weights
-        can be pulled meanwhile. A replica that does not stop is dead. Without ``pinned`` (only with
-        ``abort``) pinned replicas continue to serve their pins, also of pins that begin later; all
-        other requests are cut there, too.
+        can be pulled during a pause. A replica that does not stop is dead. Without ``pinned`` (only
+        with ``abort``) pinned replicas continue to serve their pins, also those that begin later;
+        all other requests are cut there, too.
 
         Raises:
             GenerationError: `resume` was called before this was done.
         """
         await pause_replicas(
-            self._slots,
+            self._pool,
             mode,
             pinned=pinned,
             cut=self._requests.cut,
@@ -144,8 +141,8 @@ class GeneratorRouter:
         )
 
     async def resume(self) -> None:
-        """Go on where a pause stopped; without one nothing happens."""
-        await resume_replicas(self._slots)
+        """Continue after a pause; no effect without one."""
+        await resume_replicas(self._pool)
 
     async def sleep(self) -> None:
         """Pause by abort and give the devices of all replicas back, pinned ones' too.
@@ -154,14 +151,14 @@ class GeneratorRouter:
         runs is finished first, and none begins before `wake_up`. A replica that does not fall
         asleep is dead.
         """
-        await put_to_sleep(self._slots, timeout_s=self._sync_timeout_s)
+        await put_to_sleep(self._pool, timeout_s=self._sync_timeout_s)
 
     async def wake_up(self) -> None:
         """Take the devices back. Replicas stay paused and hold no weights: call `sync_weights`,
         with any version, then `resume`. Pinned replicas get their weights back here."""
-        await wake_up(self._slots, timeout_s=self._sync_timeout_s)
+        await wake_up(self._pool, timeout_s=self._sync_timeout_s)
         self._weights.follow_all()  # for a sync that waits already
-        await restore_pinned(self._slots, self._weights)
+        await restore_pinned(self._pool, self._weights)
 
     async def sync_weights(
         self,
@@ -174,7 +171,7 @@ class GeneratorRouter:
         """Bring every live replica to ``handle.version`` or newer.
 
         Weights are staged alongside decoding. `drain` then lets running requests finish
-        first, new ones waiting meanwhile; `hot_swap` swaps underneath them. Returns once all
+        first, while new ones wait; `hot_swap` swaps underneath them. Returns once all
         replicas that are not pinned hold the version, or after ``lag_timeout_s`` (None: no limit
         but the pullers' own); those that lag go on in the background. A replica that cannot
         follow is dead. Where all replicas are pinned it waits for the first pin to end.
@@ -198,9 +195,9 @@ class GeneratorRouter:
             DeadlineError: none was free within the request time-out.
         """
         return pin_replica(
-            self._slots,
+            self._pool,
             self._weights,
-            self._complete_on,
+            self._requests,
             version=version,
             timeout_s=self._request_timeout_s,
         )
@@ -209,7 +206,7 @@ class GeneratorRouter:
     def active_time(self) -> ActiveTime:
         """The clock of requests' deadlines: it stands still while the router is paused or its
         replicas sleep."""
-        return self._slots.active_time
+        return self._pool.active_time
 
     @property
     def newest_version(self) -> int:
@@ -219,25 +216,25 @@ class GeneratorRouter:
 
     def versions(self) -> dict[str, int]:
         """The version of each live replica, by name."""
-        return {slot.name: slot.version for slot in self._slots.live()}
+        return {state.name: state.version for state in self._pool.live()}
 
     async def stats(self) -> dict[str, EngineStats]:
         """State of every live replica, by name, without those that are lost or do not answer in
         time."""
-        live = self._slots.live()
-        stats = await asyncio.gather(*(self._stats(slot) for slot in live))
-        return {slot.name: stat for slot, stat in zip(live, stats, strict=True) if stat}
+        live = self._pool.live()
+        stats = await asyncio.gather(*(self._stats(state) for state in live))
+        return {state.name: stat for state, stat in zip(live, stats, strict=True) if stat}
 
-    async def _stats(self, slot: Slot) -> EngineStats | None:
-        reading = slot.replica.execute(ReadStats())
-        stats = await self._slots.ask(slot, reading, timeout_s=_STATS_TIMEOUT_S)
+    async def _stats(self, state: ReplicaState) -> EngineStats | None:
+        reading = state.replica.execute(ReadStats())
+        stats = await self._pool.ask(state, reading, timeout_s=_STATS_TIMEOUT_S)
         if stats is not None:
-            slot.note_sampled(stats.generated_tokens)
+            state.note_sampled(stats.generated_tokens)
         return stats
 
     def require_unreserved(self) -> None:
-        """Raises `GenerationError`, with every cause, where none lives or only reserved ones do."""
-        self._slots.require_unreserved()
+        """See `ReplicaPool.require_unreserved`."""
+        self._pool.require_unreserved()
 
     async def wait_until_lost(self) -> None:
         """Never return.
@@ -250,117 +247,53 @@ class GeneratorRouter:
             self.require_unreserved()
             return False
 
-        await self._slots.wait_until(never, key="lost")
+        await self._pool.wait_until(never, key="lost")
 
-    def states(self) -> dict[str, ReplicaState]:
-        return {slot.name: slot.state for slot in self._slots.all}
+    def states(self) -> dict[str, Phase]:
+        return {state.name: state.phase for state in self._pool.all}
 
     def outstanding_tokens(self) -> dict[str, int]:
-        return {slot.name: slot.outstanding_tokens for slot in self._slots.all}
+        return {state.name: state.outstanding_tokens for state in self._pool.all}
 
     async def join(self, replica: Replica, *, is_reserved: bool = False) -> None:
         """Take in one more replica, whose name is new and whose engine has the weights of version
         0. It gets no request before it holds the newest weights. Returns once the router is not
         paused and the replica belongs to it.
         """
-        await self._slots.wait_until(lambda: not self._slots.is_paused, key="join")
+        await self._pool.wait_until(lambda: not self._pool.is_paused, key="join")
         self._weights.join(replica, is_reserved=is_reserved)
 
     def give_up(self, is_lost: Callable[[str], bool], error: ReplicaError) -> None:
-        """The replicas whose names ``is_lost`` says so of are lost, whatever they answer: their
-        requests continue elsewhere."""
-        for slot in self._slots.live():
-            if is_lost(slot.name):
-                self._slots.mark_dead(slot, error)
+        """Mark every replica for which ``is_lost(name)`` is true as dead, even if it still answers:
+        its requests continue elsewhere."""
+        for state in self._pool.live():
+            if is_lost(state.name):
+                self._pool.mark_dead(state, error)
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
         """While this is open, a replica is about to `join`: where no other is left, requests and
         weight syncs wait for it instead of failing."""
-        self._slots.num_expected += 1
+        self._pool.num_expected += 1
         try:
             yield
         finally:
-            self._slots.num_expected -= 1
-            self._slots.notify()
+            self._pool.num_expected -= 1
+            self._pool.notify()
 
     def on_dead(self, call: Callable[[Replica, str], None]) -> None:
         """From now on call this with each replica that is lost, once, and the cause."""
-        self._slots.on_dead = lambda slot: call(slot.replica, " ".join(f"{slot.failure}".split()))
+        self._pool.on_dead = lambda state: call(state.replica, " ".join(f"{state.failure}".split()))
 
     async def close(self) -> None:
         """Close every replica; requests that still wait here fail."""
         self._requests.close()
         await self._weights.close()
         results = await asyncio.gather(
-            *(slot.replica.close() for slot in self._slots.live()), return_exceptions=True
+            *(state.replica.close() for state in self._pool.live()), return_exceptions=True
         )
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
             raise ExceptionGroup(
                 "replicas did not close", [e for e in errors if isinstance(e, Exception)]
             )
-
-    async def _complete_on(
-        self, request: GenerationRequest, slot: Slot, on_progress: OnProgress | None
-    ) -> Completion:
-        def choose(request: GenerationRequest) -> Slot | None:
-            if not slot.is_live:
-                raise GenerationError(
-                    f"request {request.request_id}: {slot.name}, which was pinned for it, is "
-                    f"lost: {slot.failure}"
-                )
-            return slot if slot.takes_requests and not slot.is_stopped else None
-
-        route = Route(
-            choose=choose,
-            may_go=lambda: (slot.takes_requests and not slot.is_stopped) or not slot.is_live,
-            key=("pin", slot.index),
-            active_time=slot.active_time,
-            is_pinned=True,
-        )
-        return await self._requests.complete(request, route, on_progress)
-
-    def _route(self, request: GenerationRequest) -> Route:
-        slots, version = self._slots, request.min_version
-
-        def may_go() -> bool:
-            if slots.is_paused or not self._weights.has_spread(version):
-                return False
-            if slots.index.least(version) is not None:
-                return True
-            keeps_requests = self._keeps_requests or slots.num_expected
-            return not keeps_requests and not slots.live_unreserved()
-
-        return Route(
-            choose=self._choose,
-            may_go=may_go,
-            key=("request", version),
-            active_time=slots.active_time,
-        )
-
-    def _choose(self, request: GenerationRequest) -> Slot | None:
-        if self._slots.is_paused or not self._weights.has_spread(request.min_version):
-            return None
-        loads, version = self._slots.index, request.min_version
-        last, of_siblings = map(self._replica_of.get, (request.session_id, request.prompt_id))
-        # However loaded: as many siblings share a prompt_id as leave replicas evenly loaded.
-        if last is None and of_siblings is not None and loads.is_eligible(of_siblings, version):
-            index: int | None = of_siblings
-        else:
-            index = self._strategy.choose(loads, last, version)
-        if index is None:
-            if not self._keeps_requests:
-                self._slots.require_unreserved()
-            return None
-        self._remember(request.session_id, index)
-        self._remember(request.prompt_id, index)
-        return self._slots.all[index]
-
-    def _remember(self, name: str | None, index: int) -> None:
-        if name is None:
-            return
-        self._replica_of[name] = index
-        self._replica_of.move_to_end(name)
-        if len(self._replica_of) > _MAX_REMEMBERED:
-            self._replica_of.popitem(last=False)

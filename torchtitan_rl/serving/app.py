@@ -32,8 +32,8 @@ from fastapi import APIRouter, FastAPI, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from torchtitan_rl.generation.decision import PauseMode
-from torchtitan_rl.routing.weight_sync import SyncMode
+from torchtitan_rl.generation.commands import PauseMode
+from torchtitan_rl.routing.weights import SyncMode
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.admission import Admission
 from torchtitan_rl.serving.anthropic_errors import AnthropicErrors

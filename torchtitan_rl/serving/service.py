@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtitan_rl.errors import EndpointLostError, GenerationError, TorchtitanRLError
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import BridgeCounts, EndpointBridge
 from torchtitan_rl.serving.messages import (
@@ -204,7 +204,7 @@ class StatusReader:
         gauges = {
             "newest_version": float(self._router.newest_version),
             "replicas": float(len(states)),
-            "replicas_live": float(sum(state != ReplicaState.DEAD for state in states.values())),
+            "replicas_live": float(sum(state != Phase.DEAD for state in states.values())),
         }
         for name, version in self._router.versions().items():
             gauges[_of_replica("replica_version", name)] = float(version)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from torchtitan_rl.generation.kept_tokens import kept_to_json
 from torchtitan_rl.rollout.episodes import (
     num_unseen_tokens,
     outcome_rewards,
     rollout_to_episodes,
     turns_by_episode,
 )
+from torchtitan_rl.token_sets import kept_to_json
 from torchtitan_rl.types import (
     Completion,
     Episode,

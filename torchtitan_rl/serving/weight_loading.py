@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.rope_fields import with_flat_rope
-from torchtitan_rl.routing.weight_sync import SyncMode, SyncReport
+from torchtitan_rl.routing.weights import SyncMode, SyncReport
 from torchtitan_rl.serving.messages import CommandName, Handler, refused
 from torchtitan_rl.weights.handle import WeightHandle
-from torchtitan_rl.weights.transport import WeightPublisher
+from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class Router(Protocol):
 class WeightLoader:
     """``served`` is the directory of the checkpoint that the replicas were started with."""
 
-    def __init__(self, router: Router, publisher: WeightPublisher, served: Path) -> None:
+    def __init__(self, router: Router, publisher: SharedMemoryPublisher, served: Path) -> None:
         self._router = router
         self._publisher = publisher
         self._served = served

@@ -20,7 +20,7 @@ class TrainingBatch:
     advantages and versions are valid only where ``loss_mask`` is True. An episode's first token has
     no distribution, so it is never trained on.
 
-    Token i was sampled from the set ``kept_sets[kept[i]]`` (packed by `generation/kept_tokens.py`);
+    Token i was sampled from the set ``kept_sets[kept[i]]`` (packed by `token_sets.py`);
     -1 stands for the whole vocabulary, as None does for all tokens. ``groups`` are the numbers of
     the episodes' groups, which several updates of a step do not cut.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY, pack_kept
+from torchtitan_rl.token_sets import GRAMMAR_TOKENS, WHOLE_VOCABULARY, pack_kept
 from torchtitan_rl.types import Episode, Grammar, KeptTokens
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.trees import (
     Microbatch,

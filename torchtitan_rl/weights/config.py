@@ -1,9 +1,16 @@
-"""Configuration of weight syncs."""
+"""Configuration of weight syncs, and the choice of their transport."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+from torchtitan_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +38,60 @@ class WeightSyncConfig:
     next sync begins after this one. Colocated runs wait without this limit."""
     timeout_s: float = 300.0
     """Deadline of one replica's pull, in seconds; a replica that misses it is dead."""
+
+
+class Transport(StrEnum):
+    """Medium between the trainer and the generator ranks."""
+
+    SHARED_MEMORY = "shared_memory"  # a memory-mapped file; one host only
+    RDMA = "rdma"  # Monarch's RDMABuffer, over its channels without RDMA hardware
+    BOTH = "both"  # the former on the trainer's host, the latter to the others
+
+    @property
+    def shares_memory(self) -> bool:
+        return self is not Transport.RDMA
+
+    @property
+    def reaches_others(self) -> bool:
+        return self is not Transport.SHARED_MEMORY
+
+
+def choose_transport(
+    configured: Literal["auto", "shared_memory", "rdma"],
+    *,
+    trainer_hosts: Collection[int],
+    replica_hosts: Collection[int],
+) -> Transport:
+    """Shared memory where trainer and replicas are on one host, RDMA between hosts, unless
+    ``configured``.
+
+    Args:
+        trainer_hosts, replica_hosts: those of all ranks, by their places in the list of hosts.
+
+    Raises:
+        ConfigError: shared memory is configured and does not reach all replicas.
+    """
+    others = sorted(set(replica_hosts) - set(trainer_hosts))
+    is_on_one_host = len(set(trainer_hosts)) == 1
+    if configured == "shared_memory" and (others or not is_on_one_host):
+        trainer = ", ".join(map(str, sorted(set(trainer_hosts))))
+        replicas = ", ".join(map(str, sorted(set(replica_hosts))))
+        raise ConfigError(
+            f"weight_sync.transport: shared_memory does not reach from host {trainer} (trainer) to "
+            f"host {replicas} (generator); use auto or rdma"
+        )
+    if configured == "shared_memory" or (configured == "auto" and is_on_one_host and not others):
+        return Transport.SHARED_MEMORY
+    if configured == "rdma" or not is_on_one_host or len(others) == len(set(replica_hosts)):
+        return Transport.RDMA
+    return Transport.BOTH
+
+
+def hosts_that_fetch(
+    transport: Transport, *, trainer_hosts: Collection[int], replica_hosts: Collection[int]
+) -> list[int]:
+    """The hosts of replicas that do not have the trainer's shared memory."""
+    if transport is Transport.SHARED_MEMORY:
+        return []
+    mapped = set(trainer_hosts) if transport is Transport.BOTH else set()
+    return sorted(set(replica_hosts) - mapped)

@@ -4,10 +4,11 @@ The first replica of a host that asks starts the fetch, the others wait for the 
 ``fan_out`` hosts at once read from one source; a host that has all of a version is a source for
 others, so that many hosts fetch in a tree whose root is the trainer.
 
-Invariants: a version is fetched at most once by a host, unless that failed; a host that cannot
-read from another host, or whose source is lost meanwhile, reads from the trainer; every wait for a
-source ends, since every fetch does; a replica that no longer waits does not stop the fetch of the
-others.
+Invariants
+- A host fetches a version at most once, unless that failed.
+- A host that cannot read from another host, or loses its source, reads from the trainer.
+- Every wait for a source ends, since every fetch does. A replica that no longer waits does not stop
+  the fetch of the others.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class HostFetcher(Protocol):
 
 
 class WeightDistribution:
-    """What all replicas of a run ask for weights.
+    """Fetches weights for all replicas of a run.
 
     Args:
-        fetchers: by host; where there is none, replicas use the trainer's shared memory.
+        fetchers: by host; replicas of other hosts use the trainer's shared memory.
         fan_out: hosts that read from one source at the same time; 0: all from the trainer.
     """
 
@@ -63,8 +64,8 @@ class WeightDistribution:
         self._changed = asyncio.Event()  # set, and replaced, when `_readers` changes
         self._ended: list[Fetched] = []
 
-    async def local(self, handle: WeightHandle, host: int) -> SharedMemoryHandle:
-        """The version in the shared memory of ``host``, after it was fetched if need be.
+    async def ensure_on_host(self, handle: WeightHandle, host: int) -> SharedMemoryHandle:
+        """The version in the shared memory of ``host``, fetched first if it is not there.
 
         Raises:
             WeightSyncError, ReplicaError, DeadlineError: the host could not fetch it.
@@ -82,8 +83,8 @@ class WeightDistribution:
         return fetch.result().handle
 
     def replace(self, host: int, fetcher: HostFetcher) -> None:
-        """For a host that is lost: it has none of the versions once it is back, and who reads from
-        it reads from the trainer."""
+        """Forget the versions of a host that was lost; hosts that read from it now read from the
+        trainer."""
         for key in [key for key in self._fetches if key[0] == host]:
             self._fetches.pop(key).cancel()
         for read in self._reads.pop(host, ()):
@@ -118,7 +119,7 @@ class WeightDistribution:
         if not fetch.cancelled() and fetch.exception() is None:
             self._ended.append(fetch.result())
         elif self._fetches.get((host, version)) is fetch:
-            del self._fetches[host, version]  # who asks next tries again
+            del self._fetches[host, version]  # the next request tries again
 
     async def _fetch(self, host: int, handle: RemoteMemoryHandle) -> Fetched:
         fetcher = self._fetchers[host]
@@ -185,7 +186,8 @@ class WeightDistribution:
         self._changed = asyncio.Event()
 
     def _forget_released(self, host: int, handle: RemoteMemoryHandle) -> None:
-        """Of versions that the host is about to remove: all but the newest and those to keep."""
+        """Forget the versions that the host is about to remove: all but the newest and those to
+        keep."""
         held = [v for at, v in self._fetches if at == host and self._fetches[at, v].done()]
         for version in versions_to_free(held, handle.keep):
             del self._fetches[host, version]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_rl.weights.image import ImageLayout
-    from torchtitan_rl.weights.parts import PackedPart
+    from torchtitan_rl.weights.image import ImageLayout, PackedPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class SharedMemoryHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSource:
-    """Packed parts of a version in one process's memory (see `weights/parts.py`)."""
+    """Packed parts of a version in one process's memory (see `weights/remote.py`)."""
 
     owner: str  # for errors: "trainer rank 1", "host 2"
     parts: tuple[PackedPart, ...]

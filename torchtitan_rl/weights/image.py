@@ -64,6 +64,13 @@ class Box(NamedTuple):
         return math.prod(self.size) * self.dtype.itemsize
 
 
+class PackedPart(NamedTuple):
+    """One part, and the XXH3 (64 bits) of its bytes in row-major order."""
+
+    box: Box
+    checksum: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
     """One process's part of a tensor of ``shape`` and ``dtype``: the box ``local`` at ``offset``.

@@ -18,7 +18,7 @@ import torch
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 from torchtitan_rl.weights.image import read_image
-from torchtitan_rl.weights.segment import SegmentReader
+from torchtitan_rl.weights.shm import SegmentReader
 
 
 class WeightStaging:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_rl.backends.vllm.kept_sets import KeptSets
-from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY, kept_to_json
+from torchtitan_rl.backends.vllm.sampler_hook import KeptSets
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_to_json
 
 VOCAB_SIZE = 400
 NAMES = ["small", "not recorded", "large", "whole", "nan", "nearly whole"]

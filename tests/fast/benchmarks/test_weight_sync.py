@@ -15,7 +15,7 @@ from benchmarks.weight_sync_trace import (
     spans,
     standstill_s,
 )
-from torchtitan_rl.weights.transport import Transport
+from torchtitan_rl.weights.config import Transport
 
 
 def span(name: str, start_ms: float, end_ms: float, **args: Any) -> dict[str, Any]:

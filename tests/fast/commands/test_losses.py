@@ -23,11 +23,11 @@ from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ReplicaError, RunTakenOverError
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.run_state import Unshared
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys
 
-DEAD, SERVING = ReplicaState.DEAD, ReplicaState.SERVING
+DEAD, SERVING = Phase.DEAD, Phase.SERVING
 
 
 class Weights:

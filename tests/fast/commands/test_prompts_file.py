@@ -16,7 +16,7 @@ from torchtitan_rl.commands.generate import (
     parse_line,
 )
 from torchtitan_rl.configs.calculator_agent_tiny import config
-from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.types import Completion, FinishReason, SamplingParams, VersionRun
 

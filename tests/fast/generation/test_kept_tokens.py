@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.generation.kept_tokens import (
+from torchtitan_rl.token_sets import (
     GRAMMAR_TOKENS,
     WHOLE_VOCABULARY,
     kept_bits,

@@ -18,8 +18,7 @@ from torchtitan_rl.errors import (
     WeightSyncError,
 )
 from torchtitan_rl.generation.commands import Pull, ReadStats
-from torchtitan_rl.generation.decision import KvPolicy
-from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.decision import KvPolicy, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.types import FinishReason, VersionRun
 
@@ -54,16 +53,6 @@ def test_a_completion_holds_the_tokens_the_engine_sampled() -> None:
     assert done.finish_reason is FinishReason.LENGTH
     assert done.versions == (0, 0, 0, 0, 0)
     assert done.replica == "replica-3"
-
-
-def test_a_short_request_submitted_after_a_long_one_ends_first() -> None:
-    with stepped_loop() as (loop, engine):
-        long = loop.submit(request("long", 50))
-        assert engine.asked.acquire(timeout=WAIT_S)
-        short = loop.submit(request("short", 2))
-        engine.allow(4)
-        assert short.result(WAIT_S).finish_reason is FinishReason.LENGTH
-        assert not long.done()
 
 
 def test_an_abort_keeps_the_tokens_so_far() -> None:
@@ -146,13 +135,6 @@ def test_a_policy_that_shares_prefixes_across_versions_keeps_the_cache() -> None
     with running_loop(engine, kv_policy=policy) as loop:
         assert loop.execute(Pull(1)).result(WAIT_S).recomputed is False
     assert engine.cache_resets == 0
-
-
-def test_an_idle_engine_pulls_without_requests() -> None:
-    with running_loop(ScriptedEngine()) as loop:
-        report = loop.execute(Pull(3)).result(WAIT_S)
-        assert (report.running_requests, report.recomputed) == (0, False)
-        assert loop.submit(request("a", 1)).result(WAIT_S).versions == (3,)
 
 
 def test_trap_35_an_invalid_request_fails_alone() -> None:

@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.errors import ConfigError, InvalidRequestError
 from torchtitan_rl.generation.commands import Pause, Pull, Sleep, WakeUp
-from torchtitan_rl.generation.decision import Action, KvPolicy, LoopDecision, kv_policy_errors
+from torchtitan_rl.generation.decision import (
+    Action,
+    Inbox,
+    KvPolicy,
+    LoopDecision,
+    kv_policy_errors,
+)
 from torchtitan_rl.generation.engine import EngineLimits
-from torchtitan_rl.generation.inbox import Inbox
-from torchtitan_rl.generation.kept_tokens import add_run, runs_before
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import (
     Completion,
@@ -23,6 +26,8 @@ from torchtitan_rl.types import (
     GenerationRequest,
     SamplingParams,
     VersionRun,
+    add_run,
+    runs_before,
 )
 
 LIMITS = EngineLimits(max_model_len=32, vocab_size=100)
@@ -100,13 +105,6 @@ def test_sleeps_and_wake_ups_are_decided_and_answered_one_by_one() -> None:
         assert [future.done() for future in futures] == [index <= number for index in range(3)]
 
 
-def test_a_decision_survives_its_bytes() -> None:
-    decision = LoopDecision(
-        action=Action.STEP, admissions=(asked("a", seed=3),), aborts=("b",), num_steps=2
-    )
-    assert LoopDecision.from_bytes(decision.to_bytes()) == decision
-
-
 @given(st.lists(st.sampled_from(["token", "pull"]), max_size=60))
 def test_versions_are_those_that_each_token_was_sampled_under(events: list[str]) -> None:
     runs, version, sampled = (VersionRun(0, 0),), 0, []
@@ -126,15 +124,6 @@ def test_versions_are_those_that_each_token_was_sampled_under(events: list[str])
     )
     assert list(completion.versions) == sampled
     assert len(runs) == len(set(sampled))
-
-
-def test_two_pulls_at_the_same_length_are_one_run() -> None:
-    runs = add_run((VersionRun(0, 1),), length=5, version=2)
-    assert add_run(runs, length=5, version=3) == (VersionRun(0, 1), VersionRun(5, 3))
-
-
-def test_a_pull_before_the_first_token_replaces_the_version() -> None:
-    assert add_run((VersionRun(0, 1),), length=0, version=2) == (VersionRun(0, 2),)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +148,21 @@ def test_a_pull_before_the_first_token_replaces_the_version() -> None:
         ({"seed": -(2**63)}, "seed = -9223372036854775808"),
         ({"request_id": "taken"}, "still outstanding"),
         ({"request_id": ""}, "request_id is empty"),
+        ({"stop": ("a", "")}, "not empty"),
+        ({"stop": "abc"}, "use a tuple"),
+        ({"num_logprobs": 21}, "from 0 to 20"),
+        ({"num_logprobs": 1, "with_logprobs": False}, "without with_logprobs"),
+        ({"engine_options": {"logit_bias": {5: object()}}}, "cannot be written as JSON"),
+        ({"engine_options": {"presence_penalty": float("nan")}}, "cannot be written as JSON"),
+        ({"engine_options": {5: 1}}, "mapping from names"),
+        ({"num_resumed": 2}, "num_resumed = 2 of 2"),
+        ({"num_resumed": -1}, "num_resumed = -1 of 2"),
     ],
 )
 def test_a_request_the_engine_could_not_serve_is_refused(changes: dict, message: str) -> None:
-    request = asked("a")
-    validate_request(request, LIMITS, {"taken"})
+    options = {"logit_bias": {"5": 1.5}, "structured_outputs": {"json": {"type": "object"}}}
+    request = asked("a", stop=("ab",), num_logprobs=20, engine_options=options)
+    validate_request(replace(request, num_resumed=1), LIMITS, {"taken"})
     own = {name: value for name, value in changes.items() if hasattr(request, name)}
     sampling = {name: value for name, value in changes.items() if name not in own}
     bad = replace(request, **own, sampling=replace(request.sampling, **sampling))
@@ -185,30 +184,3 @@ def test_recomputing_and_drain_require_the_cache_reset() -> None:
     assert kept() == []
     assert len(kept(drains=True)) == 1
     assert kept(resets=True, drains=True) == []
-
-
-def test_a_scripted_request_resumed_from_its_tokens_samples_what_it_would_have() -> None:
-    def generate(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        engine = ScriptedEngine()
-        request = GenerationRequest(
-            request_id="a",
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=max_tokens, seed=5),
-        )
-        engine.add_request(request, arrival_s=0.0)
-        while not (outputs := engine.step()):
-            pass
-        return outputs[0].token_ids
-
-    whole = generate((1, 2), 9)
-    assert generate((1, 2, *whole[:4]), 5) == whole[4:]
-
-
-def test_a_scripted_request_stops_at_a_stop_token_and_keeps_it() -> None:
-    engine = ScriptedEngine(vocab_size=4, eos_token_id=0)
-    engine.add_request(asked("a", max_tokens=400, stop_token_ids=(1,)), arrival_s=0.0)
-    while not (outputs := engine.step()):
-        pass
-    assert outputs[0].finish_reason is FinishReason.STOP
-    assert outputs[0].token_ids[-1] in (0, 1)
-    assert not {0, 1} & set(outputs[0].token_ids[:-1])

@@ -14,7 +14,7 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.threaded_channel import make_threaded_channels
 from torchtitan_rl.errors import GenerationError, LoopClosedError, LoopFailedError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadStats, ReadTokens, Resume
-from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import FinishReason, VersionRun

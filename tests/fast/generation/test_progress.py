@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,12 +11,10 @@ from typing import Any
 import pytest
 
 from tests.fast.generation.test_loop import WAIT_S, request, running_loop, stepped_loop
-from tests.support.async_tests import on_event_loop
-from tests.support.loop_replica import loop_replica
 from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.generation.commands import EngineCommand, Pause, Pull, ReadTokens
 from torchtitan_rl.generation.engine import EngineOutput
-from torchtitan_rl.generation.outstanding import Listener, OutstandingRequests
+from torchtitan_rl.generation.requests import Listener, OutstandingRequests
 from torchtitan_rl.types import FinishReason, Progress
 
 
@@ -202,29 +199,3 @@ def test_after_a_drain_what_the_engine_still_reports_is_ignored() -> None:
     assert requests.finish([sampled("a", 1)], in_flight=1) == []
     assert requests.refuse("b") is None
     assert "a" not in requests
-
-
-@pytest.mark.parametrize("streams", [True, False])
-@on_event_loop
-async def test_a_replica_reports_on_the_event_loop_and_never_after_the_completion(
-    streams: bool,
-) -> None:
-    intervals = {"stream_interval_s": 0.0, "progress_interval_s": 0.0}
-    with running_loop(ScriptedEngine(), **intervals) as loop:
-        replica = loop_replica("r", loop)
-        heard: dict[str, list[int]] = defaultdict(list)
-        ended: set[str] = set()
-
-        def hear(progress: Progress) -> None:
-            assert threading.current_thread() is threading.main_thread()
-            assert progress.request_id not in ended
-            heard[progress.request_id] += progress.token_ids
-
-        async def run(name: str) -> None:
-            done = await replica.generate(request(name, 30), hear, streams=streams)
-            ended.add(name)
-            assert tuple(heard[name]) == done.token_ids[: len(heard[name])]
-            assert len(heard[name]) >= 20
-
-        await asyncio.gather(*(run(str(n)) for n in range(8)))
-        await asyncio.sleep(0.01)

@@ -12,13 +12,14 @@ from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.loop_replica import LoopPeer
 from tests.support.replicas import request
 from tests.support.scripted_engine import ScriptedEngine
+from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.channel import Call, End, Submission
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, LoopFailedError, ReplicaError
-from torchtitan_rl.generation.commands import Pause
+from torchtitan_rl.generation.commands import AbortRequests, Pause
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
-from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, Progress
+from torchtitan_rl.routing.remote import ConnectedReplica
+from torchtitan_rl.types import Completion, FinishReason, GenerationRequest
 
 
 def called(item: GenerationRequest) -> ToReplica:
@@ -28,25 +29,16 @@ def called(item: GenerationRequest) -> ToReplica:
 class OverPickles(LoopPeer):
     """Its messages travel as bytes, as between processes."""
 
-    latency_s = 0.0
+    def send(self, messages: tuple[ToReplica, ...]) -> None:
+        super().send(pickle.loads(pickle.dumps(messages)))
 
-    async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
-        await asyncio.sleep(self.latency_s)
-        await super().deliver(pickle.loads(pickle.dumps(messages)))
-
-    async def poll(self) -> tuple[FromReplica, ...]:
-        messages = await super().poll()
-        await asyncio.sleep(self.latency_s)
-        return pickle.loads(pickle.dumps(messages))
+    async def receive(self) -> tuple[FromReplica, ...]:
+        return pickle.loads(pickle.dumps(await super().receive()))
 
 
-def over_pickles(
-    loop: EngineLoop, *, interval_s: float, latency_s: float = 0.0
-) -> ConnectedReplica[OverPickles]:
+def over_pickles(loop: EngineLoop, *, interval_s: float) -> ConnectedReplica[OverPickles]:
     server = EngineServer(loop, interval_s=interval_s)
-    peer = OverPickles("far", server, loop, None)
-    peer.latency_s = latency_s
-    return ConnectedReplica(peer)
+    return ConnectedReplica(OverPickles("far", server, loop, None))
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.005])
@@ -56,7 +48,7 @@ async def test_a_loop_in_another_process_completes_streams_refuses_and_aborts(
 ) -> None:
     engine = ScriptedEngine(step_delay_s=0.0002, max_model_len=10**6)
     with running_loop(engine, stream_interval_s=0.001, progress_interval_s=0.01) as loop:
-        replica = over_pickles(loop, interval_s=interval_s, latency_s=0.001)
+        replica = over_pickles(loop, interval_s=interval_s)
         heard: dict[str, list[int]] = {}
 
         async def run(index: int) -> Completion:
@@ -72,7 +64,7 @@ async def test_a_loop_in_another_process_completes_streams_refuses_and_aborts(
             await replica.generate(request("long", max_tokens=10**7))
         cut = asyncio.create_task(replica.generate(request("cut", max_tokens=900_000)))
         completions = await asyncio.gather(*(run(index) for index in range(20)))
-        await replica.abort(("cut",))
+        await replica.execute(AbortRequests(("cut",)))
         assert (await cut).finish_reason is FinishReason.ABORT
         for one in completions:
             told = heard[one.request_id]
@@ -102,9 +94,11 @@ def test_a_loop_that_fails_or_is_closed_ends_its_calls_over_the_connection() -> 
 @on_virtual_clock
 async def test_an_end_leaves_at_once_whatever_the_interval() -> None:
     with running_loop(ScriptedEngine()) as loop:
-        server = EngineServer(loop, interval_s=1.0, idle_s=30.0)
+        server = EngineServer(loop, interval_s=1.0)
         clock = asyncio.get_running_loop()
-        assert await server.poll() == ()
+        sent: asyncio.Queue[tuple[FromReplica, ...]] = asyncio.Queue()
+        running = asyncio.create_task(server.run(sent.put_nowait))
+        assert await sent.get() == ()  # after a silence it says that it is there
         assert clock.time() == 30.0
         refused = called(request("x", prompt_len=600))
 
@@ -113,7 +107,7 @@ async def test_an_end_leaves_at_once_whatever_the_interval() -> None:
             for pause_s in (5.0, 0.0, 0.3, 0.0):
                 await asyncio.sleep(pause_s)
                 server.deliver([refused])
-                (end,) = await server.poll()
+                (end,) = await sent.get()
                 assert isinstance(end, End)
                 assert isinstance(end.error, InvalidRequestError)
                 times.append(clock.time())
@@ -123,15 +117,4 @@ async def test_an_end_leaves_at_once_whatever_the_interval() -> None:
         loop.execute(Pause("keep")).result(60)
         server.deliver([called(request("frozen"))])
         assert await refusals() == pytest.approx([40.3, 40.3, 40.6, 40.6])
-
-
-@pytest.mark.parametrize("streams", [True, False])
-@on_event_loop
-async def test_only_a_request_that_streams_is_reported_every_stream_interval(streams: bool) -> None:
-    intervals = {"stream_interval_s": 0.0, "progress_interval_s": 1e9}
-    with running_loop(ScriptedEngine(), **intervals) as loop:
-        replica = over_pickles(loop, interval_s=0.0)
-        reported: list[Progress] = []
-        await replica.generate(request("a", max_tokens=30), reported.append, streams=streams)
-        assert bool(reported) is streams
-        await replica.close()
+        await cancel_all([running])

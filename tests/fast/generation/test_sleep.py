@@ -26,9 +26,9 @@ from torchtitan_rl.generation.commands import (
     Sleep,
     WakeUp,
 )
-from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import FinishReason
 
@@ -90,28 +90,6 @@ def test_a_woken_loop_that_was_resumed_waits_for_its_weights() -> None:
         loop.execute(Resume())
         loop.execute(Pull(0)).result(WAIT_S)
         assert len(held.result(WAIT_S).token_ids) == 3
-
-
-def test_sleeping_or_waking_up_twice_changes_nothing() -> None:
-    class Counting(ScriptedEngine):
-        sleeps = wake_ups = 0
-
-        def sleep(self) -> None:
-            super().sleep()
-            self.sleeps += 1
-
-        def wake_up(self) -> None:
-            super().wake_up()
-            self.wake_ups += 1
-
-    engine = Counting()
-    with running_loop(engine) as loop:
-        loop.execute(WakeUp()).result(WAIT_S)
-        assert len(loop.submit(request("a", 3)).result(WAIT_S).token_ids) == 3
-        commands = (Sleep(), Sleep(), WakeUp(), WakeUp())
-        for future in [loop.execute(command) for command in commands]:
-            future.result(WAIT_S)
-    assert (engine.sleeps, engine.wake_ups) == (1, 1)
 
 
 def test_trap_2_sleeps_end_with_the_loop() -> None:
@@ -245,5 +223,5 @@ async def test_a_replica_that_fails_to_sleep_or_wake_up_is_dead(when: str) -> No
     await router.wake_up()
     await router.sync_weights(handle(1), mode="hot_swap")
     await router.resume()
-    assert router.states() == {"bad": ReplicaState.DEAD, "good": ReplicaState.SERVING}
+    assert router.states() == {"bad": Phase.DEAD, "good": Phase.SERVING}
     assert (await router.generate(routed("a"))).replica == "good"

@@ -18,8 +18,8 @@ from torchtitan_rl.errors import LoopStalledError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadTokens, Resume
 from torchtitan_rl.generation.engine import EngineOutput, Pulse, StallWatch
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.routing.connected_replica import ConnectedReplica
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.remote import ConnectedReplica
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 
 STALL_S = 120.0
@@ -88,9 +88,9 @@ async def test_a_stuck_engine_whose_process_answers_is_dead_and_its_requests_go_
         done = await asyncio.gather(*calls)
         assert STALL_S <= now() <= 1.5 * STALL_S
         assert {one.replica for one in done} == {"good"}
-        assert router.states()["r0"] is ReplicaState.DEAD
-        assert "made no progress for 120 s" in str(router._slots.all[0].failure)
-        assert isinstance(router._slots.all[0].failure, LoopStalledError)
+        assert router.states()["r0"] is Phase.DEAD
+        assert "made no progress for 120 s" in str(router._pool.all[0].failure)
+        assert isinstance(router._pool.all[0].failure, LoopStalledError)
         assert set(router.outstanding_tokens().values()) == {0}
 
     with running_loop(engine) as loop:

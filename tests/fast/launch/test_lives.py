@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from torchtitan_rl.launch.lives import claim_life, life_addresses, listening
-from torchtitan_rl.weights.leftovers import GUARD_NAME
+from torchtitan_rl.weights.shm_cleanup import GUARD_NAME
 
 ROOT = Path(__file__).parents[3]
 ADDRESS = "tcp://127.0.0.2:26600"

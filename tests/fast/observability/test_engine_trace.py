@@ -5,7 +5,7 @@ from typing import Any
 from tests.fast.generation.test_loop import WAIT_S, request
 from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.generation.commands import Pull
-from torchtitan_rl.generation.lockstep import SoloChannel
+from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.observability.trace import EngineTrace, Tracer, merge_traces
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.support import turns
 from tests.support.turns import group, turn
 from torchtitan_rl.errors import DivergedError
-from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.ledger import MASKED_CAUSES
 from torchtitan_rl.rollout.config import OverlongConfig, RolloutConfig, SamplingConfig
+from torchtitan_rl.token_sets import GRAMMAR_TOKENS, WHOLE_VOCABULARY
 from torchtitan_rl.types import FinishReason, Rollout, RolloutStatus
 
 CONFIG = RolloutConfig(sampling=SamplingConfig(temperature=0.7, max_tokens_per_turn=10))

@@ -21,7 +21,7 @@ from torchtitan_rl.errors import (
 )
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 
 SHARED = Plan(num_steps=6, during_step="asleep")
@@ -137,7 +137,7 @@ def test_a_replica_that_dies_in_a_switch_does_not_end_the_run(tmp_path: Path) ->
     simulation, error = live(plan, tmp_path, prepare=prepare)
     assert error is None
     states = [simulation.router.states()[one.name] for one in simulation.replicas]
-    assert states == [ReplicaState.DEAD, ReplicaState.DEAD, ReplicaState.SERVING]
+    assert states == [Phase.DEAD, Phase.DEAD, Phase.SERVING]
     assert simulation.trainer.version == 6
 
 

@@ -17,7 +17,7 @@ from tests.support.rollouts import (
 )
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.rollout.env import Observation
-from torchtitan_rl.routing.active_time import ActiveTime
+from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.types import FinishReason, RolloutStatus
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.turns import group, rollout, turn
-from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.rollout.records import (
@@ -23,6 +22,7 @@ from torchtitan_rl.rollout.records import (
     turns_to_json,
     unpack_ints,
 )
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,

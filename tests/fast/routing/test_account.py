@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,8 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     RequestGivenUpError,
 )
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.generation.commands import AbortRequests, EngineCommand
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest
 
@@ -191,7 +193,7 @@ async def test_an_end_that_is_lost_on_its_way_shows_in_the_account() -> None:
     assert account.unaccounted == 3
     call.cancel()
     await asyncio.wait({call})
-    assert router.states()["r"] is ReplicaState.DEAD
+    assert router.states()["r"] is Phase.DEAD
     await replica.link.close()
 
 
@@ -263,7 +265,8 @@ def test_a_continued_request_tells_what_it_was_resumed_from_too() -> None:
 @on_virtual_clock
 async def test_a_replica_that_never_ends_a_cancelled_request_is_dead_and_the_cancel_ends() -> None:
     class Deaf(GatedReplica):
-        async def abort(self, request_ids: tuple[str, ...]) -> None: ...
+        async def answer(self, command: EngineCommand[Any]) -> Any:
+            return None if isinstance(command, AbortRequests) else await super().answer(command)
 
     ended = Ended()
     router = GeneratorRouter([Deaf("r", is_open=False)], on_ended=ended)
@@ -273,7 +276,7 @@ async def test_a_replica_that_never_ends_a_cancelled_request_is_dead_and_the_can
     await asyncio.wait({task})
     assert task.cancelled()
     assert ended.names == ["a"]
-    assert router.states()["r"] is ReplicaState.DEAD
+    assert router.states()["r"] is Phase.DEAD
     assert router.outstanding_tokens() == {"r": 0}
 
 

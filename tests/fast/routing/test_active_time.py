@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.support.async_tests import on_virtual_clock
-from torchtitan_rl.routing.active_time import ActiveTime
+from torchtitan_rl.routing.clock import ActiveTime
 
 
 @on_virtual_clock

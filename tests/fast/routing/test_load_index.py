@@ -5,22 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.routing.load_index import LoadIndex
+from torchtitan_rl.routing.load import LoadIndex
 
 CHANGES = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=60
 )
-
-
-def test_nobody_is_found_before_the_first_update():
-    assert LoadIndex(3).least() is None
-
-
-def test_the_lowest_index_wins_among_equals():
-    index = LoadIndex(3)
-    for replica in (2, 1):
-        index.update(replica, load=7, version=0, is_eligible=True)
-    assert index.least() == 1
 
 
 @given(count=st.integers(1, 13), changes=CHANGES, min_version=st.integers(0, 4))

@@ -12,7 +12,7 @@ from tests.support.far_replica import FarReplica, connected
 from tests.support.replicas import GatedReplica, handle, request, settle
 from torchtitan_rl.errors import GenerationTimeoutError, ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand, Pause, Resume
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 
 
@@ -53,9 +53,9 @@ async def test_a_replica_that_is_resumed_while_it_falls_asleep_is_not_taken_for_
     await asyncio.sleep(0.5)
     await router.resume()
     await sleeping
-    (slot,) = router._slots.all
-    assert slot.is_asleep
-    assert not slot.is_emptied
+    (state,) = router._pool.all
+    assert state.is_asleep
+    assert not state.is_emptied
     await router.close()
 
 
@@ -67,7 +67,7 @@ async def test_a_pause_that_waits_waits_for_deadlines_and_loses_no_replica():
     await router.pause(mode="wait")
     with pytest.raises(GenerationTimeoutError, match="within its 10 s"):
         await call
-    assert router.states() == {"r": ReplicaState.SERVING}
+    assert router.states() == {"r": Phase.SERVING}
     await router.resume()
     await router.generate(request("b"))
     await router.close()
@@ -110,5 +110,5 @@ async def test_a_replica_that_cannot_pause_is_dead_and_the_others_go_on():
     router = GeneratorRouter([stuck, good])
     await router.pause(mode="keep")
     await router.resume()
-    assert router.states()["stuck"] is ReplicaState.DEAD
+    assert router.states()["stuck"] is Phase.DEAD
     assert (await router.generate(request("a"))).replica == "good"

@@ -7,7 +7,7 @@ import pytest
 from tests.support.async_tests import on_virtual_clock
 from tests.support.replicas import GatedReplica, request
 from torchtitan_rl.errors import GenerationError, LoopFailedError, ReplicaError
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 
@@ -38,7 +38,7 @@ async def test_trap_11_a_request_under_which_engines_fail_does_not_reach_all_of_
     router = GeneratorRouter([Poisoned(f"r{n}") for n in range(3)])
     with pytest.raises(GenerationError, match="2 engines failed while they had it"):
         await router.generate(request("poison"))
-    assert sorted(router.states().values()) == [ReplicaState.DEAD] * 2 + [ReplicaState.SERVING]
+    assert sorted(router.states().values()) == [Phase.DEAD] * 2 + [Phase.SERVING]
     assert (await router.generate(request("a"))).replica == "r2"
 
 

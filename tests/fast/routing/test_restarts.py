@@ -10,7 +10,7 @@ import pytest
 from tests.support.replicas import GatedReplica, handle, request, settle
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import GenerationError, ReplicaError
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.restarts import EXPECTED_S, SETTLED_S, ReplicaRestarts, first_name
 from torchtitan_rl.routing.router import GeneratorRouter
 
@@ -57,9 +57,9 @@ def test_a_replica_that_was_lost_is_closed_and_another_takes_its_place():
             await settle()
         assert machine.replicas["replica0"].is_closed
         assert machine.router.states() == {
-            "replica0": ReplicaState.DEAD,
-            "replica1": ReplicaState.SERVING,
-            "replica0-2": ReplicaState.SERVING,
+            "replica0": Phase.DEAD,
+            "replica1": Phase.SERVING,
+            "replica0-2": Phase.SERVING,
         }
         assert "replica0-2 takes the place of replica0" in machine.said
 
@@ -74,7 +74,7 @@ def test_trap_13_a_new_replica_gets_no_request_before_it_has_the_newest_weights(
         late.stage_gate.clear()
         await machine.router.join(late)
         await settle()
-        assert machine.router.states()["replica2"] is ReplicaState.STARTING
+        assert machine.router.states()["replica2"] is Phase.STARTING
         for number in range(4):
             await machine.router.generate(request(f"r{number}"))
         assert late.served == []
@@ -102,7 +102,7 @@ def test_no_sync_waits_for_a_replica_that_joins_and_it_gets_the_newest_of_them()
         late.stage_gate.set()
         await settle()
         assert late.pulled == [2]
-        assert machine.router.states()["replica1"] is ReplicaState.SERVING
+        assert machine.router.states()["replica1"] is Phase.SERVING
 
     run_virtually(play())
 
@@ -169,7 +169,7 @@ def test_one_that_served_for_long_is_as_good_as_new():
                 machine.kill(name)
                 await settle()
                 await asyncio.sleep(SETTLED_S)
-            assert machine.router.states()["replica0-4"] is ReplicaState.SERVING
+            assert machine.router.states()["replica0-4"] is Phase.SERVING
 
     run_virtually(play())
 

@@ -20,7 +20,7 @@ from torchtitan_rl.errors import (
     WeightSyncError,
 )
 from torchtitan_rl.generation.commands import EngineCommand
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 
 
@@ -82,7 +82,7 @@ async def test_a_request_that_loses_its_replica_runs_on_another():
     router = GeneratorRouter([dead, alive])
     completion = await router.generate(request("a"))
     assert completion.replica == "alive"
-    assert router.states() == {"dead": ReplicaState.DEAD, "alive": ReplicaState.SERVING}
+    assert router.states() == {"dead": Phase.DEAD, "alive": Phase.SERVING}
 
 
 @on_virtual_clock
@@ -200,7 +200,7 @@ async def test_trap_11_a_replica_whose_reading_fails_is_dead_and_the_others_are_
     router = GeneratorRouter([Unreadable("dead"), Slow("slow"), GatedReplica("well")])
     assert set(await router.stats()) == {"well"}
     assert router.states() == {
-        "dead": ReplicaState.DEAD,
-        "slow": ReplicaState.SERVING,
-        "well": ReplicaState.SERVING,
+        "dead": Phase.DEAD,
+        "slow": Phase.SERVING,
+        "well": Phase.SERVING,
     }

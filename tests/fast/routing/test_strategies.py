@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.routing.load_index import LoadIndex
-from torchtitan_rl.routing.slots import LeastLoaded, RoundRobin, StickyLeastLoaded
+from torchtitan_rl.routing.load import LoadIndex
+from torchtitan_rl.routing.placement import StickyLeastLoaded
 
 
 def views(*loads: int | None, versions: tuple[int, ...] = ()) -> LoadIndex:
@@ -17,10 +17,6 @@ def views(*loads: int | None, versions: tuple[int, ...] = ()) -> LoadIndex:
 
 
 some_views = st.lists(st.none() | st.integers(0, 100_000), min_size=1, max_size=12)
-
-
-def test_least_loaded_takes_the_fewest_outstanding_tokens():
-    assert LeastLoaded().choose(views(30, 10, 20), None) == 1
 
 
 def test_a_session_stays_at_home_while_home_is_not_overloaded():
@@ -37,25 +33,19 @@ def test_a_session_leaves_a_home_that_takes_no_requests():
     assert StickyLeastLoaded().choose(views(900, None), last=1) == 0
 
 
-def test_round_robin_takes_turns_and_skips_those_that_take_none():
-    strategy = RoundRobin()
-    assert [strategy.choose(views(1, None, 1), None) for _ in range(4)] == [0, 2, 0, 2]
-
-
 def test_a_session_leaves_a_home_that_lags_and_waits_where_all_lag():
     lagging_and_newest = views(0, 1, versions=(1, 2))
-    for strategy in (LeastLoaded(), StickyLeastLoaded(), RoundRobin()):
-        assert strategy.choose(lagging_and_newest, 0, 2) == 1
-        assert strategy.choose(lagging_and_newest, 0, 1) == 0
-        assert strategy.choose(lagging_and_newest, 0, 3) is None
+    strategy = StickyLeastLoaded()
+    assert strategy.choose(lagging_and_newest, 0, 2) == 1
+    assert strategy.choose(lagging_and_newest, 0, 1) == 0
+    assert strategy.choose(lagging_and_newest, 0, 3) is None
 
 
 @given(loads=some_views, last=st.none() | st.integers(0, 11))
 def test_trap_11_a_replica_that_takes_no_requests_is_never_chosen(loads, last):
     last = last if last is not None and last < len(loads) else None
-    for strategy in (LeastLoaded(), StickyLeastLoaded(), RoundRobin()):
-        index = strategy.choose(views(*loads), last)
-        if index is None:
-            assert all(load is None for load in loads)
-        else:
-            assert loads[index] is not None
+    index = StickyLeastLoaded().choose(views(*loads), last)
+    if index is None:
+        assert all(load is None for load in loads)
+    else:
+        assert loads[index] is not None

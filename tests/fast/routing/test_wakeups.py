@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.async_tests import on_virtual_clock
 from tests.support.replicas import GatedReplica, handle, request, settle
+from torchtitan_rl.routing.clock import Condition, Wakeups
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.routing.slots import Condition, Wakeups
 
 
 class CountedWakeups(Wakeups):
@@ -32,7 +32,7 @@ async def test_what_a_change_costs_does_not_grow_with_the_requests_that_wait() -
     """1,024 wait for a version while 1,024 others end: each change is one check, not one each."""
     replica = GatedReplica("r", is_open=False)
     router = GeneratorRouter([replica])
-    wakeups = router._slots.wakeups = CountedWakeups()
+    wakeups = router._pool.wakeups = CountedWakeups()
     running = [asyncio.create_task(router.generate(request(f"old{n}"))) for n in range(1024)]
     await settle()
     waiting = [
@@ -100,7 +100,7 @@ async def test_a_condition_that_raises_raises_in_everyone_who_waits() -> None:
 @on_virtual_clock
 async def test_an_abort_wakes_the_request_that_waits_and_no_other() -> None:
     router = GeneratorRouter([GatedReplica("r")])
-    wakeups = router._slots.wakeups = CountedWakeups()
+    wakeups = router._pool.wakeups = CountedWakeups()
     await router.pause("keep")
     tasks = {name: asyncio.create_task(router.generate(request(name))) for name in ("a", "b", "c")}
     await settle()

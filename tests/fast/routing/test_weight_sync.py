@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.async_tests import on_event_loop
 from tests.support.replicas import GatedReplica, handle, request, settle
 from torchtitan_rl.errors import ConfigError, GenerationError, WeightSyncError
-from torchtitan_rl.routing.replica import ReplicaState
+from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 
 SOON_S = 0.01
@@ -28,7 +28,7 @@ async def test_a_slow_replica_is_named_and_follows_in_the_background():
     slow.stage_gate.set()
     await settle()
     assert router.versions() == {"slow": 1, "fast": 1}
-    assert router.states()["slow"] is ReplicaState.SERVING
+    assert router.states()["slow"] is Phase.SERVING
 
 
 @on_event_loop

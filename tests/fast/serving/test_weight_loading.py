@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.support.async_tests import on_event_loop
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.routing.weight_sync import SyncReport
+from torchtitan_rl.routing.weights import SyncReport
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.weight_loading import WeightLoader
 from torchtitan_rl.types import PullReport

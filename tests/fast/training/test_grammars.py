@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.support.episodes import make_episode
 from torchtitan_rl.configs.calculator_agent_tiny import config
-from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS, WHOLE_VOCABULARY, kept_bits
+from torchtitan_rl.token_sets import GRAMMAR_TOKENS, WHOLE_VOCABULARY, kept_bits
 from torchtitan_rl.training.grammars import GrammarReplay, without_grammars
 from torchtitan_rl.types import Episode, Grammar, GrammarSpan
 

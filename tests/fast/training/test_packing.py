@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import episodes as support
-from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY
 from torchtitan_rl.training import packing
 from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
 from torchtitan_rl.training.packing import first_fit_decreasing, pack_episodes

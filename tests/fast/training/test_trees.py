@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.episodes import batch_of, branching_episodes, make_episode
-from torchtitan_rl.generation.kept_tokens import pack_kept
+from torchtitan_rl.token_sets import pack_kept
 from torchtitan_rl.training.batch import TrainingBatch, predicted_mask, trained_mask
 from torchtitan_rl.training.packing import Share, cut, num_rows, rank_share, split_evenly
 from torchtitan_rl.training.trees import Microbatch, SortedEpisodes, lay_out, padded, sort_episodes

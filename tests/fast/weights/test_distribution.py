@@ -83,7 +83,7 @@ class Host:
 async def test_replicas_of_a_host_share_one_fetch() -> None:
     network = Network()
     weights = WeightDistribution(network.hosts(2), fan_out=2)
-    asked = [weights.local(handle(4), host) for host in (0, 1) for _ in range(5)]
+    asked = [weights.ensure_on_host(handle(4), host) for host in (0, 1) for _ in range(5)]
     paths = [shared.path for shared in await asyncio.gather(*asked)]
     assert paths == ["/host 0/v4"] * 5 + ["/host 1/v4"] * 5
     assert sorted(network.fetches) == [("host 0", TRAINER, 4), ("host 1", TRAINER, 4)]
@@ -95,10 +95,10 @@ async def test_replicas_of_a_host_share_one_fetch() -> None:
 async def test_the_trainers_own_host_maps_its_memory() -> None:
     weights = WeightDistribution({}, fan_out=2)
     shared = SharedMemoryHandle(version=4, path="/own", num_bytes=9)
-    assert await weights.local(shared, 0) is shared
-    assert await weights.local(handle(4, shared=shared), 0) is shared
+    assert await weights.ensure_on_host(shared, 0) is shared
+    assert await weights.ensure_on_host(handle(4, shared=shared), 0) is shared
     with pytest.raises(WeightSyncError, match="version 4: nothing fetches for host 3"):
-        await weights.local(handle(4), 3)
+        await weights.ensure_on_host(handle(4), 3)
 
 
 @pytest.mark.parametrize("fan_out", [0, 1, 2, 3])
@@ -108,7 +108,7 @@ def test_many_hosts_fetch_in_a_tree(fan_out: int) -> None:
 
     @on_virtual_clock
     async def fetch_all() -> None:
-        await asyncio.gather(*(weights.local(handle(1), host) for host in range(16)))
+        await asyncio.gather(*(weights.ensure_on_host(handle(1), host) for host in range(16)))
 
     fetch_all()
     assert sorted(host for host, _, _ in network.fetches) == sorted(
@@ -125,9 +125,9 @@ def test_many_hosts_fetch_in_a_tree(fan_out: int) -> None:
 async def test_a_host_reads_from_the_trainer_when_its_parent_is_lost() -> None:
     network = Network()
     weights = WeightDistribution(network.hosts(4), fan_out=1)
-    await weights.local(handle(1), 0)
+    await weights.ensure_on_host(handle(1), 0)
     network.lost.add("host 0")
-    shared = await asyncio.gather(*(weights.local(handle(1), host) for host in (1, 2, 3)))
+    shared = await asyncio.gather(*(weights.ensure_on_host(handle(1), host) for host in (1, 2, 3)))
     assert [one.path for one in shared] == [f"/host {host}/v1" for host in (1, 2, 3)]
     assert Counter(host for host, _, _ in network.fetches)["host 1"] == 2  # one failed
     assert sum(source == "host 0" for _, source, _ in network.fetches) == 1  # nobody tries again
@@ -139,15 +139,15 @@ def test_a_host_reads_from_the_trainer_when_its_parent_is_cut_off(after_s: float
     async def lose_the_parent() -> None:
         network = Network()
         weights = WeightDistribution(network.hosts(3), fan_out=1)
-        await weights.local(handle(1), 0)
-        reading = asyncio.create_task(weights.local(handle(1), 1))
+        await weights.ensure_on_host(handle(1), 0)
+        reading = asyncio.create_task(weights.ensure_on_host(handle(1), 1))
         await asyncio.sleep(after_s)
         network.cut_off.add("host 0")
         await asyncio.sleep(15.0)
         assert not reading.done()
         weights.replace(0, Host(network, "host 0 again"))
         assert (await asyncio.wait_for(reading, 600)).path == "/host 1/v1"
-        shared = await asyncio.gather(*(weights.local(handle(1), host) for host in (0, 2)))
+        shared = await asyncio.gather(*(weights.ensure_on_host(handle(1), host) for host in (0, 2)))
         assert [one.path for one in shared] == ["/host 0 again/v1", "/host 2/v1"]
         assert ("host 1", TRAINER, 1) in network.fetches
         assert not network.reading.total()
@@ -159,11 +159,11 @@ def test_a_host_reads_from_the_trainer_when_its_parent_is_cut_off(after_s: float
 async def test_a_parent_is_lost_and_its_version_is_forgotten() -> None:
     network = Network(cut_off={"host 0"})
     weights = WeightDistribution(network.hosts(4), fan_out=1)
-    await weights.local(handle(1), 0)
-    reading = asyncio.create_task(weights.local(handle(1), 1))
-    await weights.local(handle(2), 2)
+    await weights.ensure_on_host(handle(1), 0)
+    reading = asyncio.create_task(weights.ensure_on_host(handle(1), 1))
+    await weights.ensure_on_host(handle(2), 2)
     weights.replace(0, Host(network, "host 0 again"))
-    newest = asyncio.create_task(weights.local(handle(3), 3))  # version 1 is released
+    newest = asyncio.create_task(weights.ensure_on_host(handle(3), 3))  # version 1 is released
     assert (await asyncio.wait_for(reading, 600)).path == "/host 1/v1"
     assert (await asyncio.wait_for(newest, 600)).path == "/host 3/v3"
 
@@ -173,21 +173,21 @@ async def test_a_fetch_that_failed_is_tried_again_by_who_asks_next() -> None:
     network = Network(lost={"host 0"})
     weights = WeightDistribution(network.hosts(1), fan_out=2)
     answers = await asyncio.gather(
-        *(weights.local(handle(1), 0) for _ in range(2)), return_exceptions=True
+        *(weights.ensure_on_host(handle(1), 0) for _ in range(2)), return_exceptions=True
     )
     assert [str(answer) for answer in answers] == ["host 0 is lost"] * 2
     assert len(network.fetches) == 1
     network.lost.clear()
     weights.replace(0, Host(network, "host 0 again"))
-    assert (await weights.local(handle(1), 0)).path == "/host 0 again/v1"
+    assert (await weights.ensure_on_host(handle(1), 0)).path == "/host 0 again/v1"
 
 
 @on_virtual_clock
 async def test_a_replica_that_no_longer_waits_does_not_stop_the_others() -> None:
     network = Network()
     weights = WeightDistribution(network.hosts(1), fan_out=2)
-    first = asyncio.create_task(weights.local(handle(1), 0))
-    second = asyncio.create_task(weights.local(handle(1), 0))
+    first = asyncio.create_task(weights.ensure_on_host(handle(1), 0))
+    second = asyncio.create_task(weights.ensure_on_host(handle(1), 0))
     await asyncio.sleep(0.5)
     first.cancel()
     assert (await second).path == "/host 0/v1"
@@ -197,7 +197,7 @@ async def test_a_replica_that_no_longer_waits_does_not_stop_the_others() -> None
 @on_virtual_clock
 async def test_who_waits_when_all_ends_is_told() -> None:
     weights = WeightDistribution(Network().hosts(3), fan_out=1)
-    asked = [asyncio.create_task(weights.local(handle(1), host)) for host in range(3)]
+    asked = [asyncio.create_task(weights.ensure_on_host(handle(1), host)) for host in range(3)]
     await asyncio.sleep(0.5)
     await weights.close()
     answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -211,10 +211,10 @@ async def test_released_versions_are_forgotten_and_kept_ones_are_not() -> None:
     network = Network()
     weights = WeightDistribution(network.hosts(1), fan_out=2)
     for version in range(4):
-        await weights.local(handle(version, keep=frozenset({1})), 0)
+        await weights.ensure_on_host(handle(version, keep=frozenset({1})), 0)
     network.fetches.clear()
     for version in (1, 2, 3, 0):
-        await weights.local(handle(version), 0)
+        await weights.ensure_on_host(handle(version), 0)
     assert [version for _, _, version in network.fetches] == [0]
 
 
@@ -231,7 +231,9 @@ async def life(faults: Faults) -> None:
     for version in range(2):
         newest = handle(version)
         asked = [
-            asyncio.create_task(weights.local(newest, host)) for host in range(4) for _ in range(2)
+            asyncio.create_task(weights.ensure_on_host(newest, host))
+            for host in range(4)
+            for _ in range(2)
         ]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for host, answer in zip(
@@ -243,7 +245,7 @@ async def life(faults: Faults) -> None:
                 assert isinstance(answer, InjectedError | asyncio.CancelledError | WeightSyncError)
     faults.is_counting = False
     for host in range(4):  # whatever failed, the next one to ask gets it
-        assert (await weights.local(newest, host)).path == f"/host {host}/v1"
+        assert (await weights.ensure_on_host(newest, host)).path == f"/host {host}/v1"
     fetched = Counter((host, version) for host, _, version in network.fetches)
     assert all(count <= 2 for count in fetched.values())
     assert sum(count - 1 for count in fetched.values()) <= 1

@@ -88,12 +88,6 @@ def test_parts_are_converted_to_the_type_that_is_published() -> None:
     assert torch.equal(read_image(image, 3)["w"], tensor.bfloat16())
 
 
-def test_every_tensor_is_aligned_to_its_item_size() -> None:
-    layout = plan_image(odd_tensors(), 0)
-    sizes = {name: tensor.element_size() for name, tensor in odd_tensors().items()}
-    assert all(offset % sizes[name] == 0 for name, offset in layout.offsets.items())
-
-
 def test_all_versions_of_a_policy_have_one_size() -> None:
     sizes = {plan_image({"w": torch.zeros(3)}, version).num_bytes for version in (0, 9, 10, 10**19)}
     assert len(sizes) == 1

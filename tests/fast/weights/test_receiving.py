@@ -12,9 +12,8 @@ import torch
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
 from torchtitan_rl.weights.image import TensorPart, plan_image, whole_parts
-from torchtitan_rl.weights.receiving import WeightReceiver
-from torchtitan_rl.weights.remote import PartPublisher
-from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+from torchtitan_rl.weights.remote import PartPublisher, WeightReceiver
+from torchtitan_rl.weights.shm import SharedMemoryPublisher
 from torchtitan_rl.weights.staging import WeightStaging
 
 NONE: frozenset[int] = frozenset()

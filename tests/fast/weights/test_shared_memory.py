@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights import leftovers, segment, shared_memory
+from torchtitan_rl.weights import shm, shm_cleanup
 from torchtitan_rl.weights.image import plan_image, read_image, write_image
-from torchtitan_rl.weights.leftovers import remove_leftovers
-from torchtitan_rl.weights.segment import SegmentReader, SegmentWriter
-from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+from torchtitan_rl.weights.shm import SegmentReader, SegmentWriter, SharedMemoryPublisher
+from torchtitan_rl.weights.shm_cleanup import remove_leftovers
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -38,9 +37,9 @@ def make_publisher(tmp_path: Path) -> SharedMemoryPublisher:
 
 
 def fill_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_usage = shared_memory.shutil.disk_usage
+    real_usage = shm.shutil.disk_usage
     monkeypatch.setattr(
-        shared_memory.shutil,
+        shm.shutil,
         "disk_usage",
         lambda root: Usage(64, 64, 64) if root.name == "shm" else real_usage(root),
     )
@@ -72,7 +71,7 @@ def test_a_publishing_that_fails_leaves_the_current_and_the_kept_versions(
     for version in range(3):
         publisher.publish(version, weights(version), keep=frozenset({0}))
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
+        patch.setattr(shm.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
         with pytest.raises(WeightSyncError, match="cannot be published"):
             publisher.publish(3, larger_weights(3), keep=frozenset({0}))
     assert files_under(tmp_path) == ["v0.safetensors", "v2.safetensors"]
@@ -85,13 +84,13 @@ def test_while_a_version_is_written_only_the_current_one_is_there_and_visible(
     publisher.publish(0, weights(0))
     publisher.publish(1, weights(1))
     seen: list[list[str]] = []
-    write = shared_memory.write_image
+    write = shm.write_image
 
     def write_and_look(*args: object) -> None:
         seen.append(files_under(tmp_path / "shm"))
         write(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(shared_memory, "write_image", write_and_look)
+    monkeypatch.setattr(shm, "write_image", write_and_look)
     publisher.publish(2, weights(2))
     assert seen == [["v1.safetensors", "v2.unfinished"]]
 
@@ -105,7 +104,7 @@ def test_a_version_whose_writing_failed_leaves_nothing_and_the_current_one_stays
     def fail(*args: object) -> None:
         raise RuntimeError("lost the device")
 
-    monkeypatch.setattr(shared_memory, "write_image", fail)
+    monkeypatch.setattr(shm, "write_image", fail)
     with pytest.raises(RuntimeError, match="lost the device"):
         publisher.publish(1, weights(1))
     assert files_under(tmp_path) == ["v0.safetensors"]
@@ -149,16 +148,16 @@ def test_a_released_version_cannot_be_read_under_its_old_name(
     publisher = make_publisher(tmp_path)
     path = Path(publisher.publish(0, weights(0)).path)
     publisher.publish(1, weights(1))
-    lock = segment.fcntl.flock
+    lock = shm.fcntl.flock
 
     def publish_then_lock(descriptor: int, operation: int) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(segment.fcntl, "flock", lock)
+            patch.setattr(shm.fcntl, "flock", lock)
             publisher.publish(2, weights(2))
         lock(descriptor, operation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(segment.fcntl, "flock", publish_then_lock)
+        patch.setattr(shm.fcntl, "flock", publish_then_lock)
         with pytest.raises(FileNotFoundError):
             SegmentReader().image(path)
 
@@ -170,15 +169,15 @@ def test_a_file_that_is_being_written_again_cannot_be_read(
     publisher = make_publisher(tmp_path)
     path = Path(publisher.publish(0, weights(0)).path)
     publisher.publish(1, weights(1))
-    write = shared_memory.write_image
+    write = shm.write_image
     with path.open("rb") as reader:
 
         def lock_while_written(*args: object) -> None:
             with pytest.raises(BlockingIOError):
-                segment.fcntl.flock(reader, segment.fcntl.LOCK_SH | segment.fcntl.LOCK_NB)
+                shm.fcntl.flock(reader, shm.fcntl.LOCK_SH | shm.fcntl.LOCK_NB)
             write(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(shared_memory, "write_image", lock_while_written)
+        monkeypatch.setattr(shm, "write_image", lock_while_written)
         publisher.publish(2, weights(2))
 
 
@@ -188,7 +187,7 @@ def test_memory_outside_of_shared_memory_is_not_written_again(
     publisher = make_publisher(tmp_path)
     fill_shared_memory(monkeypatch)
     taken = []
-    monkeypatch.setattr(segment.Segment, "take_back", lambda *args: taken.append(args) or True)
+    monkeypatch.setattr(shm.Segment, "take_back", lambda *args: taken.append(args) or True)
     for version in range(3):
         publisher.publish(version, weights(version))
     assert taken == []
@@ -243,7 +242,7 @@ def test_room_that_is_taken_between_check_and_write_falls_back_too(
             raise OSError(errno.ENOSPC, "No space left on device")
         reserve(fd, offset, length)
 
-    monkeypatch.setattr(shared_memory.os, "posix_fallocate", reserve_second_time)
+    monkeypatch.setattr(shm.os, "posix_fallocate", reserve_second_time)
     handle = publisher.publish(2, larger_weights(2))
     assert files_under(tmp_path / "run") == ["v2.safetensors"]
     assert files_under(tmp_path / "shm") == ["v1.safetensors"]
@@ -265,7 +264,7 @@ def test_no_room_anywhere_names_both_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = make_publisher(tmp_path)
-    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
+    monkeypatch.setattr(shm.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
     with pytest.raises(WeightSyncError, match=r"version 7 cannot be published: .*shm: .*run: "):
         publisher.publish(7, weights(0))
 
@@ -342,7 +341,7 @@ def test_if_the_guard_was_killed_too_the_next_command_cleans_up(
     publisher = make_publisher(tmp_path / "another")
     live = Path(publisher.publish(0, weights(0)).path)
     assert files_under(tmp_path / "shm") == ["v0.safetensors"]
-    monkeypatch.setattr(leftovers.remove_leftovers, "__defaults__", (tmp_path / "shm",))
+    monkeypatch.setattr(shm_cleanup.remove_leftovers, "__defaults__", (tmp_path / "shm",))
     assert cli.main(["unknown command"]) == 2
     assert files_under(tmp_path / "shm") == []
     assert live.exists()
@@ -352,7 +351,7 @@ def test_of_another_container_only_unlocked_folders_are_removed(tmp_path: Path) 
     """Its processes are not visible here, but its locks are."""
     name = "torchtitan-rl-run-ns1-pid7-t{}"
     live, dead, new = (tmp_path / name.format(i) for i in range(3))
-    lock = leftovers.make_folder(live)
+    lock = shm_cleanup.make_folder(live)
     assert lock is not None
     for folder in (dead, new):
         folder.mkdir()
@@ -365,4 +364,4 @@ def test_of_another_container_only_unlocked_folders_are_removed(tmp_path: Path) 
 
 
 def test_no_other_user_can_know_the_folder_before_it_is_there() -> None:
-    assert leftovers.folder_name("run") != leftovers.folder_name("run")
+    assert shm_cleanup.folder_name("run") != shm_cleanup.folder_name("run")

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights import segment
+from torchtitan_rl.weights import shm
 from torchtitan_rl.weights.handle import SharedMemoryHandle
-from torchtitan_rl.weights.segment import SegmentReader
-from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+from torchtitan_rl.weights.shm import SegmentReader, SharedMemoryPublisher
 from torchtitan_rl.weights.staging import WeightStaging
 
 
@@ -130,7 +129,7 @@ def test_maps_are_not_reused_if_the_kernel_does_not_tell_what_was_written_to(
     pagemap = tmp_path / "pagemap"
     if content is not None:
         pagemap.write_bytes(content)
-    monkeypatch.setattr(segment, "_PAGEMAP", str(pagemap))
+    monkeypatch.setattr(shm, "_PAGEMAP", str(pagemap))
     staging = WeightStaging()
     for version in range(1, 7):
         staging.stage(publisher.publish(version, weights(version)))

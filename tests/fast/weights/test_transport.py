@@ -1,7 +1,7 @@
 import pytest
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.weights.transport import Transport, choose_transport, hosts_that_fetch
+from torchtitan_rl.weights.config import Transport, choose_transport, hosts_that_fetch
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A generator replica in processes of its own: one actor a rank, each with its engine loop.
 
-Rank 0 serves the router's connection, a `Stream` of requests, commands and their ends; the other
-ranks follow the broadcast decisions and only stage weights. All endpoints are concurrent, for a
-plain one would hold up every other call of its actor.
+Rank 0 serves the router's channel of requests, commands and their ends; the other ranks follow the
+broadcast decisions and only stage weights. All endpoints are concurrent: a plain one would hold up
+every other call of its actor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 
-from torchtitan_rl.backends.monarch.generator_rank import ActorEnd, Stream
+from torchtitan_rl.backends.monarch.channel import ActorChannel, serve_channel
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
@@ -25,11 +25,10 @@ from torchtitan_rl.backends.monarch.runtime import (
 )
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
-from torchtitan_rl.channel import Abort
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, WeightSyncError
 from torchtitan_rl.generation.server import FromReplica, ToReplica
-from torchtitan_rl.routing.connected_replica import ConnectedReplica
+from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 
@@ -50,17 +49,12 @@ class GeneratorActor(Actor):
         from torchtitan_rl.backends.monarch.generator_rank import GeneratorRank
 
         self._generator = await asyncio.to_thread(GeneratorRank, self._spec, self._rank)
-        server = self._generator.server
-        self._connection = ActorEnd(server.deliver, server.poll)
 
     @concurrent_endpoint
     async def connect(self, port: Port[Any]) -> None:
-        """Serve the connection, on rank 0 alone, until it fails."""
-        await self._connection.run(port)
-
-    @concurrent_endpoint
-    async def until_received(self, count: int) -> None:
-        await self._connection.until_received(count)
+        """Serve the channel, on rank 0 alone, until it fails."""
+        server = self._generator.server
+        await serve_channel(port, deliver=server.deliver, run=server.run)
 
     @concurrent_endpoint
     async def stage(self, handle: SharedMemoryHandle) -> None:
@@ -82,12 +76,10 @@ class GeneratorProcesses:
         self._weights = weights
         self._host = host
         self._ranks = mesh.mesh.spawn("generator", GeneratorActor, spec)
-        self._leader = self._ranks.slice(ranks=0)
-        self._stream: Stream[tuple[ToReplica, ...], tuple[FromReplica, ...]] = Stream(
-            self.name,
-            run=self._leader.connect.call_one,
-            until_received=self._leader.until_received.call_one,
-        )
+        self._channel: ActorChannel[tuple[ToReplica, ...], tuple[FromReplica, ...]]
+        self._channel = ActorChannel(self.name)
+        # A process that sends nothing for this time, not even an empty batch, counts as lost.
+        self._silence_s = 2 * spec.generator.stall_timeout_s
 
     @property
     def name(self) -> str:
@@ -99,34 +91,28 @@ class GeneratorProcesses:
             what=f"start of {self.name}",
             timeout_s=self._spec.generator.start_timeout_s,
         )
-        await self._stream.open(timeout_s=self._silence_s)
+        leader = self._ranks.slice(ranks=0)
+        await self._channel.open(leader.connect.call_one, timeout_s=self._silence_s)
 
-    async def deliver(self, messages: tuple[ToReplica, ...]) -> None:
-        self._stream.send(messages)
-        if any(isinstance(one, Abort) for one in messages):
-            await self._stream.until_received()  # the router holds the deadline
+    def send(self, messages: tuple[ToReplica, ...]) -> None:
+        self._channel.send(messages)
 
-    async def poll(self) -> tuple[FromReplica, ...]:
-        return await self._stream.receive(timeout_s=self._silence_s)
-
-    @property
-    def _silence_s(self) -> float:
-        """A process that sends nothing, not even an empty batch, for so long counts as lost."""
-        return 2 * self._spec.generator.stall_timeout_s
+    async def receive(self) -> tuple[FromReplica, ...]:
+        return await self._channel.receive(timeout_s=self._silence_s)
 
     async def stage(self, handle: WeightHandle) -> None:
-        local = await self._weights.local(handle, self._host)
+        local = await self._weights.ensure_on_host(handle, self._host)
         what = f"{self.name}: fetch of version {handle.version}"
         await call(self._ranks.stage.call(local), what=what)
 
     async def close_loop(self, *, is_lost: bool) -> None:
         timeout_s = _LOST_CLOSE_S if is_lost else _CLOSE_S
-        # The processes end in any case, whatever state they are in.
+        # The processes end in any case.
         with contextlib.suppress(ProcessLostError, DeadlineError, WeightSyncError):
             await call(self._ranks.close.call(), what=f"close of {self.name}", timeout_s=timeout_s)
 
     async def close(self) -> None:
-        await self._stream.close()
+        await self._channel.close()
         await stop_processes(self._mesh)
 
 

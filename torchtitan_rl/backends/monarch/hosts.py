@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import tempfile
 import time
 import uuid
@@ -44,7 +45,6 @@ from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.lives import accepts, listening
 from torchtitan_rl.launch.silence import Attempts
-from torchtitan_rl.weights.transport import host_name
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ async def _end_run(agent: Any) -> None:
 
 def local_host(index: int = CONTROLLER_HOST, *, ip: str = "127.0.0.1") -> Host:
     """The controller's machine."""
-    return Host(index=index, name=host_name(), ip=ip, mesh=this_host())
+    return Host(index=index, name=socket.gethostname(), ip=ip, mesh=this_host())
 
 
 def attach(

@@ -29,9 +29,13 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.functions import absolute
-from torchtitan_rl.weights.config import WeightSyncConfig
+from torchtitan_rl.weights.config import (
+    Transport,
+    WeightSyncConfig,
+    choose_transport,
+    hosts_that_fetch,
+)
 from torchtitan_rl.weights.distribution import WeightDistribution
-from torchtitan_rl.weights.transport import Transport, choose_transport, hosts_that_fetch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,8 @@ from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.weights.config import Transport
 from torchtitan_rl.weights.handle import WeightHandle
-from torchtitan_rl.weights.transport import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.launch.process_groups import listen_privately
 from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.weights.config import Transport
 from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 from torchtitan_rl.weights.image import TensorPart, whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
-from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
-from torchtitan_rl.weights.transport import Transport
+from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 
 class TrainerRank:

@@ -1,4 +1,4 @@
-"""One process on each host that fetches weights for all replicas there; see `weights/receiving.py`.
+"""One process on each host that fetches weights for all replicas there; see `weights/remote.py`.
 
 A process that died, or whose fetch from another host was cancelled, is replaced at the next fetch.
 Its versions are gone with it; replicas keep what they have mapped.
@@ -28,7 +28,7 @@ from torchtitan_rl.backends.specs import WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError
 from torchtitan_rl.weights.handle import Fetched, RemoteMemoryHandle, RemoteSource
-from torchtitan_rl.weights.receiving import WeightReceiver
+from torchtitan_rl.weights.remote import WeightReceiver
 
 _T = TypeVar("_T")
 
@@ -64,7 +64,7 @@ class WeightHostActor(Actor):
     def _build(self) -> None:
         from torchtitan_rl.backends.monarch.rdma import RdmaOffers, RdmaReader
         from torchtitan_rl.observability.trace import Tracer, host_label
-        from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+        from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
         spec = self._spec
         self._tracer = Tracer(spec.trace_dir, f"weights of {spec.name} rank 0", host=host_label())
@@ -93,7 +93,7 @@ class WeightHost:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Does nothing where the process runs and can work.
+        """Start the process, unless it runs and can work.
 
         Raises:
             ReplicaError, DeadlineError: it did not start.

@@ -31,8 +31,7 @@ from torchtitan_rl.weights.image import (
     write_parts,
 )
 from torchtitan_rl.weights.remote import PartPublisher
-from torchtitan_rl.weights.segment import Segment, SegmentWriter
-from torchtitan_rl.weights.shared_memory import SharedMemoryPublisher
+from torchtitan_rl.weights.shm import Segment, SegmentWriter, SharedMemoryPublisher
 
 _PATH_BYTES = 4096  # PATH_MAX of Linux
 
@@ -47,7 +46,7 @@ class JointPublisher:
     def publish(
         self, version: int, parts: Mapping[str, TensorPart], *, keep: frozenset[int]
     ) -> SharedMemoryHandle | None:
-        """As `WeightPublisher.publish`; returns the handle on rank 0, None elsewhere. Collective.
+        """As `SharedMemoryPublisher.publish`, on all ranks together; None on ranks other than 0.
 
         Raises:
             WeightSyncError: on rank 0, if there is no room or a rank could not write.

@@ -31,7 +31,7 @@ from torchtitan_rl.backends.vllm.cpu import (
     repack_linears,
     unique_shared_memory,
 )
-from torchtitan_rl.backends.vllm.kept_sets import Grammars, KeptSets
+from torchtitan_rl.backends.vllm.sampler_hook import Grammars, KeptSets
 from torchtitan_rl.backends.vllm.sampling import (
     GRAMMAR_BACKEND,
     SampledLogprobs,
@@ -44,7 +44,7 @@ from torchtitan_rl.backends.vllm.sampling import (
 from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS, step_tokens
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
 from torchtitan_rl.generation.engine import EngineLimits, EngineOutput, ReadingRate
-from torchtitan_rl.generation.kept_tokens import GRAMMAR_TOKENS
+from torchtitan_rl.token_sets import GRAMMAR_TOKENS
 from torchtitan_rl.types import (
     EngineStats,
     FinishReason,

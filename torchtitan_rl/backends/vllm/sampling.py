@@ -93,7 +93,7 @@ def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
 def reasoning_of(sampling: SamplingParams) -> tuple[bool | None, dict[str, Any] | None]:
     """Whether reasoning has ended with the prompt, and the arguments of vLLM's reasoning parser.
 
-    A structured output applies from the end of reasoning: at once where no option is given (True),
+    A structured output applies from the end of reasoning: at once without the option (True),
     after the end in the prompt (None) or in the completion (False).
 
     Raises:
@@ -137,7 +137,7 @@ class SampledLogprobs:
 
     ``sampled``: the logprob of each token, NaN where none were requested. ``top``: where
     alternatives were requested, the pairs of each position, the sampled token first. ``kept``:
-    where ``read_kept`` is given, what it returned for each token.
+    what ``read_kept`` returned for each token, if it is given.
     """
 
     logprobs = None

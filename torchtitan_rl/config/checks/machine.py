@@ -25,7 +25,7 @@ from torchtitan_rl.config.hf_model import PolicyFacts
 from torchtitan_rl.config.plan import num_devices_needed, num_threads_needed
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.weights.leftovers import HEADROOM_BYTES, SHARED_MEMORY_ROOT
+from torchtitan_rl.weights.shm_cleanup import HEADROOM_BYTES, SHARED_MEMORY_ROOT
 
 _OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
 MAX_THREADS_PER_CORE = 4  # on a CPU; more only take memory and switch

@@ -17,8 +17,14 @@ from dataclasses import dataclass
 from torchtitan_rl.errors import RequestGivenUpError
 from torchtitan_rl.generation.commands import uncancellable_future
 from torchtitan_rl.generation.engine import EngineOutput
-from torchtitan_rl.generation.kept_tokens import add_run, runs_before
-from torchtitan_rl.types import Completion, CompletionMetrics, Progress, VersionRun
+from torchtitan_rl.types import (
+    Completion,
+    CompletionMetrics,
+    Progress,
+    VersionRun,
+    add_run,
+    runs_before,
+)
 
 ProgressSink = Callable[[tuple[Progress, ...]], None]
 """Gets the new progress of its requests, in the loop's thread; must neither block nor raise."""

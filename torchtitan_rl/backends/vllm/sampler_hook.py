@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtitan_rl.generation.kept_tokens import WHOLE_VOCABULARY, pack_kept
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY, pack_kept
 from torchtitan_rl.types import Grammar, KeptTokens
 
 _MAX_GRAMMARS = 64  # serialized ones that are kept

@@ -1,10 +1,9 @@
 """Folders of published weights: their names and locks, and their removal.
 
 A folder is named after its process, which holds a lock (flock(2)) on it, and has a random part, so
-that no other user can be there first. It is removed by the
-publisher when it closes; if the process dies, by its *guard*, a shell that waits for the end of a
-pipe from it; if the guard was killed too (a container that ends), by the next ``torchtitan-rl``
-command on this host.
+that no other user can be there first. It is removed by the publisher when it closes; if the process
+dies, by its *guard*, a shell that waits for the end of a pipe from it; if the guard was killed too
+(a container that ends), by the next ``torchtitan-rl`` command on this host.
 
 Invariant: other processes do not touch the folder of a live process.
 """
@@ -52,7 +51,7 @@ def make_folder(folder: Path) -> int | None:
 
 
 class FolderGuard:
-    """Removes ``folders`` when this process ends, in whatever way."""
+    """Removes ``folders`` when this process ends, also when it is killed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         # The writing end is closed by `close` or by the end of the process.

@@ -1,9 +1,12 @@
-"""A replica at the other end of a connection.
+"""A replica at the other end of a channel.
 
-Invariants: every call ends once, with its result, its own error, or the loss of the replica, which
-also ends all later calls. A request whose caller was cancelled reports nothing more, and its id is
-accepted again only when the replica has ended it. Progress, ends and answers are passed on in the
-order in which they happened: an answer follows once all earlier ones have reached their callers.
+Invariants
+- Every call ends once: with its result, its own error, or the loss of the replica, which also ends
+  all later calls.
+- Messages leave in the order in which they were put, those of one iteration of the event loop
+  together.
+- Progress, ends and answers are passed on in the order in which they happened: an answer follows
+  once all earlier ends have reached their callers. A cancelled caller gets nothing more.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchtitan_rl.aio import cancel_all
-from torchtitan_rl.channel import Abort, Call, CallId, Connection, End, Submission
+from torchtitan_rl.channel import Call, CallId, End, Submission
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand, copy_of
 from torchtitan_rl.generation.server import FromReplica, ToReplica
@@ -25,17 +28,19 @@ T = TypeVar("T")
 
 
 class ReplicaPeer(Protocol):
-    """Carries the messages of a replica, in general to its processes.
-
-    ``deliver`` and ``poll`` are those of its `EngineServer`; an error of either loses the replica.
-    """
+    """Carries the messages between a replica's caller and its `EngineServer`, in general in another
+    process. An error of `send` or `receive` loses the replica."""
 
     @property
     def name(self) -> str: ...
 
-    async def deliver(self, messages: tuple[ToReplica, ...]) -> None: ...
+    def send(self, messages: tuple[ToReplica, ...], /) -> None:
+        """Pass a batch to the replica, without waiting for it."""
+        ...
 
-    async def poll(self) -> tuple[FromReplica, ...]: ...
+    async def receive(self) -> tuple[FromReplica, ...]:
+        """The replica's next batch, which may be empty. One call at a time."""
+        ...
 
     async def stage(self, handle: WeightHandle) -> None:
         """See `Replica.stage`."""
@@ -54,17 +59,22 @@ PeerT = TypeVar("PeerT", bound=ReplicaPeer)
 
 
 class _Call:
-    """One call. A request is abandoned when its caller was cancelled, and has returned when the
-    caller continues."""
+    """One call. ``has_returned``: its caller has continued, or was cancelled."""
 
     def __init__(self, on_report: Callable[[Any], None] | None) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.on_report = on_report
-        self.is_aborted = self.is_abandoned = self.has_returned = False
+        self.has_returned = False
 
     def report(self, payload: Any) -> None:
-        if self.on_report is not None and not self.is_abandoned:
+        if self.on_report is not None and not self.has_returned:
             self.on_report(payload)
+
+    def end(self, end: End[Any, BaseException]) -> None:
+        if end.error is not None:
+            self.fail(end.error)
+        elif not self.future.done():
+            self.future.set_result(end.result)
 
     def fail(self, error: BaseException) -> None:
         if not self.future.done():
@@ -73,18 +83,16 @@ class _Call:
 
 
 class ConnectedReplica(Generic[PeerT]):
-    """A `Replica`. Its connection begins with the first call."""
+    """A `Replica`. It receives from its first call on."""
 
     def __init__(self, peer: PeerT) -> None:
         self.peer = peer
-        self._connection: Connection[ToReplica, FromReplica] = Connection(
-            peer.name, deliver=peer.deliver, poll=peer.poll, handle=self._handle
-        )
+        self._unsent: list[ToReplica] = []
         self._calls: dict[CallId, _Call] = {}
         self._returning: set[_Call] = set()  # have ended; their callers continue soon
         self._all_returned = asyncio.Event()
         self._numbers = itertools.count()
-        self._connecting: asyncio.Task[None] | None = None
+        self._receiving: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._lost: ReplicaError | None = None
 
@@ -99,51 +107,28 @@ class ConnectedReplica(Generic[PeerT]):
         *,
         streams: bool = False,
     ) -> Completion:
-        """See `Replica.generate`."""
+        """See `Replica.generate`. A cancelled call leaves its request running, until an
+        `AbortRequests` or the loss of the replica; its id is outstanding for as long."""
         request_id = request.request_id
-        self._require_replica()
-        while (earlier := self._calls.get(request_id)) is not None:
-            if not earlier.is_abandoned:
-                raise InvalidRequestError(
-                    f"request {request_id!r} refused: request_id is still outstanding on "
-                    f"{self.name}: wait for that request, or use another id"
-                )
-            await asyncio.wait({earlier.future})
-            self._require_replica()
-        submission = Submission(request=request, streams=streams)
-        call = self._call(request_id, submission, on_progress)
+        if request_id in self._calls:
+            raise InvalidRequestError(
+                f"request {request_id!r} refused: request_id is still outstanding on {self.name}: "
+                "wait for that request, or use another id"
+            )
+        call = self._call(request_id, Submission(request=request, streams=streams), on_progress)
         try:
             completion: Completion = await asyncio.shield(call.future)
             return completion
-        except asyncio.CancelledError:
-            call.is_abandoned = True
-            if self._connection.discard(lambda one: _submits(one, request_id)):
-                del self._calls[request_id]
-                call.future.cancel()
-            raise
         finally:
             call.has_returned = True
             self._returning.discard(call)
             if not self._returning:
                 self._all_returned.set()
 
-    async def abort(self, request_ids: tuple[str, ...]) -> None:
-        """See `Replica.abort`; returns when the replica has received it."""
-        self._require_replica()
-        calls = {name: self._calls[name] for name in request_ids if name in self._calls}
-        if not calls:
-            return
-        for name, call in calls.items():
-            call.is_aborted = True
-            self._connection.put(Abort(call_id=name))
-        await self._connection.arrived()
-        self._require_replica()
-
     async def execute(
         self, command: EngineCommand[T], on_answer: Callable[[T], None] | None = None
     ) -> T:
         """See `Replica.execute`."""
-        self._require_replica()
         answer: T = await self._call(next(self._numbers), command, on_answer).future
         return answer
 
@@ -163,13 +148,9 @@ class ConnectedReplica(Generic[PeerT]):
             await self.peer.close_loop(is_lost=self._lost is not None)
         finally:
             self._lose(LoopClosedError(f"{self.name} was closed"))
-            if self._connecting is not None:
-                await cancel_all([self._connecting])
+            if self._receiving is not None:
+                await cancel_all([self._receiving])
             await self.peer.close()
-
-    def _require_replica(self) -> None:
-        if self._lost is not None:
-            raise copy_of(self._lost)
 
     def _call(
         self,
@@ -177,15 +158,31 @@ class ConnectedReplica(Generic[PeerT]):
         payload: Submission | EngineCommand[Any],
         on_report: Callable[[Any], None] | None,
     ) -> _Call:
+        if self._lost is not None:
+            raise copy_of(self._lost)
         call = self._calls[call_id] = _Call(on_report)
-        self._connection.put(Call(call_id=call_id, payload=payload))
-        if self._connecting is None:
-            self._connecting = asyncio.create_task(self._connect(), name=f"to {self.name}")
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._unsent.append(Call(call_id=call_id, payload=payload))
+        if self._receiving is None:
+            self._receiving = asyncio.create_task(self._receive(), name=f"from {self.name}")
         return call
 
-    async def _connect(self) -> None:
+    def _send(self) -> None:
+        messages, self._unsent = tuple(self._unsent), []
+        if self._lost is None:
+            try:
+                self.peer.send(messages)
+            except Exception as error:
+                self._lose(error)
+
+    async def _receive(self) -> None:
         try:
-            await self._connection.run()
+            while True:
+                await self._handle(await self.peer.receive())
+        except asyncio.CancelledError as error:
+            self._lose(error)  # no effect in `close`
+            raise
         except Exception as error:
             self._lose(error)
 
@@ -196,38 +193,21 @@ class ConnectedReplica(Generic[PeerT]):
                     if (call := self._calls.get(request_id)) is not None:
                         # In a callback of its own: an error in one does not affect the others.
                         asyncio.get_running_loop().call_soon(call.report, message)
-                case End(call_id=str()):
-                    self._end(message)
-                case End():
+                case End(call_id=str(request_id)):
+                    if (call := self._calls.pop(request_id, None)) is not None:
+                        if not call.has_returned:
+                            self._returning.add(call)
+                        call.end(message)
+                case End(call_id=number):
                     await asyncio.sleep(0)  # earlier progress is passed on first
                     while self._returning:
                         self._all_returned.clear()
                         await self._all_returned.wait()
-                    self._answer(message)
-
-    def _end(self, end: End[Completion, BaseException]) -> None:
-        call = self._calls.pop(end.call_id, None)
-        if call is None:
-            return
-        if call.is_aborted:
-            # Drop an unsent abort, so that it cannot hit a later request with this id.
-            self._connection.discard(lambda one: one == Abort(call_id=end.call_id))
-        if not call.has_returned:
-            self._returning.add(call)
-        if end.error is not None:
-            call.fail(end.error)
-        else:
-            call.future.set_result(end.result)
-
-    def _answer(self, end: End[Any, BaseException]) -> None:
-        call = self._calls.pop(end.call_id, None)
-        if call is None or call.future.done():  # abandoned
-            return
-        if end.error is not None:
-            call.fail(end.error)
-        else:
-            call.report(end.result)
-            call.future.set_result(end.result)
+                    call = self._calls.pop(number, None)
+                    if call is not None and not call.future.done():  # not cancelled
+                        if message.error is None:
+                            call.report(message.result)
+                        call.end(message)
 
     def _lose(self, error: BaseException) -> None:
         """Keep the first loss; every outstanding and every later call fails with a copy."""
@@ -235,13 +215,9 @@ class ConnectedReplica(Generic[PeerT]):
             return
         lost = error
         if not isinstance(lost, ReplicaError):
-            lost = ReplicaError(f"{self.name}: the connection to it failed: {error!r}")
+            lost = ReplicaError(f"{self.name}: the channel to it failed: {error!r}")
             lost.__cause__ = error
         self._lost = lost
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.fail(copy_of(lost))
-
-
-def _submits(message: ToReplica, request_id: str) -> bool:
-    return isinstance(message, Call) and message.call_id == request_id

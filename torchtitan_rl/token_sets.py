@@ -1,6 +1,6 @@
 """The tokens that a truncated distribution is over, packed into bytes.
 
-Little-endian 32-bit integers, in whichever form is shortest:
+Little-endian 32-bit integers, in the shortest of these forms:
 
 | first integer | the rest |
 |---|---|
@@ -11,10 +11,6 @@ Little-endian 32-bit integers, in whichever form is shortest:
 | -3 | nothing: what the completion's grammar allows (`GRAMMAR_TOKENS`) |
 
 Shapes: V tokens of the vocabulary, B = ceil(V / 8), D sets.
-
-Which policy version each token was sampled under.
-
-Weights change only at a pull, so noting the length of every unfinished request there is exact.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_rl.types import KeptTokens, VersionRun
+from torchtitan_rl.types import KeptTokens
 
 _INT32 = np.dtype("<i4")
 _ALL_BUT, _BITS, _GRAMMAR = (np.array([tag], dtype=_INT32).tobytes() for tag in (-1, -2, -3))
@@ -84,7 +80,8 @@ def joined_kept(
     second: tuple[KeptTokens, ...],
     num_second: int,
 ) -> tuple[KeptTokens, ...]:
-    """Those of two pieces of a completion, of so many tokens; a piece that has none cut nothing."""
+    """The sets of a completion of two pieces of ``num_first`` and ``num_second`` tokens; a piece
+    without sets cut nothing."""
     if not first and not second:
         return ()
     whole = (WHOLE_VOCABULARY,)
@@ -99,31 +96,3 @@ def _kept(packed: bytes, vocab_size: int) -> npt.NDArray[np.bool_]:
     kept_V = np.full(vocab_size, is_complement, dtype=np.bool_)
     kept_V[token_ids] = not is_complement
     return kept_V
-
-
-def add_run(runs: tuple[VersionRun, ...], *, length: int, version: int) -> tuple[VersionRun, ...]:
-    """``runs`` after a pull of ``version`` when ``length`` tokens had been sampled.
-
-    A run in which nothing was sampled disappears; a pull of the version that is already there
-    changes nothing.
-    """
-    kept = runs_before(runs, length)
-    if kept and kept[-1].version == version:
-        return kept
-    return (*kept, VersionRun(length, version))
-
-
-def join_runs(
-    first: tuple[VersionRun, ...], second: tuple[VersionRun, ...], *, length: int
-) -> tuple[VersionRun, ...]:
-    """The runs of ``length`` tokens, and of those sampled after them, as the runs of the whole."""
-    runs = list(first)
-    for start, version in second:
-        if not runs or runs[-1].version != version:
-            runs.append(VersionRun(length + start, version))
-    return tuple(runs)
-
-
-def runs_before(runs: tuple[VersionRun, ...], length: int) -> tuple[VersionRun, ...]:
-    """The runs of the first ``length`` tokens."""
-    return tuple(run for run in runs if run.start < length)

@@ -1,0 +1,94 @@
+"""Batches of messages between the controller and one actor, in both directions, without answers.
+
+A message costs both processes together 0.1 ms of CPU time; a call, which has an answer, 0.7 ms.
+
+Invariants: batches arrive in order, each once. One call, `serve_channel`, lasts as long as the
+channel: its error, and the end of the actor's process, end the channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+from monarch.actor import Channel, Port
+
+from torchtitan_rl.aio import cancel_all, first_of, retrieve
+from torchtitan_rl.backends.monarch.runtime import call
+from torchtitan_rl.errors import DeadlineError
+
+
+async def serve_channel(
+    port: Port[Any],
+    *,
+    deliver: Callable[[Any], object],
+    run: Callable[[Callable[[Any], object]], Coroutine[Any, Any, Any]],
+) -> None:
+    """The actor's end: ``deliver`` gets each batch, and ``run(send)`` sends batches, until one of
+    both fails."""
+    to_actor, receiver = Channel[Any].open()
+    port.send(to_actor)  # the first message
+
+    async def receive_all() -> None:
+        while True:
+            deliver(await receiver.recv())
+
+    await first_of(receive_all(), run(port.send))
+
+
+ToActor = TypeVar("ToActor")
+FromActor = TypeVar("FromActor")
+
+
+class ActorChannel(Generic[ToActor, FromActor]):
+    """The controller's end."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._serving: asyncio.Future[None] | None = None
+
+    async def open(
+        self, serve: Callable[[Port[Any]], Awaitable[None]], *, timeout_s: float
+    ) -> None:
+        """Connect to the actor, whose endpoint ``serve`` calls `serve_channel`.
+
+        Raises:
+            Exception: as `receive`.
+        """
+        port, self._receiver = Channel[Any].open()
+        self._serving = asyncio.ensure_future(call(serve(port), what=f"{self._name}: channel"))
+        self._serving.add_done_callback(retrieve)  # `receive` raises its error
+        self._port: Port[ToActor] = await self._next(timeout_s)
+
+    def send(self, batch: ToActor) -> None:
+        self._port.send(batch)
+
+    async def receive(self, *, timeout_s: float) -> FromActor:
+        """The next batch.
+
+        Raises:
+            DeadlineError: the actor sent nothing within ``timeout_s``.
+            ProcessLostError: the process is gone.
+            TorchtitanRLError: what `serve_channel` raised.
+        """
+        batch: FromActor = await self._next(timeout_s)
+        return batch
+
+    async def close(self) -> None:
+        """Wait no longer for the actor."""
+        if self._serving is not None:
+            await cancel_all([self._serving])
+
+    async def _next(self, timeout_s: float) -> Any:
+        assert self._serving is not None
+        receiving = asyncio.ensure_future(self._receiver.recv())
+        await asyncio.wait(
+            {receiving, self._serving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if receiving.done():
+            return receiving.result()
+        await cancel_all([receiving])
+        if self._serving.done():
+            self._serving.result()
+        raise DeadlineError(f"{self._name}: nothing came within {timeout_s} s")

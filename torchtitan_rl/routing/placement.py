@@ -1,0 +1,129 @@
+"""Which replica takes a request, and whether one may take it now. No clock, no I/O.
+
+`Placement` is the only place that decides it; `LoadIndex` answers for thousands of replicas which
+of them has the least load.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.routing.load import LoadIndex
+from torchtitan_rl.routing.replicas import ReplicaPool, ReplicaState
+from torchtitan_rl.routing.weights import WeightSync
+from torchtitan_rl.types import GenerationRequest
+
+_MAX_REMEMBERED = 262_144  # sessions and prompts; the longest unused are forgotten first
+
+
+class RoutingStrategy(Protocol):
+    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+        """The index of a replica that is eligible for ``min_version``; None if no replica is.
+
+        A replica's load is its outstanding tokens: prompt and budget of the calls it has. ``last``
+        served the session before, and may have become too old for it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StickyLeastLoaded:
+    """A session stays on the replica with its cached prefix, unless that is overloaded or gone.
+
+    Overloaded: more than ``max_imbalance`` times the tokens of the least loaded replica, and more
+    than ``slack_tokens`` above it.
+    """
+
+    max_imbalance: float = 2.0
+    slack_tokens: int = 8192
+
+    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+        least = replicas.least(min_version)
+        if least is None or last is None or not replicas.is_eligible(last, min_version):
+            return least
+        floor, load = replicas.load(least), replicas.load(last)
+        is_overloaded = load > self.max_imbalance * floor and load > floor + self.slack_tokens
+        return least if is_overloaded else last
+
+
+class Placement:
+    """``keeps_requests``: requests wait where no replica is left, instead of failing."""
+
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        weights: WeightSync,
+        *,
+        strategy: RoutingStrategy | None = None,
+        keeps_requests: bool = False,
+    ) -> None:
+        self._pool = pool
+        self._weights = weights
+        self._strategy = strategy or StickyLeastLoaded()
+        self._keeps_requests = keeps_requests
+        self._replica_of: OrderedDict[str | None, int] = OrderedDict()  # by session or prompt
+
+    def choose(
+        self, request: GenerationRequest, pinned: ReplicaState | None = None
+    ) -> ReplicaState | None:
+        """The replica that takes the request now, on ``pinned`` or not at all if that is given.
+
+        None if it has to wait: ask again once `can_schedule` holds.
+
+        Raises:
+            GenerationError: the pinned replica is lost, or no replica is left.
+        """
+        if pinned is not None:
+            if not pinned.is_live:
+                raise GenerationError(
+                    f"request {request.request_id}: {pinned.name}, which was pinned for it, is "
+                    f"lost: {pinned.failure}"
+                )
+            return pinned if pinned.takes_requests and not pinned.is_stopped else None
+        version = request.min_version
+        if not self._is_open(version):
+            return None
+        loads = self._pool.index
+        last, of_siblings = map(self._replica_of.get, (request.session_id, request.prompt_id))
+        # However loaded: as many siblings share a prompt_id as leave replicas evenly loaded.
+        if last is None and of_siblings is not None and loads.is_eligible(of_siblings, version):
+            index: int | None = of_siblings
+        else:
+            index = self._strategy.choose(loads, last, version)
+        if index is None:
+            if not self._keeps_requests:
+                self._pool.require_unreserved()
+            return None
+        self._remember(request.session_id, index)
+        self._remember(request.prompt_id, index)
+        return self._pool.all[index]
+
+    def can_schedule(self, version: int, pinned: ReplicaState | None = None) -> bool:
+        """Whether `choose` returns a replica, or raises, for a request that wants ``version``."""
+        if pinned is not None:
+            return (pinned.takes_requests and not pinned.is_stopped) or not pinned.is_live
+        if not self._is_open(version):
+            return False
+        if self._pool.index.least(version) is not None:
+            return True
+        must_wait = self._keeps_requests or self._pool.num_expected
+        return not must_wait and not self._pool.live_unreserved()
+
+    def wait_key(self, version: int, pinned: ReplicaState | None = None) -> Hashable:
+        """Equal for all requests for which `can_schedule` is the same."""
+        return ("request", version) if pinned is None else ("pin", pinned.index)
+
+    def _is_open(self, version: int) -> bool:
+        return not self._pool.is_paused and self._weights.may_start_on(version)
+
+    def _remember(self, name: str | None, index: int) -> None:
+        if name is None:
+            return
+        self._replica_of[name] = index
+        self._replica_of.move_to_end(name)
+        if len(self._replica_of) > _MAX_REMEMBERED:
+            self._replica_of.popitem(last=False)

@@ -1,0 +1,341 @@
+"""What the router knows of each replica, and waits for a change of it.
+
+Invariants
+- A wait for a replica's answer ends at once when the replica dies.
+- Everything here runs on one event loop and changes without awaiting, so what is read between two
+  awaits is consistent and needs no lock.
+- A dead replica stays dead, with its first cause; one that takes its place has a `ReplicaState` of
+  its own.
+- Load, phase and version change through `ReplicaPool` alone, which keeps `ReplicaPool.index` up to
+  date.
+
+Besides its `Phase` a replica has flags:
+
+| flag | set when | cleared when | until then the replica |
+|---|---|---|---|
+| ``is_pinned`` | a pin takes it | the pin ends | is left out of weight syncs |
+| ``is_stopped`` | a pause or sleep begins | `resume`, or `leave_to_pin` | gets no request |
+| ``is_emptied`` | it executed that pause or sleep | with ``is_stopped`` | has no request |
+| ``is_asleep`` | a sleep begins | it executed the wake-up | begins no swap |
+| ``is_lagging`` | a sync returns without it | its next swap | still follows that sync |
+
+Which combinations occur:
+
+- ``is_stopped`` without ``is_emptied`` in a pause by ``keep``, and until a pause was executed. A
+  swap by ``drain`` waits for either ``is_emptied`` or the end of all requests.
+- ``is_asleep`` in phase SYNCING only until a swap that began before the sleep has ended: the sleep
+  waits for it. A DRAINING replica may sleep: it swaps after the wake-up.
+- ``is_pinned`` in phase SYNCING or DRAINING only while the pin gets its version, when it begins or
+  after a sleep.
+- ``is_pinned`` with ``is_stopped`` in every pause but one that spares pins.
+- ``is_pinned`` with ``is_lagging``: it follows the sync when the pin ends.
+- ``is_lagging`` in phase STARTING: no sync waits for it.
+- In phase DEAD the flags mean nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypeVar
+
+from torchtitan_rl.aio import deadline
+from torchtitan_rl.errors import ConfigError, DeadlineError, GenerationError, ReplicaError
+from torchtitan_rl.generation.commands import EngineCommand, copy_of
+from torchtitan_rl.routing.clock import ActiveTime, Wakeups
+from torchtitan_rl.routing.load import LoadIndex
+from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
+from torchtitan_rl.weights.handle import WeightHandle
+
+T = TypeVar("T")
+
+
+class Phase(StrEnum):
+    """Requests go to serving and syncing replicas alone. A dead one never comes back; another takes
+    its place."""
+
+    STARTING = "starting"  # joined while others serve, and fetches the newest weights
+    SERVING = "serving"
+    SYNCING = "syncing"  # swapping weights between steps; requests queue in its inbox
+    DRAINING = "draining"  # finishing what it has before a swap
+    DEAD = "dead"
+
+
+class Replica(Protocol):
+    """One engine, wherever it runs."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        streams: bool = False,
+    ) -> Completion:
+        """Complete a request. ``on_progress`` gets the tokens sampled since its last call: every
+        few milliseconds if it ``streams``, else about every second.
+
+        Raises:
+            InvalidRequestError: the request fails alone.
+            ReplicaError: the replica is lost.
+        """
+        ...
+
+    async def stage(self, handle: WeightHandle) -> None:
+        """Fetch published weights on every rank, alongside decoding."""
+        ...
+
+    async def execute(
+        self, command: EngineCommand[T], on_answer: Callable[[T], None] | None = None
+    ) -> T:
+        """Have the engine loop execute a command; returns its answer.
+
+        ``on_answer`` gets the answer after all calls of `generate` that ended earlier have returned
+        or raised, and before any that ends later does; it must not raise.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End its processes, by a kill if need be. A second call has no effect."""
+        ...
+
+
+_T = TypeVar("_T")
+
+NO_WEIGHTS = -1  # older than every version
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaState:
+    """One replica. ``version``: of the weights it is known to hold, NO_WEIGHTS after a sleep.
+
+    ``pinned_weights``: the weights that a pin keeps it at, if they can be fetched again.
+    ``active_time`` stands still while its engine is stopped. ``work``: tasks that wait for its
+    answers.
+    """
+
+    replica: Replica
+    index: int
+    is_reserved: bool  # for pins alone
+    phase: Phase = Phase.SERVING
+    version: int = 0
+    is_pinned: bool = False
+    pinned_weights: WeightHandle | None = None
+    is_stopped: bool = False
+    is_asleep: bool = False
+    is_emptied: bool = False
+    is_lagging: bool = False
+    outstanding_tokens: int = 0
+    outstanding_requests: int = 0
+    received_tokens: int = 0  # of all its pieces; see `ReplicaAccount`
+    sampled_tokens: int = 0  # by its own count, when it reported last
+    failure: BaseException | None = None
+    active_time: ActiveTime = field(default_factory=ActiveTime)
+    work: set[asyncio.Future[Any]] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.replica.name
+
+    @property
+    def is_live(self) -> bool:
+        return self.phase is not Phase.DEAD
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.phase in (Phase.SERVING, Phase.SYNCING)
+
+    @property
+    def is_swapping(self) -> bool:
+        return self.phase in (Phase.SYNCING, Phase.DRAINING)
+
+    def note_sampled(self, num_tokens: int) -> None:
+        self.sampled_tokens = max(self.sampled_tokens, num_tokens)
+
+
+class ReplicaPool:
+    """All replicas of a router, in order."""
+
+    def __init__(self, replicas: Sequence[Replica], reserved: Collection[str] = ()) -> None:
+        names = [replica.name for replica in replicas]
+        unknown = sorted(set(reserved) - set(names))
+        if reserved and (unknown or set(reserved) == set(names)):
+            raise ConfigError(
+                f"reserved replicas {unknown or sorted(reserved)}: name some of {names}, not all"
+            )
+        self.all = [
+            ReplicaState(replica, index, replica.name in reserved)
+            for index, replica in enumerate(replicas)
+        ]
+        self.index = LoadIndex(len(self.all))  # of the replicas for ordinary requests
+        for state in self.all:
+            self._update(state)
+        self.num_expected = 0  # replicas that will take the place of dead ones
+        self.on_dead: Callable[[ReplicaState], None] | None = None
+        self.is_paused = False  # replicas get no requests but those of their pins
+        self.spares_pins = False  # the pause does not stop pinned replicas
+        self.active_time = ActiveTime()  # of all requests but pins'
+        self.wakeups = Wakeups()
+
+    def add(self, replica: Replica, *, is_reserved: bool, phase: Phase) -> ReplicaState:
+        """Take in one more replica, whose engine has the weights of version 0."""
+        state = ReplicaState(replica, len(self.all), is_reserved, phase)
+        self.all.append(state)
+        self.index = LoadIndex(len(self.all))
+        for one in self.all:
+            self._update(one)
+        self.notify()
+        return state
+
+    def live(self) -> list[ReplicaState]:
+        return [state for state in self.all if state.is_live]
+
+    def live_unreserved(self) -> list[ReplicaState]:
+        """Those that ordinary requests may go to, now or after a swap of weights."""
+        return [state for state in self.all if state.is_live and not state.is_reserved]
+
+    def reserved(self) -> list[ReplicaState]:
+        return [state for state in self.all if state.is_live and state.is_reserved]
+
+    def add_request(self, state: ReplicaState, num_tokens: int) -> None:
+        state.outstanding_tokens += num_tokens
+        state.outstanding_requests += 1
+        self._update(state)
+
+    def release_request(self, state: ReplicaState, num_tokens: int) -> None:
+        state.outstanding_tokens -= num_tokens
+        state.outstanding_requests -= 1
+        self._update(state)
+        self.notify()
+
+    def set_version(self, state: ReplicaState, version: int) -> None:
+        state.version = version
+        self._update(state)
+        self.notify()
+
+    def set_phase(self, state: ReplicaState, phase: Phase) -> None:
+        if state.is_live:
+            state.phase = phase
+            self._update(state)
+        self.notify()
+
+    def mark_dead(self, state: ReplicaState, error: BaseException) -> None:
+        """It gets no further request, and its running ones are taken from it."""
+        was_live, state.phase = state.is_live, Phase.DEAD
+        state.failure = state.failure or error
+        if was_live and self.on_dead is not None:
+            self.on_dead(state)  # before anything finds that none is left
+        self._update(state)
+        for future in state.work:
+            future.cancel()
+        self.notify()
+
+    async def answer(self, state: ReplicaState, work: Coroutine[Any, Any, _T]) -> _T:
+        """The answer of the replica.
+
+        Raises:
+            ReplicaError: the state is dead, or dies while this waits.
+        """
+        task = asyncio.ensure_future(work)
+        state.work.add(task)
+        if not state.is_live:
+            task.cancel()
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+        finally:
+            state.work.discard(task)
+            if task.done() and not task.cancelled():
+                task.exception()  # retrieved: a cancelled caller does not do it
+        if task.cancelled() and not state.is_live:
+            raise loss_of(state)
+        return task.result()
+
+    async def ask(
+        self,
+        state: ReplicaState,
+        work: Coroutine[Any, Any, _T],
+        *,
+        timeout_s: float,
+        required: str = "",
+    ) -> _T | None:
+        """As `answer`; None if the replica is lost, and hence dead, or exceeds ``timeout_s``.
+
+        ``required``, such as "resume": a replica that does not do it in time is dead, too.
+        """
+        try:
+            async with deadline(timeout_s):
+                return await self.answer(state, work)
+        except ReplicaError as error:
+            self.mark_dead(state, error)
+        except (TimeoutError, DeadlineError) as error:
+            if required:
+                lost = ReplicaError(f"{state.name} did not {required} within {timeout_s:.0f} s")
+                lost.__cause__ = error
+                self.mark_dead(state, lost)
+        return None
+
+    def require_unreserved(self) -> None:
+        """Check that a replica for ordinary requests lives, or is expected.
+
+        Raises:
+            GenerationError: none does; with the cause of each replica's loss.
+        """
+        if not self.live_unreserved() and not self.num_expected:
+            names = ", ".join(state.name for state in self.reserved())
+            exception = f" but the reserved {names}" if names else ""
+            raise GenerationError(f"no replica is left{exception}: {self.failure_summary()}")
+
+    def failure_summary(self) -> str:
+        return "; ".join(
+            f"{state.name}: {type(state.failure).__name__}: {state.failure}"
+            for state in self.all
+            if state.failure is not None
+        )
+
+    def notify(self) -> None:
+        """Have all waits check their conditions, because something has changed."""
+        self.wakeups.notify()
+
+    async def wait_until(
+        self,
+        predicate: Callable[[], bool],
+        *,
+        timeout_s: float | None = None,
+        key: Hashable = None,
+    ) -> bool:
+        """True once ``predicate`` holds; False if it does not within ``timeout_s``.
+
+        The caller continues in the same iteration of the event loop, so the predicate still holds
+        then. Waits with the same ``key`` must have equal predicates.
+        """
+        try:
+            async with deadline(timeout_s):
+                await self.wakeups.until(predicate, key=key)
+        except TimeoutError:
+            return predicate()
+        return True
+
+    def _update(self, state: ReplicaState) -> None:
+        self.index.update(
+            state.index,
+            load=state.outstanding_tokens,
+            version=state.version,
+            is_eligible=state.takes_requests and not state.is_reserved,
+        )
+
+
+def loss_of(state: ReplicaState) -> ReplicaError:
+    """The error of a call to a dead replica."""
+    if isinstance(state.failure, ReplicaError):
+        return copy_of(state.failure)
+    lost = ReplicaError(f"{state.name} is lost: {state.failure}")
+    lost.__cause__ = state.failure
+    return lost

@@ -1,0 +1,302 @@
+"""Requests that are being completed, each in as many pieces as it takes.
+
+Invariants
+- The load of a piece is released on every exit path.
+- A piece that came back aborted is continued, unless its caller asked for the abort.
+- A request returns, cancelled or timed out or not, only after its running piece has ended, so all
+  its tokens are known. When the replica dies, the piece ends immediately.
+- A lost replica costs the tokens since the last report: about a second, milliseconds where the
+  caller streams, nothing at each `partials`.
+- A request under which two engine loops failed is given to no third.
+- A deadline counts only time in which its request could run.
+- `on_ended` is called once for each request that is not refused here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from torchtitan_rl.aio import deadline, uninterrupted
+from torchtitan_rl.errors import (
+    GenerationError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    LoopFailedError,
+    ReplicaError,
+    RequestGivenUpError,
+)
+from torchtitan_rl.generation.commands import AbortRequests
+from torchtitan_rl.routing.account import read_replica
+from torchtitan_rl.routing.clock import ActiveTime
+from torchtitan_rl.routing.continuation import (
+    PartialTokens,
+    check_resumable,
+    remaining_request,
+    used_up,
+)
+from torchtitan_rl.routing.placement import Placement
+from torchtitan_rl.routing.replicas import ReplicaPool, ReplicaState, loss_of
+from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, OnProgress
+
+_ABORT_TIMEOUT_S = 30.0  # until the replica has the abort
+_END_TIMEOUT_S = 900.0  # until the aborted piece has ended
+_MAX_ENGINE_FAILURES = 2  # under one request
+
+OnEnded = Callable[[GenerationRequest, Completion, bool], None]
+"""Called with a request that has ended, the completion as far as it was received (``resume_from``
+included), and whether its caller gets that completion. Called right before the call returns or
+raises; must not raise."""
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """One request. ``deadline_s`` is in the time of ``clock``. ``sampling`` is the task that waits
+    for the piece that runs on ``state``; ``is_sent`` is True once the replica may have received
+    it."""
+
+    request: GenerationRequest
+    pinned: ReplicaState | None  # the only replica that may serve it
+    clock: ActiveTime
+    deadline_s: float
+    paused_s: float  # before it began
+    tokens: PartialTokens
+    attempts: int = 0
+    engine_failures: int = 0
+    state: ReplicaState | None = None
+    sampling: asyncio.Task[None] | None = None
+    waiting: asyncio.Future[None] | None = None  # for a replica
+    is_sent: bool = False
+    is_abort_asked: bool = False
+
+
+class RequestTracker:
+    """All requests of one router. ``timeout_s``: of each, in time in which it could run."""
+
+    def __init__(
+        self, pool: ReplicaPool, placement: Placement, *, timeout_s: float, on_ended: OnEnded | None
+    ) -> None:
+        self._pool = pool
+        self._placement = placement
+        self._timeout_s = timeout_s
+        self._on_ended = on_ended
+        self._running: dict[str, _InFlight] = {}
+        self._is_closed = False
+
+    async def complete(
+        self,
+        request: GenerationRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        pinned: ReplicaState | None = None,
+    ) -> Completion:
+        """See `GeneratorRouter.generate`; with ``pinned`` on this replica or not at all."""
+        request_id = request.request_id
+        if request_id in self._running:
+            raise InvalidRequestError(
+                f"request {request_id!r} refused: request_id is still outstanding: wait for that "
+                "request, or use another id"
+            )
+        check_resumable(request)
+        tokens = PartialTokens(request, on_progress)
+        clock = self._pool.active_time if pinned is None else pinned.active_time
+        deadline_s = clock.now_s() + self._timeout_s
+        running = _InFlight(request, pinned, clock, deadline_s, clock.paused_s(), tokens)
+        self._running[request_id] = running
+        done: Completion | None = None
+        try:
+            done = await self._all_pieces(running)
+            return done
+        finally:
+            del self._running[request_id]
+            if self._on_ended is not None:
+                self._on_ended(request, done or tokens.partial, done is not None)
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests with the tokens they have; unknown and ended ids are ignored."""
+        asked = [self._running[name] for name in request_ids if name in self._running]
+        for running in asked:
+            running.is_abort_asked = True
+            if running.waiting is not None and not running.waiting.done():
+                running.waiting.set_result(None)
+        await asyncio.gather(*(self._abort_piece(running) for running in asked))
+
+    async def cut(self, state: ReplicaState) -> None:
+        """End the pieces on this replica of all requests but its pin's, which then continue
+        elsewhere or later."""
+        cut = [one for one in self._running.values() if one.state is state and one.pinned is None]
+        await asyncio.gather(*map(self._abort_and_wait, cut))
+
+    async def partials(self) -> dict[str, Completion]:
+        """The tokens so far of every request that runs, by id.
+
+        Requests of a replica that does not answer in time have the tokens reported before.
+        """
+        await asyncio.gather(*(read_replica(self._pool, state) for state in self._pool.live()))
+        return {name: running.tokens.partial for name, running in self._running.items()}
+
+    def held_tokens(self) -> int:
+        """Tokens of ended pieces of requests that still run; ``resume_from`` is not counted."""
+        return sum(running.tokens.num_sampled for running in self._running.values())
+
+    def close(self) -> None:
+        """Requests that wait for a replica fail."""
+        self._is_closed = True
+        self._pool.notify()
+
+    async def _all_pieces(self, running: _InFlight) -> Completion:
+        tokens = running.tokens
+        while True:
+            piece = remaining_request(running.request, tokens.ended, attempt=running.attempts)
+            if piece is None:
+                return used_up(tokens.ended)
+            state = await self._replica_for(running)
+            if state is None:
+                return tokens.ended
+            running.attempts += 1
+            tokens.start_piece(piece.request_id)
+            try:
+                await self._call(state, piece, running)
+            except ReplicaError as error:
+                self._pool.mark_dead(state, error)
+                running.engine_failures += isinstance(error, LoopFailedError)
+                self._refuse_poison(running, error)
+                continue
+            if running.is_abort_asked:
+                return tokens.ended
+
+    def _refuse_poison(self, running: _InFlight, error: ReplicaError) -> None:
+        """Refuse a request during which two engine loops have failed."""
+        has_others = self._pool.live_unreserved() or self._pool.num_expected
+        if running.engine_failures >= _MAX_ENGINE_FAILURES and has_others:
+            raise GenerationError(
+                f"request {running.request.request_id}: {running.engine_failures} engines failed "
+                f"while they had it, so no other is given it; the last: {error}"
+            ) from error
+
+    async def _replica_for(self, running: _InFlight) -> ReplicaState | None:
+        """The replica that serves the next piece, once there is one; None after an abort."""
+        request, pinned, place = running.request, running.pinned, self._placement
+        version = request.min_version
+
+        def choose() -> ReplicaState | None:
+            if self._is_closed:
+                raise GenerationError(f"request {request.request_id}: the router is closed")
+            return None if running.is_abort_asked else place.choose(request, pinned)
+
+        chosen = choose()
+        if chosen is not None:
+            return chosen
+        try:
+            async with running.clock.timeout_at(running.deadline_s):
+                while chosen is None and not running.is_abort_asked:
+                    running.waiting = asyncio.get_running_loop().create_future()
+                    await self._pool.wakeups.once(
+                        lambda: self._is_closed or place.can_schedule(version, pinned),
+                        place.wait_key(version, pinned),
+                        running.waiting,
+                    )
+                    chosen = choose()
+                return chosen
+        except TimeoutError as error:
+            states = {one.name: (one.phase.value, one.version) for one in self._pool.all}
+            raise GenerationTimeoutError(
+                f"request {request.request_id} waited for a replica that takes requests at version "
+                f"{version} or newer when {self._limit(running)} were over; (state, version) of "
+                f"replicas: {states}"
+            ) from error
+        finally:
+            running.waiting = None
+
+    def _limit(self, running: _InFlight) -> str:
+        paused_s = running.clock.paused_s() - running.paused_s
+        pauses = f" (and {paused_s:.0f} s of pauses)" if paused_s else ""
+        return f"its {self._timeout_s:.0f} s{pauses}"
+
+    async def _call(
+        self, state: ReplicaState, piece: GenerationRequest, running: _InFlight
+    ) -> None:
+        """Have one piece sampled. When this returns or raises, the piece no longer runs."""
+        num_tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
+        self._pool.add_request(state, num_tokens)
+        running.state, running.is_sent = state, False
+        # In a task of its own, so that its result is recorded even if this one is cancelled.
+        sampling = asyncio.create_task(
+            self._sample(state, piece, running), name=f"{piece.request_id} on {state.name}"
+        )
+        running.sampling = sampling
+        state.work.add(sampling)
+        try:
+            async with running.clock.timeout_at(running.deadline_s):
+                await asyncio.wait({sampling})
+        except TimeoutError as error:
+            await self._end_piece(running, state, sampling)
+            if running.tokens.ended.finish_reason is not FinishReason.ABORT:
+                return  # it completed normally before the abort arrived
+            raise GenerationTimeoutError(
+                f"request {running.request.request_id} was not completed by replica {state.name} "
+                f"within {self._limit(running)}"
+            ) from error
+        except asyncio.CancelledError:
+            await self._end_piece(running, state, sampling)
+            raise
+        finally:
+            running.state = running.sampling = None
+            state.work.discard(sampling)
+            self._pool.release_request(state, num_tokens)
+        if sampling.cancelled() and not state.is_live:
+            raise loss_of(state)
+        sampling.result()
+
+    async def _sample(
+        self, state: ReplicaState, piece: GenerationRequest, running: _InFlight
+    ) -> None:
+        tokens = running.tokens
+        if running.is_abort_asked:
+            return
+        running.is_sent = True
+        try:
+            done = await state.replica.generate(piece, tokens.add_progress, streams=tokens.streams)
+        except RequestGivenUpError as error:
+            state.received_tokens += len(error.completion.token_ids)
+            tokens.end_piece(error.completion)
+            raise
+        except BaseException:
+            state.received_tokens += tokens.lose_piece()
+            raise
+        state.received_tokens += len(done.token_ids)
+        tokens.end_piece(done)
+
+    async def _end_piece(
+        self, running: _InFlight, state: ReplicaState, sampling: asyncio.Task[None]
+    ) -> None:
+        """Abort the piece and wait for its tokens, even if this call is cancelled meanwhile."""
+        running.is_abort_asked = True
+        try:
+            await uninterrupted(self._abort_and_wait(running))
+        finally:
+            error = None if sampling.cancelled() or not sampling.done() else sampling.exception()
+            if isinstance(error, ReplicaError):
+                self._pool.mark_dead(state, error)
+
+    async def _abort_and_wait(self, running: _InFlight) -> None:
+        state, sampling = running.state, running.sampling
+        if state is None or sampling is None:
+            return
+        try:
+            async with deadline(_END_TIMEOUT_S):
+                await self._abort_piece(running)
+                await asyncio.wait({sampling})
+        except TimeoutError:
+            message = f"{state.name} did not end an aborted request within {_END_TIMEOUT_S:.0f} s"
+            self._pool.mark_dead(state, ReplicaError(message))
+            await asyncio.wait({sampling})
+
+    async def _abort_piece(self, running: _InFlight) -> None:
+        """Abort the running piece on its replica."""
+        state, piece_id = running.state, running.tokens.piece_id
+        if state is None or piece_id is None or not running.is_sent:
+            return
+        abort = state.replica.execute(AbortRequests((piece_id,)))
+        await self._pool.ask(state, abort, timeout_s=_ABORT_TIMEOUT_S, required="take an abort")

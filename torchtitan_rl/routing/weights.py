@@ -1,0 +1,288 @@
+"""Brings published weights to the replicas, each of which follows the newest handle by itself.
+
+Invariants
+- A replica has at most one puller, and the newest handle wins. Versions of a replica that serves
+  requests never go down.
+- A pinned replica is not pulled. Nothing is swapped while a replica sleeps.
+- A slow replica is reported as lagging and continues in the background; only one that fails, or
+  exceeds the time-out in one fetch or one swap, is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchtitan_rl.aio import deadline
+from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
+from torchtitan_rl.generation.commands import Pull
+from torchtitan_rl.routing.replicas import NO_WEIGHTS, Phase, Replica, ReplicaPool, ReplicaState
+from torchtitan_rl.types import PullReport
+from torchtitan_rl.weights.handle import WeightHandle
+
+SyncMode = Literal["hot_swap", "drain"]
+SyncOrder = Literal["together", "one_by_one"]
+
+LOSSES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
+"""The errors of a fetch or a swap after which the replica is marked dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """The result of a weight sync when it returned. ``stage_s`` and ``pull_s`` are the slowest's.
+
+    ``pulls`` may be empty where ``lagging`` or ``held`` is not.
+    """
+
+    version: int
+    stage_s: float
+    pull_s: float
+    pulls: tuple[PullReport, ...]
+    lost: tuple[str, ...] = field(default=())  # replicas that are dead
+    lagging: tuple[str, ...] = ()  # did not hold the version in time, and still follow
+    held: tuple[str, ...] = ()  # pinned: they follow when the pin ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pull:
+    report: PullReport
+    stage_s: float
+    pull_s: float
+
+
+class WeightSync:
+    """The pullers of all pool. ``timeout_s`` limits one fetch, and one swap, of one replica."""
+
+    def __init__(self, pool: ReplicaPool, *, timeout_s: float) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._newest: WeightHandle | None = None
+        self._mode: SyncMode = "hot_swap"
+        self._order: SyncOrder = "together"
+        self._lag_timeout_s: float | None = None
+        self._pullers: dict[int, asyncio.Task[None]] = {}  # by replica; those that run
+        self._pulls: dict[int, _Pull] = {}  # by replica, its newest
+        self._num_syncs = 0  # that wait
+        self._begun_s = 0.0  # when `newest` came
+        self._spread_by_s = 0.0  # see `may_start_on`
+        self._is_closed = False
+        self._crash: BaseException | None = None  # of a puller, for the next sync to raise
+
+    @property
+    def newest(self) -> WeightHandle | None:
+        """The newest handle that a sync was called with; replicas may not hold it yet."""
+        return self._newest
+
+    async def sync(
+        self,
+        handle: WeightHandle,
+        *,
+        mode: SyncMode,
+        order: SyncOrder,
+        lag_timeout_s: float | None,
+    ) -> SyncReport:
+        """Let all replicas follow ``handle``; see `GeneratorRouter.sync_weights`."""
+        if self._newest is None or handle.version >= self._newest.version:
+            self._newest = handle
+            self._begun_s = _now()
+            self._mode, self._order, self._lag_timeout_s = mode, order, lag_timeout_s
+        self._pool.notify()
+        self._num_syncs += 1
+        try:
+            self.follow_all()
+            await self._pool.wait_until(
+                lambda: self._is_settled(handle.version), timeout_s=lag_timeout_s
+            )
+        finally:
+            self._num_syncs -= 1
+        if self._crash is not None:
+            raise self._crash
+        if self._is_closed:
+            raise WeightSyncError(f"version {handle.version}: the router is closed")
+        if not self._pool.live_unreserved() and not self._pool.num_expected:
+            raise WeightSyncError(
+                f"no replica holds version {handle.version}: {self._pool.failure_summary()}"
+            )
+        return self._report(handle.version)
+
+    def follow_all(self) -> None:
+        for state in self._pool.live_unreserved():
+            self.follow(state)
+
+    def follow(self, state: ReplicaState) -> None:
+        """Start the replica's puller, unless it runs or has nothing to pull."""
+        if state.index in self._pullers or self._wanted(state) is None:
+            return
+        task = asyncio.create_task(self._follow(state), name=f"weights of {state.name}")
+        self._pullers[state.index] = task
+        task.add_done_callback(lambda task: self._on_end(state, task))
+
+    def join(self, replica: Replica, *, is_reserved: bool) -> ReplicaState:
+        """Take in a replica whose engine has the weights of version 0. It gets requests once it
+        holds the newest ones; a reserved one gets them with its first pin."""
+        is_behind = self._newest is not None and self._newest.version > 0 and not is_reserved
+        phase = Phase.STARTING if is_behind else Phase.SERVING
+        state = self._pool.add(replica, is_reserved=is_reserved, phase=phase)
+        state.is_lagging = is_behind
+        self.follow(state)
+        return state
+
+    async def load(self, state: ReplicaState, handle: WeightHandle) -> None:
+        """Make a pinned replica hold exactly ``handle.version``.
+
+        Raises:
+            WeightSyncError, ReplicaError, DeadlineError, TimeoutError: it could not.
+        """
+        if state.version != handle.version:
+            stage_s = await self._stage(state, handle)
+            await self._swap(state, handle, stage_s)
+
+    def may_start_on(self, version: int) -> bool:
+        """Whether a request that wants ``version`` may start on a replica that holds it: once no
+        other replica is about to swap to it, or the others take more than twice as long as the
+        first one did. So the requests that wait for a version spread over all that hold it."""
+        if not self._pullers or _now() >= self._spread_by_s:
+            return True
+        return not any(
+            state.version < version and state.index in self._pullers
+            for state in self._pool.live_unreserved()
+            if state.phase is not Phase.DRAINING and not state.is_lagging
+        )
+
+    async def close(self) -> None:
+        """Cancel all pullers; a sync that waits fails."""
+        self._is_closed = True
+        self._pool.notify()
+        tasks = list(self._pullers.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _is_settled(self, version: int) -> bool:
+        """Whether all pool that are not pinned hold it; where all are pinned, whether one does."""
+        if self._is_closed or self._crash is not None:
+            return True
+        live = self._pool.live_unreserved()
+        if any(
+            state.version < version
+            for state in live
+            if not state.is_pinned and state.phase is not Phase.STARTING
+        ):
+            return False
+        is_without_replicas = not live and not self._pool.num_expected
+        return is_without_replicas or any(state.version >= version for state in live)
+
+    def _report(self, version: int) -> SyncReport:
+        live = self._pool.live_unreserved()
+        behind = [state for state in live if state.version < version]
+        is_waiting_for_pin = len(behind) == len(live) and all(state.is_pinned for state in live)
+        lagging = [state for state in behind if is_waiting_for_pin or not state.is_pinned]
+        for state in lagging:
+            state.is_lagging = True
+        pulls = [
+            self._pulls[state.index]
+            for state in live
+            if state.version >= version and state.index in self._pulls
+        ]
+        return SyncReport(
+            version=version,
+            stage_s=max((pull.stage_s for pull in pulls), default=0.0),
+            pull_s=max((pull.pull_s for pull in pulls), default=0.0),
+            pulls=tuple(pull.report for pull in pulls),
+            lost=tuple(state.name for state in self._pool.all if not state.is_live),
+            lagging=tuple(state.name for state in lagging),
+            held=tuple(state.name for state in behind if state not in lagging),
+        )
+
+    def _wanted(self, state: ReplicaState) -> WeightHandle | None:
+        """The weights that the replica has to pull next."""
+        handle = self._newest
+        if handle is None or state.is_pinned or state.is_reserved or not state.is_live:
+            return None
+        if state.is_asleep or (state.version == NO_WEIGHTS and not self._num_syncs):
+            return None  # a sync follows the wake-up, in general with newer weights
+        return handle if state.version < handle.version else None
+
+    async def _follow(self, state: ReplicaState) -> None:
+        while (handle := self._wanted(state)) is not None:
+            try:
+                stage_s = await self._stage(state, handle)
+            except WeightSyncError as error:
+                if await self._is_superseded(state, handle):
+                    continue
+                self._pool.mark_dead(state, error)
+                return
+            except LOSSES as error:
+                self._pool.mark_dead(state, error)
+                return
+            if self._order == "one_by_one":
+                await self._turn(state)
+            if state.is_pinned or state.is_asleep or not state.is_live:
+                return  # it follows again when the pin ends, or it wakes up
+            try:
+                await self._swap(state, handle, stage_s)
+            except LOSSES as error:
+                self._pool.mark_dead(state, error)
+
+    async def _stage(self, state: ReplicaState, handle: WeightHandle) -> float:
+        """Fetch alongside decoding; returns the seconds it took."""
+        started = _now()
+        async with deadline(self._timeout_s):
+            await self._pool.answer(state, state.replica.stage(handle))
+        return _now() - started
+
+    async def _is_superseded(self, state: ReplicaState, handle: WeightHandle) -> bool:
+        """Whether a version that could not be read is gone because there is a newer one.
+
+        The publisher may remove a version that a lagging replica is about to read before the newer
+        handle arrives here, so a lagging replica waits for that handle.
+        """
+        if state.is_lagging:
+            await self._pool.wait_until(
+                lambda: self._newest is not handle, timeout_s=self._timeout_s
+            )
+        return self._newest is not handle
+
+    async def _turn(self, state: ReplicaState) -> None:
+        """Wait until no other replica is swapping, at most for the lag time-out."""
+        others = [other for other in self._pool.live_unreserved() if other is not state]
+        await self._pool.wait_until(
+            lambda: not any(other.is_swapping for other in others), timeout_s=self._lag_timeout_s
+        )
+
+    async def _swap(self, state: ReplicaState, handle: WeightHandle, stage_s: float) -> None:
+        started = _now()
+        if self._mode == "drain":
+            # No time-out: each request that is waited for has a deadline of its own.
+            self._pool.set_phase(state, Phase.DRAINING)
+            await self._pool.wait_until(
+                lambda: state.is_emptied or not state.is_live or state.outstanding_requests == 0
+            )
+        await self._pool.wait_until(lambda: not state.is_asleep or not state.is_live)
+        if not state.is_live:
+            return
+        self._pool.set_phase(state, Phase.SYNCING)
+        async with deadline(self._timeout_s):
+            report = await self._pool.answer(state, state.replica.execute(Pull(handle.version)))
+        state.is_lagging = False
+        if all(other.version < report.version for other in self._pool.live_unreserved()):
+            first_s = _now() - self._begun_s
+            self._spread_by_s = _now() + first_s
+            asyncio.get_running_loop().call_later(first_s, self._pool.notify)
+        self._pool.set_version(state, report.version)
+        self._pulls[state.index] = _Pull(report=report, stage_s=stage_s, pull_s=_now() - started)
+        self._pool.set_phase(state, Phase.SERVING)
+
+    def _on_end(self, state: ReplicaState, task: asyncio.Task[None]) -> None:
+        del self._pullers[state.index]
+        if not task.cancelled() and task.exception() is not None:
+            self._crash = task.exception()
+            self._pool.notify()
+        elif not task.cancelled():
+            self.follow(state)  # a newer handle may have come just before the puller ended
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,367 @@
+"""Each version of the weights as a safetensors file in shared memory, for readers on the same host.
+
+Plain files instead of ``multiprocessing.SharedMemory``, whose tracker unlinks a block when another
+process ends. Allocating memory costs the kernel more than copying into it, and mapping it about
+half as much, so both sides reuse what they have: the publisher writes a later version into the file
+of a released one that no reader uses, and readers keep their maps for it. A reader locks the file
+(flock(2), shared) while it uses the bytes, and the lock ends with its process; the publisher reuses
+a file only if it gets an exclusive lock.
+
+Invariants
+- A file has its final name only while its bytes are complete and do not change. Bytes in use by a
+  reader never change; a reader that opened a file too late gets an error.
+- While a version is written, only the current version and those in ``keep`` exist besides it.
+- A map is reused only if this process never wrote to it, since pages it wrote to are private copies
+  and hide what the publisher writes.
+- The folder is removed when its process ends (see `weights/shm_cleanup.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights.handle import SharedMemoryHandle, versions_to_free
+from torchtitan_rl.weights.image import ImageLayout, plan_image, write_image
+from torchtitan_rl.weights.shm_cleanup import (
+    HEADROOM_BYTES,
+    SHARED_MEMORY_ROOT,
+    FolderGuard,
+    folder_name,
+    make_folder,
+    remove_leftovers,
+)
+
+
+class SharedMemoryPublisher:
+    """Writes versions one after another. Not thread-safe.
+
+    Args:
+        run_id: part of the folder's name, for people; need not be unique.
+        fallback_dir: folder to use if the shared-memory file system has no room (containers often
+            give it 64 MB); must be visible to the readers, as the run's folder is.
+        root: the shared-memory file system.
+    """
+
+    def __init__(self, run_id: str, fallback_dir: Path, *, root: Path = SHARED_MEMORY_ROOT) -> None:
+        self._roots = (root, fallback_dir)
+        self._folder_name = folder_name(run_id)
+        self._locks: dict[Path, int | None] = {}  # of the folders created so far
+        self._guard: FolderGuard | None = None
+        self._held: dict[int, Segment] = {}  # by version, in order of publishing
+        for folder in self._roots:
+            remove_leftovers(folder)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Those that readers can open, in order of publishing."""
+        return tuple(self._held)
+
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        keep: frozenset[int] = frozenset(),
+    ) -> SharedMemoryHandle:
+        """Copy whole tensors, in Hugging Face names, into shared memory as ``version``; blocks.
+
+        Afterwards this version, the one published before, and those in ``keep`` that were readable
+        are readable; the others are released before this one is written.
+
+        Raises:
+            WeightSyncError: the version cannot be published.
+        """
+        layout = plan_image(tensors, version)
+        segment = self.begin(layout, keep)
+        try:
+            write_image(layout, tensors, segment.image)
+            return self.finish(layout, segment)
+        except BaseException:
+            segment.remove()
+            raise
+
+    def begin(self, layout: ImageLayout, keep: frozenset[int]) -> Segment:
+        """First half of `publish`: memory for the version that no reader uses. After writing all of
+        it call `finish`, or after an error the segment's `remove`.
+
+        Raises:
+            WeightSyncError: there is no room.
+        """
+        return self._used_segment(layout, keep) or self._new_segment(layout)
+
+    def finish(self, layout: ImageLayout, segment: Segment) -> SharedMemoryHandle:
+        """Make the version visible that was written into ``segment``.
+
+        Raises:
+            WeightSyncError: the file cannot be renamed.
+        """
+        path = segment.path.with_suffix(".safetensors")
+        try:
+            segment.offer(path)
+        except OSError as error:
+            raise WeightSyncError(f"version {layout.version}: cannot rename to {path}") from error
+        before = self._held.pop(layout.version, None)
+        if before is not None and before.path != path:
+            before.remove()
+        self._held[layout.version] = segment
+        return SharedMemoryHandle(
+            version=layout.version, path=str(path), num_bytes=layout.num_bytes
+        )
+
+    def close(self) -> None:
+        """Remove all versions. Readers keep what they have mapped."""
+        self._held.clear()
+        for root in self._roots:
+            shutil.rmtree(root / self._folder_name, ignore_errors=True)
+        for lock in self._locks.values():
+            if lock is not None:
+                os.close(lock)
+        self._locks.clear()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+
+    def _make(self, folder: Path) -> None:
+        if self._guard is None:
+            with contextlib.suppress(OSError):  # if there is no shell, the next command cleans up
+                self._guard = FolderGuard([root / self._folder_name for root in self._roots])
+        if folder not in self._locks:
+            self._locks[folder] = make_folder(folder)
+
+    def _used_segment(self, layout: ImageLayout, keep: frozenset[int]) -> Segment | None:
+        """Release versions; returns one whose memory fits and that no reader uses."""
+        found: Segment | None = None
+        for old in versions_to_free(list(self._held), keep):
+            segment = self._held.pop(old)
+            folder = segment.path.parent
+            # Only the shared-memory file system certainly has locks.
+            is_fit = segment.num_bytes == layout.num_bytes and self._roots[0] in folder.parents
+            if is_fit and found is None and segment.take_back(_unfinished(folder, layout)):
+                found = segment
+            else:
+                segment.remove()
+        return found
+
+    def _new_segment(self, layout: ImageLayout) -> Segment:
+        refusals: list[str] = []
+        for root in self._roots:
+            refusal = _refusal(root, layout.num_bytes)
+            if refusal is None:
+                folder = root / self._folder_name
+                try:
+                    self._make(folder)
+                    return Segment(_unfinished(folder, layout), layout.num_bytes)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+                        raise WeightSyncError(
+                            f"version {layout.version}: cannot write {root}"
+                        ) from error
+                    refusal = f"{root}: {error.strerror}"
+            refusals.append(refusal)
+        raise WeightSyncError(
+            f"version {layout.version} cannot be published: " + "; ".join(refusals)
+        )
+
+
+def _unfinished(folder: Path, layout: ImageLayout) -> Path:
+    return folder / f"v{layout.version}.unfinished"
+
+
+def _refusal(root: Path, num_bytes: int) -> str | None:
+    """Why ``root`` cannot take ``num_bytes``, or None."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        room = shutil.disk_usage(root).free - HEADROOM_BYTES
+    except OSError as error:
+        return f"{root}: {error.strerror}"
+    if num_bytes > room:
+        return f"{root}: {num_bytes >> 20} MiB needed, {max(room, 0) >> 20} MiB free"
+    return None
+
+
+# When a page is read, Linux also maps what is in memory around it (fault_around_bytes in debugfs).
+# 538 MB take 23 ms this way, 32 ms with MADV_POPULATE_READ, 37 ms if each page is touched.
+_FAULT_AROUND_BYTES = 64 << 10
+
+# Bits of an entry of /proc/self/pagemap, which has one of 64 bits for each page:
+# https://docs.kernel.org/admin-guide/mm/pagemap.html
+_PAGEMAP = "/proc/self/pagemap"
+_IN_MEMORY_OR_SWAP = np.uint64(0b11 << 62)
+_OF_A_FILE = np.uint64(1 << 61)
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class Segment:
+    """A publisher's file, mapped for writing. A new one is at ``path`` and incomplete.
+
+    Raises:
+        OSError: there is no room.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        self._file = path.open("w+b")
+        try:
+            # Reserve the pages: writing to a mapped page without room would kill the process.
+            os.posix_fallocate(self._file.fileno(), 0, num_bytes)
+            mapped = mmap.mmap(self._file.fileno(), num_bytes)
+        except BaseException:
+            self.remove()
+            raise
+        # The bytes, uint8 [num_bytes]; may be written until they are offered.
+        self.image = torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def offer(self, path: Path) -> None:
+        """Give the complete bytes their final name."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self.path = self.path.replace(path)
+
+    def take_back(self, path: Path) -> bool:
+        """Rename it to be written again; False if a reader uses it.
+
+        Renaming comes first: a reader that opened the file before and locks it later notices.
+        """
+        try:
+            self.path = self.path.replace(path)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def remove(self) -> None:
+        """Delete the file. Readers keep what they have mapped."""
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+
+
+class SegmentWriter:
+    """Maps segments of another process, to write a part of their bytes before they are offered.
+
+    Maps are kept while their files have names, since mapping costs as much as the copy.
+    """
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, tuple[BinaryIO, torch.Tensor]] = {}  # by inode
+
+    def image(self, path: Path) -> torch.Tensor:
+        """All bytes, uint8 [num_bytes], for writing in place.
+
+        Raises:
+            OSError: there is no such file.
+        """
+        for inode, (file, _) in list(self._mapped.items()):
+            if not _has_name(file):
+                file.close()
+                del self._mapped[inode]
+        inode = path.stat().st_ino
+        if inode not in self._mapped:
+            file = path.open("r+b")
+            mapped = mmap.mmap(file.fileno(), 0)
+            self._mapped[inode] = file, torch.frombuffer(mapped, dtype=torch.uint8)
+        return self._mapped[inode][1]
+
+
+class SegmentReader:
+    """Maps published segments for reading. All methods may be called from any thread.
+
+    Maps are kept while their files have names; the memory of a removed version is freed when no
+    tensor of it exists and `examine` runs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[int, _Map] = {}  # by inode; reusable
+        self._unused: deque[_Map] = deque()  # no tensor uses them; not yet examined
+
+    def image(self, path: Path) -> torch.Tensor:
+        """All bytes of a published file, uint8, locked while the tensor or a view of it exists.
+
+        All pages are mapped: later reads cause no page fault. Writing to the tensor changes only
+        what this reader sees.
+
+        Raises:
+            OSError: the file is gone, or about to be written again.
+            ValueError: it is empty.
+        """
+        self.examine()
+        with self._lock:
+            found = self._idle.pop(path.stat().st_ino, None)
+        found = found or _Map(path)
+        found.flock(fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if path.stat().st_ino != found.inode:
+            raise FileNotFoundError(f"{path} was replaced")
+        held = memoryview(found.memory)  # by the tensor's storage, which views share
+        image = torch.frombuffer(held, dtype=torch.uint8)
+        weakref.finalize(held, self._release, found).atexit = False
+        image[::_FAULT_AROUND_BYTES].sum()
+        return image
+
+    def examine(self) -> int:
+        """Find out which unused maps can be reused, and drop the others; returns the number of the
+        former. `image` does it too, but then its caller waits: a third of the time of mapping."""
+        with self._lock:
+            while self._unused:
+                found = self._unused.popleft()
+                if found.is_as_published():
+                    self._idle[found.inode] = found
+            self._idle = {i: idle for i, idle in self._idle.items() if _has_name(idle.file)}
+            return len(self._idle)
+
+    def _release(self, unused: _Map) -> None:
+        """No tensor uses the map any more. Runs in any thread, at any moment: takes no lock."""
+        unused.flock(fcntl.LOCK_UN)
+        self._unused.append(unused)
+
+
+class _Map:
+    """A private copy-on-write map of a file. Its locks are those of the open file."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: BinaryIO = path.open("rb")
+        self.memory = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.inode = os.fstat(self.file.fileno()).st_ino
+        self._address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+
+    def flock(self, operation: int) -> None:
+        """Without effect on file systems without locks (none is a shared-memory file system, and
+        elsewhere the publisher does not reuse files)."""
+        try:
+            fcntl.flock(self.file, operation)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+
+    def is_as_published(self) -> bool:
+        """Whether every page is the file's; False if the kernel does not tell."""
+        page = mmap.PAGESIZE
+        num_pages = -(-len(self.memory) // page)
+        try:
+            with open(_PAGEMAP, "rb", buffering=0) as file:
+                file.seek(self._address // page * 8)
+                content = file.read(num_pages * 8)
+        except OSError:
+            return False
+        entries = np.frombuffer(content, dtype=np.uint64)
+        is_own = ((entries & _IN_MEMORY_OR_SWAP) != 0) & ((entries & _OF_A_FILE) == 0)
+        return len(entries) == num_pages and not is_own.any()
+
+
+def _has_name(file: BinaryIO) -> bool:
+    return os.fstat(file.fileno()).st_nlink > 0
