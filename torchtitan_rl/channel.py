@@ -1,21 +1,17 @@
-"""Gathers messages into batches.
+"""The messages between the controller and its actors, gathered into batches.
 
-Invariants: each message leaves once, in the order of `Outbox.put`; at most one batch leaves per
+The messages are calls and aborts in one direction, and ends in the other. The replicas' channel and
+the endpoint's connection define their own payloads, and further messages such as progress.
+
+`Outbox`: each message leaves once, in the order of `Outbox.put`; at most one batch leaves per
 interval, unless an urgent message waits; after a silence the first message leaves at once; the
 event loop is woken at most twice for a batch of any size.
 
-An event loop's end of a connection to an actor: many messages in few calls.
-
-The actor has two calls: ``deliver`` takes a batch of messages, ``poll`` returns a batch as soon as
-it has messages. It gathers them in an `Outbox`, too.
-
-Invariants: one delivery and one poll run at a time, and messages arrive in order; messages that are
-put while a delivery runs leave together with the next one; batches that arrive are handled one
-after the other. The end of either loop ends the connection, with an error.
-
-The messages of a connection: calls and aborts in one direction, ends in the other.
-
-Each connection defines its own payloads, and further messages such as progress.
+`Connection`: an event loop's end of a connection to an actor with two calls. ``deliver`` takes a
+batch of messages; ``poll`` returns a batch as soon as it has messages. One delivery and one poll
+run at a time, and messages arrive in order. Messages that are put while a delivery runs leave
+together with the next one. Batches that arrive are handled one after the other. The end of either
+loop ends the connection, with an error.
 """
 
 from __future__ import annotations
@@ -56,12 +52,8 @@ class Outbox(Generic[M]):
             if self._wake is not None:
                 self._notify()
 
-    @property
-    def has_messages(self) -> bool:
-        return bool(self._messages)
-
     def discard(self, is_discarded: Callable[[M], bool]) -> bool:
-        """Drop messages that have not left; True where there were any."""
+        """Drop messages that have not left; whether there were any."""
         with self._lock:
             num_before = len(self._messages)
             self._messages = [one for one in self._messages if not is_discarded(one)]
@@ -74,7 +66,7 @@ class Outbox(Generic[M]):
             self._notify()
 
     def take_now(self) -> tuple[M, ...]:
-        """All messages, which may be none."""
+        """Take all messages; an empty tuple if there are none."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -83,8 +75,8 @@ class Outbox(Generic[M]):
             return messages
 
     async def take(self, timeout_s: float | None = None) -> tuple[M, ...]:
-        """The next batch, as soon as it may leave; empty where no message was put within
-        ``timeout_s``, or all that were put were discarded. One call at a time."""
+        """The next batch, as soon as it may leave; empty if no message was put within
+        ``timeout_s``, or all were discarded. One call at a time."""
         now = asyncio.get_running_loop().time
         if await self._wait_until(lambda: self._is_due, timeout_s):
             await self._wait_until(lambda: self._is_urgent, self._next_s - now())
@@ -92,7 +84,7 @@ class Outbox(Generic[M]):
         return self.take_now()
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        """False where ``condition`` does not hold in time."""
+        """Whether ``condition`` holds in time."""
         reached = asyncio.Event()
         with self._lock:
             if condition() or self._failure is not None:

@@ -9,10 +9,11 @@ get kept tokens (`scripted_kept`).
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from torchtitan_rl.types import (
     FinishReason,
     GenerationRequest,
     KeptTokens,
+    SamplingParams,
     TopLogprobs,
 )
 
@@ -236,3 +238,44 @@ def _digest(tokens: Iterable[int], start: int = 0) -> int:
 def _draw(digest: int, *, seed: int | None, version: int, vocab_size: int) -> tuple[int, float]:
     bits = zlib.crc32(f"{seed}:{version}".encode(), digest)
     return bits % vocab_size, -(1 + bits % 4096) / 1024
+
+
+WAIT_S = 20.0
+
+
+class SteppedEngine(ScriptedEngine):
+    """A scripted engine whose steps wait for permission."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.permits = threading.Semaphore(0)
+        self.asked = threading.Semaphore(0)
+
+    def step(self) -> list:
+        self.asked.release()
+        assert self.permits.acquire(timeout=WAIT_S)
+        return super().step()
+
+    def allow(self, steps: int) -> None:
+        """Let ``steps`` steps run and wait until the loop asks for the one after."""
+        for _ in range(steps):
+            self.permits.release()
+            assert self.asked.acquire(timeout=WAIT_S)
+
+
+class GivingUpEngine(ScriptedEngine):
+    """Gives up every request whose id begins with "bad" where another would end."""
+
+    def step(self) -> list:
+        return [
+            replace(output, refusal="no token is left")
+            if output.request_id.startswith("bad")
+            else output
+            for output in super().step()
+        ]
+
+
+def request(name: str, max_tokens: int = 4, *, prompt: tuple[int, ...] = (1, 2, 3)):
+    return GenerationRequest(
+        request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens)
+    )

@@ -1,4 +1,4 @@
-"""What each kind of process is built from. Specs are pickled: plain values only."""
+"""What each kind of process is built from. Specs are pickled, so they hold plain values only."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class GeneratorSpec:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     log_dir: Path = Path()
     trace_dir: Path | None = None
-    stream_interval_s: float = 0.05  # between two reports of what a request has so far
-    sleeps: bool = False  # it shares its devices, and frees their memory when it sleeps
+    stream_interval_s: float = 0.05  # between two reports of a request's new tokens
+    sleeps: bool = False  # it shares its devices: a sleep frees their memory
     reasoning_parser: str = ""  # for structured outputs that begin after reasoning
 
 
@@ -49,7 +49,7 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightHostSpec:
-    """What a process needs that fetches weights for all replicas of its host."""
+    """What the process needs that fetches weights for all replicas of a host."""
 
     name: str  # "host 1"
     run_dir: Path

@@ -2,10 +2,8 @@
 
 A command travels as it is from the router to the loop that executes it (`EngineLoop.execute`), and
 its answer travels back. To add one, define it here, issue it in the router and execute it in the
-loop; the transport in between carries every command alike. Where all ranks must apply it at the
-same point it also becomes a `LoopDecision`: `Inbox.ask` queues it and `decide` orders it.
-
-Futures that an engine loop resolves, and errors that fail several of them.
+loop; the transport in between carries every command alike. If all ranks must apply it at the same
+point, it also becomes a `LoopDecision`: `Inbox.ask` queues it and `decide` orders it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ have, or finish first. New ones queue in each case."""
 
 
 class EngineCommand(Generic[T_co]):
-    """``T_co`` is the type of the answer."""
+    """A command whose answer has the type ``T_co``."""
 
     __slots__ = ()
 
@@ -44,7 +42,7 @@ class Pause(EngineCommand[None]):
 
     Running requests freeze with their KV (``keep``), end with the tokens they have (``abort``)
     or finish first (``wait``); new ones queue, in each case, until `Resume`. Pulls and aborts
-    continue. Where another pause still waits, the later mode holds for both; one that a `Resume`
+    continue. If another pause still waits, the later mode holds for both. A pause that a `Resume`
     ends before it is answered fails with a `GenerationError`.
     """
 
@@ -74,8 +72,7 @@ class WakeUp(EngineCommand[None]):
 class Pull(EngineCommand[PullReport]):
     """Swap in the staged weights of ``version`` between two steps.
 
-    Where another pull is still waiting, the later one wins, and the report of its version is
-    the answer to both.
+    If another pull still waits, the later one wins, and the report of its version answers both.
     """
 
     version: int
@@ -119,12 +116,12 @@ def failed_future(error: GenerationError) -> Future[Any]:
 
 
 def fail_future(future: Future[Any], error: GenerationError) -> None:
-    """Fail it with a copy of ``error``."""
+    """Fail ``future`` with a copy of ``error``."""
     future.set_exception(copy_of(error))
 
 
 def copy_of(error: _Error) -> _Error:
-    """One exception raised in many places mixes tracebacks, so each gets a copy."""
+    """A copy: one exception that is raised in many places mixes their tracebacks."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
     return copy

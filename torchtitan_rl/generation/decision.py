@@ -79,7 +79,7 @@ class KvPolicy:
             raise ConfigError(errors)
 
     def apply(self, engine: Engine, *, running: int, what: str) -> bool:
-        """Apply it while ``running`` requests are unfinished; True where those recompute.
+        """Apply the policy while ``running`` requests are unfinished; whether they recompute.
 
         Raises:
             WeightSyncError: ``what`` (replica and version) left old prefixes in the cache.
@@ -180,7 +180,7 @@ class SoloChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """The content of an inbox at one moment. ``pause`` is one that has not been decided yet.
+    """The content of an inbox at one moment. ``pause`` has not been decided yet.
 
     ``powers``: queued SLEEP and WAKE_UP actions, oldest first. ``power``: the engine's state before
     them.
@@ -211,7 +211,7 @@ class Queued:
         return self.pause is not None and (self.pause != "wait" or is_idle)
 
     def needs_decision(self, *, is_idle: bool) -> bool:
-        """Whether there is anything to decide but to go on stepping."""
+        """Whether a decision other than to continue stepping is due."""
         return (
             self.must_close
             or self.pull_is_due
@@ -322,7 +322,7 @@ class Inbox:
             return self._waiters.pop(Action.PAUSE, [])
 
     def take_readings(self) -> bool:
-        """Whether there are readings to do; the next `answer` is theirs."""
+        """Whether a reading was requested; the next `answer` is the answer to all readings."""
         with self._changed:
             self._answering, self._readers = self._readers, []
             return bool(self._answering)

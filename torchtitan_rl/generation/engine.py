@@ -2,11 +2,8 @@
 
 All methods are called from the loop's thread, between steps, in the same order on every rank.
 
-Tokens per second between two readings of a counter.
-
-Decides whether an engine loop is stuck: from its progress, not from its process's answers.
-
-Pure: no clock, no thread.
+`ReadingRate` computes tokens per second between two readings of a counter. `StallWatch` decides
+whether an engine loop is stuck: from its progress, not from its process's answers.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def check_resumable(request: GenerationRequest) -> None:
     The replica checks that prompt and tokens fit into the context, as for any prompt.
 
     Raises:
-        InvalidRequestError: what does not fit, in numbers.
+        InvalidRequestError: ``resume_from`` does not fit; the message has the numbers.
     """
     so_far = request.resume_from
     if so_far is None:

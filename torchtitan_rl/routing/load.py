@@ -12,7 +12,7 @@ _NO_CALLER: _Least = (float("inf"), -1)
 
 
 class _Tree:
-    """The least loaded of some of the replicas."""
+    """The least loaded of the replicas with one version."""
 
     def __init__(self, size: int) -> None:
         self._size = size  # a power of two
@@ -58,18 +58,18 @@ class LoadIndex:
             self._trees[version].set(index, (load, index))
 
     def load(self, index: int) -> float:
-        """Infinite where it is not eligible."""
+        """The replica's load; infinite if it is not eligible."""
         leaf = self._leaves[index]
         return float("inf") if leaf is None else leaf[0]
 
     def is_eligible(self, index: int, min_version: int = 0) -> bool:
-        """May this replica be given a request that wants ``min_version`` or a newer one?"""
+        """Whether the replica may get a request that wants ``min_version`` or a newer version."""
         leaf = self._leaves[index]
         return leaf is not None and leaf[1] >= min_version
 
     def least(self, min_version: int = 0) -> int | None:
         """The least loaded eligible replica of this version or a newer one, the lowest index among
-        equals; None where there is none."""
+        equals; None if no replica is."""
         best = _NO_CALLER
         for version, tree in self._trees.items():
             if version >= min_version and tree.least < best:

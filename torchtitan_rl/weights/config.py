@@ -62,11 +62,11 @@ def choose_transport(
     trainer_hosts: Collection[int],
     replica_hosts: Collection[int],
 ) -> Transport:
-    """Shared memory where trainer and replicas are on one host, RDMA between hosts, unless
+    """The transport to use: shared memory on one host and RDMA between hosts, unless one is
     ``configured``.
 
     Args:
-        trainer_hosts, replica_hosts: those of all ranks, by their places in the list of hosts.
+        trainer_hosts, replica_hosts: the hosts of all ranks, as indices into the list of hosts.
 
     Raises:
         ConfigError: shared memory is configured and does not reach all replicas.

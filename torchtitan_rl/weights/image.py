@@ -82,11 +82,11 @@ class TensorPart:
     local: torch.Tensor | None
 
     def whole(self) -> torch.Tensor:
-        """A tensor like the whole one, without data; for `plan_image`."""
+        """An empty tensor like the whole one, for `plan_image`."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def box(self, name: str) -> Box:
-        """Where the local elements belong; there are some."""
+        """The place of the local elements, which are not None."""
         assert self.local is not None
         return Box(name, tuple(self.shape), self.dtype, self.offset, tuple(self.local.shape))
 

@@ -47,7 +47,7 @@ class MemoryOffers(Protocol):
         """Buffers over consecutive slices of ``memory``, uint8, which they keep alive.
 
         Raises:
-            WeightSyncError: it cannot be opened.
+            WeightSyncError: the memory cannot be opened.
         """
         ...
 
@@ -58,7 +58,7 @@ class BufferReader(Protocol):
     """Reads the buffers, one after another, into ``memory``, uint8 of their size; blocks.
 
     Raises:
-        WeightSyncError: they could not be read.
+        WeightSyncError: the buffers could not be read.
     """
 
     def __call__(self, buffers: Sequence[Any], memory: torch.Tensor, /) -> None: ...
@@ -86,7 +86,7 @@ class PartPublisher:
         """Copy the local parts; None if this process has none.
 
         Raises:
-            WeightSyncError: they cannot be offered.
+            WeightSyncError: the parts cannot be offered.
         """
         self._release([version, *versions_to_free(list(self._held), keep)])
         boxes = boxes_of(parts)
@@ -113,7 +113,7 @@ class PartPublisher:
 
 
 def checksum(content: torch.Tensor) -> int:
-    """Of ``content``, uint8 on the CPU: 5.5 GB/s on one core, where zlib's CRC-32 does 1.2."""
+    """XXH3 of ``content``, uint8 on the CPU: 5.5 GB/s on one core; zlib's CRC-32 does 1.2."""
     return xxhash.xxh3_64_intdigest(content.numpy().data)
 
 
@@ -149,7 +149,7 @@ def unpack(
 
 
 def damaged(parts: Sequence[PackedPart], packed: torch.Tensor) -> list[str]:
-    """Names of the tensors whose packed bytes are not those that the checksums were made of."""
+    """Names of the tensors whose packed bytes differ from what the checksums were made of."""
     boxes = [part.box for part in parts]
     return [
         part.box.name
@@ -159,7 +159,7 @@ def damaged(parts: Sequence[PackedPart], packed: torch.Tensor) -> list[str]:
 
 
 def start_in_image(boxes: Sequence[Box], layout: ImageLayout) -> int | None:
-    """Where the packed boxes are one slice of the image as they are: its start. Else None."""
+    """The start of the slice of the image that equals the packed boxes; None if there is none."""
     end = start = layout.offsets[boxes[0].name]
     for box in boxes:
         if box.size != box.shape or layout.offsets[box.name] != end:
@@ -214,7 +214,7 @@ class WeightReceiver:
         """Read a version from the trainer's ranks, or from ``parent``, a host that has all of it.
 
         Raises:
-            WeightSyncError: it is gone, incomplete or damaged, or there is no room.
+            WeightSyncError: the version is gone, incomplete or damaged, or there is no room for it.
         """
         started = time.perf_counter()
         layout, sources = handle.layout, handle.sources if parent is None else (parent,)
@@ -236,7 +236,7 @@ class WeightReceiver:
         """All of a version that was fetched, for other hosts to read from here.
 
         Raises:
-            WeightSyncError: it is not here, or cannot be opened.
+            WeightSyncError: the version is not here, or its memory cannot be opened.
         """
         if version not in self._offered:
             held = self._held.get(version)
@@ -260,7 +260,7 @@ class WeightReceiver:
         self._shared.close()
 
     def _forget_removed(self) -> None:
-        """Of versions whose memory is about to be written again, or gone."""
+        """Forget the versions whose memory is gone, or about to be written again."""
         for version in set(self._held) - set(self._shared.versions):
             del self._held[version]
             offered = self._offered.pop(version, None)
@@ -270,7 +270,7 @@ class WeightReceiver:
     def _receive_all(
         self, layout: ImageLayout, sources: Sequence[RemoteSource], image: torch.Tensor
     ) -> int:
-        """Returns the number of bytes that were read."""
+        """Read and assemble all sources; returns the number of bytes that were read."""
         # Monarch finds the actor to act for in a context variable.
         with ThreadPoolExecutor(min(len(sources), _READS_AT_ONCE)) as threads:
             reads = [

@@ -68,7 +68,7 @@ class SharedMemoryPublisher:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Those that readers can open, in order of publishing."""
+        """The versions that readers can open, in order of publishing."""
         return tuple(self._held)
 
     def publish(
@@ -100,7 +100,7 @@ class SharedMemoryPublisher:
         it call `finish`, or after an error the segment's `remove`.
 
         Raises:
-            WeightSyncError: there is no room.
+            WeightSyncError: there is no room for the version.
         """
         return self._used_segment(layout, keep) or self._new_segment(layout)
 
@@ -211,7 +211,7 @@ class Segment:
     """A publisher's file, mapped for writing. A new one is at ``path`` and incomplete.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is no room for the file.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -234,7 +234,7 @@ class Segment:
         self.path = self.path.replace(path)
 
     def take_back(self, path: Path) -> bool:
-        """Rename it to be written again; False if a reader uses it.
+        """Rename the file, to write it again; False if a reader uses it.
 
         Renaming comes first: a reader that opened the file before and locks it later notices.
         """
@@ -264,7 +264,7 @@ class SegmentWriter:
         """All bytes, uint8 [num_bytes], for writing in place.
 
         Raises:
-            OSError: there is no such file.
+            OSError: ``path`` does not exist.
         """
         for inode, (file, _) in list(self._mapped.items()):
             if not _has_name(file):
@@ -298,7 +298,7 @@ class SegmentReader:
 
         Raises:
             OSError: the file is gone, or about to be written again.
-            ValueError: it is empty.
+            ValueError: the file is empty.
         """
         self.examine()
         with self._lock:
@@ -340,8 +340,8 @@ class _Map:
         self._address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
     def flock(self, operation: int) -> None:
-        """Without effect on file systems without locks (none is a shared-memory file system, and
-        elsewhere the publisher does not reuse files)."""
+        """Lock or unlock the file. No effect on file systems without locks, on which the publisher
+        does not reuse files."""
         try:
             fcntl.flock(self.file, operation)
         except OSError as error:
@@ -349,7 +349,7 @@ class _Map:
                 raise
 
     def is_as_published(self) -> bool:
-        """Whether every page is the file's; False if the kernel does not tell."""
+        """Whether every page is the file's own; False if the kernel does not tell."""
         page = mmap.PAGESIZE
         num_pages = -(-len(self.memory) // page)
         try:

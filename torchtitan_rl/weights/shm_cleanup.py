@@ -44,7 +44,7 @@ def make_folder(folder: Path) -> int | None:
     is open, None if the file system has no locks.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the folder cannot be created.
     """
     folder.mkdir(parents=True, mode=0o700)
     return _lock(folder)
@@ -106,7 +106,7 @@ def remove_leftovers(root: Path = SHARED_MEMORY_ROOT) -> list[Path]:
 
 
 def _is_unlocked(folder: Path) -> bool:
-    """Whether it is not new and no process holds its lock."""
+    """Whether the folder is not new and no process holds its lock."""
     try:
         age_s = time.time() - folder.stat().st_mtime
     except OSError:

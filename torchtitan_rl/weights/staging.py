@@ -1,6 +1,6 @@
 """Weights that a generator rank has mapped and not yet copied into its model.
 
-A thread maps them while decoding goes on; the swap, between two steps, only copies. All methods
+A thread maps them while decoding continues; the swap, between two steps, only copies. All methods
 may be called from any thread.
 
 Invariants: a version is available only after all of its bytes are mapped; its tensors stay valid
@@ -38,7 +38,7 @@ class WeightStaging:
         """Map a version, unless it is already staged; blocks.
 
         Raises:
-            WeightSyncError: it is gone, incomplete, or not the handle's version.
+            WeightSyncError: the file is gone, incomplete, or not of the handle's version.
         """
         if handle.version in self.versions:
             return
@@ -62,7 +62,7 @@ class WeightStaging:
         """The tensors of ``version`` in Hugging Face names, for reading.
 
         Raises:
-            WeightSyncError: it is not staged.
+            WeightSyncError: ``version`` is not staged.
         """
         with self._lock:
             if version in self._staged:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine
-from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
+from tests.support.scripted_engine import WAIT_S, ScriptedEngine, SteppedEngine, request
 from tests.support.threaded_channel import make_threaded_channels
 from torchtitan_rl.errors import (
     LoopFailedError,

@@ -8,8 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, scripted_token
-from tests.support.stepped_engine import WAIT_S, GivingUpEngine, SteppedEngine, request
+from tests.support.scripted_engine import (
+    WAIT_S,
+    GivingUpEngine,
+    ScriptedEngine,
+    SteppedEngine,
+    request,
+    scripted_token,
+)
 from torchtitan_rl.errors import (
     InvalidRequestError,
     LoopClosedError,

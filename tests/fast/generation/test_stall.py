@@ -12,8 +12,7 @@ from tests.fast.generation.test_loop import running_loop
 from tests.support.async_tests import on_virtual_clock
 from tests.support.loop_replica import LoopPeer, loop_replica
 from tests.support.replicas import GatedReplica
-from tests.support.scripted_engine import ScriptedEngine
-from tests.support.stepped_engine import WAIT_S, SteppedEngine, request
+from tests.support.scripted_engine import WAIT_S, ScriptedEngine, SteppedEngine, request
 from torchtitan_rl.errors import LoopStalledError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadTokens, Resume
 from torchtitan_rl.generation.engine import EngineOutput, Pulse, StallWatch

@@ -14,8 +14,7 @@ from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.far_replica import FarReplica, connected
 from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, request, settle
-from tests.support.scripted_engine import scripted_token
-from tests.support.stepped_engine import GivingUpEngine
+from tests.support.scripted_engine import GivingUpEngine, scripted_token
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     GenerationError,

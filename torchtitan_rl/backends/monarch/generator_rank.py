@@ -22,7 +22,7 @@ _CLOSE_S = 30.0  # for the loop to end
 
 
 class GeneratorRank:
-    """Built in a thread of the actor, on all ranks together."""
+    """One rank's engine and loop. Build it on all ranks together, in a thread of the actor."""
 
     def __init__(self, spec: GeneratorSpec, rank: int) -> None:
         self._rank = rank
@@ -58,7 +58,7 @@ class GeneratorRank:
             os._exit(1)
 
     async def stage(self, handle: SharedMemoryHandle) -> None:
-        """Map a version while decoding goes on; on every rank."""
+        """Map a version, while decoding continues. Every rank does it."""
         with self._tracer.span("fetch weights", track="fetch", version=handle.version):
             await asyncio.to_thread(self._staging.stage, handle)
 

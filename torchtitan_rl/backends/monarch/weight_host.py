@@ -37,7 +37,7 @@ _START_S = 60.0
 
 
 class WeightHostActor(Actor):
-    """Work runs in one thread: versions come one after another."""
+    """Fetches versions one after another, in one thread."""
 
     def __init__(self, spec: WeightHostSpec) -> None:
         self._spec = spec
@@ -96,7 +96,7 @@ class WeightHost:
         """Start the process, unless it runs and can work.
 
         Raises:
-            ReplicaError, DeadlineError: it did not start.
+            ReplicaError, DeadlineError: the process did not start.
         """
         async with self._starting:
             if self._actor is None:
@@ -153,6 +153,6 @@ class WeightHost:
 def weight_host(
     group: ProcessGroup, spec: WeightHostSpec, hosts: Hosts | None = None
 ) -> WeightHost:
-    """Not started: `WeightHost.start` starts its process."""
+    """A `WeightHost` for the group's host; `WeightHost.start` starts its process."""
     spawn = functools.partial(spawn_processes, group, log_dir=spec.log_dir, hosts=hosts)
     return WeightHost(spec, spawn)

@@ -65,7 +65,7 @@ class StagedWeights(Protocol):
         """The whole policy in Hugging Face names and shapes; read only.
 
         Raises:
-            WeightSyncError: that version is not staged.
+            WeightSyncError: ``version`` is not staged.
         """
         ...
 
@@ -238,7 +238,8 @@ class VllmEngine:
     def _distribution(
         self, sampling: SamplingParams, core_request: Any
     ) -> tuple[Grammar | None, Callable[[], KeptTokens] | None]:
-        """What says which tokens each token is sampled from: a grammar, or the sets themselves."""
+        """What each token is sampled from: a grammar, or a function that reads the newest token's
+        set."""
         has_grammar = core_request.structured_output_request is not None
         if not sampling.with_logprobs or not (sampling.truncates or has_grammar):
             return None, None  # not trained on, or nothing is cut

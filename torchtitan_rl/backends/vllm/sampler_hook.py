@@ -53,20 +53,21 @@ class KeptSets:
         runner.sampler.sample = draw_and_read
 
     def _read(self, names: Sequence[str], processed_RV: Any) -> None:
-        """``processed_RV``: logits or logprobs of one row for each request, -inf where cut."""
+        """Record the sets of ``processed_RV``: logits or logprobs, one row for each request, -inf
+        where a token is cut."""
         rows = [row for row, name in enumerate(names) if name in self._sets]
         if not rows:
             return
         if len(rows) < len(processed_RV):  # a copy, which is slow
             processed_RV = processed_RV[rows]
         for row, kept_V in zip(rows, (processed_RV > -math.inf).cpu().numpy(), strict=True):
-            # Of NaN nothing is left; the token's logprob is NaN, too, which is masked by itself.
+            # A row of NaN keeps nothing; the token's logprob is NaN, too, and is masked for that.
             packed = pack_kept(kept_V) if kept_V.any() else WHOLE_VOCABULARY
             self._sets[names[row]] = packed if len(packed) <= self._max_bytes else None
 
 
 class Grammars:
-    """The grammars of requests, serialized once where several have the same one."""
+    """The grammars of requests; one that several requests have is serialized once."""
 
     def __init__(self) -> None:
         self._data: dict[Any, bytes] = {}  # by what vLLM compiled them from
