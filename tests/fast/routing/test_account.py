@@ -99,7 +99,7 @@ async def iterations(count: int) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("again", [None, 0, 1, 3, 8])
+@pytest.mark.parametrize("again", [None, 1])
 def test_a_request_that_is_cancelled_at_any_moment_is_accounted_to_the_last_token(
     again: int | None,
 ) -> None:

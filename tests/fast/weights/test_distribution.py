@@ -169,32 +169,6 @@ async def test_a_parent_is_lost_and_its_version_is_forgotten() -> None:
 
 
 @on_virtual_clock
-async def test_a_fetch_that_failed_is_tried_again_by_who_asks_next() -> None:
-    network = Network(lost={"host 0"})
-    weights = WeightDistribution(network.hosts(1), fan_out=2)
-    answers = await asyncio.gather(
-        *(weights.ensure_on_host(handle(1), 0) for _ in range(2)), return_exceptions=True
-    )
-    assert [str(answer) for answer in answers] == ["host 0 is lost"] * 2
-    assert len(network.fetches) == 1
-    network.lost.clear()
-    weights.replace(0, Host(network, "host 0 again"))
-    assert (await weights.ensure_on_host(handle(1), 0)).path == "/host 0 again/v1"
-
-
-@on_virtual_clock
-async def test_a_replica_that_no_longer_waits_does_not_stop_the_others() -> None:
-    network = Network()
-    weights = WeightDistribution(network.hosts(1), fan_out=2)
-    first = asyncio.create_task(weights.ensure_on_host(handle(1), 0))
-    second = asyncio.create_task(weights.ensure_on_host(handle(1), 0))
-    await asyncio.sleep(0.5)
-    first.cancel()
-    assert (await second).path == "/host 0/v1"
-    assert len(network.fetches) == 1
-
-
-@on_virtual_clock
 async def test_who_waits_when_all_ends_is_told() -> None:
     weights = WeightDistribution(Network().hosts(3), fan_out=1)
     asked = [asyncio.create_task(weights.ensure_on_host(handle(1), host)) for host in range(3)]

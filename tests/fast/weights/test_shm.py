@@ -110,14 +110,6 @@ def test_a_version_whose_writing_failed_leaves_nothing_and_the_current_one_stays
     assert files_under(tmp_path) == ["v0.safetensors"]
 
 
-def test_publishing_a_version_again_keeps_it(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
-    publisher.publish(5, weights(0))
-    publisher.publish(5, weights(1))
-    publisher.publish(6, weights(2))
-    assert files_under(tmp_path) == ["v5.safetensors", "v6.safetensors"]
-
-
 def test_only_memory_without_readers_is_written_again(tmp_path: Path) -> None:
     publisher = make_publisher(tmp_path)
     handles = [publisher.publish(version, weights(version)) for version in range(2)]
