@@ -17,7 +17,6 @@ Besides its `Phase` a replica has flags:
 | ``is_stopped`` | a pause or sleep begins | `resume`, or `leave_to_pin` | gets no request |
 | ``is_emptied`` | it executed that pause or sleep | with ``is_stopped`` | has no request |
 | ``is_asleep`` | a sleep begins | it executed the wake-up | begins no swap |
-| ``is_lagging`` | a sync returns without it | its next swap | still follows that sync |
 
 Which combinations occur:
 
@@ -28,8 +27,6 @@ Which combinations occur:
 - ``is_pinned`` in phase SYNCING or DRAINING only while the pin gets its version, when it begins or
   after a sleep.
 - ``is_pinned`` with ``is_stopped`` in every pause but one that spares pins.
-- ``is_pinned`` with ``is_lagging``: it follows the sync when the pin ends.
-- ``is_lagging`` in phase STARTING: no sync waits for it.
 - In phase DEAD the flags mean nothing.
 """
 
@@ -128,7 +125,6 @@ class ReplicaState:
     is_stopped: bool = False
     is_asleep: bool = False
     is_emptied: bool = False
-    is_lagging: bool = False
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
     received_tokens: int = 0  # of all its pieces; see `ReplicaAccount`

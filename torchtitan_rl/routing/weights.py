@@ -63,6 +63,7 @@ class WeightSync:
         self._lag_timeout_s: float | None = None
         self._pullers: dict[int, asyncio.Task[None]] = {}  # by replica; those that run
         self._pulls: dict[int, _Pull] = {}  # by replica, its newest
+        self._lagging: set[ReplicaState] = set()  # no sync waits for them; until their next swap
         self._num_syncs = 0  # that wait
         self._begun_s = 0.0  # when `newest` came
         self._spread_by_s = 0.0  # see `may_start_on`
@@ -124,7 +125,8 @@ class WeightSync:
         is_behind = self._newest is not None and self._newest.version > 0 and not is_reserved
         phase = Phase.STARTING if is_behind else Phase.SERVING
         state = self._pool.add(replica, is_reserved=is_reserved, phase=phase)
-        state.is_lagging = is_behind
+        if is_behind:
+            self._lagging.add(state)
         self.follow(state)
         return state
 
@@ -147,7 +149,7 @@ class WeightSync:
         return not any(
             state.version < version and state.index in self._pullers
             for state in self._pool.live_unreserved()
-            if state.phase is not Phase.DRAINING and not state.is_lagging
+            if state.phase is not Phase.DRAINING and state not in self._lagging
         )
 
     async def close(self) -> None:
@@ -179,8 +181,7 @@ class WeightSync:
         behind = [state for state in live if state.version < version]
         is_waiting_for_pin = len(behind) == len(live) and all(state.is_pinned for state in live)
         lagging = [state for state in behind if is_waiting_for_pin or not state.is_pinned]
-        for state in lagging:
-            state.is_lagging = True
+        self._lagging.update(lagging)
         pulls = [
             self._pulls[state.index]
             for state in live
@@ -239,7 +240,7 @@ class WeightSync:
         The publisher may remove a version that a lagging replica is about to read before the newer
         handle arrives here, so a lagging replica waits for that handle.
         """
-        if state.is_lagging:
+        if state in self._lagging:
             await self._pool.wait_until(
                 lambda: self._newest is not handle, timeout_s=self._timeout_s
             )
@@ -266,7 +267,7 @@ class WeightSync:
         self._pool.set_phase(state, Phase.SYNCING)
         async with deadline(self._timeout_s):
             report = await self._pool.answer(state, state.replica.execute(Pull(handle.version)))
-        state.is_lagging = False
+        self._lagging.discard(state)
         if all(other.version < report.version for other in self._pool.live_unreserved()):
             first_s = _now() - self._begun_s
             self._spread_by_s = _now() + first_s
