@@ -23,8 +23,8 @@ from benchmarks.workload import (
     one_after_another,
     request_of,
 )
-from torchtitan_rl.generation.engine import Engine, EngineOutput
-from torchtitan_rl.types import GenerationRequest
+from torchtitan_rl.generation.engine import Engine
+from torchtitan_rl.types import Completion, GenerationRequest
 
 MAX_MODEL_LEN = 2304  # three turns of the longest answers
 
@@ -174,7 +174,7 @@ class MeasuredEngine:
         self._adding_s += time.perf_counter() - started
         self._admitted += len(request.prompt_token_ids)
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> list[Completion]:
         started = time.perf_counter()
         outputs = self._engine.step()
         seconds = time.perf_counter() - started

@@ -1,6 +1,6 @@
-"""The tokens that a truncated distribution is over, packed into bytes.
+"""What runs of tokens were sampled from. Pure.
 
-Little-endian 32-bit integers, in the shortest of these forms:
+A set of tokens is packed into little-endian 32-bit integers, in the shortest of these forms:
 
 | first integer | the rest |
 |---|---|
@@ -8,26 +8,25 @@ Little-endian 32-bit integers, in the shortest of these forms:
 | a token id | further ids: these are kept |
 | -1 | ids: all others are kept |
 | -2 | one bit for each token of the vocabulary, the lowest first |
-| -3 | nothing: what the completion's grammar allows (`GRAMMAR_TOKENS`) |
 
 Shapes: V tokens of the vocabulary, B = ceil(V / 8), D sets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_rl.types import KeptTokens
+from torchtitan_rl.types import Grammar, KeptRun, KeptTokens, join_runs, spans
 
 _INT32 = np.dtype("<i4")
-_ALL_BUT, _BITS, _GRAMMAR = (np.array([tag], dtype=_INT32).tobytes() for tag in (-1, -2, -3))
+_ALL_BUT, _BITS = (np.array([tag], dtype=_INT32).tobytes() for tag in (-1, -2))
 
 WHOLE_VOCABULARY = b""
-GRAMMAR_TOKENS = _GRAMMAR
 
 
 def pack_kept(kept_V: npt.NDArray[np.bool_]) -> bytes:
@@ -47,12 +46,10 @@ def kept_bits(sets: Sequence[bytes], vocab_size: int) -> npt.NDArray[np.uint8]:
     """[D, B]: one bit for each token of the vocabulary, 1 where it is kept; the lowest bit first.
 
     Raises:
-        ValueError: a set is `GRAMMAR_TOKENS`, or of another vocabulary.
+        ValueError: a set is of another vocabulary.
     """
     bits_DB = np.full((len(sets), (vocab_size + 7) // 8), 255, dtype=np.uint8)
     for row_B, packed in zip(bits_DB, sets, strict=True):
-        if packed == GRAMMAR_TOKENS:
-            raise ValueError("the tokens that a grammar allowed have not been replayed")
         if packed[:4] == _BITS:
             row_B[:] = np.frombuffer(packed, dtype=np.uint8, offset=4)
         elif packed:
@@ -64,7 +61,7 @@ def kept_to_json(packed: KeptTokens) -> Any:
     """A list of token ids, ``{"all_but": [...]}``, "grammar", or None for the whole vocabulary."""
     if not packed:
         return None
-    if packed == GRAMMAR_TOKENS:
+    if isinstance(packed, Grammar):
         return "grammar"
     if packed[:4] == _BITS:
         bits = np.unpackbits(np.frombuffer(packed, np.uint8, offset=4), bitorder="little")
@@ -74,18 +71,45 @@ def kept_to_json(packed: KeptTokens) -> Any:
     return np.frombuffer(packed, _INT32).tolist()
 
 
-def joined_kept(
-    first: tuple[KeptTokens, ...],
-    num_first: int,
-    second: tuple[KeptTokens, ...],
-    num_second: int,
-) -> tuple[KeptTokens, ...]:
-    """The sets of a completion of two pieces of ``num_first`` and ``num_second`` tokens; a piece
-    without sets cut nothing."""
-    if not first and not second:
-        return ()
-    whole = (WHOLE_VOCABULARY,)
-    return (first or whole * num_first) + (second or whole * num_second)
+def kept_runs(sets: Iterable[KeptTokens]) -> tuple[KeptRun, ...]:
+    """The runs of tokens of which each was sampled from its entry in ``sets``."""
+    runs, start = [], 0
+    for kept, equal in groupby(sets):
+        runs.append(KeptRun(start, kept))
+        start += sum(1 for _ in equal)
+    return tuple(runs)
+
+
+def kept_of_each(runs: Sequence[KeptRun], length: int) -> list[KeptTokens]:
+    """What each of ``length`` tokens was sampled from."""
+    if not runs:
+        return [WHOLE_VOCABULARY] * length
+    return [kept for start, end, kept in spans(runs, length) for _ in range(start, end)]
+
+
+def join_kept(
+    first: tuple[KeptRun, ...], second: tuple[KeptRun, ...], *, length: int
+) -> tuple[KeptRun, ...]:
+    """The runs of a completion's first ``length`` tokens, and of one or more after them.
+
+    A grammar can be replayed only from a completion's first token on.
+    """
+    whole = (KeptRun(0, WHOLE_VOCABULARY),)
+    if not length or not (first or second):
+        return second
+    first, second = first or whole, second or whole
+    begins = second[0].kept
+    if isinstance(begins, Grammar) and begins != first[-1].kept:
+        second = (KeptRun(0, None), *second[1:])
+    return join_runs(first, second, length=length)
+
+
+def kept_error(runs: Sequence[KeptRun], length: int) -> str:
+    """What is wrong with the runs of ``length`` tokens; empty if nothing is."""
+    starts = [run.start for run in runs]
+    if runs and (starts != sorted(set(starts)) or starts[0] != 0 or starts[-1] >= length):
+        return f"runs of kept tokens start at {starts}, for {length} tokens"
+    return ""
 
 
 def _kept(packed: bytes, vocab_size: int) -> npt.NDArray[np.bool_]:

@@ -6,10 +6,13 @@ belongs to entry ``i`` of ``token_ids``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+_T = TypeVar("_T")
+_Run = TypeVar("_Run", "VersionRun", "KeptRun")
 
 
 class FinishReason(StrEnum):
@@ -146,13 +149,13 @@ def add_run(runs: tuple[VersionRun, ...], *, length: int, version: int) -> tuple
 
 
 def join_runs(
-    first: tuple[VersionRun, ...], second: tuple[VersionRun, ...], *, length: int
-) -> tuple[VersionRun, ...]:
+    first: tuple[_Run, ...], second: tuple[_Run, ...], *, length: int
+) -> tuple[_Run, ...]:
     """The runs of ``length`` tokens, and of those sampled after them, as the runs of the whole."""
     runs = list(first)
-    for start, version in second:
-        if not runs or runs[-1].version != version:
-            runs.append(VersionRun(length + start, version))
+    for run in second:
+        if not runs or runs[-1][1] != run[1]:
+            runs.append(run._replace(start=length + run.start))
     return tuple(runs)
 
 
@@ -181,21 +184,40 @@ class CompletionMetrics:
 TopLogprobs = tuple[tuple[int, float], ...]
 """(token id, logprob) pairs of one position: the sampled token, then the most likely ones."""
 
-KeptTokens = bytes | None
-"""The tokens that one token was sampled from: `token_sets.py` packs and unpacks them.
-Empty: the whole vocabulary; None: not known, so that the token is not trained on."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """A grammar as it was compiled, from which the tokens that it allowed follow (see
-    `training/grammars.py`).
+    """A compiled grammar; `training/grammars.py` replays which tokens it allowed.
 
-    ``data`` is xgrammar's serialization (compressed), which says what version can read it.
+    ``data`` is xgrammar's serialization (compressed), which names the version that can read it.
     """
 
     data: bytes
     stop_token_ids: tuple[int, ...]  # that may end it
+
+
+KeptTokens = bytes | Grammar | None
+"""The tokens that one token was sampled from: a set that `token_sets.py` packs (empty:
+the whole vocabulary), or those that a grammar allowed, from the run's first token on. None: not
+known, so that the token is not trained on."""
+
+
+class KeptRun(NamedTuple):
+    """Tokens from index ``start`` on were sampled from ``kept`` (until the next run)."""
+
+    start: int
+    kept: KeptTokens
+
+
+def spans(runs: Sequence[tuple[int, _T]], length: int) -> Iterator[tuple[int, int, _T]]:
+    """(start, end, value) of each run of a sequence of ``length`` tokens.
+
+    >>> list(spans([(0, "a"), (2, "b")], 5))
+    [(0, 2, 'a'), (2, 5, 'b')]
+    """
+    ends = [start for start, _ in runs[1:]] + [length]
+    for (start, value), end in zip(runs, ends, strict=bool(runs)):
+        yield start, end, value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +228,7 @@ class Completion:
     tokens that were kept. A completion that was aborted before its first token is empty. A stop
     token that ended it is its last token; ``stop_reason`` is the stop string, or the stop token
     other than the model's own, that ended it. ``top_logprobs`` is empty unless the request asked
-    for alternatives, ``kept_tokens`` where nothing was cut; ``grammar`` is that of the tokens whose
-    entry there is `GRAMMAR_TOKENS`.
+    for alternatives, ``kept_tokens`` where nothing was cut.
     """
 
     request_id: str
@@ -219,16 +240,14 @@ class Completion:
     replica: str = ""
     stop_reason: int | str | None = None
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    kept_tokens: tuple[KeptTokens, ...] = ()
-    grammar: Grammar | None = None
+    kept_tokens: tuple[KeptRun, ...] = ()
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Policy version of each token."""
-        ends = [run.start for run in self.version_runs[1:]] + [len(self.token_ids)]
         versions: list[int] = []
-        for run, end in zip(self.version_runs, ends, strict=False):
-            versions.extend([run.version] * (end - run.start))
+        for start, end, version in spans(self.version_runs, len(self.token_ids)):
+            versions.extend([version] * (end - start))
         return tuple(versions)
 
 
@@ -236,8 +255,8 @@ class Completion:
 class Progress:
     """What a running request has sampled since its last progress: its tokens from ``start`` on.
 
-    ``version_runs`` are those of the whole completion so far. The last tokens of a completion may
-    come only with the completion.
+    ``version_runs`` are those of the whole completion so far; ``kept_tokens`` are of these tokens.
+    The last tokens of a completion may come only with the completion.
     """
 
     request_id: str
@@ -246,7 +265,7 @@ class Progress:
     logprobs: tuple[float, ...]
     version_runs: tuple[VersionRun, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    kept_tokens: tuple[KeptTokens, ...] = ()
+    kept_tokens: tuple[KeptRun, ...] = ()
 
 
 OnProgress = Callable[[Progress], None]
@@ -327,22 +346,13 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
 
 
-class GrammarSpan(NamedTuple):
-    """The completion from token ``start`` to before ``end`` of an episode, under a grammar."""
-
-    start: int
-    end: int
-    grammar: Grammar
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """What is trained on: one token sequence; all token-aligned fields have its length.
 
     ``loss_mask`` is True on the sampled tokens whose distribution is known: the others have None in
-    ``kept_tokens``. Of tokens that were not sampled ``logprobs`` and ``advantages`` are 0.0 and
-    ``versions`` is -1, and none of the three has a meaning. ``kept_tokens`` is empty where nothing
-    was cut.
+    ``kept_tokens``. Tokens that were not sampled have 0.0 as logprob and advantage and -1 as
+    version, which mean nothing. ``kept_tokens`` is empty where nothing was cut.
     """
 
     rollout_id: str
@@ -352,8 +362,7 @@ class Episode:
     logprobs: tuple[float, ...]
     advantages: tuple[float, ...]
     versions: tuple[int, ...]
-    kept_tokens: tuple[KeptTokens, ...] = ()
-    grammars: tuple[GrammarSpan, ...] = ()
+    kept_tokens: tuple[KeptRun, ...] = ()
 
     @property
     def num_trained_tokens(self) -> int:
@@ -362,7 +371,8 @@ class Episode:
     @property
     def num_unknown_tokens(self) -> int:
         """Sampled tokens without loss, since it is not known what they were sampled from."""
-        return self.kept_tokens.count(None)
+        found = spans(self.kept_tokens, len(self.token_ids))
+        return sum(end - start for start, end, kept in found if kept is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

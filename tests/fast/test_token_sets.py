@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.token_sets import (
-    GRAMMAR_TOKENS,
     WHOLE_VOCABULARY,
+    join_kept,
     kept_bits,
     kept_to_json,
     pack_kept,
 )
+from torchtitan_rl.types import Grammar, KeptRun
 
 
 @st.composite
@@ -44,10 +45,17 @@ def test_a_set_comes_back_from_the_shortest_of_its_forms(sets: list[np.ndarray])
                 assert token_ids == np.flatnonzero(kept).tolist()
 
 
-def test_what_only_a_grammar_knows_has_no_bits() -> None:
-    assert kept_to_json(GRAMMAR_TOKENS) == "grammar"
-    with pytest.raises(ValueError, match="replayed"):
-        kept_bits([WHOLE_VOCABULARY, GRAMMAR_TOKENS], 8)
+def test_a_grammar_that_does_not_go_on_from_the_piece_before_is_not_known() -> None:
+    """Its replay would start in the wrong state."""
+    grammar, other = Grammar(data=b"a", stop_token_ids=()), Grammar(data=b"b", stop_token_ids=())
+    first = (KeptRun(0, grammar),)
+    assert join_kept(first, first, length=3) == first
+    assert join_kept((), first, length=0) == first
+    unknown = (KeptRun(0, grammar), KeptRun(3, None), KeptRun(5, b"\0\0\0\0"))
+    second = (KeptRun(0, other), KeptRun(2, b"\0\0\0\0"))
+    assert join_kept(first, second, length=3) == unknown
+    assert join_kept((), first, length=3) == (KeptRun(0, WHOLE_VOCABULARY), KeptRun(3, None))
+    assert kept_to_json(grammar) == "grammar"
 
 
 def test_a_set_of_another_vocabulary_is_refused() -> None:

@@ -18,12 +18,11 @@ from tests.support.loop_replica import loop_replica
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.configs.alphabet_sort_tiny import config
 from torchtitan_rl.generation.decision import SoloChannel
-from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.types import Rollout
+from torchtitan_rl.types import Completion, Rollout
 
 
 class RecordingEngine:
@@ -31,18 +30,18 @@ class RecordingEngine:
 
     def __init__(self, engine) -> None:
         self._engine = engine
-        self.outputs: dict[str, EngineOutput] = {}
+        self.outputs: dict[str, Completion] = {}
 
     def __getattr__(self, name: str):
         return getattr(self._engine, name)
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> list[Completion]:
         outputs = self._engine.step()
         self.outputs |= {output.request_id: output for output in outputs}
         return outputs
 
 
-def compare(rollout: Rollout, outputs: dict[str, EngineOutput]) -> dict[str, Any]:
+def compare(rollout: Rollout, outputs: dict[str, Completion]) -> dict[str, Any]:
     """The one episode of a rollout, and whether it holds the engine's tokens, and no others."""
     (episode,) = rollout_to_episodes(rollout, advantage=1.0)
     sampled = [outputs[turn.completion.request_id] for turn in rollout.turns]

@@ -11,9 +11,8 @@ from typing import Any
 
 from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS
 from torchtitan_rl.errors import InvalidRequestError
-from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.routing.continuation import join, remaining_request
-from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams, VersionRun
+from torchtitan_rl.types import Completion, GenerationRequest, Progress, SamplingParams, VersionRun
 
 PROMPT = tuple(range(40, 70))
 LETTERS = tuple(range(64, 90))  # the tiny tokenizer's ids of a to z
@@ -162,7 +161,7 @@ def cut_everywhere(
 def progress(engine: Any, request: GenerationRequest) -> dict[str, Any]:
     """A request, and what was read of it every few steps, only what was new each time."""
     engine.add_request(request, arrival_s=0.0)
-    read: list[EngineOutput] = []
+    read: list[Progress] = []
     size = 0
     while True:
         if ended := engine.step():
@@ -236,15 +235,5 @@ def alternatives(engine: Any, model: str) -> dict[str, Any]:
     }
 
 
-def _completion(output: EngineOutput) -> Completion:
-    return Completion(
-        request_id=output.request_id,
-        token_ids=output.token_ids,
-        logprobs=output.logprobs,
-        version_runs=(VersionRun(0, 0),) if output.token_ids else (),
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-        top_logprobs=output.top_logprobs,
-        kept_tokens=output.kept_tokens,
-        grammar=output.grammar,
-    )
+def _completion(output: Completion) -> Completion:
+    return replace(output, version_runs=(VersionRun(0, 0),) if output.token_ids else ())

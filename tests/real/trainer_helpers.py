@@ -15,7 +15,7 @@ import torch
 
 from tests.support.episodes import random_set
 from torchtitan_rl.backends.monarch.ports import free_port
-from torchtitan_rl.token_sets import kept_bits
+from torchtitan_rl.token_sets import kept_bits, kept_runs
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan_rl.training.packing import pack_episodes
@@ -66,7 +66,7 @@ def random_batch(
                     float(v) if on else 0.0 for v, on in zip(advantages, mask, strict=True)
                 ),
                 versions=tuple(0 if on else -1 for on in mask),
-                kept_tokens=tuple(kept),
+                kept_tokens=kept_runs(kept),
             )
         )
     batch = pack_episodes(episodes, row_len=ROW_LEN, temperature=temperature).batch

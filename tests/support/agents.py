@@ -12,11 +12,11 @@ from torchtitan_rl.agents.agent import AgentCall
 from torchtitan_rl.agents.env import AgentEnv
 from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.token_sets import kept_runs
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
     GenerationRequest,
-    Grammar,
     KeptTokens,
     OnProgress,
     Problem,
@@ -50,7 +50,6 @@ class TokenRouter:
     aborted: set[str] = field(default_factory=set)
     num_sampled: int = 0
     kept_tokens: tuple[KeptTokens, ...] = ()  # of each completion
-    grammar: Grammar | None = None
 
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
@@ -86,8 +85,7 @@ class TokenRouter:
             logprobs=tuple(-1 / token for token in tokens),
             version_runs=(VersionRun(0, 3),) if tokens else (),
             finish_reason=reason,
-            kept_tokens=self.kept_tokens[: len(tokens)],
-            grammar=self.grammar,
+            kept_tokens=kept_runs(self.kept_tokens[: len(tokens)]),
         )
 
 

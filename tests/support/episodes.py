@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from torchtitan_rl.token_sets import WHOLE_VOCABULARY, pack_kept
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_runs, pack_kept
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode
@@ -41,7 +41,7 @@ def make_episode(
         logprobs=tuple(p for p, _, _ in drawn),
         advantages=tuple(a for _, a, _ in drawn),
         versions=tuple(v for _, _, v in drawn),
-        kept_tokens=tuple(random_set(rng, token, cut_from) for token in token_ids)
+        kept_tokens=kept_runs(random_set(rng, token, cut_from) for token in token_ids)
         if cut_from
         else (),
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 from tests.support.scripted_engine import ScriptedEngine
@@ -22,18 +23,10 @@ from torchtitan_rl.generation.commands import (
     Sleep,
     WakeUp,
 )
-from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.remote import ConnectedReplica
-from torchtitan_rl.types import (
-    Completion,
-    EngineReading,
-    Progress,
-    PullReport,
-    VersionRun,
-    add_run,
-    runs_before,
-)
+from torchtitan_rl.token_sets import add_run, runs_before
+from torchtitan_rl.types import Completion, EngineReading, PullReport, VersionRun
 from torchtitan_rl.weights.handle import WeightHandle
 
 
@@ -243,19 +236,10 @@ class FarReplica:
     def _tell(self) -> None:
         for output in self.engine.sampled_since(self._listening):
             name = output.request_id
-            start = self._listening[name]
-            self._listening[name] = end = start + len(output.token_ids)
-            self._tell_of(
-                Progress(
-                    request_id=name,
-                    start=start,
-                    token_ids=output.token_ids,
-                    logprobs=output.logprobs,
-                    version_runs=runs_before(self._runs_of[name], end),
-                )
-            )
+            self._listening[name] = end = output.start + len(output.token_ids)
+            self._tell_of(replace(output, version_runs=runs_before(self._runs_of[name], end)))
 
-    def _end(self, outputs: list[EngineOutput]) -> None:
+    def _end(self, outputs: list[Completion]) -> None:
         for output in outputs:
             self._listening.pop(output.request_id, None)
             completion = self._completion(output)
@@ -264,14 +248,7 @@ class FarReplica:
             else:
                 self._tell_of(End(call_id=output.request_id, result=completion))
 
-    def _completion(self, output: EngineOutput) -> Completion:
+    def _completion(self, output: Completion) -> Completion:
         runs = self._runs_of.pop(output.request_id)
-        return Completion(
-            request_id=output.request_id,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            version_runs=runs_before(runs, len(output.token_ids)),
-            finish_reason=output.finish_reason,
-            replica=self.name,
-            stop_reason=output.stop_reason,
-        )
+        before = runs_before(runs, len(output.token_ids))
+        return replace(output, version_runs=before, metrics=None, replica=self.name)

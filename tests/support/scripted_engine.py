@@ -14,16 +14,20 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.generation.engine import EngineLimits, EngineOutput, ReadingRate
+from torchtitan_rl.generation.engine import EngineLimits, ReadingRate, engine_metrics
+from torchtitan_rl.token_sets import kept_runs
 from torchtitan_rl.types import (
+    Completion,
     EngineStats,
     FinishReason,
     GenerationRequest,
     KeptTokens,
+    Progress,
     SamplingParams,
     TopLogprobs,
 )
@@ -52,6 +56,7 @@ class _Request:
     digest: int  # of the prompt and the tokens so far
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    added_s: float = field(default_factory=time.monotonic)
     scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -63,27 +68,34 @@ class _Request:
         text = scripted_text((*resumed, *self.tokens))
         return next((stop for stop in self.request.sampling.stop if text.endswith(stop)), None)
 
-    def output(
-        self, reason: FinishReason, stop_reason: int | str | None = None, start: int = 0
-    ) -> EngineOutput:
-        tokens, logprobs = tuple(self.tokens[start:]), tuple(self.logprobs[start:])
-        return EngineOutput(
-            request_id=self.request.request_id,
-            token_ids=tokens,
-            logprobs=logprobs,
+    def completion(self, reason: FinishReason, stop_reason: int | str | None = None) -> Completion:
+        return Completion(
+            version_runs=(),
             finish_reason=reason,
-            cached_tokens=0,
-            scheduled_s=self.scheduled_s,
-            first_token_s=self.first_token_s,
-            last_token_s=self.last_token_s,
             stop_reason=stop_reason,
-            top_logprobs=tuple(map(self._alternatives, tokens, logprobs))
-            if self.request.sampling.num_logprobs
-            else (),
-            kept_tokens=tuple(map(scripted_kept, tokens))
-            if self.request.sampling.top_p < 1.0
-            else (),
+            metrics=engine_metrics(
+                len(self.tokens),
+                added_s=self.added_s,
+                scheduled_s=self.scheduled_s,
+                first_token_s=self.first_token_s,
+                last_token_s=self.last_token_s,
+                cached_tokens=0,
+            ),
+            **self.columns(),
         )
+
+    def columns(self, start: int = 0) -> dict[str, Any]:
+        tokens, logprobs = tuple(self.tokens[start:]), tuple(self.logprobs[start:])
+        sampling = self.request.sampling
+        return {
+            "request_id": self.request.request_id,
+            "token_ids": tokens,
+            "logprobs": logprobs,
+            "top_logprobs": tuple(map(self._alternatives, tokens, logprobs))
+            if sampling.num_logprobs
+            else (),
+            "kept_tokens": kept_runs(map(scripted_kept, tokens)) if sampling.top_p < 1.0 else (),
+        }
 
     def _alternatives(self, token: int, logprob: float) -> TopLogprobs:
         others = range(1, self.request.sampling.num_logprobs + 1)
@@ -130,11 +142,11 @@ class ScriptedEngine:
     def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
         self._requests[request.request_id] = _Request(request, _digest(request.prompt_token_ids))
 
-    def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
+    def abort(self, request_ids: tuple[str, ...]) -> list[Completion]:
         ended = [self._requests.pop(name) for name in request_ids if name in self._requests]
-        return [request.output(FinishReason.ABORT) for request in ended]
+        return [request.completion(FinishReason.ABORT) for request in ended]
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> list[Completion]:
         self._steps += 1
         if self.is_asleep or not self.has_weights:
             raise RuntimeError("stepped asleep, or before the weights were there again")
@@ -149,7 +161,7 @@ class ScriptedEngine:
                 state.scheduled_s = scheduled_s
             reason, stop_reason = self._sample(state)
             if reason is not None:
-                outputs.append(self._requests.pop(request_id).output(reason, stop_reason))
+                outputs.append(self._requests.pop(request_id).completion(reason, stop_reason))
         return outputs
 
     def num_unfinished(self) -> int:
@@ -158,13 +170,12 @@ class ScriptedEngine:
     def generated_lengths(self) -> dict[str, int]:
         return {name: len(state.tokens) for name, state in self._requests.items()}
 
-    def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
-        found = [
-            self._requests[name].output(FinishReason.ABORT, start=start)
+    def sampled_since(self, starts: Mapping[str, int]) -> list[Progress]:
+        return [
+            Progress(start=start, version_runs=(), **self._requests[name].columns(start))
             for name, start in starts.items()
-            if name in self._requests
+            if name in self._requests and len(self._requests[name].tokens) > start
         ]
-        return [output for output in found if output.token_ids]
 
     def sleep(self) -> None:
         if self._requests:
@@ -268,7 +279,7 @@ class GivingUpEngine(ScriptedEngine):
 
     def step(self) -> list:
         return [
-            replace(output, refusal="no token is left")
+            replace(output, finish_reason=FinishReason.ABORT, stop_reason="no token is left")
             if output.request_id.startswith("bad")
             else output
             for output in super().step()

@@ -30,13 +30,14 @@ from torchtitan_rl.generation.commands import (
     Sleep,
     WakeUp,
 )
+from torchtitan_rl.token_sets import kept_runs
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
     EngineStats,
     FinishReason,
     GenerationRequest,
-    KeptTokens,
+    KeptRun,
     OnProgress,
     Progress,
     PullReport,
@@ -83,11 +84,11 @@ class _Call:
             kept_tokens=self.kept_tokens(),
         )
 
-    def kept_tokens(self, start: int = 0) -> tuple[KeptTokens, ...]:
+    def kept_tokens(self, start: int = 0) -> tuple[KeptRun, ...]:
         """The token and the one after it, if the request cuts any."""
         if not self.request.sampling.truncates:
             return ()
-        return tuple(pack_pair(token) for token in self.tokens[start:])
+        return kept_runs(pack_pair(token) for token in self.tokens[start:])
 
 
 def pack_pair(token: int) -> bytes:

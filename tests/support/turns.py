@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.rollouts import PROBLEM
+from torchtitan_rl.token_sets import kept_runs
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -44,7 +45,7 @@ def turn(
 
 
 def with_kept(one: Turn, kept: tuple[KeptTokens, ...]) -> Turn:
-    return replace(one, completion=replace(one.completion, kept_tokens=kept))
+    return replace(one, completion=replace(one.completion, kept_tokens=kept_runs(kept)))
 
 
 def rollout(

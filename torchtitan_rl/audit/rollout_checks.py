@@ -9,6 +9,7 @@ from typing import Any
 from torchtitan_rl.audit.findings import Check, Rules
 from torchtitan_rl.observability.jsonl import Row, parse_line
 from torchtitan_rl.observability.rollout_log import LOGGED, logged_metrics
+from torchtitan_rl.token_sets import kept_error
 from torchtitan_rl.types import Completion, RolloutStatus
 
 Logged = Mapping[tuple[int, str], Mapping[str, float]]
@@ -133,11 +134,8 @@ def completion_errors(completion: Completion, *, newest: int, oldest: int = 0) -
             f"{completion.request_id}: {num_tokens} tokens, {len(completion.logprobs)} logprobs "
             f"and {len(completion.versions)} versions"
         )
-    if len(completion.kept_tokens) not in (0, num_tokens):
-        errors.append(
-            f"{completion.request_id}: {num_tokens} tokens, and what was kept of "
-            f"{len(completion.kept_tokens)}"
-        )
+    if error := kept_error(completion.kept_tokens, num_tokens):
+        errors.append(f"{completion.request_id}: {error}")
     starts = [run.start for run in completion.version_runs]
     if starts != sorted(starts) or (num_tokens and (not starts or starts[0] != 0)):
         errors.append(f"{completion.request_id}: runs of versions start at {starts}")

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchtitan_rl.types import (
+    Completion,
+    CompletionMetrics,
     EngineStats,
-    FinishReason,
     GenerationRequest,
-    Grammar,
-    KeptTokens,
-    TopLogprobs,
+    Progress,
 )
 
 
@@ -31,34 +30,38 @@ class EngineLimits:
     vocab_size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOutput:
-    """A request that ended in a step or by an abort; or, with ABORT as the finish reason, tokens of
-    one that still runs. Times are time.monotonic() seconds.
+def engine_metrics(
+    num_tokens: int,
+    *,
+    added_s: float,
+    scheduled_s: float | None,
+    first_token_s: float | None,
+    last_token_s: float | None,
+    cached_tokens: int,
+) -> CompletionMetrics:
+    """The times of a request since the engine got it, from time.monotonic() seconds.
 
-    ``scheduled_s`` and ``first_token_s`` are None where it ended before. ``stop_reason``,
-    ``top_logprobs``, ``kept_tokens`` and ``grammar`` are those of `Completion`. ``refusal`` says
-    why a request could not be continued, such as constraints that leave it no token: it fails
-    alone, and its error carries what it has sampled.
+    A phase that it never reached (None: aborted before) ends now.
     """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    cached_tokens: int
-    scheduled_s: float | None
-    first_token_s: float | None
-    last_token_s: float | None
-    stop_reason: int | str | None = None
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    kept_tokens: tuple[KeptTokens, ...] = ()
-    grammar: Grammar | None = None
-    refusal: str = ""
+    now_s, decode_s = time.monotonic(), 0.0
+    if first_token_s is not None and last_token_s is not None:
+        decode_s = last_token_s - first_token_s
+    return CompletionMetrics(
+        queue_s=(now_s if scheduled_s is None else scheduled_s) - added_s,
+        time_to_first_token_s=(now_s if first_token_s is None else first_token_s) - added_s,
+        decode_s=decode_s,
+        inter_token_latency_s=decode_s / (num_tokens - 1) if num_tokens > 1 else 0.0,
+        cached_tokens=cached_tokens,
+        requests_in_flight=0,
+    )
 
 
 class Engine(Protocol):
-    """A continuous-batching engine that is stepped from outside."""
+    """A continuous-batching engine that is stepped from outside.
+
+    Its completions and progress have no ``version_runs``, and its metrics count from `add_request`
+    on: the engine loop adds the rest.
+    """
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -71,12 +74,16 @@ class Engine(Protocol):
         """
         ...
 
-    def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
+    def abort(self, request_ids: tuple[str, ...]) -> list[Completion]:
         """End these requests with the tokens they have; unknown and ended ids are ignored."""
         ...
 
-    def step(self) -> list[EngineOutput]:
-        """One forward pass over what is scheduled; returns the requests that it finished."""
+    def step(self) -> list[Completion]:
+        """One forward pass over what is scheduled; returns the completions that it finished.
+
+        One that cannot be continued, such as by constraints that leave no token, ends with ABORT
+        and the reason as its ``stop_reason``: its request fails alone.
+        """
         ...
 
     def num_unfinished(self) -> int: ...
@@ -85,9 +92,11 @@ class Engine(Protocol):
         """Tokens sampled so far, for each unfinished request."""
         ...
 
-    def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
-        """For each of these unfinished requests that has tokens from index ``start`` on: those
-        tokens alone, with ABORT as the reason. Read on rank 0 alone: it changes nothing."""
+    def sampled_since(self, starts: Mapping[str, int]) -> list[Progress]:
+        """The tokens from index ``start`` on, of each of these unfinished requests that has some.
+
+        Read on rank 0 alone: it changes nothing.
+        """
         ...
 
     def sleep(self) -> None:

@@ -44,7 +44,7 @@ from torchtitan_rl.generation.commands import (
 )
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import Action, Inbox, LockstepChannel, LoopDecision
-from torchtitan_rl.generation.engine import Engine, EngineOutput, Pulse
+from torchtitan_rl.generation.engine import Engine, Pulse
 from torchtitan_rl.generation.requests import Listener, OutstandingRequests
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import (
@@ -358,7 +358,7 @@ class EngineLoop:
         )
         self._inbox.answer(reading)
 
-    def _resolve(self, outputs: list[EngineOutput], in_flight: int) -> None:
+    def _resolve(self, outputs: list[Completion], in_flight: int) -> None:
         self._num_done += any(one.finish_reason is not FinishReason.ABORT for one in outputs)
         if not outputs or not self._is_leader:
             return

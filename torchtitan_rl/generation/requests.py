@@ -12,19 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan_rl.errors import RequestGivenUpError
 from torchtitan_rl.generation.commands import uncancellable_future
-from torchtitan_rl.generation.engine import EngineOutput
-from torchtitan_rl.types import (
-    Completion,
-    CompletionMetrics,
-    Progress,
-    VersionRun,
-    add_run,
-    runs_before,
-)
+from torchtitan_rl.token_sets import add_run, runs_before
+from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
 
 ProgressSink = Callable[[tuple[Progress, ...]], None]
 """Gets the new progress of its requests, in the loop's thread; must neither block nor raise."""
@@ -44,6 +37,7 @@ class _Request:
     future: Future[Completion]
     submitted_s: float
     listener: Listener | None
+    inbox_s: float = 0.0  # from its submission to its admission
     runs: tuple[VersionRun, ...] = ()  # empty before its admission
     num_reported: int = 0  # tokens that the listener got
 
@@ -87,6 +81,7 @@ class OutstandingRequests:
         if request is None:
             return
         request.runs = (VersionRun(0, self._version),)
+        request.inbox_s = self._clock() - request.submitted_s
         if request.listener is not None:
             if not self._num_listeners[False]:
                 self._reported_all_s = self._clock()  # the first interval begins
@@ -115,9 +110,9 @@ class OutstandingRequests:
         return {}
 
     def report(
-        self, outputs: Iterable[EngineOutput]
+        self, outputs: Iterable[Progress]
     ) -> list[tuple[ProgressSink, tuple[Progress, ...]]]:
-        """The progress for each sink, from ``outputs`` that were read as `due` said.
+        """The progress for each sink, from the engine's ``outputs`` for what `due` returned.
 
         It counts as reported from here on.
         """
@@ -126,24 +121,16 @@ class OutstandingRequests:
             request = self._requests.get(output.request_id)
             if request is None or request.listener is None:
                 continue
-            start = request.num_reported
             request.num_reported += len(output.token_ids)
-            progress = Progress(
-                request_id=output.request_id,
-                start=start,
-                token_ids=output.token_ids,
-                logprobs=output.logprobs,
-                version_runs=runs_before(request.runs, request.num_reported),
-                top_logprobs=output.top_logprobs,
-                kept_tokens=output.kept_tokens,
-            )
+            runs = runs_before(request.runs, request.num_reported)
+            progress = replace(output, version_runs=runs)
             batches.setdefault(request.listener.sink, []).append(progress)
             if request.listener.streams:
                 self._streamed_s = self._clock()
         return [(sink, tuple(batch)) for sink, batch in batches.items()]
 
     def finish(
-        self, outputs: Iterable[EngineOutput], in_flight: int
+        self, outputs: Iterable[Completion], in_flight: int
     ) -> list[tuple[Future[Completion], Completion | RequestGivenUpError]]:
         """The futures of the requests that ended with ``outputs``, and how each is to be resolved.
 
@@ -172,26 +159,25 @@ class OutstandingRequests:
         return futures
 
     def _outcome(
-        self, output: EngineOutput, request: _Request, in_flight: int
+        self, output: Completion, request: _Request, in_flight: int
     ) -> Completion | RequestGivenUpError:
-        completion = Completion(
-            request_id=output.request_id,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
+        metrics = output.metrics
+        if metrics is not None:
+            metrics = replace(
+                metrics,
+                queue_s=metrics.queue_s + request.inbox_s,
+                time_to_first_token_s=metrics.time_to_first_token_s + request.inbox_s,
+                requests_in_flight=in_flight,
+            )
+        completion = replace(
+            output,
             version_runs=runs_before(request.runs, len(output.token_ids)),
-            finish_reason=output.finish_reason,
-            metrics=completion_metrics(
-                output, submitted_s=request.submitted_s, now_s=self._clock(), in_flight=in_flight
-            ),
+            metrics=metrics,
             replica=self._replica,
-            stop_reason=output.stop_reason,
-            top_logprobs=output.top_logprobs,
-            kept_tokens=output.kept_tokens,
-            grammar=output.grammar,
         )
-        if output.refusal:
-            message = f"request {output.request_id!r} given up: {output.refusal}"
-            return RequestGivenUpError(message, completion)
+        if output.finish_reason is FinishReason.ABORT and output.stop_reason:
+            message = f"request {output.request_id!r} given up: {output.stop_reason}"
+            return RequestGivenUpError(message, replace(completion, stop_reason=None))
         return completion
 
     def _unreported(self, *, streaming_only: bool) -> dict[str, int]:
@@ -202,20 +188,3 @@ class OutstandingRequests:
             and request.listener is not None
             and (request.listener.streams or not streaming_only)
         }
-
-
-def completion_metrics(
-    output: EngineOutput, *, submitted_s: float, now_s: float, in_flight: int
-) -> CompletionMetrics:
-    """Times of one request; a phase that it never reached (aborted before) ends now."""
-    scheduled_s, first_s, last_s = output.scheduled_s, output.first_token_s, output.last_token_s
-    decode_s = last_s - first_s if first_s is not None and last_s is not None else 0.0
-    num_intervals = len(output.token_ids) - 1
-    return CompletionMetrics(
-        queue_s=(now_s if scheduled_s is None else scheduled_s) - submitted_s,
-        time_to_first_token_s=(now_s if first_s is None else first_s) - submitted_s,
-        decode_s=decode_s,
-        inter_token_latency_s=decode_s / num_intervals if num_intervals > 0 else 0.0,
-        cached_tokens=output.cached_tokens,
-        requests_in_flight=in_flight,
-    )

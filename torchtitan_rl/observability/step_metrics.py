@@ -24,7 +24,7 @@ from torchtitan_rl.orchestration.records import (
 )
 from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.routing.router import SyncReport
-from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus, Turn
+from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus, Turn, spans
 from torchtitan_rl.weights.handle import Fetched
 
 
@@ -208,10 +208,9 @@ def staleness_metrics(groups: Iterable[RolloutGroup], *, trained_version: int) -
 
 def _tokens_by_version(completion: Completion) -> Iterator[tuple[int, int]]:
     """(version, number of tokens) of each run that has a token."""
-    ends = [run.start for run in completion.version_runs[1:]] + [len(completion.token_ids)]
-    for run, end in zip(completion.version_runs, ends, strict=False):
-        if end > run.start:
-            yield run.version, end - run.start
+    for start, end, version in spans(completion.version_runs, len(completion.token_ids)):
+        if end > start:
+            yield version, end - start
 
 
 def _reward_metrics(

@@ -30,7 +30,7 @@ from torchtitan_rl.orchestration.records import group_of
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import FORMAT, env_state_to_json, require_format, turn_to_json
-from torchtitan_rl.types import Completion
+from torchtitan_rl.types import Completion, spans
 
 
 class JournalError(TorchtitanRLError):
@@ -197,9 +197,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def newest_version(completion: Completion) -> int:
     """The newest version of its tokens; -1 without tokens."""
-    starts = [run.start for run in completion.version_runs[1:]] + [len(completion.token_ids)]
-    pairs = zip(completion.version_runs, starts, strict=False)
-    return max((run.version for run, end in pairs if end > run.start), default=-1)
+    found = spans(completion.version_runs, len(completion.token_ids))
+    return max((version for start, end, version in found if end > start), default=-1)
 
 
 def _raw_lines(path: Path) -> Iterator[bytes]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtitan_rl.token_sets import GRAMMAR_TOKENS, WHOLE_VOCABULARY
-from torchtitan_rl.types import Completion, Episode, GrammarSpan, KeptTokens, Rollout, Turn
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_error
+from torchtitan_rl.types import Episode, KeptRun, Rollout, Turn, spans
 
 
 def rollout_to_episodes(rollout: Rollout, advantage: float | Sequence[float]) -> list[Episode]:
@@ -119,22 +119,23 @@ def _episode(rollout: Rollout, turns: list[Turn], turn_advantages: list[float]) 
     logprobs: list[float] = []
     advantages: list[float] = []
     versions: list[int] = []
-    kept_tokens: list[KeptTokens] = []
-    grammars: list[GrammarSpan] = []
+    kept_tokens: list[KeptRun] = []
     for turn, advantage in zip(turns, turn_advantages, strict=True):
         observed = turn.prompt_token_ids[len(token_ids) :]
         sampled = turn.completion
-        kept = _known_kept(sampled)
+        start, num_sampled = len(token_ids) + len(observed), len(sampled.token_ids)
+        if observed:
+            kept_tokens.append(KeptRun(len(token_ids), WHOLE_VOCABULARY))
         token_ids += observed + sampled.token_ids
-        loss_mask += [False] * len(observed) + [one is not None for one in kept]
-        logprobs += [0.0] * len(observed) + list(sampled.logprobs)
+        loss_mask += [False] * len(observed)
         advantages += [0.0] * len(observed)
-        advantages += [0.0 if one is None else advantage for one in kept]
+        logprobs += [0.0] * len(observed) + list(sampled.logprobs)
         versions += [-1] * len(observed) + list(sampled.versions)
-        kept_tokens += [WHOLE_VOCABULARY] * len(observed) + kept
-        if sampled.grammar is not None:
-            start = len(token_ids) - len(sampled.token_ids)
-            grammars.append(GrammarSpan(start, len(token_ids), sampled.grammar))
+        runs = sampled.kept_tokens or (KeptRun(0, WHOLE_VOCABULARY),)
+        for first, end, kept in spans(runs, num_sampled):
+            kept_tokens.append(KeptRun(start + first, kept))
+            loss_mask += [kept is not None] * (end - first)
+            advantages += [0.0 if kept is None else advantage] * (end - first)
     is_cut = any(turn.completion.kept_tokens for turn in turns)
     return Episode(
         rollout_id=rollout.rollout_id,
@@ -145,27 +146,14 @@ def _episode(rollout: Rollout, turns: list[Turn], turn_advantages: list[float]) 
         advantages=tuple(advantages),
         versions=tuple(versions),
         kept_tokens=tuple(kept_tokens) if is_cut else (),
-        grammars=tuple(grammars),
     )
-
-
-def _known_kept(completion: Completion) -> list[KeptTokens]:
-    """What each token was sampled from; None where the grammar that says it is missing."""
-    if completion.grammar is None and GRAMMAR_TOKENS in completion.kept_tokens:
-        return [None if kept == GRAMMAR_TOKENS else kept for kept in completion.kept_tokens]
-    return list(completion.kept_tokens or [WHOLE_VOCABULARY] * len(completion.token_ids))
 
 
 def _check_alignment(rollout_id: str, turn: Turn) -> None:
     completion = turn.completion
-    lengths = (
-        len(completion.token_ids),
-        len(completion.logprobs),
-        len(completion.versions),
-        len(completion.kept_tokens or completion.token_ids),
-    )
+    lengths = (len(completion.token_ids), len(completion.logprobs), len(completion.versions))
+    error = kept_error(completion.kept_tokens, lengths[0])
     if len(set(lengths)) != 1:
-        raise ValueError(
-            f"rollout {rollout_id}, request {completion.request_id}: tokens, logprobs, versions "
-            f"and kept tokens have lengths {lengths}"
-        )
+        error = f"tokens, logprobs and versions have lengths {lengths}"
+    if error:
+        raise ValueError(f"rollout {rollout_id}, request {completion.request_id}: {error}")

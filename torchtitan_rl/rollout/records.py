@@ -8,7 +8,7 @@ its ``repr``.
 A prompt that begins with the previous turn's prompt and completion is written without them, so that
 a long conversation takes linear space. Token ids and logprobs are strings: base64 of little-endian
 32-bit integers and 64-bit floats, which takes a tenth of the time of JSON's digits; kept tokens are
-base64 too. Format 1 had lists of numbers and is still read.
+base64 too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from torchtitan_rl.types import (
     CompletionMetrics,
     FinishReason,
     Grammar,
+    KeptRun,
+    KeptTokens,
     Problem,
     Rollout,
     RolloutGroup,
@@ -38,8 +40,7 @@ from torchtitan_rl.types import (
 
 Json = dict[str, Any]
 
-FORMAT = 2  # of all forms here; written into groups and recorded rollouts
-_READ_FORMATS = (1, FORMAT)
+FORMAT = 3  # of all forms here; written into groups and recorded rollouts
 
 
 def problem_to_json(problem: Problem) -> Json:
@@ -55,9 +56,8 @@ def completion_to_json(completion: Completion) -> Json:
     return {
         "token_ids": pack_ints(completion.token_ids),
         "logprobs": _pack(array("d", completion.logprobs)),
-        "kept_tokens": [None if kept is None else _text(kept) for kept in completion.kept_tokens],
-        "grammar": _grammar_to_json(completion.grammar),
-        **_plain_fields(completion, without=("token_ids", "logprobs", "kept_tokens", "grammar")),
+        "kept_tokens": [[start, _kept_to_json(kept)] for start, kept in completion.kept_tokens],
+        **_plain_fields(completion, without=("token_ids", "logprobs", "kept_tokens")),
     }
 
 
@@ -70,12 +70,11 @@ def completion_from_json(data: Json) -> Completion:
         "metrics": None if data["metrics"] is None else CompletionMetrics(**data["metrics"]),
         "top_logprobs": tuple(
             tuple((token_id, logprob) for token_id, logprob in pairs)
-            for pairs in data.get("top_logprobs", ())
+            for pairs in data["top_logprobs"]
         ),
         "kept_tokens": tuple(
-            None if kept is None else _bytes(kept) for kept in data.get("kept_tokens", ())
+            KeptRun(start, _kept_from_json(kept)) for start, kept in data["kept_tokens"]
         ),
-        "grammar": _grammar_from_json(data.get("grammar")),
     }
     return Completion(**data | parsed)
 
@@ -95,9 +94,9 @@ def turn_from_json(data: Json, previous: Turn | None = None) -> Turn:
         completion=completion_from_json(data["completion"]),
         reward=data["reward"],
         text=data["text"],
-        is_seen=data.get("is_seen", True),
-        branch_reward=data.get("branch_reward"),
-        request_key=data.get("request_key"),
+        is_seen=data["is_seen"],
+        branch_reward=data["branch_reward"],
+        request_key=data["request_key"],
     )
 
 
@@ -196,7 +195,6 @@ def env_state_to_json(env_state: EnvState, turn: Turn | None) -> Json:
 
 def env_state_from_json(data: Json, turn: Turn | None) -> EnvState:
     said = dict(data["answer"])
-    said.pop("turn_is_seen", None)  # of earlier records
     answer: Observation | Terminal
     if said.pop("kind") == "observation":
         prompt = _prompt_from_json(said.pop("prompt"), turn)
@@ -224,7 +222,7 @@ def plain(value: Any) -> Any:
 
 
 def require_format(data: Json) -> None:
-    if data.get("format") not in _READ_FORMATS:
+    if data.get("format") != FORMAT:
         raise ValueError(f"a record of format {data.get('format')!r}; this version reads {FORMAT}")
 
 
@@ -265,16 +263,16 @@ def _bytes(text: str) -> bytes:
     return binascii.a2b_base64(text, strict_mode=True)
 
 
-def _grammar_to_json(grammar: Grammar | None) -> Json | None:
-    if grammar is None:
-        return None
-    return {"data": _text(grammar.data), "stop_token_ids": list(grammar.stop_token_ids)}
+def _kept_to_json(kept: KeptTokens) -> Json | str | None:
+    if isinstance(kept, Grammar):
+        return {"data": _text(kept.data), "stop_token_ids": list(kept.stop_token_ids)}
+    return None if kept is None else _text(kept)
 
 
-def _grammar_from_json(data: Json | None) -> Grammar | None:
-    if data is None:
-        return None
-    return Grammar(data=_bytes(data["data"]), stop_token_ids=tuple(data["stop_token_ids"]))
+def _kept_from_json(data: Json | str | None) -> KeptTokens:
+    if isinstance(data, dict):
+        return Grammar(data=_bytes(data["data"]), stop_token_ids=tuple(data["stop_token_ids"]))
+    return None if data is None else _bytes(data)
 
 
 def _plain_fields(value: Any, *, without: Collection[str]) -> Json:

@@ -19,7 +19,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchtitan_rl.errors import InvalidRequestError
-from torchtitan_rl.token_sets import joined_kept
+from torchtitan_rl.token_sets import (
+    join_kept,
+    kept_error,
+    kept_of_each,
+    kept_runs,
+)
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
@@ -59,8 +64,8 @@ def check_resumable(request: GenerationRequest) -> None:
         errors.append(
             f"it has alternatives for {len(so_far.top_logprobs)} tokens instead of {num_top}"
         )
-    if len(so_far.kept_tokens) not in (0, num_tokens):
-        errors.append(f"it has kept tokens for {len(so_far.kept_tokens)} of {num_tokens} tokens")
+    if error := kept_error(so_far.kept_tokens, num_tokens):
+        errors.append(f"its {error}")
     if errors:
         raise InvalidRequestError(
             f"request {request.request_id!r} refused: resume_from is not the beginning of its "
@@ -110,6 +115,7 @@ def continued_seed(seed: int, tokens: Sequence[int]) -> int:
 
 def reported(request_id: str, progress: Sequence[Progress]) -> Completion:
     """The tokens of consecutive progress reports, as a completion that was aborted after them."""
+    kept = [kept for one in progress for kept in kept_of_each(one.kept_tokens, len(one.token_ids))]
     return Completion(
         request_id=request_id,
         token_ids=tuple(token for one in progress for token in one.token_ids),
@@ -117,7 +123,7 @@ def reported(request_id: str, progress: Sequence[Progress]) -> Completion:
         version_runs=progress[-1].version_runs if progress else (),
         finish_reason=FinishReason.ABORT,
         top_logprobs=tuple(top for one in progress for top in one.top_logprobs),
-        kept_tokens=tuple(kept for one in progress for kept in one.kept_tokens),
+        kept_tokens=kept_runs(kept) if any(one.kept_tokens for one in progress) else (),
     )
 
 
@@ -146,23 +152,20 @@ def used_up(so_far: Completion) -> Completion:
 
 
 def _append(joined: Completion, piece: Completion) -> Completion:
-    runs = joined.version_runs
+    runs, kept, length = joined.version_runs, joined.kept_tokens, len(joined.token_ids)
     if piece.token_ids:
-        runs = join_runs(runs, piece.version_runs, length=len(joined.token_ids))
-    return Completion(
+        runs = join_runs(runs, piece.version_runs, length=length)
+        kept = join_kept(kept, piece.kept_tokens, length=length)
+    return replace(
+        piece,
         request_id=joined.request_id,
         token_ids=joined.token_ids + piece.token_ids,
         logprobs=joined.logprobs + piece.logprobs,
         version_runs=runs,
-        finish_reason=piece.finish_reason,
         metrics=_append_metrics(joined, piece),
         replica=piece.replica or joined.replica,
-        stop_reason=piece.stop_reason,
         top_logprobs=joined.top_logprobs + piece.top_logprobs,
-        kept_tokens=joined_kept(
-            joined.kept_tokens, len(joined.token_ids), piece.kept_tokens, len(piece.token_ids)
-        ),
-        grammar=piece.grammar or joined.grammar,
+        kept_tokens=kept,
     )
 
 

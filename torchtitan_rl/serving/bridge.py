@@ -213,7 +213,7 @@ class EndpointBridge:
             request.request, on_progress=on_progress if request.streams else None
         )
         # What the loss needs stays here.
-        return dataclasses.replace(completion, request_id=request_id, kept_tokens=(), grammar=None)
+        return dataclasses.replace(completion, request_id=request_id, kept_tokens=())
 
     def _on_request_done(self, request_id: str, task: asyncio.Task[Completion]) -> None:
         self._tasks.discard(task)

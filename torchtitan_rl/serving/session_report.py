@@ -20,15 +20,18 @@ from torchtitan_rl.rollout.episodes import (
     rollout_to_episodes,
     turns_by_episode,
 )
-from torchtitan_rl.token_sets import kept_to_json
+from torchtitan_rl.token_sets import kept_of_each, kept_to_json
 from torchtitan_rl.types import (
     Completion,
     Episode,
     GenerationRequest,
+    Grammar,
+    KeptRun,
     Progress,
     Rollout,
     RolloutStatus,
     Turn,
+    spans,
 )
 
 TOKEN_BYTES = 40  # of a token in memory, about
@@ -69,8 +72,9 @@ class SessionTurn:
     @property
     def num_held(self) -> int:
         """Its size in memory, in tokens without kept ones, after its prompt."""
-        kept = () if self.completion is None else self.completion.kept_tokens
-        return self.num_tokens + sum(len(one) for one in kept if one) // TOKEN_BYTES
+        runs = () if self.completion is None else self.completion.kept_tokens
+        num_bytes = sum(len(kept) for _, kept in runs if isinstance(kept, bytes))
+        return self.num_tokens + num_bytes // TOKEN_BYTES
 
     @classmethod
     def of(cls, request: GenerationRequest) -> SessionTurn:
@@ -262,7 +266,7 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
 
 def _unknown(completion: Completion) -> Completion:
     """The completion with no token of which it is known what it was sampled from."""
-    return replace(completion, kept_tokens=(None,) * len(completion.token_ids), grammar=None)
+    return replace(completion, kept_tokens=(KeptRun(0, None),))
 
 
 def _episode_to_json(episode: Episode) -> dict[str, Any]:
@@ -276,19 +280,23 @@ def _episode_to_json(episode: Episode) -> dict[str, Any]:
     if episode.kept_tokens:
         fields["kept_tokens"] = [
             kept_to_json(kept) if trained else None
-            for kept, trained in zip(episode.kept_tokens, episode.loss_mask, strict=True)
+            for kept, trained in zip(
+                kept_of_each(episode.kept_tokens, len(episode.token_ids)),
+                episode.loss_mask,
+                strict=True,
+            )
         ]
-    if episode.grammars:
-        fields["grammars"] = [
-            {
-                "start": start,
-                "end": end,
-                "grammar": base64.b64encode(grammar.data).decode(),
-                "stop_token_ids": list(grammar.stop_token_ids),
-            }
-            for start, end, grammar in episode.grammars
-        ]
-    return fields
+    grammars = [
+        {
+            "start": start,
+            "end": end,
+            "grammar": base64.b64encode(kept.data).decode(),
+            "stop_token_ids": list(kept.stop_token_ids),
+        }
+        for start, end, kept in spans(episode.kept_tokens, len(episode.token_ids))
+        if isinstance(kept, Grammar)
+    ]
+    return fields | ({"grammars": grammars} if grammars else {})
 
 
 def _num_trained(episodes: Sequence[Episode]) -> int:

@@ -1,25 +1,25 @@
 """What tokens were sampled from under a grammar, by a replay of the grammar on the tokens.
 
-A grammar allows nearly the whole vocabulary inside of a string, so that its sets are not recorded
-with the tokens. The same xgrammar, given the same grammar and tokens, allows the same ones again.
+A grammar allows nearly the whole vocabulary inside a string, so its sets are not recorded with the
+tokens. The same xgrammar, given the same grammar and tokens, allows the same ones again.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from torchtitan_rl.token_sets import GRAMMAR_TOKENS, WHOLE_VOCABULARY, pack_kept
-from torchtitan_rl.types import Episode, Grammar, KeptTokens
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_runs, pack_kept
+from torchtitan_rl.types import Episode, Grammar, KeptRun, KeptTokens, spans
 
 
 def without_grammars(episode: Episode) -> Episode:
     """The episode without loss on tokens that were sampled under a grammar."""
-    return _with_kept(episode, list(episode.kept_tokens))
+    return _replayed(episode, lambda _grammar, _token_ids: iter(()))
 
 
 class GrammarReplay:
@@ -39,15 +39,7 @@ class GrammarReplay:
         Tokens have no loss where that cannot be found out: another version of xgrammar wrote the
         grammar, or, from there on, it rejects a token.
         """
-        if not episode.grammars:
-            return episode
-        kept = list(episode.kept_tokens)
-        for start, end, grammar in episode.grammars:
-            allowed = self._allowed(grammar, episode.token_ids[start:end])
-            for index, one in zip(range(start, end), allowed, strict=False):
-                if kept[index] == GRAMMAR_TOKENS:
-                    kept[index] = one
-        return _with_kept(episode, kept)
+        return _replayed(episode, self._allowed)
 
     def _allowed(self, grammar: Grammar, token_ids: tuple[int, ...]) -> Iterator[KeptTokens]:
         import xgrammar
@@ -83,12 +75,21 @@ class GrammarReplay:
             yield packed[row]
 
 
-def _with_kept(episode: Episode, kept: list[KeptTokens]) -> Episode:
-    """Grammars that were not replayed leave their tokens without loss."""
-    if not episode.grammars:
+def _replayed(
+    episode: Episode, allowed: Callable[[Grammar, tuple[int, ...]], Iterator[KeptTokens]]
+) -> Episode:
+    """The episode with the sets that ``allowed`` finds for each grammar; the tokens after the last
+    set have no loss."""
+    if not any(isinstance(run.kept, Grammar) for run in episode.kept_tokens):
         return episode
-    known = tuple(None if one == GRAMMAR_TOKENS else one for one in kept)
-    mask = tuple(
-        trained and one is not None for trained, one in zip(episode.loss_mask, known, strict=True)
-    )
-    return replace(episode, loss_mask=mask, kept_tokens=known, grammars=())
+    runs: list[KeptRun] = []
+    mask = list(episode.loss_mask)
+    for start, end, kept in spans(episode.kept_tokens, len(episode.token_ids)):
+        found: list[KeptTokens] = [kept]
+        if isinstance(kept, Grammar):
+            found = list(allowed(kept, episode.token_ids[start:end]))
+            unknown = start + len(found)
+            mask[unknown:end] = [False] * (end - unknown)
+            found += [None] * (end - unknown)
+        runs += (KeptRun(start + run.start, run.kept) for run in kept_runs(found))
+    return replace(episode, loss_mask=tuple(mask), kept_tokens=tuple(runs))

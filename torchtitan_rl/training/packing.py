@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_rl.token_sets import WHOLE_VOCABULARY
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_error, kept_of_each
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.trees import (
     Microbatch,
@@ -236,11 +236,10 @@ def _kept(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int32] | None, tu
     numbers = {WHOLE_VOCABULARY: -1}
     kept: list[int] = []
     for one in episodes:
-        if not one.kept_tokens:
-            kept += [-1] * len(one.token_ids)
-            continue
-        for packed, trained in zip(one.kept_tokens, one.loss_mask, strict=True):
-            if trained and packed is not None:
+        for packed, trained in zip(
+            kept_of_each(one.kept_tokens, len(one.token_ids)), one.loss_mask, strict=True
+        ):
+            if trained and isinstance(packed, bytes):
                 kept.append(numbers.setdefault(packed, len(numbers) - 1))
             else:
                 kept.append(-1)
@@ -256,7 +255,6 @@ def _check(index: int, episode: Episode) -> None:
             episode.logprobs,
             episode.advantages,
             episode.versions,
-            episode.kept_tokens or episode.token_ids,
         )
     }
     if sizes == {0} or len(sizes) > 1:
@@ -264,3 +262,5 @@ def _check(index: int, episode: Episode) -> None:
             f"episode {index} of rollout {episode.rollout_id}: its fields must have one length, "
             f"above 0, not {sorted(sizes)}"
         )
+    if error := kept_error(episode.kept_tokens, len(episode.token_ids)):
+        raise ValueError(f"episode {index} of rollout {episode.rollout_id}: {error}")

@@ -13,9 +13,8 @@ import pytest
 from tests.fast.generation.test_loop import WAIT_S, request, running_loop, stepped_loop
 from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.generation.commands import EngineCommand, Pause, Pull, ReadTokens
-from torchtitan_rl.generation.engine import EngineOutput
 from torchtitan_rl.generation.requests import Listener, OutstandingRequests
-from torchtitan_rl.types import FinishReason, Progress
+from torchtitan_rl.types import Completion, FinishReason, Progress
 
 
 @dataclass
@@ -39,16 +38,23 @@ class Hearer:
         return heard
 
 
-def sampled(name: str, count: int) -> EngineOutput:
-    return EngineOutput(
+def sampled(name: str, count: int) -> Progress:
+    return Progress(
         request_id=name,
+        start=0,
         token_ids=(7,) * count,
         logprobs=(-1.0,) * count,
-        finish_reason=FinishReason.ABORT,
-        cached_tokens=0,
-        scheduled_s=None,
-        first_token_s=None,
-        last_token_s=None,
+        version_runs=(),
+    )
+
+
+def ended(name: str) -> Completion:
+    return Completion(
+        request_id=name,
+        token_ids=(7,),
+        logprobs=(-1.0,),
+        version_runs=(),
+        finish_reason=FinishReason.STOP,
     )
 
 
@@ -73,7 +79,7 @@ def outstanding(clock: Clock, **streams: bool) -> OutstandingRequests:
 class OnlyUnfinished(ScriptedEngine):
     """Is never asked about a request that has ended."""
 
-    def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
+    def sampled_since(self, starts: Mapping[str, int]) -> list[Progress]:
         assert set(starts) <= set(self.generated_lengths())
         return super().sampled_since(starts)
 
@@ -182,10 +188,10 @@ def test_a_request_that_does_not_stream_is_due_every_second_with_all_others() ->
     assert requests.due() == {"a": 0, "slow": 0}
     clock.now_s = 6.1
     assert requests.due(at_once=True) == {"a": 0, "slow": 0}
-    requests.finish([sampled("a", 1)], in_flight=2)
+    requests.finish([ended("a")], in_flight=2)
     clock.now_s = 6.2
     assert requests.due() == {}
-    requests.finish([sampled("slow", 1)], in_flight=1)
+    requests.finish([ended("slow")], in_flight=1)
     assert requests.due(at_once=True) == {}
 
 
@@ -196,6 +202,6 @@ def test_after_a_drain_what_the_engine_still_reports_is_ignored() -> None:
     requests.admit("b")
     assert requests.due(at_once=True) == {}
     assert requests.report([sampled("a", 1)]) == []
-    assert requests.finish([sampled("a", 1)], in_flight=1) == []
+    assert requests.finish([ended("a")], in_flight=1) == []
     assert requests.refuse("b") is None
     assert "a" not in requests

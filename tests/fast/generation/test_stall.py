@@ -15,11 +15,12 @@ from tests.support.replicas import GatedReplica
 from tests.support.scripted_engine import WAIT_S, ScriptedEngine, SteppedEngine, request
 from torchtitan_rl.errors import LoopStalledError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadTokens, Resume
-from torchtitan_rl.generation.engine import EngineOutput, Pulse, StallWatch
+from torchtitan_rl.generation.engine import Pulse, StallWatch
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.types import Completion
 
 STALL_S = 120.0
 
@@ -36,7 +37,7 @@ class SlowPull(SteppedEngine):
 class Livelocked(ScriptedEngine):
     """Steps for ever and samples nothing."""
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> list[Completion]:
         return []
 
 

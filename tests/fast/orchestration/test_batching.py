@@ -13,8 +13,8 @@ from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.ledger import MASKED_CAUSES
 from torchtitan_rl.rollout.config import OverlongConfig, RolloutConfig, SamplingConfig
-from torchtitan_rl.token_sets import GRAMMAR_TOKENS, WHOLE_VOCABULARY
-from torchtitan_rl.types import FinishReason, Rollout, RolloutStatus
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY
+from torchtitan_rl.types import FinishReason, Grammar, Rollout, RolloutStatus
 
 CONFIG = RolloutConfig(sampling=SamplingConfig(temperature=0.7, max_tokens_per_turn=10))
 BATCHER = EpisodeBatcher(config=CONFIG, row_len=32)
@@ -46,9 +46,10 @@ def test_turns_that_no_agent_saw_are_masked_by_name_unless_their_rollout_failed(
 def test_tokens_of_which_it_is_not_known_what_they_were_sampled_from_are_masked_by_name():
     cut, grammar = rollout(0, 1.0, num_sampled=4), rollout(1, 0.0, num_sampled=3)
     kept = (WHOLE_VOCABULARY, None, b"\x09\0\0\0", None)
+    rules = Grammar(data=b"", stop_token_ids=())
     cut = turns.rollout(turns.with_kept(cut.turns[0], kept), reward=1.0)
     grammar = turns.rollout(
-        turns.with_kept(grammar.turns[0], (WHOLE_VOCABULARY, *[GRAMMAR_TOKENS] * 2)),
+        turns.with_kept(grammar.turns[0], (rules, rules, WHOLE_VOCABULARY)),
         rollout_id="g/r1",
         reward=0.0,
     )
@@ -58,7 +59,7 @@ def test_tokens_of_which_it_is_not_known_what_they_were_sampled_from_are_masked_
     assert batch is not None
     assert batch.loss_mask.tolist() == [
         *(False, False, False, True, False, True, False),
-        *(False, False, False, True, False, False),
+        *(False, False, False, False, False, True),
     ]
     assert "truncated_sampling" in MASKED_CAUSES
 

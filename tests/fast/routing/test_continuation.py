@@ -20,6 +20,7 @@ from torchtitan_rl.types import (
     CompletionMetrics,
     FinishReason,
     GenerationRequest,
+    KeptRun,
     OnProgress,
     SamplingParams,
     VersionRun,
@@ -62,16 +63,11 @@ class CutReplica(GatedReplica):
         (output,) = ended
         version = self.version
         self.version += self.moves_on and output.finish_reason is FinishReason.ABORT
-        return Completion(
-            request_id=request.request_id,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
+        return replace(
+            output,
             version_runs=(VersionRun(0, version),) if output.token_ids else (),
-            finish_reason=output.finish_reason,
+            metrics=None,
             replica=self.name,
-            stop_reason=output.stop_reason,
-            top_logprobs=output.top_logprobs,
-            kept_tokens=output.kept_tokens,
         )
 
 
@@ -150,7 +146,7 @@ def test_what_is_resumed_from_a_record_equals_the_undisturbed_completion(request
         finish_reason=FinishReason.ABORT,
         stop_reason=None,
         top_logprobs=partial.top_logprobs[:kept],
-        kept_tokens=partial.kept_tokens[:kept],
+        kept_tokens=tuple(run for run in partial.kept_tokens if run.start < kept),
     )
     resumed, replica = complete(replace(request, resume_from=record), [])
     assert resumed == undisturbed
@@ -273,7 +269,7 @@ def test_times_of_the_pieces_add_up():
         (replace(piece(1, 2), logprobs=(-1.0,)), "2 tokens and 1 logprobs"),
         (replace(piece(1, 2), version_runs=()), "version runs start at"),
         (replace(piece(1, 2), top_logprobs=(((1, -1.0),),)), "alternatives for 1 tokens instead"),
-        (replace(piece(1, 2), kept_tokens=(b"",)), "kept tokens for 1 of 2"),
+        (replace(piece(1), kept_tokens=(KeptRun(1, b""),)), r"kept tokens start at \[1\], for 1"),
         (replace(piece(1), version_runs=(VersionRun(0, 1), VersionRun(3, 2))), "start at"),
     ],
 )

@@ -14,12 +14,13 @@ from tests.support.scripted_engine import scripted_kept
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.token_sets import kept_runs
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
     FinishReason,
     GenerationRequest,
-    KeptTokens,
+    KeptRun,
     OnProgress,
     Progress,
     TopLogprobs,
@@ -80,8 +81,8 @@ class TellingReplica(GatedReplica):
         )
 
 
-def kept(tokens: tuple[int, ...]) -> tuple[KeptTokens, ...]:
-    return tuple(map(scripted_kept, tokens))
+def kept(tokens: tuple[int, ...]) -> tuple[KeptRun, ...]:
+    return kept_runs(map(scripted_kept, tokens))
 
 
 def tops(tokens: tuple[int, ...]) -> tuple[TopLogprobs, ...]:

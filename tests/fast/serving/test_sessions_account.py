@@ -15,7 +15,7 @@ from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.serving.session_recording import TURN_TOKENS, SessionRecording
 from torchtitan_rl.serving.session_report import TOKEN_BYTES
 from torchtitan_rl.serving.sessions import Sessions
-from torchtitan_rl.token_sets import GRAMMAR_TOKENS, WHOLE_VOCABULARY
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY
 from torchtitan_rl.types import Grammar
 
 STEPS = st.lists(
@@ -87,19 +87,20 @@ async def test_trap_25_what_shifted_logits_gave_is_kept_and_not_trained(option):
 @on_virtual_clock
 async def test_cut_distributions_are_reported_with_their_tokens_and_trained_where_known():
     grammar = Grammar(data=b"rules", stop_token_ids=(0,))
-    kept = (WHOLE_VOCABULARY, None, b"\x03\0\0\0\x05\0\0\0", GRAMMAR_TOKENS)
-    sessions = make(TokenRouter(kept_tokens=kept, grammar=grammar))
-    await sessions.complete(asked((1, 2), "s", max_tokens=4, top_p=0.9))
+    pair = b"\x03\0\0\0\x05\0\0\0"
+    kept = (grammar, grammar, WHOLE_VOCABULARY, None, pair)
+    sessions = make(TokenRouter(kept_tokens=kept))
+    await sessions.complete(asked((1, 2), "s", max_tokens=5, top_p=0.9))
     held = sessions.counts()["session_tokens_held"]
-    assert held == TURN_TOKENS + 2 + 4 + sum(len(one) for one in kept if one) // TOKEN_BYTES
+    assert held == TURN_TOKENS + 2 + 5 + len(pair) // TOKEN_BYTES
     report = await sessions.close("s", 1.0)
     assert report.tokens_masked == {"truncated_sampling": 1}
-    assert report.tokens_trained == 3
+    assert report.tokens_trained == 4
     (episode,) = report.to_json()["episodes"]
-    assert episode["loss_mask"] == [False, False, True, False, True, True]
-    assert episode["kept_tokens"] == [None, None, None, None, [3, 5], "grammar"]
+    assert episode["loss_mask"] == [False, False, True, True, True, False, True]
+    assert episode["kept_tokens"] == [None, None, "grammar", "grammar", None, None, [3, 5]]
     (span,) = episode["grammars"]
-    assert (span["start"], span["end"], span["stop_token_ids"]) == (2, 6, [0])
+    assert (span["start"], span["end"], span["stop_token_ids"]) == (2, 4, [0])
 
 
 @on_virtual_clock

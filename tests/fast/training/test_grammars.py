@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from tests.support.episodes import make_episode
 from torchtitan_rl.configs.calculator_agent_tiny import config
-from torchtitan_rl.token_sets import GRAMMAR_TOKENS, WHOLE_VOCABULARY, kept_bits
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_bits, kept_of_each
 from torchtitan_rl.training.grammars import GrammarReplay, without_grammars
-from torchtitan_rl.types import Episode, Grammar, GrammarSpan
+from torchtitan_rl.types import Episode, Grammar, KeptRun
 
 xgrammar = pytest.importorskip("xgrammar")
 TOKENIZER = AutoTokenizer.from_pretrained(config.policy.checkpoint)
@@ -62,8 +62,7 @@ def episode_of(grammar: Any, tokens: list[int], data: bytes | None = None) -> Ep
     recorded = Grammar(data=data, stop_token_ids=(END,))
     return replace(
         make_episode([*PROMPT, *tokens], mask),
-        kept_tokens=(WHOLE_VOCABULARY,) * len(PROMPT) + (GRAMMAR_TOKENS,) * len(tokens),
-        grammars=(GrammarSpan(len(PROMPT), len(PROMPT) + len(tokens), recorded),),
+        kept_tokens=(KeptRun(0, WHOLE_VOCABULARY), KeptRun(len(PROMPT), recorded)),
     )
 
 
@@ -74,9 +73,8 @@ def test_a_replay_gives_the_very_tokens_that_were_sampled_from(compiled: Any, ki
         tokens, allowed = sample(compiled[kind], seed)
         replayed = replay(episode_of(compiled[kind], tokens))
         assert replayed.loss_mask == (False,) * 3 + (True,) * len(tokens)
-        assert replayed.grammars == ()
-        packed = [one for one in replayed.kept_tokens[3:] if one is not None]
-        bits = kept_bits(packed, VOCAB_SIZE)
+        packed = kept_of_each(replayed.kept_tokens, len(replayed.token_ids))[3:]
+        bits = kept_bits([one for one in packed if isinstance(one, bytes)], VOCAB_SIZE)
         assert (np.unpackbits(bits, axis=1, count=VOCAB_SIZE, bitorder="little") == allowed).all()
 
 
@@ -85,7 +83,7 @@ def test_after_its_end_a_grammar_allows_everything(compiled: Any) -> None:
     assert tokens[-1] == END
     replay = GrammarReplay(TOKENIZER, VOCAB_SIZE)
     replayed = replay(episode_of(compiled["ebnf"], [*tokens, 7, 8]))
-    assert replayed.kept_tokens[-2:] == (WHOLE_VOCABULARY,) * 2
+    assert replayed.kept_tokens[-1] == (len(replayed.token_ids) - 2, WHOLE_VOCABULARY)
     assert replayed.num_trained_tokens == len(tokens) + 2
 
 
@@ -95,7 +93,7 @@ def test_tokens_from_the_first_one_that_does_not_fit_have_no_loss(compiled: Any)
     episode = episode_of(compiled["regex"], [*tokens[:2], wrong, *tokens[3:]])
     replayed = GrammarReplay(TOKENIZER, VOCAB_SIZE)(episode)
     assert replayed.loss_mask == (False,) * 3 + (True,) * 2 + (False,) * (len(tokens) - 2)
-    assert replayed.kept_tokens[5:] == (None,) * (len(tokens) - 2)
+    assert replayed.kept_tokens[-1] == (5, None)
 
 
 def test_a_grammar_of_another_version_leaves_its_tokens_without_loss(compiled: Any) -> None:

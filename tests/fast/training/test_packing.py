@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import episodes as support
-from torchtitan_rl.token_sets import WHOLE_VOCABULARY
+from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_of_each
 from torchtitan_rl.training import packing
 from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
 from torchtitan_rl.training.packing import first_fit_decreasing, pack_episodes
@@ -97,9 +97,7 @@ def test_each_trained_token_has_the_set_it_was_sampled_from(cut: list[bool], see
     wanted = [
         packed if trained else WHOLE_VOCABULARY
         for one in episodes
-        for packed, trained in zip(
-            one.kept_tokens or [WHOLE_VOCABULARY] * 9, one.loss_mask, strict=True
-        )
+        for packed, trained in zip(kept_of_each(one.kept_tokens, 9), one.loss_mask, strict=True)
     ]
     numbers = [-1] * batch.num_tokens if batch.kept is None else batch.kept.tolist()
     sets = [WHOLE_VOCABULARY if number < 0 else batch.kept_sets[number] for number in numbers]

@@ -15,7 +15,7 @@ from torchtitan_rl.token_sets import pack_kept
 from torchtitan_rl.training.batch import TrainingBatch, predicted_mask, trained_mask
 from torchtitan_rl.training.packing import Share, cut, num_rows, rank_share, split_evenly
 from torchtitan_rl.training.trees import Microbatch, SortedEpisodes, lay_out, padded, sort_episodes
-from torchtitan_rl.types import Episode
+from torchtitan_rl.types import Episode, KeptRun
 
 MAX_LEN = 12
 
@@ -214,7 +214,7 @@ def test_siblings_with_the_same_tokens_from_many_sets_are_bounded_by_their_rows_
     answers = [
         replace(
             make_episode(tokens, [False] + [True] * 10),
-            kept_tokens=tuple(pack_kept(np.arange(32) < 12 + answer) for _ in tokens),
+            kept_tokens=(KeptRun(0, pack_kept(np.arange(32) < 12 + answer)),),
         )
         for answer in range(8)
     ]

@@ -16,9 +16,10 @@ Invariants
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,14 +44,15 @@ from torchtitan_rl.backends.vllm.sampling import (
 )
 from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS, step_tokens
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
-from torchtitan_rl.generation.engine import EngineLimits, EngineOutput, ReadingRate
-from torchtitan_rl.token_sets import GRAMMAR_TOKENS
+from torchtitan_rl.generation.engine import EngineLimits, ReadingRate, engine_metrics
+from torchtitan_rl.token_sets import kept_runs
 from torchtitan_rl.types import (
+    Completion,
     EngineStats,
     FinishReason,
     GenerationRequest,
-    Grammar,
     KeptTokens,
+    Progress,
     SamplingParams,
 )
 
@@ -145,21 +147,21 @@ class VllmEngine:
             ) from cause
         self._engine.output_processor.add_request(engine_request, None, None, 0)
         state = self._engine.output_processor.request_states[engine_request.request_id]
-        grammar, read_kept = self._distribution(request.sampling, core_request)
+        read_kept = self._distribution(request.sampling, core_request)
         state.logprobs_processor = SampledLogprobs(request.sampling, read_kept)
         state.detokenizer = detokenizer or state.detokenizer
         self._core.add_request(core_request)
-        self._running[request.request_id] = _EngineRequest(state, num_resumed, grammar)
+        self._running[request.request_id] = _EngineRequest(state, num_resumed)
 
-    def abort(self, request_ids: tuple[str, ...]) -> list[EngineOutput]:
+    def abort(self, request_ids: tuple[str, ...]) -> list[Completion]:
         found = [self._pop(name) for name in request_ids if name in self._running]
         # vLLM returns no output for an aborted request, so it is read before the abort.
-        outputs = [_output(running) for running in found]
+        outputs = [_completion(running) for running in found]
         if found:
             self._engine.abort_request([one.state.request_id for one in found], internal=True)
         return outputs
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> list[Completion]:
         self._counters.steps += 1
         outputs = []
         for output in self._engine.step():
@@ -168,10 +170,10 @@ class VllmEngine:
             running = self._pop(output.request_id)
             sampled = output.outputs[0]
             if sampled.finish_reason == "error":
-                outputs.append(_output(running, refusal=_NO_TOKEN))
+                outputs.append(_completion(running, stop_reason=_NO_TOKEN))
                 continue
             reason = _finish_reason(output.request_id, sampled.finish_reason)
-            outputs.append(_output(running, reason, stop_reason=sampled.stop_reason))
+            outputs.append(_completion(running, reason, stop_reason=sampled.stop_reason))
         return outputs
 
     def num_unfinished(self) -> int:
@@ -180,9 +182,9 @@ class VllmEngine:
     def generated_lengths(self) -> dict[str, int]:
         return {name: running.num_sampled for name, running in self._running.items()}
 
-    def sampled_since(self, starts: Mapping[str, int]) -> list[EngineOutput]:
+    def sampled_since(self, starts: Mapping[str, int]) -> list[Progress]:
         return [
-            _output(running, start=start)
+            Progress(start=start, version_runs=(), **_columns(running, start))
             for request_id, start in starts.items()
             if (running := self._running.get(request_id)) and running.num_sampled > start
         ]
@@ -237,19 +239,18 @@ class VllmEngine:
 
     def _distribution(
         self, sampling: SamplingParams, core_request: Any
-    ) -> tuple[Grammar | None, Callable[[], KeptTokens] | None]:
-        """What each token is sampled from: a grammar, or a function that reads the newest token's
-        set."""
+    ) -> Callable[[], KeptTokens] | None:
+        """What tells of the newest token what it was sampled from; None where nothing is cut."""
         has_grammar = core_request.structured_output_request is not None
         if not sampling.with_logprobs or not (sampling.truncates or has_grammar):
-            return None, None  # not trained on, or nothing is cut
+            return None  # not trained on, or nothing is cut
         if not sampling.truncates:
             grammar = self._grammars.replayable(self._core, core_request)
             if grammar is not None:
-                return grammar, lambda: GRAMMAR_TOKENS
+                return lambda: grammar
         request_id = core_request.request_id
         self._kept_sets.record(request_id)
-        return None, lambda: self._kept_sets[request_id]
+        return lambda: self._kept_sets[request_id]
 
     def _pop(self, name: str) -> _EngineRequest:
         running = self._running.pop(name)
@@ -263,7 +264,7 @@ class _EngineRequest:
 
     state: Any
     num_resumed: int
-    grammar: Grammar | None  # of the tokens whose kept ones are `GRAMMAR_TOKENS`
+    added_s: float = field(default_factory=time.monotonic)
 
     @property
     def num_sampled(self) -> int:
@@ -337,15 +338,31 @@ def _finish_reason(request_id: str, reason: str | None) -> FinishReason:
     raise RuntimeError(f"vLLM ended request {request_id!r} by {reason!r}")
 
 
-def _output(
+def _completion(
     running: _EngineRequest,
     reason: FinishReason = FinishReason.ABORT,
     *,
     stop_reason: int | str | None = None,
-    start: int = 0,
-    refusal: str = "",
-) -> EngineOutput:
-    """The output of a request from token ``start`` on. In vLLM's stats a time of 0.0 means none."""
+) -> Completion:
+    columns, stats = _columns(running), running.state.stats  # where a time of 0.0 means none
+    return Completion(
+        version_runs=(),
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        metrics=engine_metrics(
+            len(columns["token_ids"]),
+            added_s=running.added_s,
+            scheduled_s=stats.scheduled_ts or None,
+            first_token_s=stats.first_token_ts or None,
+            last_token_s=stats.last_token_ts or None,
+            cached_tokens=running.state.num_cached_tokens,
+        ),
+        **columns,
+    )
+
+
+def _columns(running: _EngineRequest, start: int = 0) -> dict[str, Any]:
+    """The fields that a `Completion` and a `Progress` share, from token ``start`` on."""
     state, sampled = running.state, running.state.logprobs_processor
     token_ids, first = state.detokenizer.output_token_ids, running.num_resumed
     if len(sampled.sampled) != len(token_ids) - first:
@@ -353,18 +370,10 @@ def _output(
             f"request {state.external_req_id!r}: {len(token_ids) - first} tokens but "
             f"{len(sampled.sampled)} logprobs"
         )
-    return EngineOutput(
-        request_id=state.external_req_id,
-        token_ids=tuple(token_ids[first + start :]),
-        logprobs=tuple(sampled.sampled[start:]),
-        finish_reason=reason,
-        cached_tokens=state.num_cached_tokens,
-        scheduled_s=state.stats.scheduled_ts or None,
-        first_token_s=state.stats.first_token_ts or None,
-        last_token_s=state.stats.last_token_ts or None,
-        stop_reason=stop_reason,
-        top_logprobs=tuple(sampled.top[start:]),
-        kept_tokens=tuple(sampled.kept[start:]),
-        grammar=running.grammar,
-        refusal=refusal,
-    )
+    return {
+        "request_id": state.external_req_id,
+        "token_ids": tuple(token_ids[first + start :]),
+        "logprobs": tuple(sampled.sampled[start:]),
+        "top_logprobs": tuple(sampled.top[start:]),
+        "kept_tokens": kept_runs(sampled.kept[start:]),
+    }
