@@ -7,7 +7,10 @@ package takes no time and needs neither torch nor vLLM nor Monarch.
 
 from __future__ import annotations
 
+import ast
+import functools
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,8 +22,7 @@ if TYPE_CHECKING:
         AgentResult,
         RemoteAgent,
     )
-    from torchtitan_rl.agents.env import AgentEnv
-    from torchtitan_rl.agents.host import AgentHost
+    from torchtitan_rl.agents.env import AgentEnv, AgentHost
     from torchtitan_rl.agents.task import AgentTask, RemoteAgentTask
     from torchtitan_rl.agents.verifiers.task import VerifiersError, VerifiersTask
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer
@@ -70,9 +72,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.errors import ConfigError, TorchtitanRLError
     from torchtitan_rl.rollout.chatml import Message
     from torchtitan_rl.rollout.env import (
-        Conversation,
         Observation,
-        Replayable,
         Stateful,
         Terminal,
         TokenEnv,
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
         Split,
         Task,
     )
-    from torchtitan_rl.rollout.turn_tree import RolloutEnv, TreeEnv, TurnTree
+    from torchtitan_rl.rollout.tree import RolloutEnv, TreeEnv, TurnTree
     from torchtitan_rl.sandbox.sandbox import (
         Sandbox,
         SandboxConfig,
@@ -130,7 +130,6 @@ __all__ = [
     "CheckpointConfig",
     "Completion",
     "ConfigError",
-    "Conversation",
     "CurriculumConfig",
     "DataTask",
     "Dataset",
@@ -179,7 +178,6 @@ __all__ = [
     "RemoteAgent",
     "RemoteAgentTask",
     "RendererKind",
-    "Replayable",
     "RestConfig",
     "RewardFunction",
     "Rollout",
@@ -224,50 +222,7 @@ __all__ = [
     "threaded",
 ]
 
-_MODULES = (  # that define the names above; those that load more are searched later
-    "types",
-    "errors",
-    "config",
-    "rollout.env",
-    "rollout.turn_tree",
-    "rollout.task",
-    "rollout.rubric",
-    "rollout.chatml",
-    "rollout.rendering",
-    "rollout.message_env",
-    "sandbox.sandbox",
-    "data.levels",
-    "data.row_dataset",
-    "data.resting",
-    "environments.checkers",
-    "environments.question",
-    "environments.data_task",
-    "environments.reasoning_gym",
-    "environments.mixture",
-    "environments.judge.config",
-    "environments.judge.judge",
-    "environments.judge.task",
-    "environments.games",
-    "environments.game_task",
-    "environments.gymnasium_task",
-    "environments.open_env_client",
-    "environments.open_env_task",
-    "environments.tool_env",
-    "environments.mcp_session",
-    "environments.mcp_task",
-    "environments.tool_env",
-    "environments.python_task",
-    "environments.python_task",
-    "agents.agent",
-    "agents.host",
-    "agents.env",
-    "agents.task",
-    "agents.verifiers.task",
-    "agents.verifiers.task",
-    "training.packing",
-    "training.losses",
-    "backends.titan.trainer",
-)
+_OLD_NAMES = {"Conversation": object, "Replayable": object}  # attributes now: see `TokenEnv`
 
 
 def __dir__() -> list[str]:
@@ -276,8 +231,15 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for home in _MODULES:
-            module = import_module(f"{__name__}.{home}")
-            if hasattr(module, name):
-                return getattr(module, name)
+        return getattr(import_module(_homes()[name]), name)
+    if name in _OLD_NAMES:
+        return _OLD_NAMES[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _homes() -> dict[str, str]:
+    """The module of each name, as the imports above have it."""
+    nodes = ast.walk(ast.parse(Path(__file__).read_text()))
+    found = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.name: str(node.module) for node in found for alias in node.names}

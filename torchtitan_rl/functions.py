@@ -18,7 +18,7 @@ def import_file(file: Path, name: str, folder: Path) -> ModuleType:
     """Run a Python file as the module ``name``; it may import the modules of ``folder``.
 
     Raises:
-        Exception: whatever its code raises.
+        Exception: what the file's code raises.
     """
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None  # its name ends in .py
@@ -34,7 +34,7 @@ def load_function(name: str) -> Callable[..., Any]:
     """The function of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name has no module, or its module no such function.
     """
     place, _, attribute = name.rpartition(":")
     if not place:

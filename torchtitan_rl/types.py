@@ -58,8 +58,8 @@ _FAILURES = frozenset(
 class SamplingParams:
     """How to sample one completion (always n = 1).
 
-    ``seed`` makes the request reproducible whatever else is in its batch; None draws from the
-    replica's own generator. ``stop_token_ids`` are added to the model's end-of-sequence ids. A
+    ``seed`` makes the request reproducible in every batch; None draws from the replica's own
+    generator. ``stop_token_ids`` are added to the model's end-of-sequence ids. A
     completion whose text has one of the strings ``stop`` ends with the token that completed it.
     ``num_logprobs`` is the number of most likely alternatives to return for each token; without
     ``with_logprobs`` no logprobs are computed, and each is NaN. ``engine_options`` are further
@@ -275,7 +275,7 @@ OnProgress = Callable[[Progress], None]
 class GenerateFn(Protocol):
     """Completes one request. A rollout does not depend on what implements it.
 
-    ``on_progress`` is given only where the tokens are wanted as they are sampled.
+    ``on_progress`` gets the tokens as they are sampled.
 
     Raises:
         GenerationError: the request was refused, or every replica that could serve it is gone.
@@ -315,7 +315,7 @@ class Turn:
     text: str | None = None  # the completion as text, where the environment works in text
     is_seen: bool = True
     branch_reward: float | None = None
-    request_key: str | None = None  # None: no tree's, or of an earlier version's record
+    request_key: str | None = None  # None: not of a tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.recovery import choose_checkpoint, why_not_resumable
 from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
-from torchtitan_rl.rollout.abandoned import abandoned
+from torchtitan_rl.rollout.calls import abandoned
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
 from torchtitan_rl.types import Problem, Rollout

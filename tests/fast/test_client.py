@@ -25,9 +25,8 @@ from tests.support.async_tests import on_event_loop
 from tests.support.resuming import SeededGenerate
 from tests.support.rollouts import make_rollouter
 from torchtitan_rl.agents.agent import RemoteAgent
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.agents.host import AgentHost
-from torchtitan_rl.agents.problem_queue import ProblemQueue
+from torchtitan_rl.agents.env import AgentEnv, AgentHost
+from torchtitan_rl.agents.queue import ProblemQueue
 from torchtitan_rl.client import AsyncClient, Client, EndpointError
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp

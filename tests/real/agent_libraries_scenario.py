@@ -32,7 +32,7 @@ from torchtitan_rl import (
     RolloutConfig,
     SamplingConfig,
 )
-from torchtitan_rl.agents.running import AgentThread
+from torchtitan_rl.agents.env import AgentThread
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.engine import VllmEngine
 from torchtitan_rl.backends.vllm.openai import build_application

@@ -11,9 +11,7 @@ import openai
 
 from tests.real.local_endpoint import local_endpoint
 from torchtitan_rl.agents.agent import AgentCall, AgentCommand, AgentResult
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.agents.host import AgentHost
-from torchtitan_rl.agents.running import AgentThread
+from torchtitan_rl.agents.env import AgentEnv, AgentHost, AgentThread
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig

@@ -64,11 +64,6 @@ def encode(tokenizer, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_a_vocabulary_with_qwen3_tokens_gets_the_typed_renderer():
-    assert isinstance(make_renderer(build_tokenizer(QWEN3)), LibraryRenderer)
-    assert isinstance(make_renderer(build_tokenizer(CHATML)), ChatMLRenderer)
-
-
 @pytest.mark.parametrize("template", ["SMOLLM2", "TRIMMING", "COUNTING", "LAST_TURN"])
 def test_qwen3_tokens_with_another_models_template_are_not_taken_for_qwen3(template):
     renderer = make_renderer(build_tokenizer(QWEN3, TEMPLATES[template]))
@@ -84,11 +79,6 @@ def test_a_qwen3_that_never_thinks_gets_the_typed_renderer_without_an_empty_thou
     assert renderer.extend(prompt, encode(tokenizer, "ok"), MORE) == make_renderer(
         tokenizer, kind="chatml"
     ).extend(prompt, encode(tokenizer, "ok"), MORE)
-
-
-def test_qwen3_needs_all_of_its_special_tokens():
-    with pytest.raises(ConfigError, match="<think> </think>"):
-        make_renderer(build_tokenizer(CHATML), kind="qwen3")
 
 
 def test_a_tokenizer_without_template_and_chatml_tokens_is_refused():
@@ -189,28 +179,6 @@ def test_thoughts_stay_or_make_the_history_render_again_as_configured():
     assert "hm" not in tokenizer.decode(strip.initial_prompt([*FIRST, message, *MORE]))
 
 
-def test_completions_parse_into_messages_without_their_end_of_turn():
-    for tokens in (QWEN3, CHATML):
-        tokenizer = build_tokenizer(tokens)
-        renderer = make_renderer(tokenizer)
-        prompt = renderer.initial_prompt(FIRST)
-        for text in ("ok<|im_end|>", "ok<|endoftext|>", "ok"):
-            message = renderer.parse(encode(tokenizer, text), prompt)
-            assert message == {"role": "assistant", "content": "ok"}
-        assert renderer.parse((), prompt)["content"] == ""
-        assert tokenizer.convert_tokens_to_ids("<|im_end|>") in renderer.stop_token_ids
-
-
-def test_a_completion_that_ends_inside_a_character_extends_and_parses():
-    for tokens in (QWEN3, CHATML):
-        tokenizer = build_tokenizer(tokens)
-        renderer = make_renderer(tokenizer)
-        prompt = renderer.initial_prompt(FIRST)
-        half = encode(tokenizer, "é")[:1]
-        assert renderer.extend(prompt, half, MORE)[: len(prompt) + 1] == prompt + half
-        assert renderer.parse(half, prompt)["content"] == "\N{REPLACEMENT CHARACTER}"
-
-
 def test_tool_calls_are_parsed_and_malformed_ones_kept_apart():
     tokenizer = build_tokenizer(QWEN3)
     renderer = make_renderer(tokenizer)
@@ -221,16 +189,3 @@ def test_tool_calls_are_parsed_and_malformed_ones_kept_apart():
     message = renderer.parse(encode(tokenizer, text), renderer.initial_prompt(FIRST))
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     assert message["invalid_tool_calls"] == ["{nonsense}"]
-
-
-def test_tool_replies_extend_with_qwen3():
-    tokenizer = build_tokenizer(QWEN3)
-    renderer = make_renderer(tokenizer)
-    prompt = renderer.initial_prompt(
-        FIRST, tools=[{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    )
-    assert '"name": "add"' in tokenizer.decode(prompt)
-    completion = encode(tokenizer, "<tool_call>\n{}\n</tool_call><|im_end|>")
-    following = renderer.extend(prompt, completion, [{"role": "tool", "content": "3"}])
-    assert following[: len(prompt) + len(completion)] == prompt + completion
-    assert "<tool_response>\n3\n</tool_response>" in tokenizer.decode(following)

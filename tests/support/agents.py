@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from tests.support.rollouts import PROBLEM
 from torchtitan_rl.agents.agent import AgentCall
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.agents.host import AgentHost
+from torchtitan_rl.agents.env import AgentEnv, AgentHost
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.token_sets import kept_runs
 from torchtitan_rl.types import (

@@ -25,8 +25,14 @@ from torchtitan_rl.generation.commands import (
 )
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.remote import ConnectedReplica
-from torchtitan_rl.token_sets import add_run, runs_before
-from torchtitan_rl.types import Completion, EngineReading, PullReport, VersionRun
+from torchtitan_rl.types import (
+    Completion,
+    EngineReading,
+    PullReport,
+    VersionRun,
+    add_run,
+    runs_before,
+)
 from torchtitan_rl.weights.handle import WeightHandle
 
 

@@ -16,7 +16,7 @@ from tests.support.simulated_replica import VOCAB
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.task import Outcome
-from torchtitan_rl.rollout.turn_tree import LimitReachedError, TurnTree
+from torchtitan_rl.rollout.tree import LimitReachedError, TurnTree
 from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
 
@@ -156,7 +156,7 @@ class SimTree(_Simulated):
             return True
 
         with suppress(LimitReachedError):
-            turns.ask(Observation(prompt_token_ids=prompt), take)
+            turns.request(Observation(prompt_token_ids=prompt), take)
         completion = await answer  # cancelled at a limit
         self._answered.append(completion)
         return completion.token_ids

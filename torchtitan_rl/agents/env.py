@@ -1,6 +1,6 @@
 """`AgentEnv`: runs an agent and turns its requests into the turns of a rollout.
 
-Requests of one session run at once. What they make is a tree (`turn_tree.py`): a prompt that
+Requests of one session run at once. What they make is a tree (`rollout/tree.py`): a prompt that
 extends an earlier turn continues its branch, any other begins one. So limits, seeds, versions,
 journal and advantages are those of any rollout.
 
@@ -13,38 +13,40 @@ journal and advantages are those of any rollout.
 | penalties | ignored and counted: the loss does not know them |
 | ``logit_bias``, ``min_tokens``, ... | refused (400): the answer needs them |
 
-An agent that fails and may be restarted runs again, in a new session: see `AgentEnv`.
-
 Invariants: each request is answered or refused, once. A turn whose caller left before the answer is
 unseen, and not trained on; it is still sampled to its end, so that its tokens do not depend on when
-the caller left. When `close` returns, the agent has ended or an error says that it has not.
+the caller left. When `close` returns, the agent has ended or an error says that it has not. A
+`RunningAgent` ends once, and ``on_end`` is called on the event loop that started it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from torchtitan_rl.agents.agent import (
     Agent,
+    AgentCall,
     AgentError,
     AgentResult,
     RemoteAgent,
     run_agent,
 )
-from torchtitan_rl.agents.host import AgentHost
-from torchtitan_rl.agents.problem_queue import LeaseLostError
-from torchtitan_rl.agents.running import RunningAgent
+from torchtitan_rl.agents.queue import LeaseLostError, ProblemQueue
 from torchtitan_rl.rollout.calls import summary
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.episodes import previous_turns
-from torchtitan_rl.rollout.turn_tree import LimitReachedError, TurnTree
+from torchtitan_rl.rollout.tree import LimitReachedError, TurnTree
 from torchtitan_rl.serving.context import choices_of_response, requests_of_response
 from torchtitan_rl.serving.messages import RefusedError, refused
 from torchtitan_rl.serving.session_report import SessionEnding
+from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import (
     CONSTRAINTS,
     Completion,
@@ -56,7 +58,10 @@ from torchtitan_rl.types import (
     SamplingParams,
 )
 
+logger = logging.getLogger(__name__)
+
 _PREPARE_S = 600.0
+_JOIN_TIMEOUT_S = 10.0
 _IGNORED = frozenset(
     {
         "frequency_penalty",
@@ -70,18 +75,144 @@ _IGNORED = frozenset(
 )  # engine options; any other is refused
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentHost:
+    """Where agents find the endpoint, and where they run.
+
+    ``loop``: the event loop of another thread that runs async agents (`AgentThread`). None is the
+    current loop, which an agent that blocks would deadlock. ``problems``: where `RemoteAgent`s wait
+    for workers.
+    """
+
+    base_url: str
+    model: str
+    sessions: Sessions
+    api_key: str = field(default="", repr=False)  # empty: the endpoint has none
+    loop: asyncio.AbstractEventLoop | None = None
+    problems: ProblemQueue | None = None
+
+    def call(self, problem: Problem, session_id: str) -> AgentCall:
+        return AgentCall(
+            base_url=self.base_url,
+            api_key=f"{self.api_key or 'agent'}:{session_id}",
+            model=self.model,
+            problem=problem,
+            session_id=session_id,
+        )
+
+
+class AgentThread:
+    """A daemon thread with an event loop for agents, for a ``with`` block.
+
+    Agents share it: one that blocks delays the others, but not the controller that has to answer.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Cancel the agents that still run. One that blocks the thread keeps it."""
+        self._is_ending = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # cancels, then closes
+            while not self._is_ending:
+                try:
+                    runner.get_loop().run_forever()
+                except (SystemExit, KeyboardInterrupt):
+                    # Raised in a task that an agent started: the other agents go on.
+                    logger.exception("a task of an agent raised SystemExit or KeyboardInterrupt")
+
+
+class RunningAgent:
+    """One run of an agent, ``work``, started at once.
+
+    ``outcome`` is None until the agent has ended, then its result, or what it raised.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, AgentResult]],
+        *,
+        loop: asyncio.AbstractEventLoop | None,
+        on_end: Callable[[], None],
+    ) -> None:
+        self.outcome: AgentResult | BaseException | None = None
+        self._on_end = on_end
+        self._home = asyncio.get_running_loop()
+        self._loop = loop or self._home
+        self._ended = asyncio.Event()
+        self._task: asyncio.Task[AgentResult | BaseException] | None = None
+        if self._loop is self._home:
+            self._start(work)
+        else:
+            self._loop.call_soon_threadsafe(self._start, work)
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False where it has not ended in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        return self._ended.is_set()
+
+    async def end(self, timeout_s: float) -> None:
+        """Cancel it, unless it has ended, and wait for its end.
+
+        Raises:
+            AgentError: the agent does not end.
+        """
+        if self._ended.is_set():
+            return
+        with contextlib.suppress(RuntimeError):  # its loop is closed: it has been cancelled
+            self._loop.call_soon_threadsafe(self._cancel)
+        if not await self.wait(timeout_s):
+            raise AgentError(f"the agent did not end within {timeout_s} s of its cancellation")
+
+    def _start(self, work: Callable[[], Coroutine[Any, Any, AgentResult]]) -> None:
+        async def outcome() -> AgentResult | BaseException:
+            try:
+                return await work()
+            except BaseException as error:  # SystemExit would end the event loop
+                return error
+
+        self._task = self._loop.create_task(outcome())
+        self._task.add_done_callback(self._report)  # called even where it never started
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _report(self, task: asyncio.Task[AgentResult | BaseException]) -> None:
+        outcome = asyncio.CancelledError() if task.cancelled() else task.result()
+        with contextlib.suppress(RuntimeError):  # that loop is closed
+            self._home.call_soon_threadsafe(self._finish, outcome)
+
+    def _finish(self, outcome: AgentResult | BaseException) -> None:
+        self.outcome = outcome
+        self._ended.set()
+        self._on_end()
+
+
 class AgentEnv:
     """One rollout of an agent; a `TreeEnv`.
 
     ``grace_s``: how long an agent may take to return its reward after a limit, and to end once it
     is cancelled. ``reward_at_limit``: the reward where it returns none by then. ``decode`` makes
-    the turns readable in the records. ``prepare`` is called before the agent runs; its time counts
-    as none of the agent's.
+    the turns readable in the records. ``prepare`` is called before the agent runs; its time does
+    not count as the agent's.
 
-    ``replays`` declares that the agent sends the same requests again when it is given the same
-    answers. One that fails is then restarted, up to ``max_restarts`` times, and its requests are
+    ``replays`` declares that the agent sends the same requests again when it gets the same answers.
+    An agent that fails is then restarted, up to ``max_restarts`` times, and its requests are
     answered from the record; so they are where a resumed run starts it again. A `RemoteAgent` whose
-    worker is lost is handed out again in any case, and starts anew where it does not replay.
+    worker is lost is handed out again in any case; one that does not replay starts from nothing.
     """
 
     def __init__(
@@ -191,9 +322,9 @@ class AgentEnv:
                 on_progress(progress)
 
         self._answers[name] = future
-        self._note_use()
+        self._record_use()
         try:
-            self._turn_ids[name] = self._turns.ask(
+            self._turn_ids[name] = self._turns.request(
                 _observation(request),
                 answer,
                 on_progress=None if on_progress is None else progress,
@@ -206,7 +337,7 @@ class AgentEnv:
             raise self._closed() from None
         finally:
             del self._answers[name]
-            self._note_use()
+            self._record_use()
 
     def reward_response(self, response_id: str, choice: int | None, reward: float) -> int:
         """`SessionDriver`: give the branches of a response a reward of their own."""
@@ -229,9 +360,9 @@ class AgentEnv:
         if self._host.problems is not None:
             self._host.problems.end(self._session_id)
 
-    def _note_use(self) -> None:
+    def _record_use(self) -> None:
         if self._host.problems is not None:
-            self._host.problems.note_use(self._session_id)
+            self._host.problems.record_use(self._session_id)
 
     async def _run_once(self, turns: TurnTree) -> None:
         """Run the agent in a new session, until it has ended or a client gave a reward."""

@@ -12,16 +12,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.agents.agent import Agent, RemoteAgent
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.agents.host import AgentHost
+from torchtitan_rl.agents.env import AgentEnv, AgentHost
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.task import Task
-from torchtitan_rl.rollout.turn_tree import RolloutEnv
+from torchtitan_rl.rollout.tree import RolloutEnv
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
-    from torchtitan_rl.rollout.group_settings import EnvironmentFactory
+    from torchtitan_rl.rollout.run import EnvironmentFactory
     from torchtitan_rl.serving.config import EndpointConfig
 
 

@@ -27,12 +27,12 @@ from torchtitan_rl.generation.engine import EngineLimits
 from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.rollout.env_session import EnvSession, NotResumableError
-from torchtitan_rl.rollout.group_settings import EnvironmentFactory
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
-from torchtitan_rl.rollout.turn_tree import RolloutEnded
+from torchtitan_rl.rollout.run import EnvironmentFactory
+from torchtitan_rl.rollout.session import EnvSession, NotResumableError
+from torchtitan_rl.rollout.tree import RolloutEnded
 from torchtitan_rl.types import (
     Completion,
     FinishReason,

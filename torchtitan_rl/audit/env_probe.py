@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torchtitan_rl.rollout.env import (
-    Conversation,
     Observation,
     Terminal,
     is_stateful,
+    replays,
     require_async,
-    require_stateful,
 )
-from torchtitan_rl.rollout.group_settings import EnvironmentFactory
-from torchtitan_rl.rollout.turn_tree import RolloutEnv, is_tree_env
+from torchtitan_rl.rollout.run import EnvironmentFactory
+from torchtitan_rl.rollout.tree import RolloutEnv, is_tree_env
 from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
 _T = TypeVar("_T")
@@ -75,42 +74,39 @@ class _WatchedEnv:
     """Has the protocols of the environment that it wraps."""
 
     def __init__(self, env: Any, watched: Watched) -> None:  # a TokenEnv
-        self._env = env
+        self.wrapped_env = env
         self._watched = watched
-        self.wraps_stateful = watched.is_stateful = is_stateful(env)
-        self.replays = watched.replays = bool(getattr(env, "replays", False))
+        watched.is_stateful, watched.replays = is_stateful(env), replays(env)
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
-        return self._env.messages if isinstance(self._env, Conversation) else ()
+        return getattr(self.wrapped_env, "messages", ())
 
     async def reset(self) -> Observation:
-        answer: Observation = await self._timed("reset", self._env.reset())
+        answer: Observation = await self._timed("reset", self.wrapped_env.reset())
         self._watched.answers.append(answer)
         return answer
 
     async def step(self, completion: Completion) -> Observation | Terminal:
-        answer: Observation | Terminal = await self._timed("step", self._env.step(completion))
+        answer: Observation | Terminal = await self._timed(
+            "step", self.wrapped_env.step(completion)
+        )
         self._watched.answers.append(answer)
         return answer
 
     async def finish(self, status: RolloutStatus) -> Terminal:
-        return await self._timed("finish", self._env.finish(status))
+        return await self._timed("finish", self.wrapped_env.finish(status))
 
     async def close(self) -> None:
-        await self._timed("close", self._env.close())
+        await self._timed("close", self.wrapped_env.close())
 
     async def state_dict(self) -> Any:
-        """None if the environment has no state."""
-        if not self.wraps_stateful:
-            return None
-        state = await self._timed("state_dict", require_stateful(self._env).state_dict())
+        state = await self._timed("state_dict", self.wrapped_env.state_dict())
         self._watched.states.append(None if state is None else json.dumps(state))
         return state
 
     async def load_state_dict(self, state: Any) -> None:
-        loading = require_stateful(self._env).load_state_dict(state)
-        await self._timed("load_state_dict", loading)
+        await self._timed("load_state_dict", self.wrapped_env.load_state_dict(state))
 
     async def _timed(self, method: str, work: Coroutine[Any, Any, _T]) -> _T:
         watch = _Stopwatch(work)

@@ -41,8 +41,7 @@ from torchtitan_rl.observability.evaluation import (
     results,
 )
 from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
-from torchtitan_rl.rollout.failures import describe_failures
-from torchtitan_rl.rollout.problem_set import finished_group, roll_out_problems
+from torchtitan_rl.rollout.rollouter import describe_failures, finished_group, roll_out_problems
 from torchtitan_rl.training.checkpoint_files import replace_file
 from torchtitan_rl.types import Rollout, RolloutGroup
 

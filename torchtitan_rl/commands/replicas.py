@@ -14,8 +14,8 @@ from torchtitan_rl.aio import first_of
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.rollout.group_settings import EnvironmentFactory
 from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.rollout.run import EnvironmentFactory
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.weight_loading import WeightLoader

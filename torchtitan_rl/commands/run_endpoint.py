@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
-from torchtitan_rl.agents.host import AgentHost
-from torchtitan_rl.agents.problem_queue import ProblemQueue
-from torchtitan_rl.agents.running import AgentThread
+from torchtitan_rl.agents.env import AgentHost, AgentThread
+from torchtitan_rl.agents.queue import ProblemQueue
 from torchtitan_rl.aio import first_of
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys

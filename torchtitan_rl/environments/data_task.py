@@ -132,7 +132,7 @@ class DataTask(Task):
         score = partial(self.score, problem=problem)
         return MessageTokenEnv(QuestionEnv(problem.data["messages"], score), renderer)
 
-    def compared_as(self) -> Mapping[str, Any]:
+    def resume_identity(self) -> Mapping[str, Any]:
         """Files are compared by their names and contents."""
         contents = {}
         for name in ("train", "validation"):

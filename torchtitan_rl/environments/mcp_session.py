@@ -68,8 +68,8 @@ class McpServer:
     max_answer_chars: int = 4000
     """An answer is cut after so many characters."""
 
-    def compared_as(self) -> Mapping[str, Any]:
-        """As `Task.compared_as`."""
+    def resume_identity(self) -> Mapping[str, Any]:
+        """As `Task.resume_identity`."""
         return {"url": None, "start_timeout_s": None}
 
     def errors(self, field_name: str) -> list[str]:

@@ -56,7 +56,7 @@ class MixtureTask(Task):
     def success_reward(self) -> float:
         return min(task.success_reward() for task in self.tasks.values())
 
-    def compared_as(self) -> Mapping[str, Any]:
+    def resume_identity(self) -> Mapping[str, Any]:
         return {"weights": {name: one for name, one in self.weights.items() if one != 1.0}}
 
     def with_all_options(self) -> Task:

@@ -92,7 +92,7 @@ class OpenEnvTask(GameTask):
     def name(self) -> str:
         return "openenv"  # not the address, which a resumed run may find elsewhere
 
-    def compared_as(self) -> Mapping[str, Any]:
+    def resume_identity(self) -> Mapping[str, Any]:
         return {"url": None, "connect_timeout_s": None}
 
     def game(self, seed: int) -> Game:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from torchtitan_rl.errors import RequestGivenUpError
 from torchtitan_rl.generation.commands import uncancellable_future
-from torchtitan_rl.token_sets import add_run, runs_before
-from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
+from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun, add_run, runs_before
 
 ProgressSink = Callable[[tuple[Progress, ...]], None]
 """Gets the new progress of its requests, in the loop's thread; must neither block nor raise."""

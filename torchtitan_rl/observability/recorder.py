@@ -40,8 +40,8 @@ from torchtitan_rl.observability.step_metrics import (
 )
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
-from torchtitan_rl.rollout.abandoned import abandoned
-from torchtitan_rl.rollout.failures import describe_failures, num_failed
+from torchtitan_rl.rollout.calls import abandoned
+from torchtitan_rl.rollout.rollouter import describe_failures, num_failed
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.weights.handle import Fetched
 

@@ -28,7 +28,7 @@ from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
 from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.rollout.advantages import has_signal
-from torchtitan_rl.rollout.failures import all_failed_alike, describe_failures
+from torchtitan_rl.rollout.rollouter import all_failed_alike, describe_failures
 from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.weights.handle import WeightHandle

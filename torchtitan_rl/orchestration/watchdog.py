@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from torchtitan_rl.errors import DeadlineError
-from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity
+from torchtitan_rl.rollout.run import Phase, RolloutActivity
 
 _MAX_TICK_S = 5.0
 

@@ -23,8 +23,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.functions import load_function
@@ -32,61 +31,8 @@ from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import outcome_rewards, previous_turns
 from torchtitan_rl.types import Rollout
 
-AdvantageKind = Literal["mean", "std", "leave_one_out"]
-ADVANTAGE_KINDS: tuple[AdvantageKind, ...] = ("mean", "std", "leave_one_out")
-
+ADVANTAGE_KINDS = ("mean", "std", "leave_one_out")
 STD_EPS = 1e-6  # keeps the division finite if rewards hardly differ
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAdvantages:
-    """One value for each rollout, None if it had no reward.
-
-    Without ``has_variance`` all rewards are equal (or fewer than two exist), every advantage is
-    exactly 0.0, and the group gives no gradient.
-    """
-
-    values: tuple[float | None, ...]
-    has_variance: bool
-    mean: float = 0.0
-    scale: float = 1.0
-
-    def of(self, reward: float) -> float:
-        """The advantage of a branch with a reward of its own: it is compared with the rollouts'
-        rewards, and changes no baseline."""
-        return (reward - self.mean) * self.scale
-
-
-def group_advantages(rewards: Sequence[float | None], kind: AdvantageKind) -> GroupAdvantages:
-    """Advantages of one group, over its N rollouts that have a reward ``r``.
-
-    >>> group_advantages([1.0, 0.0, None, 0.5], "mean").values
-    (0.5, -0.5, None, 0.0)
-
-    - "mean": ``r - mean(r)`` (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)
-    - "std": ``(r - mean(r)) / (std(r) + eps)``, population std (GRPO, Shao et al. 2024,
-      arXiv:2402.03300, eq. for outcome supervision)
-    - "leave_one_out": ``r`` minus the mean of the other N - 1 (RLOO, Kool et al. 2019;
-      Ahmadian et al. 2024, arXiv:2402.14740)
-
-    Raises:
-        ValueError: a reward is not finite.
-    """
-    scored = [reward for reward in rewards if reward is not None]
-    if not all(math.isfinite(reward) for reward in scored):
-        raise ValueError(f"rewards must be finite, got {list(rewards)}")
-    mean = math.fsum(scored) / max(len(scored), 1)
-    if len(scored) < 2 or min(scored) == max(scored):
-        values = tuple(None if reward is None else 0.0 for reward in rewards)
-        return GroupAdvantages(values=values, has_variance=False, mean=mean)
-    scale = 1.0
-    if kind == "std":
-        variance = math.fsum((reward - mean) ** 2 for reward in scored) / len(scored)
-        scale = 1.0 / (math.sqrt(variance) + STD_EPS)
-    elif kind == "leave_one_out":  # r - (N mean - r) / (N - 1) = (r - mean) N / (N - 1)
-        scale = len(scored) / (len(scored) - 1)
-    values = tuple(None if reward is None else (reward - mean) * scale for reward in rewards)
-    return GroupAdvantages(values=values, has_variance=True, mean=mean, scale=scale)
 
 
 def turn_advantages(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[list[float] | None]:
@@ -168,28 +114,26 @@ def _returns(
 def _comparison(
     values: Sequence[float], rollouts: Sequence[Rollout], config: RolloutConfig
 ) -> Callable[[int, float], float]:
-    """The advantage of a rollout, by its index, with a value that may be another than its own in
-    ``values`` (of one of its branches)."""
+    """Return the function from a rollout's index and a value to the value's advantage.
+
+    The value may be another than the rollout's in ``values``: a branch with a reward of its own is
+    compared with the rollouts' rewards, and changes no baseline.
+    """
     if config.advantage in ADVANTAGE_KINDS:
-        advantages = group_advantages(values, config.advantage)
-
-        def compare(index: int, value: float) -> float:
-            own = advantages.values[index] if value == values[index] else advantages.of(value)
-            return cast(float, own)
-
-        return compare
-    own = _ask(config.advantage, values, rollouts)
+        baseline, scale = _baseline(values, config.advantage)
+        return lambda _, value: (value - baseline) * scale
+    own = _call(config.advantage, values, rollouts)
 
     def compare_in_its_place(index: int, value: float) -> float:
         if value == values[index]:
             return own[index]
         changed = [*values[:index], value, *values[index + 1 :]]
-        return _ask(config.advantage, changed, rollouts)[index]
+        return _call(config.advantage, changed, rollouts)[index]
 
     return compare_in_its_place
 
 
-def _ask(name: str, values: Sequence[float], rollouts: Sequence[Rollout]) -> list[float]:
+def _call(name: str, values: Sequence[float], rollouts: Sequence[Rollout]) -> list[float]:
     """What the user's function of that name returns: see `docs/training.md`."""
     try:
         found = [float(one) for one in load_function(name)(list(values), list(rollouts))]
@@ -199,6 +143,33 @@ def _ask(name: str, values: Sequence[float], rollouts: Sequence[Rollout]) -> lis
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise TorchtitanRLError(f"rollout.advantage {name}, for {list(values)}: {cause}") from error
     return found
+
+
+def _baseline(values: Sequence[float], kind: str) -> tuple[float, float]:
+    """The mean of N siblings' values ``r``, and the factor by which differences to it are scaled.
+
+    - "mean": ``r - mean(r)`` (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)
+    - "std": ``(r - mean(r)) / (std(r) + eps)``, population std (GRPO, Shao et al. 2024,
+      arXiv:2402.03300, eq. for outcome supervision)
+    - "leave_one_out": ``r`` minus the mean of the other N - 1 (RLOO, Kool et al. 2019;
+      Ahmadian et al. 2024, arXiv:2402.14740)
+
+    Where all values are equal, each differs from the mean by exactly 0.0.
+
+    Raises:
+        ValueError: a value is not finite.
+    """
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"rewards must be finite, got {list(values)}")
+    if len(set(values)) < 2:
+        return (values[0] if values else 0.0), 1.0
+    mean, number = _mean(values), len(values)
+    if kind == "std":
+        variance = math.fsum((value - mean) ** 2 for value in values) / number
+        return mean, 1.0 / (math.sqrt(variance) + STD_EPS)
+    if kind == "leave_one_out":  # r - (N mean - r) / (N - 1) = (r - mean) N / (N - 1)
+        return mean, number / (number - 1)
+    return mean, 1.0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,20 +2,25 @@
 
 An environment whose methods block (a subprocess, a simulator, a plain HTTP client) has the same
 methods without ``async``, and is wrapped: ``threaded(BlockingEnv())``.
+
+What an environment returned is checked, and converted to plain Python types: a numpy reward becomes
+a float.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from operator import index
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torchtitan_rl.rollout.calls import in_thread
-from torchtitan_rl.types import Completion, RolloutStatus
+from torchtitan_rl.types import CONSTRAINTS, Completion, RolloutStatus
 
-_Action = TypeVar("_Action", contravariant=True)
-_Answer = TypeVar("_Answer", covariant=True)
+_S = TypeVar("_S", str, tuple[int, ...])
 
 _METHODS = ("reset", "step", "finish", "close")
 _TREE_METHODS = ("run", "finish", "close")
@@ -60,8 +65,13 @@ class TokenEnv(Protocol):
     Methods are called one after another, on the event loop that all rollouts share: a method that
     blocks it stops them all, so wrap blocking environments with `threaded`. Only `close` may be
     called while another call, which took too long, still runs. An exception ends this rollout with
-    ``RolloutStatus.ENV_ERROR`` and no other. A resumed run continues environments that are
-    `Stateful` or `Replayable`, and starts the rollouts of all others again.
+    ``RolloutStatus.ENV_ERROR`` and no other.
+
+    Two attributes are optional. ``messages``: the conversation, of which a JSON copy goes to
+    ``Rollout.messages``. ``replays = True`` declares that `reset` and `step` with the same
+    completions rebuild the environment: it depends only on its problem and changes nothing outside
+    itself. A resumed run continues environments that replay or are `Stateful`, and starts the
+    rollouts of all others again.
 
     This one asks for one token and rewards 7:
 
@@ -103,7 +113,7 @@ class TokenEnv(Protocol):
 class Stateful(Protocol):
     """An environment that can be saved between two turns and continued by another process.
 
-    An environment that is also `Replayable` is restored from its state.
+    One that also replays is restored from its state.
     """
 
     async def state_dict(self) -> Any:
@@ -115,37 +125,7 @@ class Stateful(Protocol):
         ...
 
 
-class Replayable(Protocol):
-    """Declares that `reset` and `step` with the same completions rebuild the environment: it
-    depends only on its problem and changes nothing outside of itself."""
-
-    replays: bool  # usually a class attribute, True
-
-
-@runtime_checkable
-class Conversation(Protocol):
-    """An environment that has chat messages; a JSON copy of them goes to ``Rollout.messages``."""
-
-    @property
-    def messages(self) -> tuple[Mapping[str, Any], ...]: ...
-
-
-class BlockingEnv(Protocol[_Action, _Answer]):
-    """The methods of a `TokenEnv` or a `MessageEnv`, plain instead of async; they may block.
-
-    ``replays``, ``messages``, ``state_dict`` and ``load_state_dict`` (plain, too) are optional.
-    """
-
-    def reset(self) -> _Answer: ...
-
-    def step(self, action: _Action, /) -> _Answer | Terminal: ...
-
-    def finish(self, status: RolloutStatus, /) -> Terminal: ...
-
-    def close(self) -> None: ...
-
-
-def threaded(env: BlockingEnv[_Action, _Answer]) -> ThreadedEnv[_Action, _Answer]:
+def threaded(env: Any) -> Any:
     """An environment with plain methods as one with async methods; each call gets a thread.
 
     It wraps a blocking `TokenEnv` (``threaded(MyEnv())``) or a blocking `MessageEnv`
@@ -155,60 +135,31 @@ def threaded(env: BlockingEnv[_Action, _Answer]) -> ThreadedEnv[_Action, _Answer
     Raises:
         TypeError: a method is missing or already async.
     """
-    return ThreadedEnv(env)
+    for name in _METHODS:
+        method = getattr(env, name, None)
+        if method is None:
+            raise _missing(env, name, _METHODS)
+        if not callable(method) or inspect.iscoroutinefunction(method):
+            raise TypeError(
+                f"threaded({type(env).__name__}): {name} must be a plain method; give "
+                "environments with async methods as they are"
+            )
+    return _ThreadedEnv(env)
 
 
-class ThreadedEnv(Generic[_Action, _Answer]):
-    """What `threaded` returns."""
+class _ThreadedEnv:
+    def __init__(self, env: Any) -> None:
+        self.wrapped_env = env
 
-    def __init__(self, env: BlockingEnv[_Action, _Answer]) -> None:
-        for name in _METHODS:
-            method = getattr(env, name, None)
-            if method is None:
-                raise _missing(env, name, _METHODS)
-            if not callable(method) or inspect.iscoroutinefunction(method):
-                raise TypeError(
-                    f"threaded({type(env).__name__}): {name} must be a plain method; give "
-                    "environments with async methods as they are"
-                )
-        self._env = env
-        self.wraps_stateful = is_stateful(env)
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.wrapped_env, name)
+        if name not in (*_METHODS, *_STATE_METHODS):
+            return value
 
-    async def reset(self) -> _Answer:
-        answer: _Answer = await in_thread(self._env.reset)
-        return answer
+        async def call(*args: Any) -> Any:
+            return await in_thread(value, *args)
 
-    async def step(self, action: _Action, /) -> _Answer | Terminal:
-        answer: _Answer | Terminal = await in_thread(self._env.step, action)
-        return answer
-
-    async def finish(self, status: RolloutStatus, /) -> Terminal:
-        terminal: Terminal = await in_thread(self._env.finish, status)
-        return terminal
-
-    async def close(self) -> None:
-        await in_thread(self._env.close)
-
-    @property
-    def replays(self) -> bool:
-        return bool(getattr(self._env, "replays", False))
-
-    @property
-    def messages(self) -> tuple[Mapping[str, Any], ...]:
-        return self._env.messages if isinstance(self._env, Conversation) else ()
-
-    async def state_dict(self) -> Any:
-        """None if the environment has no state."""
-        if not self.wraps_stateful:
-            return None
-        return await in_thread(require_stateful(self._env).state_dict)
-
-    async def load_state_dict(self, state: Any, /) -> None:
-        """
-        Raises:
-            TypeError: the environment cannot load a state.
-        """
-        await in_thread(require_stateful(self._env).load_state_dict, state)
+        return call
 
 
 def require_async(env: object) -> None:
@@ -237,15 +188,156 @@ def _missing(env: object, name: str, methods: Sequence[str]) -> TypeError:
 
 
 def is_stateful(env: object) -> bool:
-    """Whether it is `Stateful`; of a wrapper, whether what it wraps is."""
-    return isinstance(env, Stateful) and getattr(env, "wraps_stateful", True)
+    """Whether it can be saved; a wrapper, whether what it wraps can."""
+    return isinstance(_innermost(env), Stateful)
 
 
-def require_stateful(env: object) -> Stateful:
-    """
-    Raises:
-        TypeError: the environment cannot load a state.
-    """
-    if not isinstance(env, Stateful):
-        raise TypeError(f"{type(env).__name__} has no load_state_dict")
+def replays(env: object) -> bool:
+    """Whether it declares that it can be replayed; a wrapper, whether what it wraps does."""
+    return bool(getattr(_innermost(env), "replays", False))
+
+
+def _innermost(env: object) -> object:
+    while (inner := getattr(env, "wrapped_env", None)) is not None:
+        env = inner
     return env
+
+
+class WrongAnswerError(Exception):
+    """The message says what was expected and what the environment returned."""
+
+
+_brief = reprlib.Repr()  # short, and never raises
+_brief.maxother = 200
+
+
+def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Terminal:
+    """The answer of `TokenEnv.reset` or `step`, with tuples and plain numbers.
+
+    A prompt longer than ``max_prompt_tokens``, which gets no turn, is cut one token above that.
+
+    Raises:
+        WrongAnswerError: the answer is neither, or one of its fields has a wrong type.
+        Exception: what an object of the user's raises when it is converted.
+    """
+    if isinstance(answer, Terminal):
+        return checked_terminal(answer)
+    if not isinstance(answer, Observation):
+        raise wrong_answer("an Observation or a Terminal", answer)
+
+    def prompt(value: Any) -> tuple[int, ...]:
+        if isinstance(value, str):
+            raise TypeError
+        return _not_empty(_token_ids(islice(value, max_prompt_tokens + 1)))
+
+    checks = {"prompt_token_ids": ("a sequence of token ids, at least one,", prompt)}
+    return replace(answer, **_converted(answer, {**checks, **_OBSERVATION}))
+
+
+def checked_terminal(answer: object) -> Terminal:
+    """The answer of `TokenEnv.finish`. Whether the reward is finite is checked when scoring.
+
+    Raises:
+        WrongAnswerError: the answer is not a `Terminal`, or one of its fields has a wrong type.
+        Exception: what an object of the user's raises when it is converted.
+    """
+    if not isinstance(answer, Terminal):
+        raise wrong_answer("a Terminal", answer)
+    return replace(answer, **_converted(answer, _TERMINAL))
+
+
+def _converted(
+    answer: object, checks: Mapping[str, tuple[str, Callable[[Any], Any]]]
+) -> dict[str, Any]:
+    fields = {}
+    for name, (expected, convert) in checks.items():
+        value = getattr(answer, name)
+        try:
+            fields[name] = convert(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise wrong_answer(f"{expected} as {name}", value) from error
+    return fields
+
+
+def _integer(value: Any, least: int = 0) -> int:
+    if (number := index(value)) < least:
+        raise ValueError
+    return number
+
+
+def _not_empty(value: _S) -> _S:
+    if not value:
+        raise ValueError
+    return value
+
+
+def _token_ids(value: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(_integer(token_id) for token_id in value)
+
+
+def _strings(value: Iterable[Any]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise TypeError
+    return tuple(_not_empty(_text(one)) for one in value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _constraints(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not CONSTRAINTS.issuperset(value):
+        raise TypeError
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError
+    return float(value)
+
+
+def _metrics(value: Mapping[Any, Any]) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return {str(name): _number(one) for name, one in value.items() if one is not None}
+
+
+def _status(value: Any) -> RolloutStatus:
+    if not isinstance(value, RolloutStatus):
+        raise TypeError
+    return value
+
+
+def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else convert(value)
+
+
+_TURN = {
+    "turn_reward": ("a number", _or_none(_number)),
+    "turn_text": ("a string", _or_none(_text)),
+}
+_OBSERVATION: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "max_tokens": ("an integer above 0", _or_none(lambda value: _integer(value, 1))),
+    "stop_token_ids": ("token ids", _token_ids),
+    "stop": ("a tuple of non-empty strings", _strings),
+    "num_logprobs": ("an integer from 0 on", _integer),
+    "constraints": (f"a mapping with names of {sorted(CONSTRAINTS)}", _constraints),
+    **_TURN,
+}
+_TERMINAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "reward": ("a number", _or_none(_number)),
+    "status": ("a RolloutStatus", _status),
+    "metrics": ("a mapping from names to numbers", _metrics),
+    **_TURN,
+}
+
+
+def wrong_answer(expected: str, got: object) -> WrongAnswerError:
+    is_whole = "Observation" in expected or expected == "a Terminal"
+    hint = "; does every path through it return one?" if got is None and is_whole else ""
+    if type(got).__name__ == "MessageObservation" and is_whole:
+        hint = "; a MessageEnv is wrapped: MessageTokenEnv(MyEnv(), make_renderer(tokenizer))"
+    return WrongAnswerError(f"expected {expected}, got {_brief.repr(got)}{hint}")

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torchtitan_rl.rollout.answers import wrong_answer
 from torchtitan_rl.rollout.calls import compute
 from torchtitan_rl.rollout.chatml import Message, TokenIds
 from torchtitan_rl.rollout.env import (
@@ -20,7 +19,7 @@ from torchtitan_rl.rollout.env import (
     Terminal,
     is_stateful,
     require_async,
-    require_stateful,
+    wrong_answer,
 )
 from torchtitan_rl.rollout.rendering import ChatRenderer
 from torchtitan_rl.types import Completion, RolloutStatus
@@ -50,7 +49,7 @@ class MessageEnv(Protocol):
     """The environment of one rollout, in chat messages. Each rollout gets a new instance.
 
     All that `TokenEnv` says about its methods holds here: they are async, `threaded` wraps
-    environments with plain ones, and `Stateful` or `Replayable` ones can be resumed.
+    environments with plain ones, and those that replay or are `Stateful` can be resumed.
 
     >>> import asyncio
     >>> class SumEnv:
@@ -94,8 +93,7 @@ class MessageTokenEnv:
 
     def __init__(self, env: MessageEnv, renderer: ChatRenderer) -> None:
         require_async(env)
-        self._env = env
-        self.wraps_stateful = is_stateful(env)
+        self.wrapped_env = env
         self._renderer = renderer
         self._messages: list[Message] = []
         self._tools: Sequence[Mapping[str, Any]] = ()
@@ -106,13 +104,10 @@ class MessageTokenEnv:
         """The conversation so far; after an edit, the edited one."""
         return tuple(self._messages)
 
-    @property
-    def replays(self) -> bool:
-        return bool(getattr(self._env, "replays", False))
-
     async def state_dict(self) -> dict[str, Any] | None:
         """The conversation and the state of the `MessageEnv`; None if that has none."""
-        state = await require_stateful(self._env).state_dict() if self.wraps_stateful else None
+        env: Any = self.wrapped_env
+        state = await env.state_dict() if is_stateful(env) else None
         if state is None:
             return None
         return {
@@ -123,17 +118,14 @@ class MessageTokenEnv:
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Raises:
-            TypeError: the `MessageEnv` cannot load a state.
-        """
-        await require_stateful(self._env).load_state_dict(state["env"])
+        env: Any = self.wrapped_env
+        await env.load_state_dict(state["env"])
         self._messages = list(state["messages"])
         self._tools = list(state["tools"])
         self._prompt = tuple(state["prompt"])
 
     async def reset(self) -> Observation:
-        observation = _checked(await self._env.reset(), "a MessageObservation")
+        observation = _checked(await self.wrapped_env.reset(), "a MessageObservation")
         self._restart(observation, observation.replace_messages or observation.messages)
         first: Observation = await self._compute(self._render, observation, None)
         return first
@@ -142,7 +134,7 @@ class MessageTokenEnv:
         size = len(completion.token_ids)
         message, text = await self._compute(self._parse, completion, size=size)
         self._messages.append(message)
-        answer = await self._env.step(dict(message))
+        answer = await self.wrapped_env.step(dict(message))
         if isinstance(answer, Terminal):
             return replace(answer, turn_text=text)
         answer = _checked(answer, "a MessageObservation or a Terminal")
@@ -156,10 +148,10 @@ class MessageTokenEnv:
         return replace(observation, turn_text=text)
 
     async def finish(self, status: RolloutStatus) -> Terminal:
-        return await self._env.finish(status)
+        return await self.wrapped_env.finish(status)
 
     async def close(self) -> None:
-        await self._env.close()
+        await self.wrapped_env.close()
 
     async def _compute(self, function: Callable[..., Any], *args: Any, size: int = 0) -> Any:
         """In another thread, unless the conversation with ``size`` more tokens is short: then it
@@ -197,7 +189,7 @@ class MessageTokenEnv:
 def _checked(answer: object, expected: str) -> MessageObservation:
     """
     Raises:
-        WrongAnswerError: it is none, or what it adds are no messages.
+        WrongAnswerError: the answer is not a MessageObservation, or adds no valid messages.
     """
     if not isinstance(answer, MessageObservation):
         raise wrong_answer(expected, answer)

@@ -19,7 +19,7 @@ from torchtitan_rl.types import Completion, Rollout, Turn
 class EnvState:
     """An environment between two turns, with its last answer.
 
-    ``state`` is what its `state_dict` returned; None if it has none (then only a `Terminal` is
+    ``state`` is what its `state_dict` returned; None without one (then only a `Terminal` is
     recorded). ``messages`` are the conversation, recorded only with a `Terminal`.
     """
 

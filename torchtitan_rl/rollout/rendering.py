@@ -66,7 +66,7 @@ class ChatRenderer(Protocol):
         ...
 
     def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
-        """The completion as an assistant message; never raises, whatever the model sampled.
+        """The completion as an assistant message; never raises.
 
         It has ``reasoning_content``, ``tool_calls`` and ``invalid_tool_calls`` (their raw text)
         only if the model wrote some.
@@ -227,7 +227,7 @@ def _qwen3(tokenizer: Any, thinking: Thinking) -> LibraryRenderer:
 
 
 def _template_agrees(tokenizer: Any, thinking: Thinking, *, enable_thinking: bool) -> bool:
-    """Whether the tokenizer's template renders as Qwen3's does; True if it has none.
+    """Whether the tokenizer's template renders as Qwen3's does; True without a template.
 
     Other models share Qwen3's vocabulary, but not its template.
     """

@@ -2,34 +2,41 @@
 
 Siblings are independent: one that fails has a status and a cause, and the others continue. Each is
 scored and reported to ``on_rollout`` as soon as it ends; only a rubric that scores groups makes it
-wait for the last sibling. Limits are enforced in `rollout_run.py`.
+wait for the last sibling. Limits are enforced in `run.py`.
 
 A running group can be saved (`snapshot`, ``on_turn``) and continued by another process
 (``recorded``). A sibling that had ended keeps its status and is only scored again.
+
+Invariant: ids and seeds follow from the group's id, the number of the sibling and the run's seed
+alone, so that the same policy gives the same rollouts wherever it is evaluated.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.group_settings import (
-    EnvironmentFactory,
-    GroupSettings,
-    OnDiscard,
-    OnTurn,
-    siblings_together,
-)
 from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity, RolloutRun
 from torchtitan_rl.rollout.rubric import (
     Rubric,
     environment_score,
     score_whole_group,
     with_score,
 )
+from torchtitan_rl.rollout.run import (
+    EnvironmentFactory,
+    GroupSettings,
+    OnDiscard,
+    OnTurn,
+    Phase,
+    RolloutActivity,
+    RolloutRun,
+)
+from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.types import (
     Completion,
@@ -226,3 +233,132 @@ class _Group:
         del self.unreported[rollout.rollout_id]
         if self._on_rollout is not None:
             self._on_rollout(rollout)
+
+
+_MOST_UNEVEN = 1.125  # rollouts of the busiest replica, of the mean
+
+
+def siblings_together(config: RolloutConfig, num_replicas: int) -> int:
+    """How many siblings share a replica, which then computes their prompt once: as many as leave
+    the busiest replica at most an eighth more rollouts of a step than the mean.
+
+    >>> [siblings_together(RolloutConfig(groups_per_step=8, group_size=8), n) for n in (2, 5, 16)]
+    [8, 2, 4]
+    """
+    size = config.group_size
+    for together in range(size, 1, -1):
+        parts = config.groups_per_step * (size // together)
+        busiest = -(-parts // num_replicas)
+        if size % together == 0 and busiest * num_replicas <= _MOST_UNEVEN * parts:
+            return together
+    return 1
+
+
+async def roll_out_problems(
+    rollouter: Rollouter,
+    problems: Sequence[Problem],
+    *,
+    split: Split = "validation",
+    samples: int,
+    seed: int,
+    temperature: float,
+    groups_at_once: int | None = None,
+    kept: Mapping[str, Rollout] | None = None,
+    on_rollout: OnRollout | None = None,
+    generate: GenerateFn | None = None,
+    active_time: ActiveTime | None = None,
+) -> tuple[RolloutGroup, ...]:
+    """Roll fixed problems out ``samples`` times each; groups are ``{split}/{problem_id}``.
+
+    Args:
+        groups_at_once: how many problems run at a time; None is all of them.
+        kept: finished rollouts of an interrupted evaluation, by id: they are returned as they are,
+            and neither run nor reported again.
+        on_rollout: called with each new rollout when it has its final status and reward.
+        generate, active_time: replace the Rollouter's.
+    """
+    kept = kept or {}
+    room = asyncio.Semaphore(groups_at_once or max(1, len(problems)))
+
+    def report(rollout: Rollout) -> None:
+        if on_rollout is not None and rollout.rollout_id not in kept:
+            on_rollout(rollout)
+
+    async def group_of(problem: Problem) -> RolloutGroup:
+        before = finished_group(problem, kept, split=split, samples=samples)
+        if len(before.rollouts) == samples:
+            return before
+        own = {rollout.rollout_id: rollout for rollout in before.rollouts}
+        async with room:
+            group = await rollouter.run_group(
+                before.group_id,
+                problem,
+                size=samples,
+                seed=seed,
+                temperature=temperature,
+                on_rollout=report,
+                recorded={name: _as_recorded(rollout) for name, rollout in own.items()},
+                generate=generate,
+                active_time=active_time,
+            )
+        rollouts = (own.get(rollout.rollout_id, rollout) for rollout in group.rollouts)
+        return replace(group, rollouts=tuple(rollouts))
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(group_of(problem)) for problem in problems]
+    return tuple(task.result() for task in running)
+
+
+def finished_group(
+    problem: Problem, kept: Mapping[str, Rollout], *, split: Split, samples: int
+) -> RolloutGroup:
+    """The rollouts of a problem that are finished: ``samples`` of them if nothing is left to do."""
+    group_id = f"{split}/{problem.problem_id}"
+    names = (f"{group_id}/r{number}" for number in range(samples))
+    rollouts = tuple(kept[name] for name in names if name in kept)
+    return RolloutGroup(group_id=group_id, problem=problem, rollouts=rollouts)
+
+
+def _as_recorded(rollout: Rollout) -> RecordedRollout:
+    return RecordedRollout(rollout_id=rollout.rollout_id, turns=rollout.turns, ended=rollout)
+
+
+_CAUSE_CHARS = 300
+_PARTICULARS = re.compile(r"\S*\d\S*")  # ids, addresses and numbers
+
+
+def num_failed(groups: Sequence[RolloutGroup]) -> int:
+    return sum(rollout.status.is_failure for group in groups for rollout in group.rollouts)
+
+
+def describe_failures(groups: Sequence[RolloutGroup]) -> str:
+    """``2 of 16 rollouts failed: env_error: no disk (2x)``, with the most frequent cause; empty
+    where none failed."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    failed = [rollout for rollout in rollouts if rollout.status.is_failure]
+    if not failed:
+        return ""
+    causes = Counter(map(_kind, failed))
+    ((kind, number),) = causes.most_common(1)
+    cause = " ".join(_cause(next(one for one in failed if _kind(one) == kind)).split())
+    if len(cause) > _CAUSE_CHARS:
+        cause = f"{cause[:_CAUSE_CHARS]}..."
+    others = len(causes) - 1
+    more = f", and {others} other cause{'s' if others > 1 else ''}" if others else ""
+    return f"{len(failed)} of {len(rollouts)} rollouts failed: {cause} ({number}x){more}"
+
+
+def all_failed_alike(groups: Sequence[RolloutGroup]) -> bool:
+    """Whether every rollout failed, and for one cause."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return all(one.status.is_failure for one in rollouts) and len(set(map(_kind, rollouts))) == 1
+
+
+def _cause(rollout: Rollout) -> str:
+    status = rollout.status.value
+    return f"{status}: {rollout.cause}" if rollout.cause else status
+
+
+def _kind(rollout: Rollout) -> str:
+    """The cause without what differs between rollouts that failed alike."""
+    return _PARTICULARS.sub("#", _cause(rollout).replace(rollout.rollout_id, "#0"))

@@ -171,7 +171,7 @@ def _can_be_trained_on(reward: float) -> bool:
 
 
 def _wrong_turn(rollout: Rollout) -> str:
-    """Names a turn whose reward cannot be trained on; empty if there is none."""
+    """Names a turn whose reward cannot be trained on; empty if all can."""
     for number, turn in enumerate(rollout.turns, start=1):
         for reward in (turn.reward, turn.branch_reward):
             if reward is not None and not _can_be_trained_on(reward):

@@ -42,8 +42,8 @@ class Dataset(Protocol):
     """
 
     def next(self) -> Problem:
-        """The next problem. An endless dataset starts another epoch, in another order, after its
-        last one; a finite one raises StopIteration."""
+        """Return the next problem. After its last one, an endless dataset starts another epoch in
+        another order; a finite one raises StopIteration."""
         ...
 
     @property
@@ -62,8 +62,8 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of one training group: ``solved`` is the share of its rollouts with a reward that
-    solved the problem (`Task.success_reward`), None if none has a reward."""
+    """The result of one training group. ``solved``: the share of its rollouts with a reward that
+    solved the problem (`Task.success_reward`); None if no rollout has a reward."""
 
     problem: Problem
     solved: float | None
@@ -71,13 +71,13 @@ class Outcome:
 
 @runtime_checkable
 class AdaptiveDataset(Dataset, Protocol):
-    """A dataset that chooses problems by what came of the earlier ones.
+    """A dataset that chooses problems by the outcomes of earlier ones.
 
     What it learns is part of its `state_dict`.
     """
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Called once a step, with the groups that were trained on and those that were skipped
+        """Learn from outcomes. Called once a step, with the groups that were trained on or skipped
         since the last call; in the same order in every run with the same results. Also called
         within a step, when ``rollout.groups_per_step`` groups were skipped since the last call."""
         ...
@@ -88,18 +88,18 @@ class MeasuredDataset(Dataset, Protocol):
     """A dataset with metrics, which each step's row has as ``dataset/*``."""
 
     def metrics(self) -> Mapping[str, float]:
-        """What it chooses by: of all outcomes that it was told."""
+        """The numbers that it chooses by, over all recorded outcomes."""
         ...
 
 
 def adapts(dataset: Dataset) -> bool:
-    """Whether it chooses by what came of earlier problems. One made of others, which always has
-    `record`, says so by its own ``adapts``."""
+    """Whether it chooses by earlier outcomes. A dataset made of others always has `record`; its own
+    ``adapts`` says whether one of them adapts."""
     return isinstance(dataset, AdaptiveDataset) and getattr(dataset, "adapts", True)
 
 
 def metrics_of(dataset: Dataset) -> Mapping[str, float]:
-    """None where it has none."""
+    """The dataset's metrics; empty if it measures none."""
     return dataset.metrics() if isinstance(dataset, MeasuredDataset) else {}
 
 
@@ -152,14 +152,14 @@ class Task:
         """A rollout with at least this reward has solved its problem (pass@k)."""
         return 1.0 - 1e-9
 
-    def compared_as(self) -> Mapping[str, Any]:
-        """Fields of which a resumed run compares another value, by name: of a field that only says
-        where something is, the contents. None: it is not compared."""
+    def resume_identity(self) -> Mapping[str, Any]:
+        """Values that a resumed run compares in the place of fields, by the field's name. A field
+        that says where something is gives its contents; None: the field is not compared."""
         return {}
 
     def with_all_options(self) -> Task:
-        """The same task, with an entry for all that may be given on the command line: an option
-        changes what is there."""
+        """The same task, with an entry for each option that the command line may give: options only
+        change entries that exist."""
         return self
 
     def errors(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +18,10 @@ from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.agents.agent import AgentResult
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.rollout.episodes import outcome_rewards, rollout_to_episodes
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.serving.messages import RefusedError
-from torchtitan_rl.types import RolloutGroup, RolloutStatus
+from torchtitan_rl.types import Progress, RolloutGroup, RolloutStatus
 
 
 def test_an_agents_requests_are_its_rollouts_turns_and_one_episode():
@@ -35,18 +36,6 @@ def test_an_agents_requests_are_its_rollouts_turns_and_one_episode():
     (call,) = hosted.calls
     assert call.api_key == f"agent:{call.session_id}"
     assert call.problem is PROBLEM
-
-
-def test_an_agent_gets_its_answer_under_its_own_requests_id():
-    async def agent(ask, call):
-        request = asked((1,), call.session_id, max_tokens=3)
-        completion = await hosted.sessions.complete(request)
-        assert completion.request_id == request.request_id
-        return 1.0
-
-    hosted = Hosted(agent)
-    (rollout,) = roll_out(hosted)
-    assert rollout.status is RolloutStatus.COMPLETED
 
 
 def test_the_run_samples_at_its_own_temperature_and_seed_within_the_agents_limits():
@@ -66,18 +55,6 @@ def test_the_run_samples_at_its_own_temperature_and_seed_within_the_agents_limit
     again = SeededGenerate()
     only(agent, generate=again)
     assert again.requests == generate.requests  # seeds follow from the run, not from the session
-
-
-def test_truncated_sampling_is_ignored_and_counted_so_that_the_loss_knows_the_distribution():
-    async def agent(ask, call):
-        penalties = {"presence_penalty": 0.5}
-        await ask((1,), top_p=0.9, top_k=20, engine_options=penalties)
-        return 1.0
-
-    generate = SeededGenerate()
-    rollout, _ = only(agent, generate=generate)
-    assert not generate.requests[0].sampling.truncates
-    assert rollout.metrics["agent/ignored_options"] == 3
 
 
 def test_constraints_are_used_because_the_loss_knows_what_they_leave():
@@ -144,42 +121,6 @@ def test_a_turn_whose_client_is_gone_is_sampled_to_its_end_and_never_trained():
     assert rollout.metrics["agent/unseen_turns"] == 1
 
 
-def test_an_agent_that_ends_with_requests_running_has_not_seen_their_answers():
-    tasks = []
-
-    async def agent(ask, call):
-        tasks.extend(asyncio.create_task(ask((n,))) for n in range(3))
-        await asyncio.sleep(0.5)
-        return 1.0
-
-    async def later(ask, call):
-        result = await agent(ask, call)
-        outcomes = asyncio.gather(*tasks, return_exceptions=True)
-        tasks[:] = [outcomes]
-        return result
-
-    rollout, _ = only(later, generate=SlowGenerate())
-    assert [turn.is_seen for turn in rollout.turns] == [False] * 3
-    assert rollout.reward == 1.0
-    assert [refusal(error) for error in tasks[0].result()] == [CLOSED] * 3
-
-
-def test_a_reward_posted_to_the_session_ends_the_rollout():
-    async def agent(ask, call):
-        await ask((1,))
-        await hosted.sessions.close(call.session_id, 0.5)
-        with pytest.raises(RefusedError) as caught:
-            await ask((1,))
-        assert refusal(caught.value) == CLOSED
-        return AgentResult(reward=9.0, metrics={"tools": 1})
-
-    hosted = Hosted(agent)
-    (rollout,) = roll_out(hosted)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 0.5)
-    assert rollout.metrics["tools"] == 1
-    assert hosted.sessions.read(hosted.calls[0].session_id).reward == 0.5
-
-
 def test_a_reward_posted_from_outside_ends_the_rollout_of_a_hanging_agent():
     async def agent(ask, call):
         await ask((1,))
@@ -228,20 +169,6 @@ def test_cancelling_a_group_ends_its_agents():
     run_virtually(scenario())
     assert sorted(ended) == sorted(call.session_id for call in hosted.calls)
     assert hosted.sessions.counts()["sessions_open"] == 0
-
-
-def test_a_failed_generation_reaches_the_agent_as_a_refusal_and_ends_the_rollout():
-    async def broken(request):
-        raise RuntimeError("no replica is left")
-
-    async def agent(ask, call):
-        with pytest.raises(RefusedError):
-            await ask((1,))
-        return 1.0
-
-    rollout, _ = only(agent, generate=broken)
-    assert rollout.status is RolloutStatus.GENERATION_ERROR
-    assert rollout.reward is None
 
 
 ACTIONS = st.lists(
@@ -298,3 +225,292 @@ def test_whatever_agents_do_every_sampled_token_is_accounted_for(scripts, max_tu
     )
     assert counts.discarded.get("unseen_turn", 0) == unseen
     assert hosted.sessions.counts()["sessions_open"] == 0
+
+
+def test_after_a_limit_an_agent_is_refused_and_may_still_return_its_reward():
+    async def agent(ask, call):
+        for turn in range(3):
+            await ask((1, 2, turn))
+        with pytest.raises(RefusedError) as caught:
+            await ask((1, 2, 3))
+        assert refusal(caught.value) == CLOSED
+        return 0.75
+
+    rollout, hosted = only(agent, max_turns=3)
+    assert rollout.status is RolloutStatus.MAX_TURNS
+    assert (rollout.reward, len(rollout.turns)) == (0.75, 3)
+    assert hosted.sessions.counts()["sessions_limit"] == 1
+
+
+def test_an_agent_that_returns_nothing_after_a_limit_gets_the_tasks_reward():
+    ended = []
+
+    async def agent(ask, call):
+        try:
+            for turn in range(9):
+                with contextlib.suppress(RefusedError):
+                    await ask((1, 2, turn))
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    rollout, _ = only(agent, max_turns=2, reward_at_limit=-0.5)
+    assert rollout.status is RolloutStatus.MAX_TURNS
+    assert rollout.reward == -0.5
+    assert ended == [True]
+    rollout, _ = only(agent, max_turns=2, reward_at_limit=None)
+    assert rollout.status is RolloutStatus.REWARD_ERROR
+
+
+def test_a_prompt_that_leaves_no_room_ends_the_rollout_and_is_refused():
+    async def agent(ask, call):
+        await ask((1,))
+        with pytest.raises(RefusedError):
+            await ask(range(1, 50))
+        return 0.25
+
+    rollout, _ = only(agent, max_total_tokens=40)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TOKENS, 0.25)
+    assert len(rollout.turns) == 1
+
+
+def test_a_rollout_out_of_time_refuses_the_request_that_runs():
+    async def agent(ask, call):
+        for _ in range(4):
+            await ask((1,))
+        with pytest.raises(RefusedError):
+            await ask((1,))
+        return 0.75
+
+    rollout, _ = only(agent, generate=SlowGenerate(), max_turns=99, rollout_timeout_s=4.5)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.ROLLOUT_TIMEOUT, None)
+    assert len(rollout.turns) == 4
+
+
+def test_an_agent_that_hangs_between_two_requests_is_cancelled_at_the_step_timeout():
+    ended = []
+
+    async def agent(ask, call):
+        await ask((1,))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    rollout, hosted = only(agent, step_timeout_s=30.0)
+    assert rollout.status is RolloutStatus.STEP_TIMEOUT
+    assert ended == [True]
+    assert hosted.sessions.counts()["sessions_failed"] == 1
+
+
+def test_an_agent_that_ignores_its_cancellation_is_named_in_the_cause():
+    async def agent(ask, call):
+        await ask((1,))
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+    rollout, _ = only(agent, step_timeout_s=30.0)
+    assert rollout.status is RolloutStatus.STEP_TIMEOUT
+    assert "did not end within 5.0 s of its cancellation" in rollout.cause
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no tool"),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        asyncio.CancelledError("by itself"),
+    ],
+)
+def test_what_an_agent_raises_ends_its_rollout_with_the_cause(error):
+    async def agent(ask, call):
+        await ask((1,))
+        raise error
+
+    rollout, hosted = only(agent)
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert type(error).__name__ in rollout.cause
+    assert len(rollout.turns) == 1
+    assert hosted.sessions.counts()["sessions_failed"] == 1
+
+
+def test_an_agent_that_asks_for_nothing_fails():
+    async def agent(ask, call):
+        return 1.0
+
+    rollout, _ = only(agent)
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert "without asking for a single completion" in rollout.cause
+
+
+def test_an_agent_that_returns_something_else_than_a_reward_fails():
+    async def agent(ask, call):
+        await ask((1,))
+        return {"reward": 1.0}
+
+    rollout, _ = only(agent)
+    assert rollout.status is RolloutStatus.ENV_ERROR
+    assert "expected a number as reward" in rollout.cause
+
+
+def test_what_an_agent_needs_may_take_longer_to_start_than_a_step():
+    async def start() -> None:
+        await asyncio.sleep(100)
+
+    hosted = Hosted(three_turns, prepare=start)
+    (rollout,) = roll_out(hosted, step_timeout_s=60.0)
+    assert rollout.status is RolloutStatus.COMPLETED
+
+
+class Streaming(SlowGenerate):
+    async def __call__(self, request, on_progress=None, /):
+        completion = await super().__call__(request)
+        for start, token in enumerate(completion.token_ids if on_progress else ()):
+            await asyncio.sleep(1)
+            on_progress(
+                Progress(
+                    request_id=request.request_id,
+                    start=start,
+                    token_ids=(token,),
+                    logprobs=(completion.logprobs[start],),
+                    version_runs=completion.version_runs,
+                )
+            )
+        return completion
+
+
+@settings(max_examples=30, deadline=None)
+@given(delays=st.permutations(range(4)))
+def test_what_is_sampled_does_not_depend_on_the_order_in_which_requests_arrive(delays):
+    async def agent(ask, call):
+        async def branch(number):
+            await asyncio.sleep(delays[number])
+            completion = await ask((number,))
+            await ask((number, *completion.token_ids, 0))
+
+        await asyncio.gather(*map(branch, range(4)))
+        return 1.0
+
+    rollout, _ = only(agent, generate=SlowGenerate(), max_turns=8)
+    sampled = {turn.prompt_token_ids: turn.completion.token_ids for turn in rollout.turns}
+    assert sampled == in_order()
+
+
+def in_order():
+    async def agent(ask, call):
+        for number in range(4):
+            completion = await ask((number,))
+            await ask((number, *completion.token_ids, 0))
+        return 1.0
+
+    rollout, _ = only(agent, max_turns=8)
+    return {turn.prompt_token_ids: turn.completion.token_ids for turn in rollout.turns}
+
+
+def test_a_stream_gets_its_tokens_as_they_are_sampled():
+    async def agent(ask, call):
+        request = asked((1,), call.session_id, max_tokens=3)
+        completion = await hosted.sessions.complete(request, streamed.append)
+        pieces = [token for progress in streamed for token in progress.token_ids]
+        assert tuple(pieces) == completion.token_ids
+        gone = asyncio.create_task(
+            hosted.sessions.complete(asked((2,), call.session_id), late.append)
+        )
+        await asyncio.sleep(1.5)
+        gone.cancel()
+        await asyncio.sleep(30)
+        return 1.0
+
+    streamed, late, hosted = [], [], Hosted(agent)
+    (rollout,) = roll_out(hosted, generate=Streaming())
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.cause
+    assert len(streamed) == len(rollout.turns[0].completion.token_ids)
+    assert late == []  # nothing after its client had gone
+
+
+def test_a_limit_lets_running_turns_end_and_refuses_the_rest():
+    async def agent(ask, call):
+        running = [asyncio.create_task(ask((n,))) for n in range(2)]
+        await asyncio.sleep(0.5)
+        with pytest.raises(RefusedError) as caught:
+            await ask((5,))
+        assert refusal(caught.value) == CLOSED
+        return float(len(await asyncio.gather(*running)))
+
+    rollout, _ = only(agent, generate=SlowGenerate(), max_turns=2)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TURNS, 2.0)
+    assert [turn.is_seen for turn in rollout.turns] == [True, True]
+
+
+def test_a_failed_branch_ends_the_rollout_and_the_other_branches():
+    async def generate(request):
+        if request.prompt_token_ids == (1,):
+            raise RuntimeError("no replica is left")
+        await asyncio.Event().wait()
+
+    async def agent(ask, call):
+        outcomes = await asyncio.gather(*(ask((n,)) for n in range(3)), return_exceptions=True)
+        assert [refusal(error) for error in outcomes] == [CLOSED] * 3
+        return 1.0
+
+    rollout, _ = only(agent, generate=generate)
+    assert (rollout.status, rollout.turns) == (RolloutStatus.GENERATION_ERROR, ())
+
+
+def rewarded(kind="mean"):
+    """Siblings with rewards 1 and 0; the first has a second branch, with a reward of its own."""
+
+    async def agent(ask, call):
+        request = asked((1,), call.session_id)
+        await hosted.sessions.complete(request)
+        await ask((2,))
+        await ask((3,))
+        if call is hosted.calls[0]:
+            hosted.sessions.reward_branch(call.session_id, 0.25, response_id=request.request_id)
+            with pytest.raises(RefusedError) as caught:
+                hosted.sessions.reward_branch(call.session_id, 0.25, response_id="other")
+            assert refusal(caught.value) == (404, "response_not_found")
+            with pytest.raises(RefusedError, match=r"has no choice 5 \(0\)"):
+                hosted.sessions.reward_branch(
+                    call.session_id, 0.25, response_id=request.request_id, choice=5
+                )
+            return 1.0
+        return 0.0
+
+    hosted = Hosted(agent)
+    group = RolloutGroup(
+        group_id="g", problem=PROBLEM, rollouts=roll_out(hosted, size=2, generate=SlowGenerate())
+    )
+    batch, _, _ = EpisodeBatcher(config=RolloutConfig(advantage=kind), row_len=512)([group])
+    return group, batch
+
+
+def test_a_branch_with_a_reward_of_its_own_is_compared_with_the_rollouts_rewards():
+    group, batch = rewarded()
+    first, _ = group.rollouts
+    assert sorted(turn.branch_reward or 0 for turn in first.turns) == [0, 0, 0.25]
+    advantages = {value for value in batch.advantages.flatten().tolist() if value}
+    assert advantages == {0.5, -0.5, -0.25}  # the baseline is the mean of 1 and 0
+
+
+def test_the_reward_of_a_part_is_that_of_the_last_turns_of_its_branches():
+    async def forks(ask, call):
+        session = f"{call.session_id}.part"
+        first = await hosted.sessions.complete(asked((1, 2), session, max_tokens=3))
+        for number in (3, 4):
+            grown = (1, 2, *first.token_ids, number)
+            await hosted.sessions.complete(asked(grown, session, max_tokens=3))
+        return AgentResult(reward=0.0, part_rewards={"part": 1.0, "no such part": 2.0})
+
+    hosted = Hosted(forks)
+    (rollout,) = roll_out(hosted)
+    assert [turn.branch_reward for turn in rollout.turns] == [None, 1.0, 1.0]
+    assert [
+        one.advantages[-1] for one in rollout_to_episodes(rollout, outcome_rewards(rollout))
+    ] == [
+        1.0,
+        1.0,
+    ]

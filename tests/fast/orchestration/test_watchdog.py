@@ -12,7 +12,7 @@ from torchtitan_rl.orchestration.watchdog import (
     describe_replicas,
 )
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.rollout.rollout_run import Phase, RolloutActivity
+from torchtitan_rl.rollout.run import Phase, RolloutActivity
 from torchtitan_rl.types import Completion
 
 

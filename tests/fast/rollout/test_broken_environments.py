@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from tests.support.rollouts import (
     raising,
     run_rollouts,
 )
-from torchtitan_rl.rollout.advantages import group_advantages
 from torchtitan_rl.rollout.env import Observation, Terminal, threaded
 from torchtitan_rl.rollout.message_env import MessageObservation
 from torchtitan_rl.types import RolloutStatus
@@ -51,20 +49,6 @@ def test_an_environment_that_hangs_ends_by_step_timeout_and_is_closed():
     assert len(rollout.turns) == 1  # what was sampled before is kept
 
 
-def test_a_thread_that_hangs_does_not_hold_its_rollout():
-    release = threading.Event()
-
-    class Stuck(BlockingEnv):
-        def step(self, completion):
-            release.wait()
-
-    stuck = Stuck()
-    rollout = only(Factory(lambda: threaded(stuck)), step_timeout_s=0.02)
-    release.set()
-    assert rollout.status is RolloutStatus.STEP_TIMEOUT
-    assert stuck.calls == ["reset", "close"]
-
-
 def test_a_close_that_hangs_is_a_cause_and_no_failure():
     class NeverCloses(CountingEnv):
         async def close(self):
@@ -81,8 +65,10 @@ def test_a_timeout_error_of_the_environment_itself_is_an_env_error():
     assert "step: TimeoutError: the database (rollouts.py:" in rollout.cause
 
 
-@pytest.mark.parametrize("method", ["reset", "step", "finish"])
-@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [("reset", ValueError("no")), ("step", SystemExit(3)), ("finish", asyncio.CancelledError())],
+)
 def test_an_environment_that_raises_ends_alone_with_a_cause(method, error):
     factory = Factory(raising(method, error), CountingEnv)
     broken, sound = run_rollouts(factory, size=2, max_turns=2)
@@ -91,15 +77,6 @@ def test_an_environment_that_raises_ends_alone_with_a_cause(method, error):
     assert type(error).__name__ in broken.cause
     assert (sound.status, sound.reward) == (RolloutStatus.COMPLETED, 1.0)
     assert closes(factory) == [1, 1]
-
-
-def test_an_environment_that_cannot_be_made_is_an_env_error():
-    def explode():
-        raise OSError("no disk")
-
-    rollout = only(Factory(explode))
-    assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "creation: OSError: no disk" in rollout.cause
 
 
 class NoFinish:
@@ -142,64 +119,38 @@ def test_an_environment_may_end_its_rollout_with_a_failure_of_its_own():
 
 
 GARBAGE = [
-    None,
     (1, 2),
-    "text",
     observation(prompt_token_ids=()),
-    observation(prompt_token_ids=None),
     observation(prompt_token_ids="abc"),
     observation(prompt_token_ids=5),
-    observation(prompt_token_ids=[1, "2"]),
     observation(prompt_token_ids=[1.5]),
     observation(prompt_token_ids=[1, -1]),
     observation(constraints={"logit_bias": {"5": 1.0}}),
-    observation(constraints="structured_outputs"),
     observation(max_tokens=0),
-    observation(max_tokens="many"),
     observation(stop_token_ids=None),
-    observation(stop_token_ids=["stop"]),
+    observation(stop=("",)),
+    observation(num_logprobs=-1),
     observation(turn_reward="high"),
     observation(turn_text=7),
     Terminal(reward="1.0"),
-    Terminal(reward=[1.0]),
     Terminal(status="completed"),
-    Terminal(metrics=None),
     Terminal(metrics={"right": "yes"}),
-    Terminal(turn_reward=object()),
 ]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: repr(garbage)[:60])
-@pytest.mark.parametrize("method", ["reset", "step"])
-def test_garbage_from_an_environment_ends_only_its_rollout_and_is_in_the_cause(method, garbage):
-    factory = Factory(answering(method, garbage), CountingEnv)
+def test_garbage_from_an_environment_ends_only_its_rollout_and_is_in_the_cause(garbage):
+    factory = Factory(answering("step", garbage), CountingEnv)
     broken, sound = run_rollouts(factory, size=2)
     assert (broken.status, broken.reward) == (RolloutStatus.ENV_ERROR, None)
     assert "expected" in broken.cause
-    assert len(broken.turns) == (0 if method == "reset" else 1)
+    assert len(broken.turns) == 1
     assert (sound.status, sound.reward) == (RolloutStatus.COMPLETED, 1.0)
     assert closes(factory) == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "garbage", [None, observation(), Terminal(reward="x"), Terminal(status=None)]
-)
-def test_garbage_from_finish_is_an_env_error(garbage):
-    rollout = only(Factory(answering("finish", garbage)), max_turns=1)
-    assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "expected" in rollout.cause
-
-
-def test_an_end_before_the_first_turn_is_an_env_error():
-    rollout = only(Factory(answering("reset", Terminal(reward=1.0))))
-    assert rollout.status is RolloutStatus.ENV_ERROR
-
-
-@pytest.mark.parametrize(
-    "prompt", [lambda: range(10**9), lambda: itertools.count(1), lambda: [1] * 1_000_000]
-)
-def test_a_huge_or_endless_prompt_ends_as_max_tokens_and_is_not_read_to_its_end(prompt):
-    factory = Factory(answering("step", lambda: observation(prompt_token_ids=prompt())))
+def test_an_endless_prompt_ends_as_max_tokens_and_is_not_read_to_its_end():
+    factory = Factory(answering("step", observation(prompt_token_ids=itertools.count(1))))
     rollout = only(factory, max_total_tokens=50)
     assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TOKENS, 0.125)
 
@@ -250,7 +201,7 @@ def test_what_can_be_neither_printed_nor_converted_ends_one_rollout(maker, cause
     assert cause in rollout.cause
 
 
-@pytest.mark.parametrize("messages", [["text"], None, 5, RuntimeError("no")])
+@pytest.mark.parametrize("messages", [["text"], RuntimeError("no")])
 def test_invalid_messages_are_left_out_and_are_a_cause(messages):
     class Talks(CountingEnv):
         @property
@@ -304,25 +255,3 @@ def test_a_rollout_does_not_wait_for_an_environment_that_ignores_its_cancellatio
     assert deaf.status is expected
     assert f"{method}: no answer" in deaf.cause
     assert sound.status is RolloutStatus.COMPLETED
-
-
-def test_an_environment_that_hangs_is_cancelled_and_may_clean_up_before_it_is_closed():
-    class Tidy(CountingEnv):
-        async def step(self, completion):
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await asyncio.sleep(0)
-                self.calls.append("tidied")
-
-    factory = Factory(Tidy)
-    assert only(factory, step_timeout_s=0.05).status is RolloutStatus.STEP_TIMEOUT
-    assert factory.made[0].calls == ["reset", "tidied", "close"]
-
-
-def test_a_group_of_solved_rollouts_has_no_variance_and_no_advantage():
-    group = run_rollouts(Factory(CountingEnv), size=4)
-    advantages = group_advantages([rollout.reward for rollout in group], "std")
-    assert advantages.values == (0.0,) * 4
-    assert not advantages.has_variance
-    assert {rollout.status for rollout in group} == {RolloutStatus.COMPLETED}

@@ -37,30 +37,6 @@ def test_a_turn_that_no_agent_saw_is_in_no_episode_and_opens_none():
     assert episode.num_trained_tokens + num_unseen_tokens(seen) == seen.num_sampled_tokens == 4
 
 
-def test_an_end_of_turn_that_was_not_sampled_is_not_trained_on():
-    END, NEWLINE = 7, 8
-    (episode,) = rollout_to_episodes(
-        rollout(turn([1], [2]), turn([1, 2, END, NEWLINE, 3], [4, END])), advantage=1.0
-    )
-    trained = [t for t, m in zip(episode.token_ids, episode.loss_mask, strict=True) if m]
-    assert trained == [2, 4, END]
-
-
-def test_an_edited_history_opens_a_new_episode_at_the_divergence():
-    first, second = rollout_to_episodes(
-        rollout(turn([1, 2], [3]), turn([1, 9], [4]), turn([1, 9, 4, 5], [6])), advantage=1.0
-    )
-    assert (first.token_ids, second.token_ids) == ((1, 2, 3), (1, 9, 4, 5, 6))
-    assert second.loss_mask == (False, False, True, False, True)
-
-
-def test_two_conversations_at_once_stay_one_episode_each():
-    made = (turn([1], [2]), turn([5], [6]), turn([1, 2, 3], [4]), turn([5, 6, 7], [8]))
-    episodes = rollout_to_episodes(rollout(*made), advantage=1.0)
-    assert [episode.token_ids for episode in episodes] == [(1, 2, 3, 4), (5, 6, 7, 8)]
-    assert [episode.num_trained_tokens for episode in episodes] == [2, 2]
-
-
 def test_the_longest_episode_is_extended():
     made = (turn([1], [2]), turn([1, 2, 3], [4]), turn([1], [2]), turn([1, 2, 3, 4, 5], [6]))
     episodes = rollout_to_episodes(rollout(*made), advantage=1.0)
@@ -79,11 +55,6 @@ def test_the_episodes_do_not_depend_on_the_order_in_which_turns_ended(order):
     episodes = rollout_to_episodes(rollout(*(made[index] for index in order)), advantage=1.0)
     assert episodes == rollout_to_episodes(rollout(*made), advantage=1.0)
     assert len(episodes) == 3
-
-
-def test_a_prompt_that_ends_inside_the_previous_completion_is_a_branch():
-    episodes = rollout_to_episodes(rollout(turn([1], [2, 3]), turn([1, 2], [4])), advantage=1.0)
-    assert [episode.token_ids for episode in episodes] == [(1, 2, 3), (1, 2, 4)]
 
 
 def test_turns_without_sampled_tokens_are_passed_over():
@@ -150,22 +121,3 @@ def test_each_sampled_token_is_trained_on_once(made):
             strict=True,
         )
     ]
-
-
-@given(turns())
-def test_each_completion_follows_exactly_its_prompt(made):
-    """An episode is the last of its turns' prompt + completion, and holds the earlier ones."""
-    episodes = rollout_to_episodes(rollout(*made), advantage=2.0)
-    sequences = {one.prompt_token_ids + one.completion.token_ids for one in made}
-    assert all(episode.token_ids in sequences for episode in episodes)
-    for one in made:
-        begin = len(one.prompt_token_ids)
-        sequence = one.prompt_token_ids + one.completion.token_ids
-        homes = [
-            episode
-            for episode in episodes
-            if episode.token_ids[: len(sequence)] == sequence
-            and any(episode.loss_mask[begin : len(sequence)])
-        ]
-        assert len(homes) == bool(one.completion.token_ids)  # sampled tokens are unique
-        assert all(all(home.loss_mask[begin : len(sequence)]) for home in homes)

@@ -41,10 +41,5 @@ def test_the_example_is_won_within_its_turns_and_is_one_episode():
         assert episode.token_ids[-1] == 42
 
 
-def test_the_example_has_no_reward_when_its_turns_are_used_up():
-    for rollout in play(max_turns=2):
-        assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TURNS, 0.0)
-
-
 def test_the_example_is_at_most_thirty_lines():
     assert len([line for line in SOURCE.splitlines() if line.strip()]) <= 30

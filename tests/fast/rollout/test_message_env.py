@@ -118,12 +118,6 @@ def test_a_replaced_history_is_rendered_from_scratch_and_branches():
     assert [len(e.token_ids) for e in rollout_to_episodes(rollout, 1.0)] == [12, 16]
 
 
-def test_where_extension_cannot_be_proven_the_whole_history_is_rendered():
-    tool = MessageObservation(messages=[{"role": "tool", "content": "T"}])
-    rollout, _ = play(Dialogue(tool, Terminal(reward=1.0)), "x", "y$")
-    assert texts(rollout)[1] == "s:S$u:U$a:x$t:T$a:"
-
-
 def test_tools_of_the_first_observation_are_kept_when_rendering_again():
     class WithTools(Dialogue):
         async def reset(self):
@@ -132,20 +126,6 @@ def test_tools_of_the_first_observation_are_kept_when_rendering_again():
     tool = MessageObservation(messages=[{"role": "tool", "content": "T"}])
     rollout, _ = play(WithTools(tool, Terminal(reward=1.0)), "x$", "y$")
     assert texts(rollout) == ["add u:U$a:", "add u:U$a:x$t:T$a:"]
-
-
-def test_limits_end_a_conversation_with_the_reward_so_far():
-    rollout, _ = play(Dialogue(user("V"), user("V")), "x$", "y$", max_turns=2)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TURNS, 0.5)
-    rollout, _ = play(Dialogue(user("V" * 50)), "x$", max_total_tokens=40)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TOKENS, 0.5)
-
-
-@pytest.mark.parametrize("answer", [None, user("V", max_tokens=0)])
-def test_an_answer_of_the_wrong_kind_is_an_env_error_that_keeps_the_conversation(answer):
-    rollout, _ = play(Dialogue(answer), "x$")
-    assert rollout.status is RolloutStatus.ENV_ERROR
-    assert rollout.messages[2] == {"role": "assistant", "content": "x"}
 
 
 @pytest.mark.parametrize(

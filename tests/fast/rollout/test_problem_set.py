@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fast.observability.test_metrics import make_group, make_rollout
 from tests.support.rollouts import SCRIPT, CountingEnv, Factory, ScriptedGenerate, make_rollouter
 from torchtitan_rl.observability.rollout_log import rollout_from_json, rollout_to_json
-from torchtitan_rl.rollout.problem_set import roll_out_problems
-from torchtitan_rl.types import Problem, Rollout, RolloutGroup
+from torchtitan_rl.rollout.rollouter import all_failed_alike, describe_failures, roll_out_problems
+from torchtitan_rl.types import Problem, Rollout, RolloutGroup, RolloutStatus
 
 PROBLEMS = [Problem(problem_id=f"p{number}", data={}) for number in range(4)]
 SAMPLES = 3
@@ -40,13 +42,6 @@ def evaluate(
 WHOLE, ALL, _ = evaluate()
 
 
-def test_ids_and_order_are_those_of_the_problems() -> None:
-    assert [group.problem for group in WHOLE] == PROBLEMS
-    assert [one.rollout_id for one in WHOLE[2].rollouts] == [
-        f"validation/p2/r{number}" for number in range(SAMPLES)
-    ]
-
-
 def test_how_many_run_at_a_time_changes_nothing() -> None:
     assert evaluate(groups_at_once=1)[0] == WHOLE
 
@@ -64,3 +59,19 @@ def test_a_rollout_that_was_written_is_read_as_it_was() -> None:
     for group in WHOLE:
         for rollout in group.rollouts:
             assert rollout_from_json(rollout_to_json(group, rollout)) == rollout
+
+
+def test_causes_that_differ_in_ids_addresses_and_numbers_are_one_cause() -> None:
+    failed = make_rollout(None, status=RolloutStatus.GENERATION_ERROR)
+    refused = "'e0/p 1/r3/t2' refused: ConnectionError at 127.0.0.1:4711, <object at 0x7f21>, {} s"
+    alike = [
+        replace(failed, rollout_id=f"e0/p {n}/r{n}", cause=f"request 'e0/p {n}/r{n}/t2': {text}")
+        for n, text in enumerate([refused.format(1.5), refused.format("2")])
+    ]
+    other = replace(failed, cause="request 'e0/p 1/r3/t2': no disk")
+    text = describe_failures([make_group(*alike)])
+    assert text.endswith("(2x)")
+    assert "at 127.0.0.1:4711" in text  # one of them as it is
+    assert all_failed_alike([make_group(alike[0]), make_group(alike[1])])
+    assert not all_failed_alike([make_group(*alike, other)])
+    assert not all_failed_alike([make_group(*alike, make_rollout(1.0))])

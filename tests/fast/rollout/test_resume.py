@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.fast.rollout.test_message_env import LetterRenderer
 from tests.support.async_tests import cancel, ticks
 from tests.support.resuming import (
     SIZE,
@@ -13,65 +14,39 @@ from tests.support.resuming import (
     Replaying,
     Run,
     Saving,
-    SeededGenerate,
     contents,
     sampled_tokens,
     stops,
+    stops_by_tokens,
     through_json,
 )
 from tests.support.rollouts import PROBLEM
+from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
+from torchtitan_rl.rollout.env import Terminal
+from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
 from torchtitan_rl.rollout.recorded import RecordedRollout, with_turn
 from torchtitan_rl.types import FinishReason, RolloutStatus
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_turns": 2}, {"max_total_tokens": 9}])
 def test_a_replaying_environment_continues_from_any_moment_as_if_undisturbed(limits):
+    """No finished turn is sampled again, and the tokens of the running one are kept as tokens."""
     undisturbed = Run(Replaying, **limits).whole()
+    num_continued = 0
     for before, recorded in stops(Replaying, **limits):
         after = Run(Replaying, **limits)
         assert contents(after.whole(recorded)) == contents(undisturbed)
         assert after.discarded == []
+        asked = {request.request_id: request for request in after.generate.requests}
+        for entry in recorded:
+            assert not {f"{entry.rollout_id}/t{i}" for i in range(len(entry.turns))} & set(asked)
+            if entry.partial and (request := asked.get(entry.partial.request_id)):
+                num_continued += 1
+                assert request.resume_from == entry.partial
+                assert entry.partial.finish_reason is FinishReason.ABORT
         assert after.closed()
         assert before.closed()
-
-
-def test_finished_turns_are_never_sampled_again_and_never_reported_again():
-    for before, recorded in stops(Replaying):
-        after = Run(Replaying)
-        after.whole(recorded)
-        finished = {entry.rollout_id: len(entry.turns) for entry in recorded}
-        asked = [request.request_id for request in after.generate.requests]
-        for rollout_id, count in finished.items():
-            assert not {f"{rollout_id}/t{i}" for i in range(count)} & set(asked)
-        everybody = [(f"g/r{i}", turn) for i in range(SIZE) for turn in range(3)]
-        assert sorted(before.turns + after.turns) == everybody
-
-
-def test_tokens_of_the_running_turn_are_kept_as_tokens():
-    """What was sampled by both together is what one undisturbed run samples."""
-    kept = 0
-    for _, recorded in stops(Replaying):
-        partials = {e.rollout_id: e.partial for e in recorded if e.partial is not None}
-        after = Run(Replaying)
-        after.whole(recorded)
-        for request in after.generate.requests:
-            if request.resume_from is not None:
-                kept += 1
-                assert request.resume_from == partials[request.session_id]
-                assert request.resume_from.finish_reason is FinishReason.ABORT
-    assert kept
-
-
-def test_a_completion_whose_step_was_running_is_stepped_with_and_not_sampled_again():
-    seen = 0
-    for _, recorded in stops(Replaying):
-        whole = [e for e in recorded if e.partial and e.partial.finish_reason is FinishReason.STOP]
-        after = Run(Replaying)
-        after.whole(recorded)
-        asked = {request.request_id for request in after.generate.requests}
-        seen += len(whole)
-        assert not asked & {entry.partial.request_id for entry in whole}
-    assert seen
+    assert num_continued
 
 
 def test_an_environment_with_a_state_is_loaded_and_neither_reset_nor_stepped_with_old_turns():
@@ -189,63 +164,12 @@ def test_a_rollout_whose_last_recorded_turn_ended_it_needs_no_environment():
     assert after.turns == []
 
 
-def test_no_token_is_sampled_under_a_policy_before_the_groups_admission():
-    run = Run(Replaying)
-    run.whole(min_version=4)
-    assert {request.min_version for request in run.generate.requests} == {4}
-    assert {request.min_version for request in Run(Replaying).generate.requests} <= {0}
-
-
-def test_another_attempt_has_other_seeds_and_ids_and_everything_else_the_same():
-    first, second = Run(Replaying), Run(Replaying)
-    one, two = first.whole(), second.whole(attempt=1)
-    ids = [{request.request_id for request in run.generate.requests} for run in (first, second)]
-    seeds = [
-        {request.sampling.seed for request in run.generate.requests} for run in (first, second)
-    ]
-    assert not ids[0] & ids[1]
-    assert not seeds[0] & seeds[1]
-    assert [r.rollout_id for r in one.rollouts] == [r.rollout_id for r in two.rollouts]
-    sessions = {request.session_id for request in second.generate.requests}
-    assert sessions == {"g/r0", "g/r1"}
-
-
 def test_what_another_attempt_recorded_is_discarded():
     recorded = middle_of(Replaying)
     after = Run(Replaying)
     assert contents(after.whole(recorded, attempt=1)) == contents(Run(Replaying).whole(attempt=1))
     assert {cause for _, cause, _ in after.discarded} == {"rolled_back"}
     assert sum(tokens for *_, tokens in after.discarded) == sampled_tokens(recorded)
-
-
-def test_one_call_may_have_another_generator():
-    run, other = Run(Replaying), SeededGenerate(version=5)
-    group = run.whole(generate=other)
-    assert run.generate.requests == []
-    versions = {v for r in group.rollouts for t in r.turns for v in t.completion.versions}
-    assert versions == {5}
-
-
-def test_a_snapshot_during_the_restore_is_the_one_that_is_restored():
-    recorded = middle_of(Replaying, turns=2)
-
-    async def scenario():
-        after = Run(Replaying)
-        task = asyncio.create_task(after.start(recorded))
-        seen = []
-        while not after.generate.requests:
-            await asyncio.sleep(0)
-            if not after.generate.requests:
-                seen.append(after.rollouter.snapshot("g"))
-        await cancel(task)
-        return seen
-
-    seen = asyncio.run(scenario())
-    assert len(seen) > 2
-    for snapshot in seen:
-        for entry, before in zip(snapshot, recorded, strict=True):
-            assert entry.turns == before.turns
-            assert entry.num_tokens == before.num_tokens
 
 
 def test_a_snapshot_inside_on_turn_can_be_resumed():
@@ -281,15 +205,6 @@ def test_tokens_of_a_resumed_request_that_still_waits_for_a_replica_are_in_the_s
     assert asyncio.run(scenario())[0].partial == recorded[0].partial
 
 
-def test_a_rollout_may_be_stopped_again_right_after_it_was_restored():
-    recorded = middle_of(Saving, turns=2)
-    again = Run(Saving).stopped_after(6, recorded)
-    assert [entry.env_state for entry in again] == [entry.env_state for entry in recorded]
-    after = Run(Saving)
-    after.whole(again)
-    assert after.discarded == []
-
-
 def test_a_group_that_is_started_again_has_its_snapshot_when_the_first_one_ends():
     async def scenario():
         run = Run(Replaying)
@@ -304,11 +219,6 @@ def test_a_group_that_is_started_again_has_its_snapshot_when_the_first_one_ends(
         return snapshot
 
     assert len(asyncio.run(scenario())) == SIZE
-
-
-def test_a_group_that_does_not_run_has_no_snapshot():
-    with pytest.raises(KeyError):
-        Run(Replaying).rollouter.snapshot("g")
 
 
 def test_an_error_of_the_recorder_ends_the_group_and_closes_its_environments():
@@ -337,8 +247,100 @@ def test_a_state_that_is_not_json_ends_the_rollout_with_a_cause(state):
     assert "state_dict: expected JSON-able" in group.rollouts[0].cause
 
 
-def test_a_state_is_a_copy_that_later_steps_do_not_change():
-    run = Run(Saving)
-    run.whole()
-    states = [state for _, _, state in run.records["g/r0"]]
-    assert [len(state.state["sums"]) for state in states[:-1]] == [1, 2]
+LIMITS = {"max_total_tokens": 10_000, "max_tokens_per_turn": 4}
+NAMES = [["Zoe", "Adam"], ["Mia"], ["Ben", "Eve"]]
+
+
+class Watched(MessageTokenEnv):
+    """Records its calls, for `Run.closed`."""
+
+    def __init__(self, env) -> None:
+        super().__init__(env, LetterRenderer())
+        self.calls: list[str] = []
+
+    async def reset(self):
+        self.calls.append("reset")
+        return await super().reset()
+
+    async def step(self, completion):
+        self.calls.append("step")
+        return await super().step(completion)
+
+    async def close(self) -> None:
+        self.calls.append("close")
+        await super().close()
+
+
+def alphabet_sort() -> Watched:
+    return Watched(AlphabetSortEnv(NAMES, power=2.0))
+
+
+class Secret:
+    """Its replies depend on a number in its state. Replaces the conversation in turn 2."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Secret.made += 1
+        self.secret = Secret.made
+        self.heard: list[str] = []
+
+    async def reset(self) -> MessageObservation:
+        return MessageObservation(messages=[self._say("begin")], tools=[{"name": "T"}])
+
+    async def step(self, message) -> MessageObservation | Terminal:
+        self.heard.append(message["content"])
+        if len(self.heard) == 3:
+            return Terminal(reward=float(self.secret), metrics={"heard": len(self.heard)})
+        if len(self.heard) == 2:
+            return MessageObservation(replace_messages=[self._say("again")])
+        return MessageObservation(messages=[self._say("more")])
+
+    async def finish(self, status) -> Terminal:
+        return Terminal(reward=0.0)
+
+    async def close(self) -> None: ...
+
+    def _say(self, text: str) -> dict[str, str]:
+        return {"role": "user", "content": f"{text} {self.secret} {len(self.heard)}"}
+
+
+class SavedSecret(Secret):
+    async def state_dict(self):
+        return {"secret": self.secret, "heard": self.heard}
+
+    async def load_state_dict(self, state) -> None:
+        self.secret, self.heard = state["secret"], list(state["heard"])
+
+
+def test_alphabet_sort_is_replayed_and_continues_from_any_moment_as_if_undisturbed():
+    undisturbed = Run(alphabet_sort, **LIMITS).whole()
+    replayed = 0
+    for _, recorded in stops_by_tokens(lambda: Run(alphabet_sort, **LIMITS)):
+        after = Run(alphabet_sort, **LIMITS)
+        assert contents(after.whole(recorded)) == contents(undisturbed)
+        assert after.discarded == []
+        assert after.closed()
+        replayed += any(entry.turns and not entry.ended for entry in recorded)
+    assert replayed
+
+
+def test_a_saved_conversation_continues_with_its_messages_its_tools_and_its_secret():
+    """The prompts of an edited history come from the messages, extensions from the last prompt."""
+    loaded = 0
+    for _, recorded in stops_by_tokens(lambda: Run(lambda: Watched(SavedSecret()), **LIMITS)):
+        after = Run(lambda: Watched(SavedSecret()), **LIMITS)
+        group = after.whole(recorded)
+        for entry, rollout in zip(recorded, group.rollouts, strict=True):
+            assert rollout.turns[: len(entry.turns)] == entry.turns
+            if entry.env_state is None or not isinstance(entry.env_state.state, dict):
+                continue
+            loaded += 1
+            secret = entry.env_state.state["env"]["secret"]
+            assert rollout.reward == 2.0 * secret
+            texts = ["".join(map(chr, turn.prompt_token_ids)) for turn in rollout.turns]
+            assert [f" {secret} {i}$" in text for i, text in enumerate(texts)] == [True] * 3
+            assert texts[1].startswith(texts[0])
+            assert texts[2].startswith("Tu:again")
+            assert len(rollout.messages) == 2
+    assert loaded

@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,17 +20,22 @@ from tests.support.rollouts import (
     Factory,
     Hanging,
     ScriptedGenerate,
+    closes,
+    complete,
     config,
     make_rollouter,
     only,
     run_rollouts,
 )
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation, threaded
-from torchtitan_rl.rollout.group_settings import siblings_together
-from torchtitan_rl.rollout.rollout_run import Phase
-from torchtitan_rl.rollout.rollouter import Rollouter
-from torchtitan_rl.types import RolloutStatus
+from torchtitan_rl.rollout.rollouter import Rollouter, siblings_together
+from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
+from torchtitan_rl.rollout.run import Phase
+from torchtitan_rl.routing.clock import ActiveTime
+from torchtitan_rl.types import FinishReason, RolloutStatus
 
 
 def test_a_rollout_alternates_prompts_and_completions_until_the_environment_ends_it():
@@ -44,20 +50,6 @@ def test_a_rollout_alternates_prompts_and_completions_until_the_environment_ends
     assert (rollout.rollout_id, rollout.group_id, rollout.problem_id) == ("g/r0", "g", "p")
 
 
-def test_each_turn_is_a_request_of_its_own_in_the_rollouts_session():
-    generate = ScriptedGenerate(SCRIPT)
-    run_rollouts(Factory(CountingEnv), generate=generate, size=2)
-    ids = sorted((request.request_id, request.session_id) for request in generate.requests)
-    assert ids == [
-        ("g/r0/t0", "g/r0"),
-        ("g/r0/t1", "g/r0"),
-        ("g/r1/t0", "g/r1"),
-        ("g/r1/t1", "g/r1"),
-    ]
-    assert {request.sampling.temperature for request in generate.requests} == {0.7}
-    assert len({request.sampling.seed for request in generate.requests}) == 4
-
-
 @given(st.integers(1, 64), st.integers(2, 64), st.integers(1, 64))
 def test_siblings_that_share_a_replica_leave_replicas_evenly_loaded(groups, size, replicas):
     config = RolloutConfig(groups_per_step=groups, group_size=size)
@@ -66,12 +58,6 @@ def test_siblings_that_share_a_replica_leave_replicas_evenly_loaded(groups, size
     if together > 1:
         parts = groups * size // together
         assert -(-parts // replicas) * replicas <= 1.125 * parts
-
-
-def test_siblings_of_a_part_have_one_prompt_id_in_all_turns():
-    generate = ScriptedGenerate(SCRIPT)
-    run_rollouts(Factory(CountingEnv), generate=generate, size=2)
-    assert len({request.prompt_id for request in generate.requests}) == 1
 
 
 def test_two_runs_with_one_seed_ask_for_the_same():
@@ -98,22 +84,6 @@ def test_validation_may_sample_at_another_temperature_and_cuts_nothing():
     assert sampled(temperature=0.5) == {(0.5, 1.0, 0, 0.0)}
 
 
-def test_siblings_run_concurrently():
-    """Each waits in its first turn until all have arrived there."""
-    arrived = []
-    everybody = asyncio.Event()
-
-    async def wait_for_siblings():
-        arrived.append(1)
-        if len(arrived) == 5:
-            everybody.set()
-        await everybody.wait()
-        return (11,)
-
-    generate = ScriptedGenerate([lambda _: wait_for_siblings(), *SCRIPT[1:]])
-    assert len(run_rollouts(Factory(CountingEnv), generate=generate, size=5)) == 5
-
-
 def test_blocking_environments_block_only_their_own_rollout():
     """Plain methods meet at a barrier, which a single thread could never pass."""
     barrier = threading.Barrier(40)
@@ -127,17 +97,6 @@ def test_blocking_environments_block_only_their_own_rollout():
     rollouts = run_rollouts(Factory(*(partial(threaded, env) for env in envs)), size=40)
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.COMPLETED}
     assert [env.calls for env in envs] == [["reset", "step", "close"]] * 40
-
-
-def test_a_prompt_may_be_given_as_a_list():
-    class Lists(CountingEnv):
-        async def reset(self):
-            return Observation(prompt_token_ids=[1, 2])
-
-    generate = ScriptedGenerate(SCRIPT)
-    rollout = only(Factory(Lists), generate=generate)
-    assert rollout.turns[0].prompt_token_ids == (1, 2)
-    assert generate.requests[0].prompt_token_ids == (1, 2)
 
 
 def test_activities_name_what_each_rollout_waits_for():
@@ -154,3 +113,152 @@ def test_activities_name_what_each_rollout_waits_for():
         ("g/r0", 1, Phase.GENERATION, "g/r0/t1"),
         ("g/r1", 1, Phase.ENVIRONMENT, "step"),
     ]
+
+
+def test_the_turn_limit_ends_a_rollout_with_the_reward_so_far():
+    factory = Factory(lambda: CountingEnv(turns=9))
+    rollout = only(factory, max_turns=3)
+    assert rollout.status is RolloutStatus.MAX_TURNS
+    assert len(rollout.turns) == 3
+    assert rollout.reward == 0.125
+    assert factory.made[0].calls == ["reset", *["step"] * 3, "finish max_turns", "close"]
+
+
+def test_no_tokens_for_another_turn_end_a_rollout_as_max_tokens():
+    rollout = only(Factory(lambda: CountingEnv(turns=9)), max_total_tokens=7, max_turns=9)
+    assert rollout.status is RolloutStatus.MAX_TOKENS
+    # prompts of 2, 5, 7 tokens: the third has no room left
+    assert [len(turn.prompt_token_ids) for turn in rollout.turns] == [2, 5]
+
+
+def test_the_budget_is_the_smallest_of_turn_rollout_and_observation():
+    class Wish(CountingEnv):
+        async def reset(self):
+            return Observation(prompt_token_ids=(1, 2), max_tokens=self.wish)
+
+    def budget(wish, **limits):
+        generate = ScriptedGenerate(SCRIPT)
+        Wish.wish = wish
+        run_rollouts(Factory(lambda: Wish(turns=1)), generate=generate, **limits)
+        return generate.requests[0].sampling.max_tokens
+
+    assert budget(None, max_tokens_per_turn=6) == 6
+    assert budget(None, max_tokens_per_turn=6, max_total_tokens=5) == 3
+    assert budget(2, max_tokens_per_turn=6, max_total_tokens=5) == 2
+
+
+def test_a_completion_cut_at_the_token_limit_ends_as_max_tokens_if_the_env_continues():
+    factory = Factory(lambda: CountingEnv(turns=2))
+    rollout = only(factory, max_total_tokens=3)
+    assert rollout.status is RolloutStatus.MAX_TOKENS
+    assert factory.made[0].calls == ["reset", "step", "finish max_tokens", "close"]
+
+
+def test_a_pause_does_not_count_against_the_rollouts_time():
+    async def scenario():
+        clock = ActiveTime()
+
+        async def paused_generate(request):
+            clock.pause()
+            await asyncio.sleep(100.0)
+            clock.resume()
+            await asyncio.sleep(3.0)
+            return complete(request, (11,))
+
+        limits = {"rollout_timeout_s": 4.0, "step_timeout_s": 1.0}
+        factory = Factory(CountingEnv)
+        rollouter = make_rollouter(factory, generate=paused_generate, active_time=clock, **limits)
+        return await rollouter.run_group("g", PROBLEM, size=1, seed=0)
+
+    (rollout,) = run_virtually(scenario()).rollouts
+    assert rollout.status is RolloutStatus.ROLLOUT_TIMEOUT
+    assert len(rollout.turns) == 1
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ReplicaError("replica 1 died"),
+        RuntimeError("bug"),
+        asyncio.CancelledError(),
+        lambda request: complete(request, (1,), FinishReason.ABORT),
+    ],
+)
+def test_a_request_that_fails_ends_its_rollout_only(failure):
+    def second_fails(request):
+        if not request.request_id.startswith("g/r1/"):
+            return (13,)
+        if isinstance(failure, BaseException):
+            raise failure
+        return failure(request)
+
+    factory = Factory(CountingEnv)
+    rollouts = run_rollouts(factory, generate=ScriptedGenerate([(11,), second_fails]), size=3)
+    assert [rollout.status.value for rollout in rollouts] == [
+        "completed",
+        "generation_error",
+        "completed",
+    ]
+    assert "g/r1/t1" in rollouts[1].cause
+    assert rollouts[1].turns[0].completion.token_ids == (11,)
+    assert closes(factory) == [1, 1, 1]
+
+
+def test_the_completion_of_another_request_is_refused():
+    def others(request):
+        return complete(replace(request, request_id="g/r7/t0"), (1,))
+
+    rollout = only(Factory(CountingEnv), generate=ScriptedGenerate([others]))
+    assert rollout.status is RolloutStatus.GENERATION_ERROR
+    assert "g/r7/t0" in rollout.cause
+
+
+def test_a_cancelled_group_closes_every_environment_and_reports_each_rollout_once():
+    reported = []
+
+    async def scenario(factory, turns_before):
+        generate = ScriptedGenerate(
+            [*SCRIPT[:turns_before], lambda _: asyncio.Event().wait(), *SCRIPT]
+        )
+        rubric = Rubric([RewardFunction(name="one", function=lambda r, p: 1.0)])
+        rollouter = make_rollouter(factory, generate=generate, rubric=rubric)
+        task = asyncio.create_task(
+            rollouter.run_group("g", PROBLEM, size=3, seed=0, on_rollout=reported.append)
+        )
+        await ticks()
+        await cancel(task)
+        assert rollouter.activities() == []
+        with pytest.raises(KeyError):
+            rollouter.snapshot("g")
+
+    for turns_before in (0, 1):
+        factory = Factory(CountingEnv)
+        reported.clear()
+        asyncio.run(scenario(factory, turns_before))
+        assert closes(factory) == [1, 1, 1]
+        assert sorted(rollout.rollout_id for rollout in reported) == ["g/r0", "g/r1", "g/r2"]
+        assert {rollout.status for rollout in reported} == {RolloutStatus.CANCELLED}
+        assert {len(rollout.turns) for rollout in reported} == {turns_before}
+
+
+def test_close_runs_to_its_end_even_when_cancelled_twice():
+    done = []
+
+    class Slow(CountingEnv):
+        async def close(self):
+            await asyncio.sleep(0.02)
+            done.append(1)
+
+    async def scenario():
+        rollouter = make_rollouter(Factory(Slow))
+        task = asyncio.create_task(rollouter.run_group("g", PROBLEM, size=1, seed=0))
+        while not rollouter.activities() or rollouter.activities()[0].detail != "close":
+            await asyncio.sleep(0)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert done == [1]

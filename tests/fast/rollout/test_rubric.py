@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import threading
 
 import pytest
 
-from tests.support.rollouts import PROBLEM
-from torchtitan_rl.rollout.abandoned import abandoned
+from tests.support.rollouts import (
+    PROBLEM,
+    CountingEnv,
+    Factory,
+    ScriptedGenerate,
+    only,
+    raising,
+    run_rollouts,
+)
+from tests.support.turns import rollout as made_rollout
+from tests.support.turns import turn
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score, with_score
 from torchtitan_rl.types import Rollout, RolloutStatus
 
@@ -47,12 +55,6 @@ def test_the_reward_is_the_weighted_sum_of_plain_and_async_functions():
     )
     assert result.reward == 6.75
     assert result.components == {"a": 2.0, "b": 0.5, "only a metric": 7.0, "environment": 0.25}
-
-
-def test_components_become_metrics_next_to_the_environments():
-    scored = with_score(ROLLOUT, score(constant("a", 2.0)))
-    assert (scored.reward, scored.status) == (2.0, RolloutStatus.MAX_TURNS)
-    assert scored.metrics == {"steps": 2.0, "reward/a": 2.0}
 
 
 def test_a_function_may_return_a_score_with_components_or_why_there_is_none():
@@ -98,7 +100,6 @@ async def cancels_itself(rollout, problem):
         (exits, "SystemExit: 3 (test_rubric.py:"),
         (cancels_itself, "CancelledError"),
         (lambda rollout, problem: math.nan, "returned nan"),
-        (lambda rollout, problem: -math.inf, "returned -inf"),
         (lambda rollout, problem: None, "TypeError"),
     ],
 )
@@ -114,48 +115,73 @@ def test_a_function_without_a_finite_value_is_a_reward_error_with_its_cause(
     assert scored.metrics["reward/a"] == 2.0  # what could be computed is kept
 
 
-def test_a_function_that_hangs_is_a_reward_error():
-    async def hangs(rollout, problem):
-        await asyncio.Event().wait()
-
-    result = score(RewardFunction(name="judge", function=hangs), timeout_s=0.01)
-    assert result.reward is None
-    assert result.cause == "reward judge: no value after 0.01 s"
-
-
-def test_a_function_that_ignores_its_time_out_is_left_to_run_on_and_counted_by_name():
-    async def scenario():
-        release = asyncio.Event()
-
-        async def deaf(rollout, problem):
-            while not release.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await release.wait()
-
-        rubric = Rubric([RewardFunction(name="judge", function=deaf)], timeout_s=0.01)
-        result = await rubric.score(ROLLOUT, PROBLEM)
-        assert "reward judge: 1" in abandoned.names()
-        release.set()
-        while abandoned.num_running:
-            await asyncio.sleep(0.001)
-        return result
-
-    assert "no value after 0.01 s" in asyncio.run(scenario()).cause
-
-
-def test_a_sum_that_overflows_is_a_reward_error():
-    assert score(constant("a", 1e308), constant("b", 1e308)).reward is None
-
-
 def test_two_functions_of_one_name_are_refused():
     with pytest.raises(ValueError, match="different names"):
         Rubric([constant("a", 1.0), constant("a", 2.0)])
 
 
-def test_only_a_rubric_that_overrides_score_group_scores_groups():
-    class Grouped(Rubric):
+def test_a_rollout_is_reported_as_soon_as_it_ends_not_when_its_group_does():
+    """r1 may only go on after r0 has been reported."""
+    first_reported = asyncio.Event()
+
+    async def after_the_first():
+        await first_reported.wait()
+        return (11,)
+
+    def entry(request):
+        return after_the_first() if request.session_id == "g/r1" else (11,)
+
+    reported = []
+
+    def on_rollout(rollout):
+        reported.append((rollout.rollout_id, rollout.reward))
+        first_reported.set()
+
+    rubric = Rubric([RewardFunction(name="length", function=lambda r, p: len(r.turns))])
+    factory = Factory(CountingEnv)
+    generate = ScriptedGenerate([entry, (13,)])
+    run_rollouts(factory, generate=generate, size=2, rubric=rubric, on_rollout=on_rollout)
+    assert reported == [("g/r0", 2.0), ("g/r1", 2.0)]
+
+
+def test_a_rubric_that_scores_groups_sees_all_siblings_that_did_not_fail():
+    class Ranks(Rubric):
         async def score_group(self, rollouts, problem):
+            return [Score(reward=float(i), components={"rank": i}) for i in range(len(rollouts))]
+
+    reported = []
+    factory = Factory(CountingEnv, raising("step", ValueError("no")), CountingEnv)
+    rollouts = run_rollouts(factory, size=3, rubric=Ranks([]), on_rollout=reported.append)
+    assert [rollout.reward for rollout in rollouts] == [0.0, None, 1.0]
+    assert rollouts[2].metrics["reward/rank"] == 1
+    assert reported == list(rollouts)
+
+
+@pytest.mark.parametrize("kind", ["raises", "too few", "hangs"])
+def test_group_scoring_that_fails_is_a_reward_error_of_each_sibling(kind):
+    class Broken(Rubric):
+        async def score_group(self, rollouts, problem):
+            if kind == "raises":
+                raise KeyError("k")
+            if kind == "hangs":
+                await asyncio.Event().wait()
             return []
 
-    assert Grouped([]).scores_groups
-    assert not Rubric([]).scores_groups
+    rollouts = run_rollouts(Factory(CountingEnv), size=2, rubric=Broken([], timeout_s=0.02))
+    assert {rollout.status for rollout in rollouts} == {RolloutStatus.REWARD_ERROR}
+    assert all("score_group" in rollout.cause for rollout in rollouts)
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
+def test_without_a_rubric_an_environment_that_gives_no_finite_reward_is_a_reward_error(reward):
+    rollout = only(Factory(lambda: CountingEnv(reward=reward)))
+    assert (rollout.status, rollout.reward) == (RolloutStatus.REWARD_ERROR, None)
+    assert rollout.cause
+
+
+@pytest.mark.parametrize("field", ["reward", "branch_reward"])
+def test_a_turn_whose_reward_is_not_finite_makes_its_rollout_a_reward_error(field):
+    turns = turn([1], [2]), turn([1, 2], [3], **{field: float("nan")})
+    scored = with_score(made_rollout(*turns), Score(reward=1.0))
+    assert (scored.status, scored.reward) == (RolloutStatus.REWARD_ERROR, None)
+    assert scored.cause == "the reward of turn 2 is nan"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import pytest
 
 from tests.fast.rollout.test_message_env import LetterRenderer
-from tests.support.rollouts import PROBLEM, BlockingEnv, CountingEnv, Factory, only
+from tests.support.rollouts import BlockingEnv, CountingEnv, Factory, only
 from torchtitan_rl.rollout.env import Terminal, threaded
 from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
 from torchtitan_rl.types import RolloutStatus
@@ -62,20 +61,3 @@ def test_plain_methods_without_the_wrapper_are_refused_with_the_fix(wrap):
 def test_async_methods_in_the_wrapper_are_refused():
     with pytest.raises(TypeError, match=r"threaded\(CountingEnv\): reset must be a plain method"):
         threaded(CountingEnv())
-
-
-def test_a_state_goes_through_the_wrapper():
-    async def scenario():
-        first, second = Dialogue(), Dialogue()
-        first.said = "hello"
-        await threaded(second).load_state_dict(await threaded(first).state_dict())
-        return second.said
-
-    assert asyncio.run(scenario()) == "hello"
-
-
-def test_an_environment_without_state_or_messages_has_none_in_the_wrapper():
-    env = threaded(BlockingEnv())
-    assert (env.replays, env.messages, asyncio.run(env.state_dict())) == (False, (), None)
-    with pytest.raises(TypeError, match="BlockingEnv has no load_state_dict"):
-        asyncio.run(env.load_state_dict(PROBLEM))

@@ -1,13 +1,11 @@
 """Environments of verifiers (PyPI) as a `Task`: any that is installed, by its name.
 
-The environment runs in a process of its own. Its episodes are agents of the run's endpoint, so the
-tokens that are trained on are those that the engine sampled, whatever the environment does with
-their text.
+The environment runs in a process of its own, in an interpreter that has verifiers: its dependencies
+need not fit ours, and it blocks only that process. Its episodes are agents of the run's endpoint,
+so the tokens that are trained on are those that the engine sampled.
 
-The processes that run a verifiers environment, in an interpreter that has verifiers.
-
-Its dependencies need not fit this environment's, and what it blocks is its own process. Invariant:
-each rollout that was sent ends once: with its answer, or with an error when its process has ended.
+Invariant: each rollout that was sent ends once: with its answer, or with an error when its process
+has ended.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class VerifiersTask(AgentTask):
     """Share of the tasks that are kept for validation where ``validation_args`` is empty. A task's
     data decides, so that equal tasks are in one split."""
     num_problems: int | None = None
-    """Use only the first so many tasks; needed where the environment never runs out of them."""
+    """Use only the first ``num_problems`` tasks; needed where an environment has no end of them."""
     shuffle: bool = True
     """Whether training problems come in another order in each epoch; otherwise as in the
     environment."""
@@ -101,7 +99,7 @@ class VerifiersTask(AgentTask):
         """One episode of the environment.
 
         Raises:
-            VerifiersError: it failed.
+            VerifiersError: the episode failed.
         """
         request = {
             "task": call.problem.data["task"],
@@ -270,13 +268,13 @@ async def start_environment(spec: EnvironmentSpec, *, processes: int) -> None:
     """Return once a process can run rollouts; the first call starts it.
 
     Raises:
-        VerifiersError: it does not start.
+        VerifiersError: the process does not start.
     """
     await shield(wrap_future(_pool(spec.as_text(), processes).pick().started))
 
 
 async def run_episode(spec: EnvironmentSpec, request: Mapping[str, Any], *, processes: int) -> Any:
-    """What came of one rollout, which runs in one of so many processes.
+    """Run one rollout in one of ``processes``, and return its answer.
 
     Raises:
         VerifiersError: the environment failed, or its process ended.

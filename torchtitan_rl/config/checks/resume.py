@@ -22,7 +22,7 @@ from torchtitan_rl.config.run import RunConfig
 TASK = "task"
 POLICY = "policy.fingerprint"
 CONTENTS = " (contents)"
-"""After the name of a field that is compared by another value (`Task.compared_as`)."""
+"""After the name of a field that is compared by another value (`Task.resume_identity`)."""
 
 _MAY_CHANGE = (
     "num_steps",
@@ -181,7 +181,7 @@ def _is_free(name: str) -> bool:
 
 def _flatten(config: Any, prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    contents = config.compared_as() if hasattr(config, "compared_as") else {}
+    contents = config.resume_identity() if hasattr(config, "resume_identity") else {}
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
         if name in _NOT_COMPARED:

@@ -92,7 +92,7 @@ async def _ask(
 async def _refusal(
     http: httpx.AsyncClient, gate_url: str | None, call: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """What the task's hooks put in the place of a call's result; None where it may run.
+    """What the task's hooks put in the place of a call's result; None if the call may run.
 
     Raises:
         RuntimeError: the hooks stopped the rollout.

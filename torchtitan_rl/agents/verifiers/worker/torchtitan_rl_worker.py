@@ -120,7 +120,7 @@ def tasks(environment: vf.Env, most: int | None) -> list[Any]:
     """The data of the taskset's tasks, the first ``most`` of them.
 
     Raises:
-        ValueError: they never end.
+        ValueError: the tasks never end, and ``most`` is None.
     """
     taskset = environment.taskset
     if most is None and not taskset.bounded:

@@ -20,7 +20,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Protocol, TypeGuard
 
@@ -37,8 +37,6 @@ from torchtitan_rl.types import (
     Turn,
 )
 
-Complete = Callable[[GenerationRequest, OnProgress | None], Awaitable[Completion | None]]
-
 
 class RolloutEnded(Exception):
     """The rollout is over without a `Terminal`."""
@@ -53,36 +51,30 @@ class LimitReachedError(Exception):
     """The rollout takes no more requests."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeHooks:
-    """What a `TurnTree` needs of its rollout.
-
-    ``request`` makes the request of a turn from its number, its observation and its branch.
-    ``complete`` samples it; None: the rollout's time is over. ``reached_limit`` gets the
-    observation and the number of turns before it. ``on_turns`` gets all recorded turns whenever
-    they have changed, and whether the last one is new. ``on_activity`` gets a request's id, or None
-    and what the environment does. ``start_time`` begins the rollout's time.
-    """
-
-    request: Callable[[int, Observation, str], GenerationRequest]
-    complete: Complete
-    reached_limit: Callable[[Observation, int], RolloutStatus | None]
-    on_turns: Callable[[tuple[Turn, ...], bool], None]
-    on_activity: Callable[[str | None, str], None]
-    start_time: Callable[[], None]
-
-
 class TurnTree:
-    """Use `ask`, `reward`, `expect` and `restart` from the environment; the rest is the rollout's.
+    """The environment uses `request`, `reward`, `expect` and `restart`; the rest is the rollout's.
 
     ``limit`` is the status of the limit that was reached. ``num_asked`` and ``num_replayed`` count
     requests since the start or the last restart. ``is_amended``: recorded turns were changed.
+    ``start_time()`` begins the rollout's time.
+
+    Args:
+        make_request: makes the request of a turn from its number, its observation and its branch.
+        complete: samples a request; returns None when the rollout's time is over.
+        reached_limit: gets the observation and the number of turns before it.
+        on_turns: gets all recorded turns when they have changed, and whether the last one is new.
+        on_activity: gets a request's id, or None and what the environment does.
     """
 
     def __init__(
         self,
-        hooks: TreeHooks,
         *,
+        make_request: Callable[[int, Observation, str], GenerationRequest],
+        complete: Callable[[GenerationRequest, OnProgress | None], Awaitable[Completion | None]],
+        reached_limit: Callable[[Observation, int], RolloutStatus | None],
+        on_turns: Callable[[tuple[Turn, ...], bool], None],
+        on_activity: Callable[[str | None, str], None],
+        start_time: Callable[[], None],
         step_timeout_s: float,
         recorded: tuple[Turn, ...] = (),
     ) -> None:
@@ -90,12 +82,15 @@ class TurnTree:
         self.num_asked = self.num_replayed = 0
         self.is_amended = False
         self._step_timeout_s = step_timeout_s
-        self._hooks = hooks
+        self._make_request, self._complete = make_request, complete
+        self._reached_limit = reached_limit
+        self._on_turns, self._on_activity = on_turns, on_activity
+        self.start_time = start_time
         self._turns: list[Turn] = []
         self._index_of: dict[str, int] = {}  # of recorded turns, by request id
         self._sampled: dict[str, Turn] = {}  # not recorded yet
         self._rewards: dict[str, float] = {}  # of turns that are not recorded yet
-        self._running: dict[asyncio.Task[None], str] = {}
+        self._running: set[asyncio.Task[None]] = set()
         self._replayable: list[int] = []
         self._num_like: Counter[str] = Counter()  # requests, by prompt
         self._failure: BaseException | None = None
@@ -123,7 +118,7 @@ class TurnTree:
 
     # For the environment.
 
-    def ask(
+    def request(
         self,
         observation: Observation,
         answer: Callable[[Completion], bool],
@@ -142,22 +137,22 @@ class TurnTree:
         if self._is_closed or self._failure is not None:
             raise LimitReachedError
         if self.limit is None:
-            self.limit = self._hooks.reached_limit(observation, self.num_asked)
+            self.limit = self._reached_limit(observation, self.num_asked)
         if self.limit is not None:
             self._changed.set()
             raise LimitReachedError
         self.num_asked += 1
         digest, ordinal = self._count_like(observation.prompt_token_ids)
-        request = self._hooks.request(self._next_number, observation, f"{digest}.{ordinal}")
+        request = self._make_request(self._next_number, observation, f"{digest}.{ordinal}")
         key = f"{ordinal}.{_options_digest(request.sampling)}"
         replayed = self._replay(request, key, answer)
         if replayed is not None:
             return replayed
         self._next_number += 1
         task = asyncio.ensure_future(self._sample(request, key, answer, on_progress, decode))
-        self._running[task] = request.request_id
+        self._running.add(task)
         task.add_done_callback(self._on_sampled)
-        self._hooks.on_activity(request.request_id, "")
+        self._on_activity(request.request_id, "")
         self._changed.set()
         return request.request_id
 
@@ -171,13 +166,9 @@ class TurnTree:
 
     def expect(self, what: str, within_s: float | None = None) -> None:
         """What the rollout waits for while nothing is sampled, and for how long: the step's time
-        unless another is given (`math.inf`: no limit)."""
+        if ``within_s`` is None (`math.inf`: no limit)."""
         self._expected = (what, within_s or self._step_timeout_s)
-        self._note_idle()
-
-    def start_time(self) -> None:
-        """The rollout's time begins now."""
-        self._hooks.start_time()
+        self._report_idle()
 
     async def restart(self, *, replays: bool) -> None:
         """The environment begins again; returns once the turns that run have ended.
@@ -190,7 +181,7 @@ class TurnTree:
         if self.limit is not None:
             raise LimitReachedError
         self._forget_answers(replays=replays)
-        self._hooks.on_turns(tuple(self._turns), False)
+        self._on_turns(tuple(self._turns), False)
 
     # For the rollout.
 
@@ -217,8 +208,10 @@ class TurnTree:
             raise self._failure
 
     async def close(self) -> None:
-        """End what is sampled; no more is taken. It has ended when this returns, also where this is
-        cancelled meanwhile: its tokens count."""
+        """End what is sampled, and take no more requests.
+
+        All sampling has ended when this returns, even if it is cancelled: the tokens count.
+        """
         self._is_closed = True
         await uninterrupted(cancel_all(self._running))
 
@@ -230,7 +223,7 @@ class TurnTree:
         on_progress: OnProgress | None,
         decode: Callable[[tuple[int, ...]], str] | None,
     ) -> None:
-        completion = await self._hooks.complete(request, on_progress)
+        completion = await self._complete(request, on_progress)
         if completion is None:
             self.limit = self.limit or RolloutStatus.ROLLOUT_TIMEOUT
             return
@@ -257,17 +250,17 @@ class TurnTree:
                     branch_reward=self._rewards.pop(request.request_id, None),
                 )
             )
-            self._hooks.on_turns(tuple(self._turns), True)
+            self._on_turns(tuple(self._turns), True)
 
     def _on_sampled(self, task: asyncio.Task[None]) -> None:
-        del self._running[task]
+        self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
-        self._note_idle()
+        self._report_idle()
 
-    def _note_idle(self) -> None:
+    def _report_idle(self) -> None:
         if not self._running:
-            self._hooks.on_activity(None, f"waits for {self._expected[0]}")
+            self._on_activity(None, f"waits for {self._expected[0]}")
         self._changed.set()
 
     def _record(self, turn: Turn) -> None:
@@ -277,18 +270,18 @@ class TurnTree:
     def _amend(self, index: int, **changes: Any) -> None:
         self._turns[index] = replace(self._turns[index], **changes)
         self.is_amended = True
-        self._hooks.on_turns(tuple(self._turns), False)
+        self._on_turns(tuple(self._turns), False)
 
     def _replay(
         self, request: GenerationRequest, key: str, answer: Callable[[Completion], bool]
     ) -> str | None:
         for index in self._replayable:
             turn = self._turns[index]
-            if turn.request_key in (key, None) and _answers(turn, request):
+            if turn.request_key == key and _answers(turn, request):
                 self._replayable.remove(index)
                 self.num_replayed += 1
                 self._amend(index, is_seen=answer(turn.completion))
-                self._note_idle()
+                self._report_idle()
                 return turn.completion.request_id
         return None
 
@@ -331,7 +324,7 @@ class TreeEnv(Protocol):
 
     Its turns form a tree: each prompt extends an earlier turn, or begins another branch. Everything
     else is as for a `TokenEnv`, with `run` in the place of `reset` and `step`. A resumed run
-    continues one that is `Replayable`: what it asks again is answered from the record.
+    continues one that ``replays``: requests that it makes again are answered from the record.
     """
 
     async def run(self, turns: TurnTree, /) -> Terminal:

@@ -20,30 +20,38 @@ once; errors of the environment and the generator become a status with a cause a
 A recorded rollout continues after its finished turns, with the same requests and seeds as without
 the interruption; only its time starts again. If its environment cannot be restored, it starts from
 nothing, and the recorded tokens are reported as discarded.
+
+A request is the same in every run with the same seed: its id and its seed depend only on the run's
+seed, the rollout, the turn and the attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any
 
 from torchtitan_rl.rollout.calls import is_cancelled, summary
+from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.rollout.env_session import EnvSession, NotResumableError
-from torchtitan_rl.rollout.group_settings import GroupSettings
 from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
-from torchtitan_rl.rollout.turn_tree import RolloutEnded, TreeHooks, TurnTree
+from torchtitan_rl.rollout.session import EnvSession, NotResumableError
+from torchtitan_rl.rollout.tree import RolloutEnded, RolloutEnv, TurnTree
+from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
+    GenerateFn,
     GenerationRequest,
     OnProgress,
+    Problem,
     Rollout,
     RolloutStatus,
+    SamplingParams,
     Turn,
 )
 
@@ -68,6 +76,92 @@ class RolloutActivity:
     phase: Phase
     detail: str  # the environment's method, the request's id, ...
     since_s: float
+
+
+EnvironmentFactory = Callable[[Problem], RolloutEnv]
+OnTurn = Callable[[RecordedRollout], None]  # after a turn; with the state after it
+OnDiscard = Callable[[str, str, int], None]  # rollout id, cause, number of sampled tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """What the rollouts of one group share: see `Rollouter.run_group`."""
+
+    group_id: str
+    problem: Problem
+    environment: EnvironmentFactory
+    generate: GenerateFn
+    config: RolloutConfig
+    seed: int
+    sampling: SamplingConfig
+    active_time: ActiveTime
+    attempt: int
+    min_version: int
+    siblings_together: int
+    on_turn: OnTurn | None
+    on_discard: OnDiscard | None
+
+    def request_id(self, rollout_id: str, turn: int) -> str:
+        attempt = f"a{self.attempt}/" if self.attempt else ""
+        return f"{rollout_id}/{attempt}t{turn}"
+
+    def request(
+        self,
+        rollout_id: str,
+        turn: int,
+        observation: Observation,
+        partial: Completion | None = None,
+        *,
+        branch: str | None = None,
+    ) -> GenerationRequest:
+        """The request for a turn's completion, which continues ``partial``.
+
+        The seed depends on ``branch`` instead of the turn where it is given: turns that run at once
+        have no order.
+        """
+        sampling = self.sampling
+        room = self.config.max_total_tokens - len(observation.prompt_token_ids)
+        budget = min(room, sampling.max_tokens_per_turn)
+        if observation.max_tokens is not None:
+            budget = min(budget, observation.max_tokens)
+        return GenerationRequest(
+            request_id=self.request_id(rollout_id, turn),
+            session_id=rollout_id,
+            prompt_id=self._prompt_id(rollout_id),
+            prompt_token_ids=observation.prompt_token_ids,
+            sampling=SamplingParams(
+                max_tokens=budget,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                stop_token_ids=observation.stop_token_ids,
+                stop=observation.stop,
+                num_logprobs=observation.num_logprobs,
+                engine_options=observation.constraints,
+                seed=request_seed(
+                    self.seed, rollout_id, turn if branch is None else branch, self.attempt
+                ),
+            ),
+            min_version=self.min_version,
+            resume_from=partial if partial and partial.token_ids else None,
+        )
+
+    def _prompt_id(self, rollout_id: str) -> str:
+        """The same for the siblings that are to be on one replica."""
+        number = int(rollout_id.removeprefix(f"{self.group_id}/r"))
+        return f"{self.group_id}/prompt{number // self.siblings_together}"
+
+    def may_resume(self, recorded: RecordedRollout) -> bool:
+        """Whether there is something recorded, and all of it in this attempt."""
+        completions = [turn.completion for turn in recorded.turns]
+        if recorded.partial is not None:
+            completions.append(recorded.partial)
+        ids = [completion.request_id for completion in completions]
+        # Of one attempt; turns that ran at once are recorded in the order of their ends.
+        prefix = self.request_id(recorded.rollout_id, 0)[:-1]
+        numbers = [name.removeprefix(prefix) for name in ids]
+        return all(number.isdigit() for number in numbers) and bool(ids or recorded.ended)
 
 
 class RolloutRun:
@@ -178,7 +272,7 @@ class RolloutRun:
             ended = self.so_far(end.status, end.cause)
         finally:
             if env is not None:
-                causes = [self._note_messages(env), await env.close()]
+                causes = [self._read_messages(env), await env.close()]
         cause = "; ".join(filter(None, (ended.cause, *causes))) or None
         return replace(ended, messages=self._messages, cause=cause)
 
@@ -200,18 +294,15 @@ class RolloutRun:
             env.require_replayable(self._record)
         if self._record.partial is not None:
             self._report_discarded(ROLLED_BACK, len(self._record.partial.token_ids))
-        hooks = TreeHooks(
-            request=lambda number, observation, branch: self._group.request(
+        tree = TurnTree(
+            make_request=lambda number, observation, branch: self._group.request(
                 self.rollout_id, number, observation, branch=branch
             ),
             complete=self._complete,
             reached_limit=self._reached_limit,
-            on_turns=self._note_tree,
+            on_turns=self._record_tree,
             on_activity=self._enter_tree,
             start_time=self._start_time,
-        )
-        tree = TurnTree(
-            hooks,
             step_timeout_s=self._group.config.step_timeout_s,
             recorded=self._record.turns,
         )
@@ -224,18 +315,18 @@ class RolloutRun:
         finally:
             await tree.close()
         assert terminal is not None
-        self._note_tree_end(env, terminal, tree)
+        self._record_tree_end(env, terminal, tree)
         return self._rollout(terminal)
 
-    def _note_tree(self, turns: tuple[Turn, ...], is_new: bool) -> None:
+    def _record_tree(self, turns: tuple[Turn, ...], is_new: bool) -> None:
         self._record = RecordedRollout(rollout_id=self.rollout_id, turns=turns)
         if is_new and self._group.on_turn is not None:
             self._group.on_turn(self._record)
 
-    def _note_tree_end(self, env: EnvSession, terminal: Terminal, tree: TurnTree) -> None:
+    def _record_tree_end(self, env: EnvSession, terminal: Terminal, tree: TurnTree) -> None:
         """Record the end, so that a killed run need not replay the agent; not where turns that are
         recorded elsewhere have changed since."""
-        self._note_messages(env)
+        self._read_messages(env)
         if tree.limit is None and not tree.is_amended and self._group.on_turn is not None:
             state = EnvState(answer=terminal, messages=self._messages)
             self._record = replace(self._record, env_states={len(self._record.turns): state})
@@ -256,7 +347,7 @@ class RolloutRun:
             self._is_restoring = False
             return observation
         observation = await env.reset()
-        await self._note_turns(env, (), observation)
+        await self._record_turns(env, (), observation)
         return observation
 
     async def _step(
@@ -272,18 +363,18 @@ class RolloutRun:
             reward=answer.turn_reward,
             text=answer.turn_text,
         )
-        await self._note_turns(env, (*self._record.turns, turn), answer)
+        await self._record_turns(env, (*self._record.turns, turn), answer)
         if self._group.on_turn is not None:
             self._group.on_turn(self._record)
         return answer
 
-    async def _note_turns(
+    async def _record_turns(
         self, env: EnvSession, turns: tuple[Turn, ...], answer: Observation | Terminal
     ) -> None:
         """Record the turns, and the environment's state if ``on_turn`` gets it."""
         env_state: EnvState | None = None
         if isinstance(answer, Terminal):
-            self._note_messages(env)
+            self._read_messages(env)
             env_state = EnvState(answer=answer, messages=self._messages)
         elif self._group.on_turn is not None:
             state = await env.state()
@@ -360,7 +451,7 @@ class RolloutRun:
         rollout = self.so_far(terminal.status)
         return replace(rollout, reward=reward, metrics=dict(terminal.metrics))
 
-    def _note_messages(self, env: EnvSession) -> str | None:
+    def _read_messages(self, env: EnvSession) -> str | None:
         """Returns what went wrong."""
         try:
             self._messages = env.messages()
@@ -371,3 +462,11 @@ class RolloutRun:
     def _report_discarded(self, cause: str, num_tokens: int) -> None:
         if num_tokens and self._group.on_discard is not None:
             self._group.on_discard(self.rollout_id, cause, num_tokens)
+
+
+def request_seed(run_seed: int, rollout_id: str, turn: int | str, attempt: int = 0) -> int:
+    """In [0, 2**63), and the same in every process."""
+    key = f"{run_seed}\x00{rollout_id}\x00{turn}"
+    if attempt:
+        key += f"\x00{attempt}"
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

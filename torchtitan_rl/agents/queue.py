@@ -27,12 +27,13 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torchtitan_rl.agents.agent import AgentCall, AgentResult, RemoteAgent
 from torchtitan_rl.aio import STOOD_STILL_S
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.rollout.records import problem_to_json
+from torchtitan_rl.rollout.tree import TurnTree
 from torchtitan_rl.serving.messages import CommandName, Handler, RefusedError, refused
 
 MAX_WAITING_WORKERS = 4096
@@ -42,22 +43,11 @@ class LeaseLostError(TorchtitanRLError):
     """The worker on a problem failed, or was silent for too long."""
 
 
-class Waits(Protocol):
-    """The part of a `TurnTree` that the queue uses."""
-
-    @property
-    def is_sampling(self) -> bool: ...
-
-    def expect(self, what: str, within_s: float | None = None) -> None: ...
-
-    def start_time(self) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
     agent: RemoteAgent
     call: AgentCall
-    waits: Waits
+    waits: TurnTree
     ended: asyncio.Future[AgentResult]
     worker: str = ""
     used_s: float = 0.0
@@ -88,7 +78,7 @@ class ProblemQueue:
             "problems_leased": len(self._leased),
         }
 
-    async def serve(self, agent: RemoteAgent, call: AgentCall, waits: Waits) -> AgentResult:
+    async def serve(self, agent: RemoteAgent, call: AgentCall, waits: TurnTree) -> AgentResult:
         """Have a worker solve the problem of ``call``; returns once its session has been closed.
 
         Raises:
@@ -112,7 +102,7 @@ class ProblemQueue:
         if entry is not None and not entry.ended.done():
             entry.ended.set_result(AgentResult())
 
-    def note_use(self, session_id: str) -> None:
+    def record_use(self, session_id: str) -> None:
         """A request of its session began or ended."""
         if session_id in self._leased:
             self._leased[session_id].used_s = _now()
@@ -250,9 +240,9 @@ class ProblemQueue:
     def _watch(self, entry: _Entry, delay_s: float) -> None:
         due_s = _now() + delay_s
         loop = asyncio.get_running_loop()
-        entry.timer = loop.call_at(due_s, self._look, entry, due_s)
+        entry.timer = loop.call_at(due_s, self._check, entry, due_s)
 
-    def _look(self, entry: _Entry, due_s: float) -> None:
+    def _check(self, entry: _Entry, due_s: float) -> None:
         now_s = _now()
         if entry.waits.is_sampling or now_s - due_s > STOOD_STILL_S:
             entry.used_s = now_s  # its worker waits for an answer, or this process was stopped

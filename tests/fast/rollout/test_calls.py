@@ -11,53 +11,26 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.rollouts import PROBLEM, BlockingEnv, make_rollouter
-from torchtitan_rl.rollout import calls, env_session
-from torchtitan_rl.rollout.abandoned import AbandonedCalls, HangingCallsError
-from torchtitan_rl.rollout.calls import CallTimeoutError, in_thread, within
+from torchtitan_rl.rollout import calls, session
+from torchtitan_rl.rollout.calls import (
+    AbandonedCalls,
+    CallTimeoutError,
+    HangingCallsError,
+    call,
+    within,
+)
 from torchtitan_rl.rollout.env import threaded
+from torchtitan_rl.rollout.run import request_seed
 
 
 @pytest.fixture
 def abandoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbandonedCalls]:
     """A new instance for the whole process: three calls that hang are too many."""
     own = AbandonedCalls(max_hanging=3, hangs_after_s=0.0)
-    for module in (calls, env_session):
+    for module in (calls, session):
         monkeypatch.setattr(module, "abandoned", own)
     yield own
     assert own.num_running == 0
-
-
-def test_an_abandoned_thread_counts_until_it_ends(abandoned: AbandonedCalls):
-    release, ended = threading.Event(), threading.Event()
-
-    def hang():
-        release.wait()
-        ended.set()
-
-    async def scenario():
-        with pytest.raises(CallTimeoutError):
-            await within(0.01, in_thread, hang)
-        assert abandoned.num_running == 1
-        assert abandoned.names().endswith("hang: 1")
-        release.set()
-        while abandoned.num_running:
-            await asyncio.sleep(0.001)
-        assert ended.is_set()
-
-    asyncio.run(scenario())
-
-
-def test_a_call_that_ends_in_time_or_raises_is_never_counted(abandoned: AbandonedCalls):
-    async def own_cancellation():
-        raise asyncio.CancelledError
-
-    async def scenario():
-        for function in ((in_thread, int), (own_cancellation,)):
-            await asyncio.gather(within(60.0, *function), return_exceptions=True)
-        with pytest.raises(asyncio.CancelledError):
-            await in_thread(lambda: (_ for _ in ()).throw(asyncio.CancelledError()))
-
-    asyncio.run(scenario())
 
 
 def test_a_task_that_ignores_its_cancellation_counts_too(abandoned: AbandonedCalls):
@@ -126,14 +99,6 @@ def test_calls_that_were_just_abandoned_do_not_end_a_run():
         own.require_few()
 
 
-def test_their_number_is_logged_whenever_it_doubles(caplog: pytest.LogCaptureFixture):
-    own = AbandonedCalls()
-    for index in range(20):
-        own.add(index, "Env.step")
-    numbers = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
-    assert numbers == [1, 2, 4, 8, 16]
-
-
 def test_a_process_with_hanging_calls_can_still_exit():
     program = """
 import asyncio, threading
@@ -151,3 +116,33 @@ asyncio.run(main())
         [sys.executable, "-c", program], capture_output=True, timeout=60, check=True
     )
     assert done.stdout == b"timed out\n"
+
+
+def test_seeds_are_the_same_in_every_process_and_version():
+    assert request_seed(0, "g0/r0", 0) == 7547325789847896400
+
+
+@pytest.mark.parametrize(("error", "seen"), [(KeyError, KeyError), (StopIteration, RuntimeError)])
+def test_errors_come_back_from_threads(error, seen):
+    def fail():
+        raise error("x")
+
+    with pytest.raises(seen):
+        asyncio.run(call(fail))
+
+
+def test_the_result_of_a_thread_is_dropped_after_a_timeout():
+    release, ended = threading.Event(), threading.Event()
+
+    def hang():
+        release.wait()
+        ended.set()
+
+    async def scenario():
+        async with asyncio.timeout(0.01):
+            await call(hang)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
+    release.set()  # its result comes after the loop has closed, and is dropped
+    assert ended.wait(60)

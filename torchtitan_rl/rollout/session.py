@@ -12,19 +12,26 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torchtitan_rl.aio import cancel_all, uninterrupted
-from torchtitan_rl.rollout.abandoned import abandoned
-from torchtitan_rl.rollout.answers import WrongAnswerError, checked_answer, checked_terminal
-from torchtitan_rl.rollout.calls import CallFailedError, CallTimeoutError, summary, within
+from torchtitan_rl.rollout.calls import (
+    CallFailedError,
+    CallTimeoutError,
+    abandoned,
+    summary,
+    within,
+)
 from torchtitan_rl.rollout.env import (
-    Conversation,
     Observation,
     Terminal,
+    WrongAnswerError,
+    checked_answer,
+    checked_terminal,
     is_stateful,
+    replays,
     require_async,
 )
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.rollout.records import plain
-from torchtitan_rl.rollout.turn_tree import RolloutEnded, RolloutEnv, TurnTree, is_tree_env
+from torchtitan_rl.rollout.tree import RolloutEnded, RolloutEnv, TurnTree, is_tree_env
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _A = TypeVar("_A")
@@ -37,8 +44,8 @@ class NotResumableError(Exception):
 class EnvSession:
     """``make`` creates the environment; ``on_call`` gets each method's name before it is called.
 
-    All methods but `close` and `messages` raise `RolloutEnded`, and `HangingCallsError` if so many
-    abandoned calls hang that no rollout can continue.
+    All methods but `close` and `messages` raise `RolloutEnded`, and `HangingCallsError` if too many
+    abandoned calls hang.
     """
 
     def __init__(
@@ -64,14 +71,14 @@ class EnvSession:
         return is_tree_env(self._env)
 
     async def run(self, turns: TurnTree) -> Terminal | None:
-        """The end of a `TreeEnv`; None where a limit came first."""
+        """Run a `TreeEnv` to its end; None if a limit came first."""
         if not is_tree_env(self._env):
             raise TypeError(f"{type(self._env).__name__} has no run")
         abandoned.require_few()
         work = asyncio.ensure_future(within(None, self._env.run, turns))
         try:
             await turns.watch(work)
-            return None if turns.limit else _checked("agent", checked_terminal, work.result())
+            return None if turns.limit else _converted("agent", checked_terminal, work.result())
         except CallFailedError as error:
             raise RolloutEnded(RolloutStatus.ENV_ERROR, f"agent: {error}") from error
         finally:
@@ -88,10 +95,10 @@ class EnvSession:
         return await self._answer("step", completion)
 
     async def finish(self, status: RolloutStatus) -> Terminal:
-        return _checked("finish", checked_terminal, await self._call("finish", status))
+        return _converted("finish", checked_terminal, await self._call("finish", status))
 
     async def state(self) -> Any:
-        """A copy of the environment's state; None if it has none."""
+        """A copy of the environment's state; None without one."""
         if not self._is_stateful:
             return None
         state = await self._call("state_dict")
@@ -105,8 +112,8 @@ class EnvSession:
         """Continue a recorded rollout; called instead of `reset`. Returns the next observation.
 
         The environment loads its recorded state. Without one it is reset and stepped with the
-        recorded completions, if it is `Replayable` or there are none, and each prompt must be the
-        recorded one.
+        recorded completions, if it replays or there are none, and each prompt must be the recorded
+        one.
 
         Raises:
             NotResumableError: neither is possible, the environment failed, or a prompt differs.
@@ -128,9 +135,7 @@ class EnvSession:
         Raises:
             Exception: what the environment raised, or a TypeError.
         """
-        if not isinstance(self._env, Conversation):
-            return ()
-        messages = tuple(self._env.messages)
+        messages = tuple(getattr(self._env, "messages", ()))
         if not all(isinstance(message, Mapping) for message in messages):
             raise TypeError("not all messages are mappings")
         return tuple(plain(message) for message in messages)
@@ -151,7 +156,7 @@ class EnvSession:
         Raises:
             NotResumableError: there are turns, and the environment cannot be replayed.
         """
-        if recorded.turns and not getattr(self._env, "replays", False):
+        if recorded.turns and not replays(self._env):
             raise NotResumableError("it has no saved state and does not declare `replays`")
 
     async def _replay(self, recorded: RecordedRollout) -> Observation | Terminal:
@@ -164,7 +169,7 @@ class EnvSession:
 
     async def _answer(self, name: str, *args: Any) -> Observation | Terminal:
         answer = await self._call(name, *args)
-        return _checked(name, checked_answer, answer, self._max_prompt_tokens)
+        return _converted(name, checked_answer, answer, self._max_prompt_tokens)
 
     async def _call(self, name: str, *args: Any) -> Any:
         if name != "close":
@@ -178,7 +183,7 @@ class EnvSession:
             raise RolloutEnded(RolloutStatus.ENV_ERROR, f"{name}: {error}") from error
 
 
-def _checked(name: str, check: Callable[..., _A], *args: Any) -> _A:
+def _converted(name: str, check: Callable[..., _A], *args: Any) -> _A:
     try:
         return check(*args)
     except WrongAnswerError as error:
