@@ -18,7 +18,6 @@ from tests.support.scripted_engine import GivingUpEngine, scripted_token
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     GenerationError,
-    GenerationTimeoutError,
     InvalidRequestError,
     RequestGivenUpError,
 )
@@ -131,53 +130,6 @@ def test_a_request_that_is_cancelled_at_any_moment_is_accounted_to_the_last_toke
 
         virtually(scenario)
     assert kinds == {asyncio.CancelledError, Completion}
-
-
-def test_a_request_that_times_out_at_any_moment_is_accounted_to_the_last_token() -> None:
-    kinds = set()
-    for tenths in range(1, 12):
-        for offset_s in (-1e-6, 0.0, 1e-6, 0.05):
-
-            async def scenario(
-                replicas: list[FarReplica], router: GeneratorRouter, ended: Ended
-            ) -> None:
-                outcome = await end_of(
-                    asyncio.create_task(router.generate(request("a", max_tokens=6)))
-                )
-                kinds.add(type(outcome))
-                ((_, known, is_returned),) = ended.heard
-                assert is_returned == isinstance(outcome, Completion)
-                if isinstance(outcome, Completion):
-                    assert known == outcome
-
-            virtually(scenario, request_timeout_s=tenths / 10 + offset_s)
-    assert kinds == {GenerationTimeoutError, Completion}
-
-
-def test_an_account_is_exact_at_any_moment_while_ends_and_requests_travel() -> None:
-    async def scenario(replicas: list[FarReplica], router: GeneratorRouter, ended: Ended) -> None:
-        calls = [
-            asyncio.create_task(
-                router.generate(request(f"q{n}", prompt_len=3 + n, max_tokens=1 + n % 7))
-            )
-            for n in range(30)
-        ]
-        is_done = asyncio.gather(*calls)
-        num_running = num = 0
-        while not is_done.done():
-            accounts = await router.account()
-            assert [one.unaccounted for one in accounts.values()] == [0, 0]
-            num_running += any(one.running for one in accounts.values())
-            num += 1
-            await asyncio.sleep(0.013)
-            await iterations(num % 5)
-            if num in (5, 9):
-                await router.pause("abort")
-                assert [one.running for one in (await router.account()).values()] == [0, 0]
-                await router.resume()
-        assert num_running > 5
-
-    virtually(scenario)
 
 
 @on_virtual_clock

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.async_tests import on_event_loop
-from tests.support.replicas import GatedReplica
+from tests.support.replicas import GatedReplica, settle
 from tests.support.scripted_engine import ScriptedEngine, scripted_text, scripted_token
 from torchtitan_rl.errors import InvalidRequestError, ReplicaError
+from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.routing.continuation import continued_seed, join, remaining_request, used_up
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
+    EngineReading,
     FinishReason,
     GenerationRequest,
     KeptRun,
     OnProgress,
+    Progress,
     SamplingParams,
     VersionRun,
 )
@@ -31,12 +35,14 @@ VOCAB, EOS = 40, 7
 
 class CutReplica(GatedReplica):
     """A scripted engine that is cut: its n-th call ends after ``cuts[n]`` tokens (aborted), or, if
-    negative, by the loss of the replica; the version goes up with each call that was cut."""
+    negative, by the loss of the replica. The version goes up with each call that was cut if it
+    ``moves_on``. Every ``every`` tokens are reported."""
 
-    def __init__(self, name: str, cuts: list[int], *, moves_on: bool = False) -> None:
+    def __init__(
+        self, name: str, cuts: list[int], *, moves_on: bool = False, every: int = 2
+    ) -> None:
         super().__init__(name)
-        self.cuts = cuts
-        self.moves_on = moves_on
+        self.cuts, self.moves_on, self.every = cuts, moves_on, every
         self.requests: list[GenerationRequest] = []
 
     async def generate(
@@ -49,20 +55,23 @@ class CutReplica(GatedReplica):
         await asyncio.sleep(0)
         self.requests.append(request)
         cut = self.cuts.pop(0) if self.cuts else None
-        if cut is not None and cut < 0:
-            raise ReplicaError(f"{self.name} died")
-        engine = ScriptedEngine(vocab_size=VOCAB, eos_token_id=EOS, version=self.version)
+        name, version = request.request_id, self.version
+        engine = ScriptedEngine(vocab_size=VOCAB, eos_token_id=EOS, version=version)
         engine.add_request(request, arrival_s=0.0)
-        ended = []
+        ended: list[Completion] = []
+        count = 0
         while not ended:
-            if cut == 0:
-                ended = engine.abort((request.request_id,))
-            else:
-                ended = engine.step()
-                cut = None if cut is None else cut - 1
+            if cut is not None and count == abs(cut):
+                if cut < 0:
+                    raise ReplicaError(f"{self.name} died")
+                ended = engine.abort((name,))
+                self.version += self.moves_on
+                break
+            ended, count = engine.step(), count + 1
+            if not ended and count % self.every == 0 and on_progress is not None:
+                (news,) = engine.sampled_since({name: count - self.every})
+                on_progress(replace(news, version_runs=(VersionRun(0, version),)))
         (output,) = ended
-        version = self.version
-        self.version += self.moves_on and output.finish_reason is FinishReason.ABORT
         return replace(
             output,
             version_runs=(VersionRun(0, version),) if output.token_ids else (),
@@ -84,6 +93,22 @@ def complete(
 ) -> tuple[Completion, CutReplica]:
     replica = CutReplica("r", list(cuts), moves_on=moves_on)
     return asyncio.run(GeneratorRouter([replica]).generate(request)), replica
+
+
+def followed(
+    replicas: list[CutReplica], request: GenerationRequest
+) -> tuple[Completion, list[Progress]]:
+    """The completion, and the progress that its caller heard."""
+    heard: list[Progress] = []
+
+    async def scenario() -> Completion:
+        done = await GeneratorRouter(replicas).generate(request, heard.append)
+        num_heard = len(heard)
+        await settle()
+        assert len(heard) == num_heard  # no progress comes after the completion
+        return done
+
+    return asyncio.run(scenario()), heard
 
 
 def piece(*tokens: int, version: int = 0, reason: FinishReason = FinishReason.ABORT) -> Completion:
@@ -155,17 +180,98 @@ def test_what_is_resumed_from_a_record_equals_the_undisturbed_completion(request
     )
 
 
-@given(cuts=st.lists(st.integers(0, 9), max_size=5))
-def test_a_request_that_loses_replica_after_replica_ends_like_the_undisturbed_one(cuts):
-    request = generation(30)
+@settings(max_examples=60)
+@given(
+    request=sampled,
+    cuts=st.lists(st.integers(-9, 9), max_size=5),
+    every=st.integers(1, 4),
+)
+def test_through_cuts_and_losses_progress_is_a_beginning_of_the_undisturbed_completion(
+    request, cuts, every
+):
     undisturbed, _ = complete(request, [])
+    calls = list(cuts)  # of all replicas together, in order
+    replicas = [CutReplica(f"r{n}", calls, every=every) for n in range(len(cuts) + 1)]
+    done, heard = followed(replicas, request)
+    assert replace(done, replica="r") == undisturbed
+    told: list[int] = []
+    for progress in heard:
+        start, end = len(told), len(told) + len(progress.token_ids)
+        assert (progress.request_id, progress.start) == ("id", start)
+        assert progress.logprobs == done.logprobs[start:end]
+        assert progress.top_logprobs == done.top_logprobs[start:end]
+        told += progress.token_ids
+    assert tuple(told) == done.token_ids[: len(told)]
+    assert len(told) >= len(done.token_ids) - every
 
-    async def scenario():
-        replicas = [CutReplica(f"r{i}", [cut, -1]) for i, cut in enumerate(cuts)]
-        return await GeneratorRouter([*replicas, CutReplica("last", [])]).generate(request)
 
-    joined = asyncio.run(scenario())
-    assert replace(joined, replica="r") == undisturbed
+def test_a_lost_replica_costs_only_the_tokens_since_the_last_report():
+    replicas = [CutReplica("dies", [-7], every=3), CutReplica("alive", [])]
+    followed(replicas, generation(10, ignore_eos=True))
+    assert len(replicas[1].requests[0].prompt_token_ids) == 3 + 6
+
+
+def test_progress_of_a_piece_that_is_over_is_not_taken_for_that_of_the_next():
+    class Late(CutReplica):
+        async def generate(self, request, on_progress=None, *, streams=False):
+            if self.requests:
+                stale = Progress(
+                    request_id="id", start=2, token_ids=(99,), logprobs=(0.0,), version_runs=()
+                )
+                on_progress(stale)
+            return await super().generate(request, on_progress, streams=streams)
+
+    done, heard = followed([Late("r", [4])], generation(8, ignore_eos=True))
+    told = [token for one in heard for token in one.token_ids]
+    assert tuple(told) == done.token_ids[: len(told)]
+
+
+def test_progress_of_a_resumed_request_starts_after_the_tokens_that_it_brought():
+    request = generation(9, ignore_eos=True)
+    undisturbed, _ = complete(request, [])
+    brought = replace(
+        undisturbed,
+        token_ids=undisturbed.token_ids[:3],
+        logprobs=undisturbed.logprobs[:3],
+        finish_reason=FinishReason.ABORT,
+    )
+    replica = CutReplica("r", [4])
+    done, heard = followed([replica], replace(request, resume_from=brought))
+    assert done == undisturbed
+    assert heard[0].start == 3
+    assert [len(one.prompt_token_ids) for one in replica.requests] == [6, 10]
+
+
+@on_event_loop
+async def test_a_lost_replica_costs_only_the_tokens_since_they_were_last_read():
+    class Reporting(GatedReplica):
+        """Reports two tokens when it is read."""
+
+        async def generate(self, request, on_progress=None, *, streams=False):
+            self.on_progress = on_progress
+            return await super().generate(request, on_progress, streams=streams)
+
+        async def answer(self, command: EngineCommand[Any]) -> EngineReading:
+            self.on_progress(
+                Progress(
+                    request_id="id",
+                    start=0,
+                    token_ids=(5, 6),
+                    logprobs=(-1.0, -2.0),
+                    version_runs=(VersionRun(0, 0),),
+                )
+            )
+            return EngineReading(sampled_tokens=2, running_tokens=2)
+
+    dying, other = Reporting("dying", is_open=False), GatedReplica("other")
+    router = GeneratorRouter([dying, other])
+    call = asyncio.create_task(router.generate(generation(4)))
+    await settle()
+    assert (await router.partials())["id"].token_ids == (5, 6)
+    dying.is_dead = True
+    dying.gate.set()
+    assert (await call).token_ids == (5, 6, 7, 7)
+    assert other.served == ["id#1"]
 
 
 @given(
