@@ -70,6 +70,7 @@ def _processes_of(root: psutil.Process) -> list[tuple[str, psutil.Process]]:
 
 def _last_step(metrics: Path) -> int:
     lines = metrics.read_text().splitlines()
-    with contextlib.suppress(IndexError, ValueError):  # the last one is being written
-        return int(json.loads(lines[-1])["step"])
+    with contextlib.suppress(IndexError, ValueError, KeyError):  # the last one is being written
+        row = json.loads(lines[-1])
+        return int(row["step"]) if row["kind"] == "step" else -1
     return -1

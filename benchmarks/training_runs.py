@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu_seconds import CpuSeconds
+from torchtitan_rl.observability.sinks import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 _LOOK_S = 0.05  # between two looks at a run
@@ -68,9 +69,8 @@ def train(config: Path, options: Sequence[str], *, run_dir: Path) -> FinishedRun
         timing.write_text(json.dumps({"seconds": seconds, "cpu_after": cpu.after}))
     measured = json.loads(timing.read_text())
     after = {int(step): of_step for step, of_step in measured.get("cpu_after", {}).items()}
-    text = (run_dir / "metrics.jsonl").read_text()
     return FinishedRun(
-        rows=tuple(json.loads(line) for line in text.splitlines()),
+        rows=tuple(line.row for line in read_rows(run_dir / "metrics.jsonl")),
         seconds=measured["seconds"],
         cpu_after=after,
     )

@@ -115,3 +115,16 @@ class DeadlineError(TorchtitanRLError):
 
 class GenerationTimeoutError(GenerationError, DeadlineError):
     """A request was not completed by its deadline."""
+
+
+def one_line(error: BaseException) -> str:
+    """Describe an error in one line, for a message.
+
+    >>> one_line(ValueError("not\\na number"))
+    'ValueError: not a number'
+    """
+    try:
+        message = str(error)
+    except Exception:  # its class is user code, whose __str__ raises
+        message = "<its message cannot be made>"
+    return " ".join(f"{type(error).__name__}: {message}".split())

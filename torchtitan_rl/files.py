@@ -1,32 +1,36 @@
-"""Files of lines that are only appended to, and what a killed process leaves of them.
+"""Files that a kill or a full disk leaves whole: lines that are only appended, and whole files.
 
 A kill -9 in the middle of a write leaves the beginning of a line at the end of its file, and so
-does a disk that fills up. `open_for_append` cuts such a line off before anything comes after it,
-`append_line` takes its own back where it fails, and `whole_lines` passes over it.
+does a disk that fills up. `open_for_append` cuts such a line off, `append_line` takes its own back
+where it fails, and `whole_lines` passes over it. `replacing` and `replace_file` write next to a
+file and rename, so that a reader finds the old content or the new one.
 
 Invariant: what comes after a torn line never becomes part of it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
-from io import FileIO
+from contextlib import contextmanager, suppress
+from io import BufferedWriter, FileIO
 from pathlib import Path
+from typing import Any
 
 _BLOCK_BYTES = 64 << 10
 
 
 def open_for_append(path: Path) -> FileIO:
-    """Open, or make, a file whose last line is whole from now on; nothing is read but its end.
+    """Open, or create, a file to append lines to; only its end is read, for a torn line.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     file = FileIO(path, "r+" if path.exists() else "w+")
     try:
         size = os.fstat(file.fileno()).st_size
-        whole = end_of_whole_lines(file, size)
+        whole = _end_of_whole_lines(file, size)
         if whole < size:
             file.truncate(whole)
         file.seek(whole)
@@ -37,11 +41,10 @@ def open_for_append(path: Path) -> FileIO:
 
 
 def append_line(file: FileIO, data: bytes) -> None:
-    """Hand ``data``, one or more whole lines, to the system: all of it or, where that fails,
-    nothing.
+    """Hand ``data``, one or more whole lines, to the system: all of it or nothing.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the lines cannot be written.
     """
     start = file.tell()
     left = memoryview(data)
@@ -55,10 +58,10 @@ def append_line(file: FileIO, data: bytes) -> None:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines, each with its end, without a last one that is torn; one is in memory at a time.
+    """Yield each line with its end, except a torn last one; one is in memory at a time.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         for line in file:
@@ -66,37 +69,84 @@ def whole_lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
-def lines_from_the_end(file: FileIO, size: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, line with its end) of the first ``size`` bytes, which end with a whole line, the
-    last one first; reads no more than is asked for."""
-    start, block, rest = size, _BLOCK_BYTES, b""  # rest: from `start` to the end of a line
-    while start > 0:
-        length = min(block, start)
-        start -= length
-        rest = _read_at(file, start, length) + rest
-        first_end = 0 if start == 0 else rest.find(b"\n", 0, len(rest) - 1) + 1
-        if start > 0 and first_end == 0:
-            block *= 2  # a line longer than what was read
-            continue
-        end = len(rest)
-        while end > first_end:
-            begin = rest.rfind(b"\n", first_end, end - 1) + 1 or first_end
-            yield start + begin, rest[begin:end]
-            end = begin
-        rest, block = rest[:first_end], _BLOCK_BYTES
+def parse_object(where: str, line: bytes) -> dict[str, Any]:
+    """Parse a line as a JSON object.
+
+    Raises:
+        ValueError: the line is not JSON, or not an object; the message begins with ``where``.
+    """
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: not a JSON object")
+    return found
 
 
-def end_of_whole_lines(file: FileIO, size: int) -> int:
-    """Where the last of the whole lines in the first ``size`` bytes ends."""
+@contextmanager
+def replacing(path: Path, *, is_durable: bool = True) -> Iterator[BufferedWriter]:
+    """Give a file to write to, which takes the place of ``path`` when the block ends.
+
+    After an error in the block, ``path`` is what it was. ``is_durable`` waits until the content
+    and the name are on disk.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            if is_durable:
+                _sync(file)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if is_durable:
+        sync_directory(path.parent)
+
+
+def replace_file(path: Path, content: bytes, *, is_durable: bool = True) -> None:
+    """Write all of a file or, where that fails, leave it as it was; see `replacing`."""
+    with replacing(path, is_durable=is_durable) as file:
+        file.write(content)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and wait until its content is on disk.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with path.open("wb") as file:
+        file.write(content)
+        _sync(file)
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the names in a directory are on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(file: BufferedWriter) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _end_of_whole_lines(file: FileIO, size: int) -> int:
+    """Find where the last whole line of the first ``size`` bytes ends."""
     end = size
     while end > 0:
         length = min(_BLOCK_BYTES, end)
-        found = _read_at(file, end - length, length).rfind(b"\n")
+        found = os.pread(file.fileno(), length, end - length).rfind(b"\n")
         if found >= 0:
             return end - length + found + 1
         end -= length
     return 0
-
-
-def _read_at(file: FileIO, start: int, length: int) -> bytes:
-    return os.pread(file.fileno(), length, start)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import ConfigError, one_line
 
 
 def import_file(file: Path, name: str, folder: Path) -> ModuleType:
@@ -42,7 +42,7 @@ def load_function(name: str) -> Callable[..., Any]:
     try:
         module = _module(place)
     except (Exception, SystemExit) as error:  # a script's last line: exit(main())
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = one_line(error)
         raise ConfigError(f"{place} cannot be imported ({cause})") from error
     function = getattr(module, attribute, None)
     if not callable(function):

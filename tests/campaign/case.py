@@ -58,14 +58,14 @@ def run_case(seed: int) -> Case:
     comes last, for it must be possible to go on from whatever the others left."""
     plan = draw(seed)
     with _place() as root:
-        dry = live(-1, plan, root / "dry", [], resume=False)
+        dry = live(-1, plan, root / "dry", [])
         violations = violations_of(dry)
         lives, schedule = [dry], [()]
-        path = root / "run"
+        path, life = root / "run", None
         for number in range(plan.lives + 1):
             is_last = number == plan.lives
             faults = [] if is_last else draw_faults(seed, number, plan, dry.machine)
-            life = live(number, plan, path, faults, resume=number > 0)
+            life = live(number, plan, path, faults, before=life)
             violations += violations_of(life)
             lives.append(life)
             schedule.append(tuple(faults))

@@ -14,7 +14,6 @@ from typing import Any
 
 from tests.campaign.machine import Machine
 from torchtitan_rl import files
-from torchtitan_rl.observability import jsonl
 from torchtitan_rl.orchestration import journal
 from torchtitan_rl.training import checkpoint_files
 
@@ -50,9 +49,8 @@ def disk_of(machine: Machine) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (journal, "FileIO", _journal_file),
         (files, "FileIO", _rows_file),
-        (jsonl, "FileIO", _rows_file),
         (checkpoint_files, "write_file", _write_file),
-        (checkpoint_files, "_sync_directory", _no_sync),
+        (checkpoint_files, "sync_directory", _no_sync),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     for module, name, ours in replaced:

@@ -14,12 +14,13 @@ from tests.campaign.disk import disk_of
 from tests.campaign.loop import CampaignLoop
 from tests.campaign.machine import Fault, Killed, Machine
 from tests.campaign.plan import CampaignPlan
-from tests.campaign.rows import Rows
+from tests.campaign.rows import Rows, write_identity
 from tests.support.simulated_faults import Fate
 from tests.support.simulation import Simulation
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.records import StepRecord
 from torchtitan_rl.orchestration.recovery import choose_checkpoint, why_not_resumable
 from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
 from torchtitan_rl.rollout.calls import abandoned
@@ -66,6 +67,8 @@ class Life:
     simulation: Simulation | None = None
     leftovers: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    resumed_step: int | None = None
+    timeline: list[StepRecord] = field(default_factory=list)  # of this life and those before it
 
     def describe(self) -> str:
         fired = "".join(f"\n      {one}" for one in self.machine.fired) or " none"
@@ -77,17 +80,23 @@ class Life:
 
 
 def live(
-    number: int, plan: CampaignPlan, root: Path, faults: Sequence[Fault], *, resume: bool
+    number: int,
+    plan: CampaignPlan,
+    root: Path,
+    faults: Sequence[Fault],
+    *,
+    before: Life | None = None,
 ) -> Life:
-    """Run it to its end, whatever that is."""
+    """Run it to its end, whatever that is; it goes on where the life ``before`` ended."""
     start = look_at(root)
+    write_identity(plan, root)
     machine = Machine(root, faults)
     life = Life(number=number, plan=plan, machine=machine, start=start, root=root)
     loop = CampaignLoop(machine)
     abandoned._running.clear()  # a new process has left no call behind
     with disk_of(machine):
         try:
-            supervisor = _supervise(life, loop, resume)
+            supervisor = _supervise(life, loop, resume=before is not None)
             loop.run_until_complete(loop.create_task(supervisor, name="machine: supervisor"))
         except Killed:
             life.ending = Ending.HUNG if machine.has_spun else Ending.KILLED
@@ -99,10 +108,14 @@ def live(
         machine.is_dead = True
     loop.discard()
     life.leftovers += loop.strays
+    if before is not None and life.resumed_step is not None:
+        life.timeline = [one for one in before.timeline if one.step <= life.resumed_step]
+    if life.simulation is not None:
+        life.timeline += life.simulation.recorder.steps
     return life
 
 
-async def _supervise(life: Life, loop: CampaignLoop, resume: bool) -> None:
+async def _supervise(life: Life, loop: CampaignLoop, *, resume: bool) -> None:
     main = loop.create_task(_main(life, resume), name="main")
     life.machine.controls["cancel"] = lambda: _signal(life, main, cancel=True)
     life.machine.controls["stop"] = lambda: _signal(life, main, cancel=False)
@@ -136,7 +149,8 @@ async def _main(life: Life, resume: bool) -> None:
     checkpoints = CheckpointDirectory(root / "checkpoints")
     journals = JournalDirectory(root / "journal")
     found = choose_checkpoint(checkpoints, journals) if resume else None
-    rows = Rows(root, resume_step=found.step if found else None)
+    life.resumed_step = found.step if found else None
+    rows = Rows(plan, root, resume_step=life.resumed_step)
     fate = life.machine
     simulation = Simulation(plan, root, fate=fate, recorder=rows, rubric=_rubric(plan, fate))
     life.simulation = simulation

@@ -1,77 +1,66 @@
-"""A recorder that writes one row a step, as a run writes its metrics: the same file, cut back by
-the same rule where a run resumes."""
+"""The recorder of a campaign: that of a run, with all rollouts in its files and no display."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.simulated_parts import Memory
-from torchtitan_rl.observability.jsonl import JsonLines
+from tests.campaign.plan import CampaignPlan
+from tests.support.simulation import run_config
+from torchtitan_rl.config.checks.paths import IDENTITY_FILE
+from torchtitan_rl.config.plan import ProcessPlan
+from torchtitan_rl.config.run import MetricsConfig
+from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 
-_NAME = "rows.jsonl"
+_METRICS = MetricsConfig(tensorboard=False, trace=False, progress="none", rollouts_per_step=100)
 
 
-class Rows(Memory):
-    """``resume_step`` as `RunRecorder` is given it."""
+class Rows(RunRecorder):
+    """Writes the files of a run; keeps what it has written in memory, too."""
 
-    def __init__(self, root: Path, *, resume_step: int | None) -> None:
-        super().__init__()
-        self._lines = JsonLines(
-            root / _NAME, resume_step=resume_step, is_step=lambda row: row["kind"] == "step"
-        )
+    def __init__(self, plan: CampaignPlan, root: Path, *, resume_step: int | None) -> None:
+        self.steps: list[StepRecord] = []
+        self.evaluations: list[EvaluationRecord] = []
+        self.accounts: list[AccountRecord] = []
+        self.said: list[str] = []
+        config = replace(run_config(plan), output_dir=root.parent, name=root.name, metrics=_METRICS)
+        plan_of_processes = ProcessPlan(device="cpu", replicas=())
+        super().__init__(config, plan_of_processes, resume_step=resume_step)
 
     def record_step(self, record: StepRecord) -> None:
         super().record_step(record)
-        self._lines.append(
-            {
-                "kind": "step",
-                "step": record.step,
-                "version": record.version,
-                "trained": record.tokens.trained,
-                "generated": record.tokens.generated,
-                "groups": [group.group_id for group in record.groups],
-                "statuses": sorted(
-                    {r.status.value for group in record.groups for r in group.rollouts}
-                ),
-                "totals": None if record.totals is None else asdict(record.totals),
-            }
-        )
+        self.steps.append(record)
 
     def record_evaluation(self, record: EvaluationRecord) -> None:
         super().record_evaluation(record)
-        self._lines.append({"kind": "evaluation", "step": record.step, "version": record.version})
+        self.evaluations.append(record)
 
     def record_account(self, record: AccountRecord) -> None:
         super().record_account(record)
-        self._lines.append({"kind": "account", "step": record.step, "wrong": record.unaccounted})
+        self.accounts.append(record)
+
+    def phase(self, name: str) -> Any:
+        return nullcontext()
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
 
     def close(self) -> None:
-        self._lines.close()
+        self._metrics.close()
+        self._rollouts.close()
 
 
-def read_rows(root: Path, kind: str = "step") -> list[dict[str, Any]]:
-    """The whole lines of this kind."""
-    rows = [row for line in _lines(root) if (row := _row(line)) is not None]
-    return [row for row in rows if row["kind"] == kind]
-
-
-def damaged_rows(root: Path) -> list[bytes]:
-    """Those that are not whole, but for the last one."""
-    return [line for line in _lines(root)[:-1] if _row(line) is None]
-
-
-def _lines(root: Path) -> list[bytes]:
-    path = root / _NAME
-    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return None
-    return row if line.endswith(b"\n") else None
+def write_identity(plan: CampaignPlan, root: Path) -> None:
+    """What an audit reads of the configuration."""
+    root.mkdir(parents=True, exist_ok=True)
+    identity = {
+        "schedule.staleness": plan.staleness,
+        "rollout.groups_per_step": plan.groups_per_step,
+        "rollout.group_size": plan.group_size,
+        "num_steps": plan.num_steps,
+    }
+    (root / IDENTITY_FILE).write_text(json.dumps(identity))

@@ -1,5 +1,4 @@
-"""Rules of the timeline of a whole run, as its rows tell it over all lives: every step once, every
-group once, in order."""
+"""Rules of the timeline of a whole run over all lives: every group once, in order."""
 
 from __future__ import annotations
 
@@ -7,30 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tests.campaign.lives import Ending, Life
-from tests.campaign.rows import damaged_rows, read_rows
 from tests.support.simulated_parts import SimDataset
-from torchtitan_rl.training.checkpoints import CheckpointDirectory
-
-
-def keeps_its_rows_readable(life: Life) -> Iterator[str]:
-    damaged = damaged_rows(life.root)
-    if damaged:
-        yield f"{len(damaged)} damaged lines before the last: {damaged[0][:80]!r}"
-
-
-def _rows_are_whole(life: Life) -> bool:
-    """Else other rules would only say it again."""
-    steps = [row["step"] for row in read_rows(life.root)]
-    return steps == list(range(1, life.plan.num_steps + 1))
-
-
-def writes_every_row_once(life: Life) -> Iterator[str]:
-    """Up to the newest checkpoint, or to the end where the run ended cleanly."""
-    rows = [row["step"] for row in read_rows(life.root)]
-    steps = CheckpointDirectory(life.root / "checkpoints").steps()
-    least = steps[-1] if steps else 0
-    if rows != list(range(1, len(rows) + 1)) or len(rows) < least:
-        yield f"rows {rows}, newest checkpoint {least}"
 
 
 def finishes_its_work(life: Life) -> Iterator[str]:
@@ -38,20 +14,19 @@ def finishes_its_work(life: Life) -> Iterator[str]:
     simulation, plan = life.simulation, life.plan
     if life.ending is not Ending.SUCCESS or simulation is None:
         return
-    if simulation.controller.step != plan.num_steps:
-        yield f"{simulation.controller.step} steps of {plan.num_steps}"
-    num_updates = sum(row["trained"] > 0 for row in read_rows(life.root))
-    if _rows_are_whole(life) and simulation.trainer.version != num_updates:
-        yield f"{simulation.trainer.version} optimizer steps, {num_updates} rows with tokens"
+    steps = [record.step for record in life.timeline]
+    if steps != list(range(1, plan.num_steps + 1)) or simulation.controller.step != plan.num_steps:
+        yield f"{simulation.controller.step} steps of {plan.num_steps}, records of {steps}"
+    num_updates = sum(record.tokens.trained > 0 for record in life.timeline)
+    if simulation.trainer.version != num_updates:
+        yield f"{simulation.trainer.version} optimizer steps, {num_updates} records with tokens"
 
 
 def trains_each_group_once(life: Life) -> Iterator[str]:
     """Over the whole timeline: no group twice, no problem skipped."""
     if life.ending is not Ending.SUCCESS or life.simulation is None:
         return
-    if not _rows_are_whole(life):
-        return
-    trained = [name for row in read_rows(life.root) for name in row["groups"]]
+    trained = _trained(life)
     twice = [name for name, number in Counter(trained).items() if number > 1]
     if twice:
         yield f"trained twice: {twice}"
@@ -73,9 +48,7 @@ def keeps_the_order(life: Life) -> Iterator[str]:
     plan = life.plan
     if life.ending is not Ending.SUCCESS or not plan.is_determined:
         return
-    if not _rows_are_whole(life):
-        return
-    trained = [name for row in read_rows(life.root) for name in row["groups"]]
+    trained = _trained(life)
     dataset = SimDataset(plan.problems)
     while len(dataset.drawn) < 200:
         dataset.next()
@@ -83,3 +56,7 @@ def keeps_the_order(life: Life) -> Iterator[str]:
     is_whole = plan.zero_variance != "train" or order == list(range(len(order)))
     if order != sorted(order) or not is_whole:
         yield f"{trained}"
+
+
+def _trained(life: Life) -> list[str]:
+    return [group.group_id for record in life.timeline for group in record.groups]

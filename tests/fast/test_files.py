@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl import files
-from torchtitan_rl.files import append_line, lines_from_the_end, open_for_append, whole_lines
+from torchtitan_rl.files import append_line, open_for_append, replace_file, whole_lines
 
 
 @contextmanager
@@ -42,11 +42,7 @@ def test_a_torn_line_is_cut_off_before_anything_comes_after_it(
         assert list(whole_lines(path)) == lines
         with open_for_append(path) as file:
             append_line(file, b"next\n")
-            found = list(lines_from_the_end(file, file.tell()))
         assert list(whole_lines(path)) == [*lines, b"next\n"]
-        assert [line for _, line in reversed(found)] == [*lines, b"next\n"]
-        content = path.read_bytes()
-        assert all(content[start:].startswith(line) for start, line in found)
 
 
 def test_lines_that_the_disk_takes_a_part_of_leave_nothing(tmp_path: Path) -> None:
@@ -58,19 +54,11 @@ def test_lines_that_the_disk_takes_a_part_of_leave_nothing(tmp_path: Path) -> No
     assert (tmp_path / "f").read_bytes() == b"one\nfour\n"
 
 
-def test_reading_from_the_end_reads_no_more_than_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "_BLOCK_BYTES", 8)
-    (tmp_path / "f").write_bytes(b"line\n" * 1000)
-    read: list[int] = []
-    pread = files.os.pread
-
-    def count(descriptor: int, length: int, start: int) -> bytes:
-        read.append(length)
-        return pread(descriptor, length, start)
-
-    monkeypatch.setattr(files.os, "pread", count)
-    with open_for_append(tmp_path / "f") as file:
-        next(lines_from_the_end(file, file.tell()))
-    assert sum(read) <= 16
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    replace_file(file, b"old")
+    with files_of_at_most(3), pytest.raises(OSError, match="too large"):
+        replace_file(file, b"new one")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+    replace_file(file, b"new one", is_durable=False)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new one"]

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from torchtitan_rl.commands import cli
+from torchtitan_rl.observability.sinks import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "alphabet_sort_tiny.py"
@@ -181,9 +182,12 @@ def weights(run_dir: Path) -> bytes:
 
 
 def read_rollouts(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    return [line.row for line in read_rows(run_dir / "rollouts.jsonl")]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """All that is recorded of each step, its evaluation and its account included."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in read_rows(run_dir / "metrics.jsonl"):
+        by_step[line.row["step"]] = by_step.get(line.row["step"], {}) | line.row
+    return [by_step[step] for step in sorted(by_step)]

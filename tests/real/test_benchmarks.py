@@ -176,7 +176,7 @@ def test_peers_generates_the_fixed_lengths_on_our_side(tmp_path):
     (place / "ours-s0" / "benchmark.json").write_text('{"seconds": 9.0}')
     with (place / "ours-s0" / "metrics.jsonl").open("w") as metrics:
         for step, tokens in enumerate(generated, start=1):
-            row = {"step": step, "time/step_s": 2.0, "time/rollout_s": 1.0}
+            row = {"kind": "step", "step": step, "time/step_s": 2.0, "time/rollout_s": 1.0}
             row |= {"tokens/generated": tokens, "train/reward_mean": 0.5}
             metrics.write(json.dumps(row) + "\n")
     recorded = {"seconds": [4.0] * PEERS_STEPS, "rollout_s": [2.0] * PEERS_STEPS}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtitan_rl.observability.sinks import MetricsLog
+from torchtitan_rl.observability.sinks import MetricsLog, RowKind
 
 
 def read_scalar(run_dir: Path, name: str) -> list[tuple[int, float]]:
@@ -19,7 +19,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume_and_nothing_of_an_earli
     def record(values: dict[int, float], resume_step: int | None) -> None:
         log = MetricsLog(tmp_path, tensorboard=True, resume_step=resume_step)
         for step, value in values.items():
-            log.record(step, step, {"train/reward_mean": value})
+            log.record(RowKind.STEP, step, step, {"train/reward_mean": value})
         log.close()
 
     record({1: 9.0, 2: 9.0}, None)

@@ -18,9 +18,16 @@ from typing import Annotated, Any, Literal
 from tyro.conf import EnumChoicesFromValues, Positional, arg
 
 from torchtitan_rl.agents.task import AgentTask, environment_factory
-from torchtitan_rl.audit.env_check import CheckedProblem, EnvChecker, ScriptedPolicy, settled
-from torchtitan_rl.audit.env_findings import Finding, Mistake, describe_rollout
-from torchtitan_rl.audit.env_probe import Watched
+from torchtitan_rl.audit.env import (
+    CheckedProblem,
+    EnvChecker,
+    Finding,
+    Mistake,
+    ScriptedPolicy,
+    Watched,
+    describe_rollout,
+    settled,
+)
 from torchtitan_rl.commands.console import StopSignals, print_error, run_command
 from torchtitan_rl.commands.replicas import Replicas
 from torchtitan_rl.config.checks.problems import (

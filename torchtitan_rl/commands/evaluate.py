@@ -32,17 +32,19 @@ from torchtitan_rl.config.manifest import remove_manifest, write_manifest
 from torchtitan_rl.config.options import parse_options, split_options
 from torchtitan_rl.config.run_lock import hold_run, unwritable
 from torchtitan_rl.errors import CheckpointError, OutputError, TorchtitanRLError
-from torchtitan_rl.observability import evaluation_progress
-from torchtitan_rl.observability.evaluation import (
+from torchtitan_rl.files import replace_file
+from torchtitan_rl.observability.console import Console, EvaluationState
+from torchtitan_rl.observability.evaluation_results import (
+    PICTURE_MISSING,
     Evaluated,
     EvaluationLog,
+    can_draw,
+    draw,
     read_finished,
     result_table,
     results,
 )
-from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
 from torchtitan_rl.rollout.rollouter import describe_failures, finished_group, roll_out_problems
-from torchtitan_rl.training.checkpoint_files import replace_file
 from torchtitan_rl.types import Rollout, RolloutGroup
 
 _PROG = "torchtitan-rl eval"
@@ -130,13 +132,13 @@ class _Cell:
 
 
 async def _run(prepared: PreparedEvaluation, signals: StopSignals) -> int:
-    progress: EvaluationProgress | None = None
+    progress: Console | None = None
     try:
         cells = await asyncio.to_thread(_cells, prepared)
         kept = sum(cell.num_kept for cell in cells)
         total = len(cells) * len(prepared.run.evaluation_problems) * prepared.samples
         state = EvaluationState(total, kept=kept)
-        progress = EvaluationProgress(state, prepared.options.progress)
+        progress = Console(prepared.options.progress, total=total, done=kept)
         if kept:
             progress.say(f"{kept} of {total} rollouts are in {prepared.folder} and are kept")
         evaluated: list[Evaluated] = []
@@ -193,12 +195,12 @@ async def _evaluate(
     cell: _Cell,
     replicas: Replicas,
     state: EvaluationState,
-    progress: EvaluationProgress,
+    progress: Console,
 ) -> Evaluated:
     groups = cell.groups
     if cell.num_kept < prepared.samples * len(groups):
         state.pause(f"loads {cell.model.name}")
-        progress.update()
+        state.show_on(progress)
         await asyncio.to_thread(_export, prepared, cell.model)
         generation = await replicas.use(prepared.directory(cell.model))
         state.begin(cell.name)
@@ -243,7 +245,7 @@ async def _roll_out(
     cell: _Cell,
     generation: Generation,
     state: EvaluationState,
-    progress: EvaluationProgress,
+    progress: Console,
 ) -> tuple[RolloutGroup, ...]:
     problems = prepared.run.evaluation_problems
     by_id = {problem.problem_id: problem for problem in problems}
@@ -253,7 +255,7 @@ async def _roll_out(
         version = generation.router.newest_version
         log.write(by_id[rollout.problem_id], rollout, version=version)
         state.end_rollout(rollout)
-        progress.update()
+        state.show_on(progress)
 
     try:
         return await roll_out_problems(
@@ -289,17 +291,17 @@ def _report(prepared: PreparedEvaluation, evaluated: Sequence[Evaluated]) -> int
     }
     console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
     console.print(result_table(rows, width=console.width))
-    picture = folder / "results.png" if evaluation_progress.can_draw() else None
+    picture = folder / "results.png" if can_draw() else None
     try:
         text = json.dumps(document, indent=2) + "\n"
         replace_file(folder / "results.json", text.encode())
         if picture is not None:
-            evaluation_progress.draw(picture, rows)
+            draw(picture, rows)
         write_manifest(folder)
     except OSError as error:
         raise OutputError(f"{folder}: {error}") from error
     print(f"results:  {folder / 'results.json'}")
-    print(evaluation_progress.MISSING if picture is None else f"picture:  {picture}")
+    print(PICTURE_MISSING if picture is None else f"picture:  {picture}")
     print(f"rollouts: {prepared.rollout_files()}")
     failures = describe_failures([group for one in evaluated for group in one.groups])
     if not failures:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.errors import ReplicaError, TrainerLostError
-from torchtitan_rl.observability.file_tail import last_lines
 from torchtitan_rl.observability.recorder import RunRecorder
+from torchtitan_rl.observability.trace import last_lines
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.restarts import ReplicaRestarts, first_name
 from torchtitan_rl.routing.router import GeneratorRouter

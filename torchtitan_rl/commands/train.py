@@ -31,8 +31,8 @@ from torchtitan_rl.config.prepare import PreparedRun, claim_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, OutputError, RunTakenOverError
 from torchtitan_rl.launch.node import RESUME_COMMAND
-from torchtitan_rl.observability.engine_sampler import EngineSampler
-from torchtitan_rl.observability.progress import STEP_WORDS, format_seconds, usual_step_s
+from torchtitan_rl.observability.console import STEP_WORDS, format_seconds, usual_step_s
+from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.consumer import StopRequested

@@ -42,10 +42,11 @@ from torchtitan_rl.config.policies import find_policy, is_hub_name, resolve_chec
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.files import replace_file
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.serving.address import Keys
-from torchtitan_rl.training.checkpoint_files import MARKER, replace_file
+from torchtitan_rl.training.checkpoint_files import MARKER
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
 from torchtitan_rl.types import Problem
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from torchtitan_rl.config.checks.fields import field_errors
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import ConfigError, one_line
 from torchtitan_rl.functions import import_file
 
 _READY_DIR = Path(__file__).parents[1] / "configs"
@@ -90,7 +90,7 @@ def _cause(error: Exception, path: Path) -> str:
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
     ]
     where = f"line {frames[-1].lineno}, " if frames else ""
-    return " ".join(f"{where}{type(error).__name__}: {error}".split())
+    return f"{where}{one_line(error)}"
 
 
 _PACKAGE = Path(__file__).parents[1]

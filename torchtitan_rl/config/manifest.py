@@ -23,7 +23,8 @@ import xxhash
 
 from torchtitan_rl.config.checks.paths import IDENTITY_FILE, SETTINGS_FILE
 from torchtitan_rl.config.checks.resume import policy_fingerprint, weight_files
-from torchtitan_rl.training.checkpoint_files import MARKER, fingerprint, replace_file
+from torchtitan_rl.files import replace_file
+from torchtitan_rl.training.checkpoint_files import MARKER, fingerprint
 
 MANIFEST = "manifest.json"
 _LISTED = (

@@ -48,9 +48,10 @@ from torchtitan_rl.config.policies import find_policy, is_elsewhere
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.run_lock import hold_run, lock_errors, unwritable
 from torchtitan_rl.errors import CheckpointError, ConfigError
+from torchtitan_rl.files import replace_file
 from torchtitan_rl.launch.lease import Lease
 from torchtitan_rl.serving.address import Keys
-from torchtitan_rl.training.checkpoint_files import MARKER, read_document, replace_file
+from torchtitan_rl.training.checkpoint_files import MARKER, read_document
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem
 

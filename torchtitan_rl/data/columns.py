@@ -17,6 +17,7 @@ from string import Formatter
 from typing import Any
 
 from torchtitan_rl.data.rows import DataError, Row
+from torchtitan_rl.errors import one_line
 
 _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -62,7 +63,7 @@ def fill(template: str, row: Row, place: str) -> str:
     try:
         return template.format_map(row)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
-        cause = f"{type(error).__name__}: {error}"
+        cause = one_line(error)
         raise DataError(f"{place}: {template!r} cannot be filled ({cause})") from error
 
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from torchtitan_rl.errors import ConfigError, TorchtitanRLError
+from torchtitan_rl.errors import ConfigError, TorchtitanRLError, one_line
 from torchtitan_rl.rollout.task import Split
 
 Row = Mapping[str, Any]
@@ -252,7 +252,7 @@ class HubRows:
             else:
                 self._rows = datasets.load_dataset(name, config or None, split=split)
         except Exception as error:  # of a dozen libraries: network, files, names
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            cause = one_line(error)
             raise ConfigError(
                 f"{source}: cannot be loaded ({cause}); give hf:NAME:CONFIG:SPLIT of the hub, or a "
                 "local folder as NAME"

@@ -18,7 +18,7 @@ from torchtitan_rl.data.columns import fill
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.game_task import GameTask
 from torchtitan_rl.environments.games import Game, InvalidActionError, Move
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import ConfigError, one_line
 from torchtitan_rl.rollout.calls import in_thread
 
 _SHORT_CHARS, _LONG_CHARS = 100, 1000  # of error messages
@@ -77,7 +77,7 @@ class GymnasiumTask(GameTask):
         except ConfigError as error:
             return [f"task: {error}"]
         except Exception as error:  # of any environment
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            cause = one_line(error)
             name = self.env_id[:_SHORT_CHARS]
             return [f"task.env_id={name!r}, seed {self.data_seed}: {cause[:_LONG_CHARS]}"]
         finally:

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 from torchtitan_rl.aio import wait_within
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.tool_env import ToolAnswer
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.errors import TorchtitanRLError, one_line
 
 _SHIM = Path(__file__).parents[1] / "shim.py"
 _MAX_PAGES = 100  # of the list of tools
@@ -289,4 +289,4 @@ def _cause(error: BaseException) -> str:
     """In one line; of a group, its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return one_line(error)

@@ -17,7 +17,7 @@ from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.environments.mcp_session import McpServer, McpServerError, McpSession
 from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import ConfigError, one_line
 from torchtitan_rl.rollout.chatml import ChatMLRenderer
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
@@ -163,7 +163,7 @@ def _absences(name: str, server: McpServer) -> list[str]:
                 pass  # any answer will do
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             found.append(
-                f"{name}.url={server.url!r}: no server answers ({type(error).__name__}: {error}); "
+                f"{name}.url={server.url!r}: no server answers ({one_line(error)}); "
                 "start it before the run"
             )
     return found

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.games import InvalidActionError
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.errors import TorchtitanRLError, one_line
 
 _MAX_MESSAGE_BYTES = 1 << 26
 _SHORT_CHARS = 300
@@ -65,7 +65,7 @@ class OpenEnvSession:
                 )
             except Exception as error:  # of the network, the handshake, a proxy, ...
                 if not _is_away(error) or loop.time() >= give_up_s:
-                    raise self._error(f"cannot connect ({_cause(error)})") from error
+                    raise self._error(f"cannot connect ({one_line(error)})") from error
                 await asyncio.sleep(_PAUSE_S)
 
     async def reset(self, options: Mapping[str, Any]) -> OpenEnvResult:
@@ -107,7 +107,7 @@ class OpenEnvSession:
                 await self._socket.send(json.dumps(message))
             answer = json.loads(await self._socket.recv())
         except Exception as error:
-            raise self._error(f"{kind}: the connection was lost ({_cause(error)})") from error
+            raise self._error(f"{kind}: the connection was lost ({one_line(error)})") from error
         content: Mapping[str, Any] = answer["data"]
         if answer["type"] != "error":
             return content
@@ -149,7 +149,3 @@ def _is_away(error: Exception) -> bool:
     if isinstance(error, InvalidStatus):  # of a proxy before it
         return error.response.status_code in (502, 503, 504)
     return isinstance(error, (ConnectionError, InvalidMessage)) or type(error) is OSError
-
-
-def _cause(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan_rl.environments.game_task import TEXTS, GameTask
 from torchtitan_rl.environments.games import Game, InvalidActionError, Move
 from torchtitan_rl.environments.open_env_client import OpenEnvResult, OpenEnvSession
+from torchtitan_rl.errors import one_line
 
 _HEALTH_TIMEOUT_S = 10.0
 _SHORT_CHARS = 60
@@ -113,7 +114,7 @@ class OpenEnvTask(GameTask):
             httpx.get(f"{self.url.rstrip('/')}/health", timeout=_HEALTH_TIMEOUT_S)
         except httpx.HTTPError as error:
             found.append(
-                f"task.url={self.url!r}: no server answers ({type(error).__name__}: {error}); "
+                f"task.url={self.url!r}: no server answers ({one_line(error)}); "
                 "start it before the run"
             )
         return found

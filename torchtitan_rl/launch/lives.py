@@ -34,6 +34,7 @@ from typing import Any
 
 import psutil
 
+from torchtitan_rl.files import replace_file
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.patience import UNUSED_S, Patience, unused_limit_s
 from torchtitan_rl.launch.silence import CONTROLLER_LOST_S
@@ -140,9 +141,7 @@ def _sign(text: str) -> None:
     path = os.environ.get(_SIGN_VARIABLE)
     if path is None:
         return
-    unfinished = Path(f"{path}.{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    replace_file(Path(path), text.encode(), is_durable=False)
 
 
 class _End(Enum):

@@ -22,7 +22,7 @@ _EVEN = 0.15  # difference of idle shares up to which the two count as even
 
 
 class Bottleneck(StrEnum):
-    """What limits the steps."""
+    """The part that limits the steps."""
 
     TRAINER = "trainer"
     GENERATOR = "generator"
@@ -52,7 +52,7 @@ class Overlap:
 
 
 def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
-    """From a step's metrics (`step_metrics` and `EngineSampler`); None where a share is missing."""
+    """Read it from a step's metrics; None if a share is missing."""
     if TRAINER_IDLE not in metrics or GENERATOR_IDLE not in metrics:
         return None
     return Overlap(
@@ -61,9 +61,11 @@ def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
 
 
 def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> str:
-    """One sentence: what is the bottleneck, and which setting would help. For parts with devices,
-    or CPU cores, of their own: what would help one of those that share them takes time from the
-    other."""
+    """Name the bottleneck, and the setting that would help, in one sentence.
+
+    It holds for parts with devices or CPU cores of their own: where they share them, what helps one
+    takes time from the other.
+    """
     if is_colocated:
         return (
             f"the trainer has the devices {1 - overlap.trainer_idle_share:.0%} of the time; with "
@@ -101,8 +103,9 @@ def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> s
 
 
 class Advisor:
-    """Says what limits the run, from the mean of ``every_steps`` steps: of the first so many, of
-    each further so many where the verdict has changed, and of the last ones.
+    """Says what limits the run, from the mean of each period of ``every_steps`` steps.
+
+    It speaks after the first period, after each whose verdict has changed, and at the end.
 
     The first step that it sees is left out: engines warm up in it. A run of fewer than
     ``MIN_STEPS`` further steps gets no advice, nor does one whose parts share their cores.
@@ -127,7 +130,7 @@ class Advisor:
         self._said: Bottleneck | None = None
 
     def observe(self, overlap: Overlap) -> str | None:
-        """Take one step in; a sentence where one is due."""
+        """Note a step; returns a sentence if one is due."""
         if not self._has_warmed_up:
             self._has_warmed_up = True
             return None
@@ -142,7 +145,7 @@ class Advisor:
         return self._advice(mean)
 
     def conclude(self) -> str | None:
-        """The sentence for the end; None where too few steps were seen since the last one."""
+        """Return the sentence for the end; None if too few steps followed the last period."""
         return self._advice(_mean(self._seen)) if len(self._seen) >= self.MIN_STEPS else None
 
     def _advice(self, mean: Overlap) -> str | None:

@@ -3,37 +3,16 @@
 The unit is the problem: its samples share a difficulty, so they are averaged first, and the
 interval is over problems. It says how much the mean would differ on other problems of the same
 kind; two evaluations on the same problems differ by less.
-
-Every rollout of an evaluation, in the format of a run's ``rollouts.jsonl``.
-
-Invariants: a rollout is in the file when `write` returns; one that has a reward is not run again by
-the evaluation that continues. One that failed is, and its later line counts.
-
-The results of an evaluation: what is in ``results.json``, and the table of it. Pure.
-
-All intervals are over problems, at 95 %: Student's for rewards and their differences, Wilson's for
-shares (see `observability/evaluation.py`).
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import NormalDist, fmean, stdev, variance
-from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.errors import OutputError
-from torchtitan_rl.observability.jsonl import JsonLines, read_rows
-from torchtitan_rl.observability.rollout_log import Decode, rollout_from_json, rollout_to_json
-from torchtitan_rl.observability.sinks import Split
-from torchtitan_rl.types import Problem, Rollout, RolloutGroup
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from torchtitan_rl.types import RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +98,11 @@ def share_interval(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemScores:
-    """What came of one problem. A failed rollout has no reward: it is left out of ``reward``, None
-    where all failed, but counts as a sample that did not solve the problem."""
+    """The samples of one problem.
+
+    A failed rollout is left out of the mean ``reward`` (None if all failed), and counts as a sample
+    that did not solve the problem.
+    """
 
     problem_id: str
     reward: float | None
@@ -148,7 +130,7 @@ def problem_scores(groups: Sequence[RolloutGroup], *, success_reward: float) -> 
 def evaluation_statistics(
     groups: Sequence[RolloutGroup], *, success_reward: float
 ) -> dict[str, float]:
-    """Of one evaluation; without the prefix ``evaluation/``. pass@k is given for `powers`."""
+    """Compute the metrics of one evaluation, named without ``evaluation/``; pass@k for `powers`."""
     scores = problem_scores(groups, success_reward=success_reward)
     metrics: dict[str, float] = {}
     interval = mean_interval([one.reward for one in scores if one.reward is not None])
@@ -160,206 +142,7 @@ def evaluation_statistics(
 
 
 def powers(most: int) -> list[int]:
-    """For which k pass@k is given: the powers of two up to the smallest number of samples of a
+    """List the k of pass@k: powers of two up to ``most``, the smallest number of samples of a
     problem, and that number."""
     found = [1 << i for i in range(most.bit_length())]
     return sorted({*found, most}) if most else []
-
-
-class EvaluationLog:
-    """Appends to ``path``, after the lines that it has. ``step`` is that of the checkpoint,
-    ``decode`` as in `RolloutLog`."""
-
-    def __init__(self, path: Path, *, step: int, decode: Decode | None = None) -> None:
-        self._lines = JsonLines(path, resume_step=sys.maxsize)
-        self._step = step
-        self._decode = decode
-
-    def write(self, problem: Problem, rollout: Rollout, *, version: int) -> None:
-        """
-        Raises:
-            OutputError: it cannot be written.
-        """
-        head = {"step": self._step, "version": version, "split": Split.EVALUATION.value}
-        group = RolloutGroup(group_id=rollout.group_id, problem=problem, rollouts=(rollout,))
-        row = rollout_to_json(group, rollout, decode=self._decode)
-        self._lines.append(head | {"chosen": "all"} | row)
-
-    def close(self) -> None:
-        self._lines.close()
-
-
-def read_finished(path: Path) -> Mapping[str, Rollout]:
-    """The rollouts in the file that have a reward, by id; none where it does not exist.
-
-    Raises:
-        OutputError: it has lines that are not ours.
-    """
-    finished: dict[str, Rollout] = {}
-    try:
-        for where, row in read_rows(path):
-            try:
-                rollout = rollout_from_json(row)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{where}: not a rollout ({error!r})") from error
-            if not rollout.status.is_failure:
-                finished[rollout.rollout_id] = rollout
-    except (OSError, ValueError) as error:
-        raise OutputError(f"{path}: {error}; repair or remove the line") from error
-    return finished
-
-
-Json = dict[str, Any]
-
-_MAX_NAME_WIDTH = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """One model at one temperature."""
-
-    model: str
-    temperature: float
-    groups: tuple[RolloutGroup, ...]
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        return [rollout for group in self.groups for rollout in group.rollouts]
-
-
-def results(evaluated: Sequence[Evaluated], *, success_reward: float) -> list[Json]:
-    """One object for each model and temperature; differences are to the first one."""
-    scores = [problem_scores(one.groups, success_reward=success_reward) for one in evaluated]
-    return [
-        _result(one, of_one, difference_to=scores[0] if of_one is not scores[0] else None)
-        for one, of_one in zip(evaluated, scores, strict=True)
-    ]
-
-
-def _result(
-    evaluated: Evaluated,
-    scores: Sequence[ProblemScores],
-    *,
-    difference_to: Sequence[ProblemScores] | None,
-) -> Json:
-    rollouts = evaluated.rollouts
-    failed = Counter(one.status.value for one in rollouts if one.status.is_failure)
-    samples = min((one.num_samples for one in scores), default=0)
-    result: Json = {
-        "model": evaluated.model,
-        "temperature": evaluated.temperature,
-        "problems": len(scores),
-        "samples_per_problem": samples,
-        "rollouts": len(rollouts),
-        "failed": dict(failed),
-        "reward": _rewards([one.reward for one in scores if one.reward is not None]),
-        "avg_at_k": _shares(scores, 1),
-        "pass_at_k": {str(k): _shares(scores, k) for k in powers(samples)},
-        "tokens_mean": fmean(one.num_sampled_tokens for one in rollouts) if rollouts else None,
-        "turns_mean": fmean(len(one.turns) for one in rollouts) if rollouts else None,
-        "of_task": _parts(evaluated.groups, scores),
-    }
-    if difference_to is not None:
-        result["difference_to_first"] = _rewards(_differences(difference_to, scores))
-    return result
-
-
-def _differences(first: Sequence[ProblemScores], second: Sequence[ProblemScores]) -> list[float]:
-    """Of the mean rewards of the problems that have one in both."""
-    before = {one.problem_id: one.reward for one in first}
-    pairs = ((before.get(one.problem_id), one.reward) for one in second)
-    return [new - old for old, new in pairs if old is not None and new is not None]
-
-
-def _rewards(values: Sequence[float]) -> Json | None:
-    return _as_json(values, mean_interval(values)) if values else None
-
-
-def _shares(scores: Sequence[ProblemScores], k: int) -> Json | None:
-    """pass@k. That of one sample is avg@k: the mean share of solved samples."""
-    if not scores:
-        return None
-    shares = [pass_at_k(one.num_samples, one.num_solved, k) for one in scores]
-    return _as_json(shares, share_interval(shares, size=sum(one.num_samples for one in scores)))
-
-
-def _as_json(values: Sequence[float], interval: Interval | None) -> Json:
-    """One problem has no interval."""
-    if interval is None:
-        return {"mean": fmean(values)}
-    return {"mean": interval.mean, "ci95_low": interval.low, "ci95_high": interval.high}
-
-
-def _parts(groups: Sequence[RolloutGroup], scores: Sequence[ProblemScores]) -> Json:
-    """Of each part of a mixture."""
-    parts = {group.problem.problem_id: group.problem.task for group in groups}
-    found: Json = {}
-    for part in sorted({part for part in parts.values() if part}):
-        own = [one for one in scores if parts[one.problem_id] == part]
-        found[part] = {
-            "problems": len(own),
-            "reward": _rewards([one.reward for one in own if one.reward is not None]),
-            "avg_at_k": _shares(own, 1),
-        }
-    return found
-
-
-def result_table(rows: Sequence[Mapping[str, Any]], *, width: int) -> Table:
-    """For a terminal of this width: a row for each of `results`; where these are too wide, one for
-    each number."""
-    from rich.table import Table
-    from rich.text import Text
-
-    names, cells = _figures(rows)
-    if _least_width(names, cells) > width:
-        cells = [
-            [*row[:2], name, text]
-            for row in cells
-            for name, text in zip(names[2:], row[2:], strict=True)
-        ]
-        names = [*names[:2], "", "value"]
-    table = Table(caption="95 % intervals over problems", caption_justify="left")
-    longest = max(len(row[0]) for row in (names, *cells))
-    table.add_column(names[0], width=min(longest, _MAX_NAME_WIDTH), overflow="fold")
-    for column, name in enumerate(names[1:], start=1):
-        is_word = not any(" " in row[column] for row in cells)
-        table.add_column(name, justify="right", no_wrap=is_word)
-    for row in cells:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _figures(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The names of all columns, and their texts for each row."""
-    ks = sorted({int(k) for row in rows for k in row["pass_at_k"]} - {1})
-    samples = max((row["samples_per_problem"] for row in rows), default=0)
-    is_compared, has_failed = len(rows) > 1, any(row["failed"] for row in rows)
-    names = ["model", "temperature", "reward", f"avg@{samples}", *(f"pass@{k}" for k in ks)]
-    cells = []
-    for row in rows:
-        texts = [row["model"], f"{row['temperature']:g}", _cell(row["reward"])]
-        texts.append(_cell(row["avg_at_k"]))
-        texts += [_cell(row["pass_at_k"].get(str(k))) for k in ks]
-        if is_compared:
-            texts.append(_cell(row.get("difference_to_first"), sign="+"))
-        if has_failed:
-            texts.append(str(sum(row["failed"].values())))
-        cells.append(texts)
-    return names + ["difference"] * is_compared + ["failed"] * has_failed, cells
-
-
-def _least_width(names: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
-    """Of a table whose texts are broken between words."""
-    columns = zip(names, *cells, strict=True)
-    words = [[word for text in column for word in text.split()] for column in columns]
-    return sum(max(map(len, of_column)) + len(" | ") for of_column in words) + 1
-
-
-def _cell(value: Mapping[str, float] | None, *, sign: str = "") -> str:
-    """``0.518 [0.431, 0.604]``"""
-    if value is None:
-        return "-"
-    text = f"{value['mean']:{sign}.3f}"
-    if "ci95_low" in value:
-        text += f" [{value['ci95_low']:{sign}.3f}, {value['ci95_high']:{sign}.3f}]"
-    return text

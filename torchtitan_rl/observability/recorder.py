@@ -1,19 +1,15 @@
 """The controller's `Recorder`: all that a run shows and writes, as progress, metrics, rollouts and
 the trace. Used in the controller's process, on its event loop.
-
-How late an asyncio event loop is: something in it blocked for at least so long.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +17,22 @@ from torchtitan_rl.config.hosts import count
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.observability.asynchrony import EFFICIENCY, Advisor, overlap_of
-from torchtitan_rl.observability.engine_sampler import EngineSampler, background
-from torchtitan_rl.observability.progress import (
+from torchtitan_rl.observability.console import (
+    Console,
     ProgressState,
-    describe_evaluation,
     describe_run,
-    describe_step,
     format_seconds,
-    make_progress,
 )
-from torchtitan_rl.observability.rollout_log import Decode, RolloutLog
-from torchtitan_rl.observability.sinks import MetricsLog, Split
-from torchtitan_rl.observability.step_metrics import (
+from torchtitan_rl.observability.engine import EngineSampler, LoopLagSampler
+from torchtitan_rl.observability.metrics import (
+    Split,
     account_metrics,
     evaluation_metrics,
     fetch_metrics,
     step_metrics,
 )
+from torchtitan_rl.observability.rollouts import Decode, RolloutLog
+from torchtitan_rl.observability.sinks import MetricsLog, RowKind
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.calls import abandoned
@@ -51,22 +46,28 @@ _MOST_DIFFERENCE = {
     "float32": ("trainer/age_0/logprob_diff_max", 1e-3),
     "bfloat16": ("trainer/age_0/logprob_diff_mean", 0.1),
 }
-"""By the type that engines compute in: what rounding does not explain. In float32 it changes a
-token by 3e-5 (3e-4 with 135M weights), in bfloat16 by 0.04 on average, and single ones by 0.3."""
+"""The metric and the value that rounding does not explain, by the type that engines compute in. In
+float32 it changes a token by 3e-5 (3e-4 with 135M weights), in bfloat16 by 0.04 on average, and
+single ones by 0.3."""
 
 
 class RunRecorder:
     """Writes into the run's directory while its ``async with`` is open.
 
     Args:
-        resume_step: None starts anew; a number continues after that step.
+        resume_step: the step after which the run continues; None for a new run.
     """
 
     def __init__(self, config: RunConfig, plan: ProcessPlan, *, resume_step: int | None) -> None:
         run_dir, metrics = config.run_dir, config.metrics
         self.trace_dir = (run_dir / "traces").absolute() if metrics.trace else None
         self._state = ProgressState(config.num_steps, step=resume_step or 0)
-        self._progress = make_progress(metrics.progress, self._state)
+        self._console = Console(
+            metrics.progress,
+            total=config.num_steps,
+            done=self._state.step,
+            stamp=lambda: f"[{format_seconds(self._state.elapsed_s)}] ",
+        )
         self._metrics = MetricsLog(
             run_dir, tensorboard=metrics.tensorboard, resume_step=resume_step
         )
@@ -107,7 +108,8 @@ class RunRecorder:
         await self._lag.__aexit__(*error)
         if (text := self._advisor.conclude()) is not None:
             self.say(text)
-        self._progress.close()
+        self._show()
+        self._console.close()
         self._metrics.close()
         self._rollouts.close()
         self._tracer.close()
@@ -129,7 +131,7 @@ class RunRecorder:
         self._take_fetches = take_fetches
 
     def summarize(self, ending: str, *, resume_command: str) -> list[str]:
-        """How the run went, and what to do next; call it when all processes have ended. ``ending``
+        """Describe how the run went, and what to do next, when all processes have ended. ``ending``
         is what ended it before its last step, else empty."""
         trace = self._merge_traces()
         state, run_dir, policy = self._state, self._run_dir, self._run_dir / "policy"
@@ -165,10 +167,10 @@ class RunRecorder:
             return None
 
     def record_step(self, record: StepRecord) -> None:
-        lag = self._lag.read()
+        mean_ms, max_ms = self._lag.take()
         metrics = step_metrics(record) | {
-            "controller/loop_lag_ms_mean": lag.mean_ms,
-            "controller/loop_lag_ms_max": lag.max_ms,
+            "controller/loop_lag_ms_mean": mean_ms,
+            "controller/loop_lag_ms_max": max_ms,
             "controller/hanging_calls": float(abandoned.num_running),
         }
         if self._engines is not None:
@@ -184,19 +186,18 @@ class RunRecorder:
         metrics |= self._rollouts.record(
             record.step, record.version, record.groups, Split.TRAIN, record.episodes
         )
-        self._metrics.record(record.step, record.version, metrics)
+        self._metrics.record(RowKind.STEP, record.step, record.version, metrics)
         self._show_first_failures(record)
         self._show_first_difference(record.step, metrics)
         self._state.end_step(
             record.step,
-            reward=metrics.get("train/reward_mean"),
-            tokens_per_second=metrics["tokens/generated_per_second"],
-            staleness=metrics.get("policy/staleness_mean") if self._is_async else None,
+            metrics,
+            num_failed=num_failed(record.groups),
             buffer=record.buffer if self._is_async else None,
             overlap=overlap if self._is_async else None,
-            num_failed=num_failed(record.groups),
         )
-        self._progress.update(describe_step(self._state))
+        self._show()
+        self._console.line(self._state.describe())
 
     def _show_first_failures(self, record: StepRecord) -> None:
         """Once in a run; the controller explains steps that had nothing to train on."""
@@ -209,7 +210,7 @@ class RunRecorder:
             )
 
     def _show_first_difference(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Of the logprobs of trainer and generator, where it is more than rounding: once in a run,
+        """Warn if logprobs of trainer and generator differ by more than rounding: once in a run,
         and at its end."""
         name, most = _MOST_DIFFERENCE[self._dtype]
         value = metrics.get(name, 0.0)
@@ -226,14 +227,17 @@ class RunRecorder:
         metrics |= self._rollouts.record(
             record.step, record.version, record.groups, Split.EVALUATION
         )
-        self._metrics.record(record.step, record.version, metrics)
-        self._state.end_evaluation(record.step, metrics.get("evaluation/reward_mean"))
+        self._metrics.record(RowKind.EVALUATION, record.step, record.version, metrics)
+        reward = self._state.evaluation_reward = metrics.get("evaluation/reward_mean")
         failures = describe_failures(record.groups)
-        warning = f"; warning: {failures}" if failures else ""
-        self._progress.say(f"{describe_evaluation(self._state)}{warning}")
+        self.say(
+            f"evaluation after step {record.step}: "
+            + (f"reward {'none' if reward is None else format(reward, '.3f')}")
+            + (f"; warning: {failures}" if failures else "")
+        )
 
     def record_account(self, record: AccountRecord) -> None:
-        self._metrics.record(record.step, record.version, account_metrics(record))
+        self._metrics.record(RowKind.ACCOUNT, record.step, record.version, account_metrics(record))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -241,7 +245,7 @@ class RunRecorder:
             self._has_begun = True
             self._state.start_steps()
         self._phases.append(name)
-        self._show_phase()
+        self._show()
         start_s = time.monotonic()
         try:
             with self._tracer.span(name, track=name):
@@ -249,19 +253,19 @@ class RunRecorder:
         finally:
             self._seconds[name] += time.monotonic() - start_s
             self._phases.remove(name)
-            self._show_phase()
+            self._show()
 
     def say(self, message: str) -> None:
-        self._progress.say(message)
+        self._console.say(message)
 
-    def _show_phase(self) -> None:
+    def _show(self) -> None:
         if self._phases:
             self._state.phase = self._phases[-1]
-            self._progress.update()
+        self._state.show_on(self._console)
 
 
 def _serve_options(endpoint: EndpointConfig) -> list[str]:
-    """Those that the run's policy needs again to be served as the run has served it."""
+    """List the options with which the run's policy is served as the run has served it."""
     given = {
         "--endpoint.tool-call-parser": endpoint.tool_call_parser,
         "--endpoint.reasoning-parser": endpoint.reasoning_parser,
@@ -273,41 +277,3 @@ def _serve_options(endpoint: EndpointConfig) -> list[str]:
 def _remove_old_traces(folder: Path) -> None:
     for old in folder.glob("*.jsonl"):
         old.unlink()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopLag:
-    """Lateness since the previous reading; both 0 where nothing was sampled."""
-
-    mean_ms: float
-    max_ms: float
-
-
-class LoopLagSampler:
-    """Sleeps ``interval_s`` again and again while its ``async with`` is open, and notes how much
-    later than asked it wakes. A wait that is still overdue counts in the next reading."""
-
-    def __init__(self, interval_s: float = 0.05) -> None:
-        self._interval_s = interval_s
-        self._lags_ms: list[float] = []
-
-    async def __aenter__(self) -> LoopLagSampler:
-        self._sampling = background(self._sample(), name="loop lag")
-        await self._sampling.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._sampling.__aexit__(*error)
-
-    def read(self) -> LoopLag:
-        """The lag since the last call, which starts the next period."""
-        lags_ms, self._lags_ms = self._lags_ms, []
-        if not lags_ms:
-            return LoopLag(mean_ms=0.0, max_ms=0.0)
-        return LoopLag(mean_ms=sum(lags_ms) / len(lags_ms), max_ms=max(lags_ms))
-
-    async def _sample(self) -> None:
-        while True:
-            due_s = time.perf_counter() + self._interval_s
-            await asyncio.sleep(self._interval_s)
-            self._lags_ms.append(max(0.0, 1e3 * (time.perf_counter() - due_s)))

@@ -1,83 +1,206 @@
-"""Where metrics go: ``metrics.jsonl``, one object per step, and TensorBoard with the same names.
+"""Where rows go: ``metrics.jsonl``, ``rollouts.jsonl``, and TensorBoard with the same names.
 
-Invariants: only names of the metric table are written; what is recorded twice for one step (a
-training step and the evaluation after it) becomes one object, but an evaluation that ended after
-later steps has an object of its own; both survive a crash, and a resumed run continues them from
-its step. ``metrics.jsonl`` has every row; what the disk does not take of TensorBoard's files is
-left out of them, which is logged once.
+Files of rows are only appended to. A full one is renamed to ``NAME.000001.jsonl`` (the next one to
+``NAME.000002.jsonl``), and a new ``NAME.jsonl`` is begun. A resumed run appends
+``{"kind":"resumed","step":N}``: the rows before it of steps after N no longer count, because those
+steps are taken again. `read_rows` leaves them out.
 
-The names of all metrics, read from `docs/metrics.md`, which is linked into the package.
-
-A name without a row on that page cannot be recorded. A name with braces stands for several. One
-that ends in ``/*`` is a family: its members depend on a task or a cause.
+Invariants: a row is handed to the system before `append` returns; a row that a crash cut off
+disappears at the next opening and is never read; no other row is lost; only names of the metric
+table are written; numbers that are not finite are written as null. ``metrics.jsonl`` has every row;
+TensorBoard's files lack what a full disk did not take, which is logged once.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from enum import StrEnum
-from functools import cache
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchtitan_rl.observability.jsonl import JsonLines
+from torchtitan_rl.errors import OutputError
+from torchtitan_rl.files import append_line, open_for_append, parse_object, whole_lines
+from torchtitan_rl.observability.metrics import check_names
 
 logger = logging.getLogger(__name__)
 
+MAX_BYTES = 256 << 20
+_RESUMED = "resumed"
+_RESUMED_START = b'{"kind":"resumed"'
 
-class MetricsLog:
-    """Writes ``run_dir/metrics.jsonl`` and, where asked, ``run_dir/tensorboard``.
+Row = dict[str, Any]
+
+
+class RowLog:
+    """Appends rows to ``path``.
 
     Args:
-        resume_step: None starts anew; a number drops what was recorded for later steps.
+        is_new: removes the rows of an earlier run.
+        max_bytes: size from which on a file is full.
+
+    Raises:
+        OutputError: the file cannot be opened or, from `append`, written to.
+    """
+
+    def __init__(self, path: Path, *, is_new: bool, max_bytes: int = MAX_BYTES) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if is_new:
+                for old in _files(path):
+                    old.unlink(missing_ok=True)
+            self._file = open_for_append(path)
+        except OSError as error:
+            raise OutputError(f"{path}: {error}") from error
+
+    @classmethod
+    def of_run(cls, path: Path, *, resume_step: int | None) -> RowLog:
+        """Open the rows of a run: new ones, or those of a run that continues after a step."""
+        log = cls(path, is_new=resume_step is None)
+        if resume_step is not None:
+            log.append({"kind": _RESUMED, "step": resume_step, "wall_time_s": time.time()})
+        return log
+
+    def append(self, *rows: Mapping[str, Any]) -> list[bytes]:
+        """Write rows, all or none of them; returns their lines."""
+        lines = [_line(row) for row in rows]
+        try:
+            if lines and self._file.tell() >= self._max_bytes:
+                self._begin_file()
+            append_line(self._file, b"".join(lines))
+        except OSError as error:
+            raise OutputError(f"{self._path}: {error}") from error
+        return lines
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _begin_file(self) -> None:
+        index = 1 + max(_index(self._path, file) for file in _files(self._path))
+        self._path.rename(self._path.with_suffix(f".{index:06d}{self._path.suffix}"))
+        self._file.close()
+        self._file = open_for_append(self._path)
+
+
+class Line(NamedTuple):
+    """A row with its place and its bytes. ``life`` counts how often the run was resumed before."""
+
+    where: str
+    data: bytes
+    row: Row
+    life: int
+
+
+def read_rows(path: Path) -> Iterator[Line]:
+    """Yield the rows that count of ``path`` and of the full files before it, in their order.
+
+    Rows of steps that a resumed run takes again do not count. Of an evaluation that a resumed run
+    repeats, both rows are given. One row is in memory at a time.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a line is not JSON, or not an object; the message says which.
+    """
+    resumed = [
+        (number, parse_object(where, line)["step"])
+        for number, (where, line) in enumerate(_lines(path))
+        if line.startswith(_RESUMED_START)
+    ]
+    life = 0
+    limits = [min(step for _, step in resumed[n:]) for n in range(len(resumed))]
+    for number, (where, line) in enumerate(_lines(path)):
+        if life < len(resumed) and number == resumed[life][0]:
+            life += 1
+            continue
+        row = parse_object(where, line)
+        if life == len(limits) or row["step"] <= limits[life]:
+            yield Line(where, line, row, life)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    for file in _files(path):
+        for number, line in enumerate(whole_lines(file), start=1):
+            yield f"{file.name}, line {number}", line
+
+
+def _files(path: Path) -> list[Path]:
+    """The full files that came before ``path``, in the order they were written in, and it."""
+    found = [one for one in path.parent.glob(f"{path.stem}.*{path.suffix}") if _index(path, one)]
+    return sorted(found, key=lambda one: _index(path, one)) + [path] * path.exists()
+
+
+def _index(path: Path, file: Path) -> int:
+    """The number in the name of a full file; 0 for any other file."""
+    pattern = rf"{re.escape(path.stem)}\.(\d{{6,}}){re.escape(path.suffix)}"
+    match = re.fullmatch(pattern, file.name)
+    return int(match[1]) if match else 0
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    try:
+        text = _dumps(row)
+    except (ValueError, TypeError):  # a number that is not finite, or a mapping of another kind
+        text = _dumps(_finite(row))
+    return text.encode(errors="backslashreplace") + b"\n"
+
+
+def _dumps(row: Any) -> str:
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+class RowKind(StrEnum):
+    """What a row of ``metrics.jsonl`` describes."""
+
+    STEP = "step"
+    EVALUATION = "evaluation"
+    ACCOUNT = "account"  # the ledger compared with the replicas
+
+
+class MetricsLog:
+    """Writes ``run_dir/metrics.jsonl`` and, if asked to, ``run_dir/tensorboard``.
+
+    Args:
+        resume_step: the step after which the run continues; None for a new run.
     """
 
     def __init__(self, run_dir: Path, *, tensorboard: bool, resume_step: int | None = None) -> None:
-        self._lines = JsonLines(
-            run_dir / "metrics.jsonl", resume_step=resume_step, is_step=is_step_row
-        )
+        self._rows = RowLog.of_run(run_dir / "metrics.jsonl", resume_step=resume_step)
         self._tensorboard = _TensorBoard(run_dir, resume_step) if tensorboard else None
 
-    def record(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """Write now. An evaluation that a run before this one recorded stays as it was: a resumed
-        run may validate a step again.
+    def record(self, kind: RowKind, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        """Write a row now.
 
         Raises:
             ValueError: a name is not in the metric table.
             OutputError: ``metrics.jsonl`` cannot be written.
         """
         check_names(metrics)
-        if is_evaluation_row(metrics) and self._lines.lines_of(step, is_evaluation_row):
-            return
-        row: dict[str, Any] = {"step": step, "wall_time_s": time.time(), "version": version}
-        row |= {name: float(value) for name, value in metrics.items()}
-        last = self._lines.last
-        if last is not None and last["step"] == step:
-            self._lines.replace_last(last | row)
-        else:
-            self._lines.append(row)
+        row: Row = {"kind": kind, "step": step, "wall_time_s": time.time(), "version": version}
+        self._rows.append(row | {name: float(value) for name, value in metrics.items()})
         if self._tensorboard is not None:
             self._tensorboard.record(step, metrics)
 
     def close(self) -> None:
-        self._lines.close()
+        self._rows.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-
-
-def is_step_row(row: Mapping[str, Any]) -> bool:
-    """Does it tell of a training step, alone or with the evaluation after it?"""
-    return "time/step_s" in row or any(name.startswith(("train/", "trainer/")) for name in row)
-
-
-def is_evaluation_row(row: Mapping[str, Any]) -> bool:
-    """Does it tell of an evaluation, alone or with the training step before it?"""
-    return any(name.startswith("evaluation/") for name in row)
 
 
 class _TensorBoard:
@@ -134,49 +257,3 @@ class _TensorBoard:
         if writer is not None:
             with suppress(OSError):
                 writer.close()  # ends its thread
-
-
-_TABLE = Path(__file__).with_name("metrics.md")
-_ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
-
-
-class Split(StrEnum):
-    """Whose rollouts a metric describes; part of the name."""
-
-    TRAIN = "train"
-    EVALUATION = "evaluation"
-
-
-@cache
-def metric_names() -> frozenset[str]:
-    """Every name and family of the table."""
-    rows = _ROW.findall(_TABLE.read_text(encoding="utf-8"))
-    return frozenset(name for row in rows for name in _expand(row))
-
-
-def is_known(name: str) -> bool:
-    """Whether ``name`` is in the table, or of one of its families."""
-    if name in metric_names():
-        return not name.endswith("/*")
-    families = (one.removesuffix("*") for one in metric_names() if one.endswith("/*"))
-    return any(name.startswith(family) and name != family for family in families)
-
-
-def check_names(names: Iterable[str]) -> None:
-    """
-    Raises:
-        ValueError: a name is not in the table.
-    """
-    unknown = sorted(name for name in names if not is_known(name))
-    if unknown:
-        raise ValueError(f"unknown metrics {unknown}: add them to docs/metrics.md")
-
-
-def _expand(row: str) -> Iterable[str]:
-    """
-    >>> list(_expand("{train,evaluation}/reward_{mean,max}"))
-    ['train/reward_mean', 'train/reward_max', 'evaluation/reward_mean', 'evaluation/reward_max']
-    """
-    parts = re.split(r"\{(.+?)\}", row)  # every second one was in braces
-    choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
-    return map("".join, product(*choices))

@@ -1,22 +1,20 @@
-"""Who was busy when: spans of all processes, as a Chrome/Perfetto trace.
+"""Records who was busy when: spans of all processes, as a Chrome/Perfetto trace.
 
 Each process writes events, one JSON line each, into files of its own: ``NAME.TIME.jsonl``, and on
-another host ``HOST-NAME.TIME.jsonl``. Where one is full it begins another, and keeps the newest
+another host ``HOST-NAME.TIME.jsonl``. When one is full it begins another, and keeps the newest
 ``KEPT_FILES``. `merge_traces` makes one ``trace.json`` of them that chrome://tracing and
 ui.perfetto.dev open. Spans lie on named tracks (rows); spans of one track must nest or follow each
-other, so what overlaps (tasks of an event loop) takes a track each.
+other, so tasks of an event loop, which overlap, take a track each.
 
 Times are microseconds of the Unix clock, so that processes line up; within a process they follow
-the monotonic clock. Processes of other hosts write the name of their host, and `merge_traces` takes
-off what the clock of that host was ahead, which `write_clocks` has noted in ``clocks.json``. A
-disabled tracer does next to nothing.
+the monotonic clock. Processes of other hosts write the name of their host. `merge_traces` subtracts
+how far the clock of that host was ahead: `estimate_offset` estimates it from round trips, and
+`write_clocks` notes it in ``clocks.json``. `read_new` and `FileCopies` bring the files of other
+hosts, their logs too, to the run's folder.
 
-Invariant: a tracer raises no OSError. What the disk does not take is left out of the trace, which
-is logged once, and later events are written again.
-
-What an engine does, in the trace: decoding as stretches, everything else as spans.
-
-By how much the clock of another host is ahead, estimated from round trips.
+Invariants: a tracer raises no OSError; events that a full disk does not take are left out, which is
+logged once. A copy has the bytes of the original in their order, each once; a line says how many
+were left out because the file grew faster than it was read.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.files import append_line, whole_lines
+from torchtitan_rl.files import append_line, replace_file, replacing, whole_lines
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +133,7 @@ class Tracer:
                 self._named_tracks.add(track)
 
     def _write_lines(self, events: list[dict[str, Any]]) -> bool:
-        """Is it written? All of it or nothing, unless the tracer is closed or the disk fails."""
+        """Write all events or none; False if the tracer is closed or the disk fails."""
         try:
             if self._folder is None:
                 return False
@@ -149,7 +147,7 @@ class Tracer:
         return True
 
     def _begin_file(self, folder: Path) -> None:
-        """Go on in a new file; where that fails, everything stays as it was.
+        """Continue in a new file; if that fails, everything stays as it was.
 
         Raises:
             OSError: it cannot be written.
@@ -199,28 +197,21 @@ def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
     """
     output = output or trace_dir.parent / "trace.json"
     clocks = read_clocks(trace_dir)
-    unfinished = output.with_suffix(".unfinished")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit":"ms","traceEvents":[')
-            separator = "\n"
-            for pid, path in enumerate(sorted(trace_dir.glob("*.jsonl")), start=1):
-                ahead_us = 0.0
-                for event in _events(path):
-                    if event.get("name") == _HOST_EVENT:
-                        ahead_us = _ahead_us(clocks, event, path.name)
-                    elif "ts" in event:
-                        event["ts"] -= ahead_us
-                    event["pid"] = pid
-                    event.setdefault("tid", 0)
-                    file.write(separator + json.dumps(event, separators=(",", ":")))
-                    separator = ",\n"
-            file.write("\n]}\n")
-        unfinished.replace(output)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
+    with replacing(output, is_durable=False) as file:
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
+        separator = "\n"
+        for pid, path in enumerate(sorted(trace_dir.glob("*.jsonl")), start=1):
+            ahead_us = 0.0
+            for event in _events(path):
+                if event.get("name") == _HOST_EVENT:
+                    ahead_us = _ahead_us(clocks, event, path.name)
+                elif "ts" in event:
+                    event["ts"] -= ahead_us
+                event["pid"] = pid
+                event.setdefault("tid", 0)
+                file.write(f"{separator}{json.dumps(event, separators=(',', ':'))}".encode())
+                separator = ",\n"
+        file.write(b"\n]}\n")
     return output
 
 
@@ -237,14 +228,13 @@ def write_clocks(trace_dir: Path, clocks: Mapping[str, ClockOffset]) -> None:
         OSError: it cannot be written.
     """
     trace_dir.mkdir(parents=True, exist_ok=True)
-    unfinished = trace_dir / f"{CLOCKS}.unfinished"
     offsets = {host: asdict(offset) for host, offset in clocks.items()}
-    unfinished.write_text(json.dumps(offsets, indent=1))
-    unfinished.replace(trace_dir / CLOCKS)
+    content = json.dumps(offsets, indent=1).encode()
+    replace_file(trace_dir / CLOCKS, content, is_durable=False)
 
 
 def read_clocks(trace_dir: Path) -> dict[str, ClockOffset]:
-    """What `write_clocks` wrote; nothing where it cannot be read."""
+    """Read what `write_clocks` wrote; empty if it cannot be read."""
     try:
         found = json.loads((trace_dir / CLOCKS).read_text())
         return {host: ClockOffset(**offset) for host, offset in found.items()}
@@ -271,7 +261,7 @@ def _ahead_us(clocks: Mapping[str, ClockOffset], event: dict[str, Any], file_nam
 
 
 def _append(file: FileIO, events: list[dict[str, Any]]) -> int:
-    """How many bytes that took."""
+    """Append events; returns their number of bytes."""
     data = "".join(map(_line, events)).encode()
     append_line(file, data)
     return len(data)
@@ -371,3 +361,93 @@ def estimate_offset(round_trips: Iterable[RoundTrip]) -> ClockOffset | None:
     return ClockOffset(
         ahead_ns=best.there_ns - (best.sent_ns + best.received_ns) // 2, error_ns=half_ns
     )
+
+
+MAX_PIECE_BYTES = 1 << 20  # of one file in one reading
+MAX_BEHIND_BYTES = 16 << 20  # more than this is skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePiece:
+    """Bytes of the file ``name`` from ``start`` on; ``skipped`` bytes before it are left out."""
+
+    name: str
+    start: int
+    data: bytes
+    skipped: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.data)
+
+
+def file_sizes(folder: Path, patterns: Sequence[str]) -> dict[str, int]:
+    """Return the sizes of files, by name."""
+    sizes = {}
+    for path in {path for pattern in patterns for path in folder.glob(pattern)}:
+        with suppress(FileNotFoundError):
+            sizes[path.name] = path.stat().st_size
+    return sizes
+
+
+def read_new(
+    folder: Path,
+    offsets: Mapping[str, int],
+    *,
+    patterns: Sequence[str],
+    max_piece_bytes: int = MAX_PIECE_BYTES,
+    max_behind_bytes: int = MAX_BEHIND_BYTES,
+) -> list[FilePiece]:
+    """Read what the files of ``folder`` have after ``offsets`` (by name; 0 for new ones)."""
+    pieces = []
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        offset = offsets.get(path.name, 0)
+        try:
+            with path.open("rb") as file:
+                behind = file.seek(0, 2) - offset
+                skipped = max(0, behind - max_behind_bytes)
+                file.seek(offset + skipped)
+                data = file.read(max_piece_bytes)
+        except FileNotFoundError:
+            continue  # it was removed just now
+        if data:
+            start = offset + skipped
+            pieces.append(FilePiece(name=path.name, start=start, data=data, skipped=skipped))
+    return pieces
+
+
+class FileCopies:
+    """The copies in ``folder``, named as the originals."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.offsets: dict[str, int] = {}  # of the originals, by name
+
+    def path(self, name: str) -> Path:
+        return self._folder / name
+
+    def write(self, pieces: Sequence[FilePiece]) -> None:
+        """
+        Raises:
+            OSError: a copy cannot be written; its piece may be written again.
+        """
+        for piece in pieces:
+            if piece.start - piece.skipped != self.offsets.get(piece.name, 0):
+                continue  # known
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self.path(piece.name).open("ab") as file:
+                if piece.skipped:
+                    file.write(f"\n[{piece.skipped} bytes are left out]\n".encode())
+                file.write(piece.data)
+            self.offsets[piece.name] = piece.end
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last lines of a log that are not empty; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - (8 << 10)))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-count:]

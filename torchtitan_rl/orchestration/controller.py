@@ -30,6 +30,7 @@ from torchtitan_rl.errors import (
     DivergedError,
     RunTakenOverError,
     TrainerLostError,
+    one_line,
 )
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
@@ -131,7 +132,7 @@ class Controller:
             self.request_stop()  # so that the current step is saved too
             lost = await self._wait_for_save(training)
             if lost is not None:  # and replicas cannot fetch its weights any more
-                self._state.recorder.say(f"{failed.get_name()}: {type(error).__name__}: {error}")
+                self._state.recorder.say(f"{failed.get_name()}: {one_line(error)}")
                 raise lost from error
             raise error
         finally:
@@ -164,7 +165,7 @@ class Controller:
         except Exception as error:
             if failure is None or isinstance(failure, StopRequested):
                 raise
-            self._state.recorder.say(f"no checkpoint: {type(error).__name__}: {error}")
+            self._state.recorder.say(f"no checkpoint: {one_line(error)}")
         if failure is not None:
             raise failure
 
@@ -179,7 +180,7 @@ class Controller:
         if isinstance(error, TrainerLostError):
             return error
         if error is not None and not isinstance(error, StopRequested):
-            say(f"the trainer ended with {type(error).__name__}: {error}")
+            say(f"the trainer ended with {one_line(error)}")
         return None
 
     async def _close(self, tasks: Sequence[asyncio.Task[None]], producer: Producer) -> None:

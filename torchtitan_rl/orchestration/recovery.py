@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.errors import TorchtitanRLError, one_line
 from torchtitan_rl.orchestration.journal import JournalUnreadableError
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import TokenLedger
@@ -57,7 +57,7 @@ def why_not_resumable(path: Path, journals: JournalDirectory) -> str | None:
     except JournalUnreadableError as error:
         raise CheckpointUnreadableError(f"the journal of {path} cannot be read: {error}") from error
     except TorchtitanRLError as error:
-        return f"{type(error).__name__}: {error}"
+        return one_line(error)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return f"not as this version writes it ({error!r})"
     return None

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.errors import TorchtitanRLError, one_line
 from torchtitan_rl.functions import load_function
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import outcome_rewards, previous_turns
@@ -140,7 +140,7 @@ def _call(name: str, values: Sequence[float], rollouts: Sequence[Rollout]) -> li
         if len(found) != len(values) or not all(map(math.isfinite, found)):
             raise ValueError(f"it returned {found}: give {len(values)} finite numbers")
     except (Exception, SystemExit) as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = one_line(error)
         raise TorchtitanRLError(f"rollout.advantage {name}, for {list(values)}: {cause}") from error
     return found
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torchtitan_rl.aio import wait_within
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.errors import TorchtitanRLError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -233,11 +233,7 @@ def summary(error: BaseException) -> str:
     """Type, message and place of an error in one line, for error messages."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    try:
-        message = str(error)
-    except Exception:  # the __str__ of the error's class raises
-        message = "<its message cannot be made>"
-    return f"{type(error).__name__}: {message}{place}"
+    return f"{one_line(error)}{place}"
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox, Submission
-from torchtitan_rl.errors import EndpointLostError
+from torchtitan_rl.errors import EndpointLostError, one_line
 from torchtitan_rl.serving.messages import (
     GAUGE_PREFIX,
     Command,
@@ -207,7 +207,7 @@ class ControllerLink:
             self._take_all(messages)
         except Exception as error:  # the lost batch may have ends that clients wait for
             logger.exception("a delivery could not be taken")
-            self.fail(f"a delivery could not be taken: {type(error).__name__}: {error}")
+            self.fail(f"a delivery could not be taken: {one_line(error)}")
 
     def _take_all(self, messages: tuple[ToEndpoint, ...]) -> None:
         outputs: list[Progress | RequestEnd] = []

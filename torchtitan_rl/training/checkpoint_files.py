@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import stat
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.files import sync_directory, write_file
 
 MARKER = "trainer.json"
 TEMPORARY_SUFFIX = ".writing"
@@ -54,27 +54,6 @@ class FileRecord:
 def temporary_path(path: Path) -> Path:
     """Where the checkpoint ``path`` is written before it is published."""
     return path.with_name(path.name + TEMPORARY_SUFFIX)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write and wait until the content is on disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write all of a file or, where that fails, leave it as it was; it is on disk on return."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write_file(temporary, content)
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
 
 
 def write_attachments(folder: Path, attachments: Mapping[str, bytes]) -> None:
@@ -119,12 +98,12 @@ def seal(
     if files is None:
         files = {name: fingerprint(folder / name) for name in list_files(folder)}
     for directory in {folder, *((folder / name).parent for name in files)}:
-        _sync_directory(directory)  # names of the files, before the marker's
+        sync_directory(directory)  # names of the files, before the marker's
     records = {name: asdict(record) for name, record in files.items()}
     text = json.dumps({**document, _FILES: records}).encode()
     checksum = b', "%s": %d}\n' % (_CHECKSUM.encode(), zlib.crc32(text))
     write_file(folder / MARKER, text.removesuffix(b"}") + checksum)
-    _sync_directory(folder)
+    sync_directory(folder)
 
 
 def publish(path: Path) -> None:
@@ -140,7 +119,7 @@ def publish(path: Path) -> None:
         path.rename(replaced)
     try:
         temporary.rename(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError:
         # If undoing fails as well, the next start finds ``replaced`` and restores it.
         with contextlib.suppress(OSError):
@@ -269,11 +248,3 @@ def _reading(folder: Path, name: str) -> Iterator[None]:
         raise CheckpointUnreadableError(
             f"checkpoint {folder} cannot be read: {name}: {error}"
         ) from error
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

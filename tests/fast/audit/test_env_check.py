@@ -11,17 +11,21 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.rollouts import CountingEnv, config
-from torchtitan_rl.audit.env_check import CheckedProblem, EnvChecker, ScriptedPolicy, settled
-from torchtitan_rl.audit.env_findings import Mistake, describe_rollout
+from torchtitan_rl.audit.env import (
+    CheckedProblem,
+    EnvChecker,
+    Mistake,
+    ScriptedPolicy,
+    describe_rollout,
+)
 from torchtitan_rl.rollout.env import Observation, Terminal, threaded
-from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
+from torchtitan_rl.rollout.rubric import Rubric
 from torchtitan_rl.types import Completion, Problem, RolloutStatus
 
 BLOCKS_S, MAX_BLOCK_S = 0.1, 0.05
@@ -306,30 +310,6 @@ def test_answers_that_were_cut_are_no_mistake_of_the_environment() -> None:
     assert "all of its answers were cut by the length limit" in checked.unclear
 
 
-def test_the_mend_of_a_wrong_reward_is_of_turns_too() -> None:
-    assert "turn_reward" in check(NotFiniteTurn).findings[0].mend
-
-
-class AsksForOneToken(CountingEnv):
-    async def reset(self) -> Observation:
-        return replace(await super().reset(), max_tokens=1)
-
-
-def test_answers_are_not_called_cut_where_the_environment_asked_for_so_few_tokens() -> None:
-    assert check(AsksForOneToken, max_tokens_per_turn=8).notes == []
-    (note, _) = check(AsksForOneToken, max_tokens_per_turn=1).notes
-    assert note.startswith("check/p/r0: 1 of 2 answers were cut")
-
-
-def test_what_ends_for_one_problem_can_end_for_others_of_its_part() -> None:
-    endless, ending, asking = check(NeverEnds), check(CountingEnv), check(AsksAgain)
-    assert settled([endless, ending, asking]) == ([], [])
-    ending.part = "other"
-    findings, notes = settled([endless, ending, asking, asking])
-    assert findings == endless.findings
-    assert notes == [asking.unclear]
-
-
 def test_an_environment_that_waits_does_not_block() -> None:
     assert check(Waiting, max_block_s=MAX_WHILE_WAITING_S).findings == []
 
@@ -374,21 +354,6 @@ def test_threads_may_block() -> None:
 
     checked = check(lambda: threaded(Slow()), max_block_s=MAX_WHILE_WAITING_S)  # type: ignore[arg-type]
     assert checked.findings == []
-
-
-def test_a_failing_rubric_is_found() -> None:
-    rubric = Rubric([RewardFunction(name="ratio", function=lambda rollout, problem: 1 / 0)])
-    findings = check(CountingEnv, rubric=rubric).findings
-    assert {one.mistake for one in findings} == {Mistake.REWARD}
-    assert "ZeroDivisionError" in findings[0].what
-
-
-def test_a_creation_that_raises_is_found() -> None:
-    def make() -> object:
-        raise ValueError("no such level")
-
-    (first, *_) = check(make).findings
-    assert (first.mistake, first.what[:9]) == (Mistake.EXCEPTION, "creation:")
 
 
 def test_a_rollout_is_shown_turn_by_turn() -> None:

@@ -2,70 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
 
 from benchmarks.long_tail import MODES, PLAIN, Counted, counted_steps, figures_of
 from benchmarks.long_tail_run import FinishedRun
-from benchmarks.long_tail_work import LONG, LongTail, LongTailDataset, with_lengths
+from benchmarks.long_tail_work import LongTail
 from torchtitan_rl.orchestration.capacity import capacity_errors
 from torchtitan_rl.orchestration.records import LedgerTotals, StepRecord, TokenCounts
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
-    GenerationRequest,
     Problem,
     Rollout,
     RolloutGroup,
     RolloutStatus,
-    SamplingParams,
     Turn,
     VersionRun,
 )
 
 TAIL = LongTail(groups_per_step=4, group_size=2, median=16, long_share=0.25)
-
-
-def test_every_batch_of_a_synchronous_run_has_as_many_long_answers() -> None:
-    for block in range(20):
-        indexes = range(block * TAIL.groups_per_step, (block + 1) * TAIL.groups_per_step)
-        lengths = [length for index in indexes for length in TAIL.lengths(index)]
-        assert len(lengths) == 8
-        long = [length for length in lengths if TAIL.is_long(length)]
-        assert len(long) == TAIL.num_long == 2
-        assert all(LONG[0] * 16 <= length <= LONG[1] * 16 for length in long)
-        assert all(8 <= length <= 32 for length in lengths if not TAIL.is_long(length))
-
-
-def test_lengths_and_prompts_are_the_same_each_time_and_differ_between_problems() -> None:
-    one, other = LongTailDataset(TAIL), LongTailDataset(TAIL)
-    prompts = [one.next() for _ in range(50)]
-    assert prompts == [other.next() for _ in range(50)]
-    assert len({problem.data["prompt"] for problem in prompts}) == 50
-    assert len({TAIL.lengths(index) for index in range(50)}) > 25
-
-
-def test_an_answer_gets_its_own_length_and_does_not_end_before() -> None:
-    asked: list[GenerationRequest] = []
-
-    async def generate(request: GenerationRequest) -> Completion:
-        asked.append(request)
-        return _completion(request.request_id, 1, [VersionRun(0, 0)])
-
-    fixed = with_lengths(generate, TAIL)
-    for sibling in range(2):
-        request = GenerationRequest(
-            request_id=f"e0/7/r{sibling}/t0",
-            session_id=f"e0/7/r{sibling}",
-            prompt_token_ids=(1,),
-            sampling=SamplingParams(max_tokens=320, seed=sibling),
-        )
-        asyncio.run(fixed(request))
-    assert tuple(request.sampling.max_tokens for request in asked) == TAIL.lengths(7)
-    assert all(request.sampling.ignore_eos for request in asked)
-    assert [request.sampling.seed for request in asked] == [0, 1]
 
 
 def test_every_mode_is_a_valid_schedule_and_counts_whole_bursts_behind_the_first() -> None:
@@ -98,15 +55,6 @@ def test_age_length_and_waste_are_of_the_measured_steps_alone() -> None:
     assert figures["tokens"]["trained"] == sum(lengths)
     assert figures["tokens"]["thrown_away"] == 20
     assert figures["tokens"]["by_cause"] == {"restarted": 20}
-
-
-def test_an_answer_of_another_length_is_no_measurement() -> None:
-    steps = [_step(n, [n - 1], restarted=0) for n in (1, 2)]
-    wrong = steps[1].groups[0].rollouts[0].turns[0].completion
-    assert len(wrong.token_ids) == TAIL.lengths(1)[0]
-    other = LongTail(groups_per_step=4, group_size=2, median=16, long_share=0.25, seed=1)
-    with pytest.raises(RuntimeError, match="e0/1/r0 has"):
-        figures_of(FinishedRun(steps=tuple(steps), mean_batch=3.0), other, Counted(first=2, last=2))
 
 
 def _step(number: int, indexes: Sequence[int], *, restarted: int) -> StepRecord:

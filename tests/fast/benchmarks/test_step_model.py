@@ -7,7 +7,7 @@ import random
 import pytest
 
 from benchmarks.generation_sides import StepSample
-from benchmarks.step_model import fit, least_seconds
+from benchmarks.step_model import fit
 from benchmarks.workload import PlannedRollout, PlannedTurn, Workload
 
 
@@ -53,36 +53,3 @@ def test_exact_steps_give_their_coefficients_back():
     assert model.per_prompt_token == pytest.approx(3e-5)
     assert model.per_kv_use == pytest.approx(1e-3)
     assert model.error == pytest.approx(0.0, abs=1e-9)
-
-
-def test_a_term_that_would_be_negative_is_left_out():
-    model = fit(samples(4e-3, 2e-4, 3e-5, -1e-3))
-    assert model.per_kv_use == 0.0
-    assert min(model.base, model.per_token, model.per_prompt_token) > 0
-    assert model.error > 0
-
-
-def test_the_bound_of_a_run_that_wastes_no_step_is_its_own_time():
-    """Two rollouts of 10 tokens, always together: as few steps as there can be."""
-    steps = [
-        step(tokens=2, prompt_tokens=2 * (i == 0), kv_use=i / 10, seconds=1e-3 + 2e-4 * 2)
-        for i in range(10)
-    ]
-    model = fit(samples(1e-3, 2e-4, 0.0, 0.0))
-    spent_s = sum(one.seconds for one in steps)
-    assert least_seconds(workload(10, 10), model, steps, max_running=2) == pytest.approx(spent_s)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "max_running", "steps"),
-    [((90, 5, 5), 4, 90), ((30, 30, 30, 30), 2, 60), ((30, 30, 31), 2, 46)],
-)
-def test_the_bound_has_the_steps_of_the_longest_rollout_or_of_full_batches(
-    lengths, max_running, steps
-):
-    model = fit(samples(1e-3, 2e-4, 0.0, 0.0))
-    tokens = sum(lengths)
-    run = [step(tokens=1, prompt_tokens=0, kv_use=0.0, seconds=1.0)] * tokens
-    assert least_seconds(workload(*lengths), model, run, max_running=max_running) == pytest.approx(
-        steps * 1e-3 + tokens * 2e-4
-    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fast.test_line_files import files_of_at_most
+from tests.fast.test_files import files_of_at_most
 from tests.support.config_mutations import leaves, with_value
 from torchtitan_rl.commands.cli import main
 from torchtitan_rl.config.checks.machine import MachineFacts

@@ -3,8 +3,8 @@ import asyncio
 import pytest
 
 from torchtitan_rl.errors import ReplicaError
-from torchtitan_rl.observability.engine_sampler import EngineSampler, engine_metrics, idle_metrics
-from torchtitan_rl.observability.sinks import check_names
+from torchtitan_rl.observability.engine import EngineSampler, engine_metrics, idle_metrics
+from torchtitan_rl.observability.metrics import check_names
 from torchtitan_rl.types import EngineStats
 
 
@@ -47,11 +47,6 @@ def test_loads_are_summed_over_replicas_and_averaged_over_the_time_in_which_one_
             "engine/tokens_per_second": 100,
         }
     )
-
-
-def test_engines_without_work_have_no_load_to_describe() -> None:
-    assert engine_metrics([{"a": IDLE}]) == {"engine/replicas": 1, "engine/preemptions": 3}
-    assert engine_metrics([]) == {}
 
 
 def test_a_replica_is_idle_while_it_has_no_request_and_a_reserved_one_does_not_count() -> None:

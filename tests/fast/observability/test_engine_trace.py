@@ -30,21 +30,6 @@ def test_engine_steps_join_into_stretches_and_idle_gaps_stay_visible(tmp_path: P
     assert round(found[1]["ts"] - found[0]["ts"]) == 500_000
 
 
-def test_decoding_shows_as_few_stretches_cut_by_weight_swaps(tmp_path: Path) -> None:
-    trace = EngineTrace(Tracer(tmp_path / "traces", "replica-0"))
-    for index in range(4):
-        trace("step", 1000 * index, 1000 * index + 900)
-    trace("swap weights", 4000, 5000, version=1)
-    for index in range(5, 10):
-        trace("step", 1000 * index, 1000 * index + 900)
-    trace.flush()
-    assert [(span["name"], span["args"]) for span in spans(tmp_path / "traces")] == [
-        ("decode", {"steps": 4}),
-        ("swap weights", {"version": 1}),
-        ("decode", {"steps": 5}),
-    ]
-
-
 def test_a_loop_tells_of_its_work(tmp_path: Path) -> None:
     trace = EngineTrace(Tracer(tmp_path / "traces", "replica-0"))
     loop = EngineLoop(
@@ -63,11 +48,3 @@ def test_a_loop_tells_of_its_work(tmp_path: Path) -> None:
     assert others == ["swap weights", "reset prefix cache"]
     steps = sum(span["args"]["steps"] for span in found if span["name"] == "decode")
     assert steps == len(completion.token_ids)
-
-
-def test_a_disabled_tracer_is_given_nothing(tmp_path: Path) -> None:
-    trace = EngineTrace(Tracer(None, "replica"))
-    trace("step", 0, 10)
-    trace("swap weights", 10, 20)
-    trace.flush()
-    assert list(tmp_path.iterdir()) == []

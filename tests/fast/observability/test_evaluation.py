@@ -1,6 +1,6 @@
 import itertools
 import math
-from statistics import NormalDist, fmean
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from tests.fast.observability.test_metrics import make_group, make_rollout
 from torchtitan_rl.observability.evaluation import (
-    Interval,
     evaluation_statistics,
     mean_interval,
     pass_at_k,
     t_quantile,
 )
-from torchtitan_rl.observability.sinks import check_names
+from torchtitan_rl.observability.metrics import check_names
 from torchtitan_rl.types import RolloutGroup, RolloutStatus
 
 SOLVED = 1.0 - 1e-9
@@ -40,11 +39,6 @@ def test_quantiles_of_students_t_are_those_of_the_table(degrees: int, quantile: 
     assert t_quantile(0.975, degrees=degrees) == pytest.approx(quantile, rel=2e-3)
 
 
-def test_with_many_values_students_t_is_normal() -> None:
-    normal = NormalDist().inv_cdf(0.975)
-    assert t_quantile(0.975, degrees=1_000_000) == pytest.approx(normal, rel=1e-5)
-
-
 def test_the_interval_of_five_values_is_the_one_computed_by_hand() -> None:
     # mean 3, s = sqrt(2.5), t(4) = 2.776: 3 ± 2.776 * sqrt(2.5 / 5)
     interval = mean_interval([1, 2, 3, 4, 5])
@@ -52,15 +46,6 @@ def test_the_interval_of_five_values_is_the_one_computed_by_hand() -> None:
     assert interval.mean == 3
     assert interval.high - 3 == pytest.approx(2.776 * math.sqrt(0.5), rel=2e-3)
     assert 3 - interval.low == pytest.approx(interval.high - 3)
-
-
-@pytest.mark.parametrize("values", [[], [0.5]])
-def test_fewer_than_two_values_have_no_interval(values: list[float]) -> None:
-    assert mean_interval(values) is None
-
-
-def test_equal_values_have_an_interval_without_width() -> None:
-    assert mean_interval([0.5, 0.5]) == Interval(mean=0.5, low=0.5, high=0.5)
 
 
 def test_the_interval_holds_the_true_mean_as_often_as_it_says() -> None:
@@ -108,18 +93,6 @@ def test_pass_at_k_is_given_up_to_the_number_of_samples() -> None:
             "pass_at_k/5": 1.0,
         }
     )
-
-
-def test_one_greedy_sample_gives_pass_at_1() -> None:
-    metrics = evaluation_statistics([group(1), group(0)], success_reward=SOLVED)
-    assert metrics["pass_at_k/1"] == 0.5
-    assert "pass_at_k/2" not in metrics
-
-
-def test_a_task_may_call_less_than_the_full_reward_a_success() -> None:
-    groups = [group(0.6), group(0.4)]
-    assert evaluation_statistics(groups, success_reward=0.5)["pass_at_k/1"] == 0.5
-    assert evaluation_statistics(groups, success_reward=SOLVED)["pass_at_k/1"] == 0.0
 
 
 def test_a_failed_rollout_has_no_reward_and_has_not_solved_its_problem() -> None:

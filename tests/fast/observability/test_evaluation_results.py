@@ -17,17 +17,15 @@ from rich.console import Console
 
 from tests.fast.observability.test_evaluation import SOLVED, group
 from torchtitan_rl.errors import OutputError
-from torchtitan_rl.observability import evaluation_progress
-from torchtitan_rl.observability.evaluation import (
+from torchtitan_rl.observability.evaluation import Interval, share_interval
+from torchtitan_rl.observability.evaluation_results import (
     Evaluated,
     EvaluationLog,
-    Interval,
+    draw,
     read_finished,
     result_table,
     results,
-    share_interval,
 )
-from torchtitan_rl.observability.evaluation_progress import EvaluationProgress, EvaluationState
 from torchtitan_rl.types import Problem, RolloutGroup
 
 
@@ -67,19 +65,6 @@ def test_where_all_problems_are_solved_the_interval_still_has_a_width(samples: i
     # Wilson for n of n: n / (n + t²), t = 2.262
     interval = shares([1.0] * 10, samples=samples)
     assert (interval.low, interval.high) == pytest.approx((10 / (10 + 2.262**2), 1.0), abs=1e-3)
-
-
-def test_equal_shares_say_no_more_than_their_number() -> None:
-    two, many = shares([0.5, 0.5], samples=64), shares([0.5] * 40, samples=64)
-    assert two.high - two.low > 0.9
-    assert many.high - many.low > 0.25
-
-
-def test_one_problem_has_no_interval() -> None:
-    assert share_interval([0.5], size=64) is None
-    (row,) = results([replace(BEFORE, groups=BEFORE.groups[:1])], success_reward=SOLVED)
-    assert row["avg_at_k"] == {"mean": 0.5}
-    assert row["pass_at_k"]["2"] == {"mean": 1.0}
 
 
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=60))
@@ -145,7 +130,7 @@ def test_with_many_columns_every_number_and_name_is_still_there(width: int) -> N
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    evaluation_progress.draw(tmp_path / "results.png", ROWS)
+    draw(tmp_path / "results.png", ROWS)
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -171,24 +156,3 @@ def test_a_killed_evaluation_finds_its_finished_rollouts_again(tmp_path: Path) -
     path.write_text('{"step": 1}\n')
     with pytest.raises(OutputError, match="line 1: not a rollout"):
         read_finished(path)
-
-
-def test_progress_estimates_from_new_rollouts_and_says_each_tenth() -> None:
-    now = 0.0
-    state = EvaluationState(20, kept=10, clock=lambda: now)
-    text = io.StringIO()
-    progress = EvaluationProgress(state, "plain", text)
-    now = 100.0  # engines start
-    state.begin("base, temperature 1")
-    (rollout, *_) = AFTER.groups[0].rollouts
-    for _ in range(5):
-        now += 2.0
-        state.end_rollout(rollout)
-        progress.update()
-    assert state.eta_s == pytest.approx(10.0)
-    state.pause("loads another")
-    now += 50.0
-    assert state.eta_s == pytest.approx(10.0)
-    lines = text.getvalue().splitlines()
-    assert [line.partition("/")[0].rpartition(" ")[2] for line in lines] == ["12", "14"]
-    assert "ETA 0:12" in lines[1]

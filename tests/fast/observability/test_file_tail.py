@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchtitan_rl.observability.file_tail import FileCopies, last_lines, read_new
+from torchtitan_rl.observability.trace import FileCopies, read_new
 
 
 def bring(source, copies, **limits):
@@ -27,17 +27,6 @@ def test_copies_grow_with_the_originals(tmp_path):
     }
 
 
-def test_a_piece_has_a_bounded_size(tmp_path):
-    source, copies = tmp_path / "there", FileCopies(tmp_path / "here")
-    source.mkdir()
-    (source / "a.log").write_text("x" * 25)
-    sizes = []
-    while pieces := bring(source, copies, max_piece_bytes=10):
-        sizes += [len(piece.data) for piece in pieces]
-    assert sizes == [10, 10, 5]
-    assert copies.path("a.log").read_text() == "x" * 25
-
-
 def test_what_is_too_far_behind_is_left_out_and_said(tmp_path):
     source, copies = tmp_path / "there", FileCopies(tmp_path / "here")
     source.mkdir()
@@ -54,9 +43,3 @@ def test_a_piece_that_arrives_twice_is_written_once(tmp_path):
     pieces = bring(source, copies)
     copies.write(pieces)
     assert copies.path("a.log").read_text() == "once"
-
-
-def test_the_last_lines_of_a_log_are_those_with_text(tmp_path):
-    (tmp_path / "a.log").write_text("one\n\ntwo\nthree\n\n")
-    assert last_lines(tmp_path / "a.log", 2) == ["two", "three"]
-    assert last_lines(tmp_path / "missing.log", 2) == []

@@ -12,13 +12,12 @@ from tests.fast.observability.test_metrics import make_rollout
 from tests.fast.observability.test_step_metrics import make_record
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
-from torchtitan_rl.observability.engine_sampler import EngineSampler
+from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.config import ScheduleConfig
 from torchtitan_rl.orchestration.records import BufferStates, StepRecord
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.types import EngineStats, RolloutStatus
-from torchtitan_rl.weights.config import WeightSyncConfig
 
 
 def make_config(output_dir: Path, *, staleness: int) -> RunConfig:
@@ -102,17 +101,6 @@ def test_an_asynchronous_step_is_recorded_and_shown_with_its_overlap(
     assert "generation is the bottleneck: the trainer waits 60% of the time" in out
 
 
-def test_parts_that_share_their_cores_get_no_advice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """More of one part, or both at once, takes its time from the other."""
-    plan = replace(ON_A_CPU, shares_cores=True)
-    record_run(make_config(tmp_path, staleness=0), *[record_one] * 11, plan=plan)
-    out = capsys.readouterr().out
-    assert "bottleneck" not in out
-    assert "the trainer waits" not in out
-
-
 def test_a_synchronous_step_is_shown_in_the_short_form(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,16 +162,6 @@ def test_logprobs_of_trainer_and_generator_that_disagree_are_warned_of_once_and_
     assert (during.count(warning), after.count(warning)) == (1, 1)
 
 
-def test_a_cache_kept_from_older_weights_explains_the_difference_of_logprobs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(tmp_path, staleness=2)
-    config = replace(config, weight_sync=WeightSyncConfig(recompute_running_on_pull=False))
-    record = replace(asynchronous_record(), trainer={"age_0/logprob_diff_max": 1.0})
-    record_run(config, lambda recorder: recorder.record_step(record))
-    assert "warning" not in capsys.readouterr().out
-
-
 def test_a_resumed_runs_last_line_counts_its_own_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,21 +214,3 @@ def test_phases_of_loops_that_run_beside_each_other_lie_on_rows_of_their_own(
     rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
     assert rows.keys() == {"evaluation", "train"}
     assert rows["evaluation"] != rows["train"]
-
-
-def test_the_phase_that_is_shown_is_the_newest_that_is_open(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(tmp_path, staleness=1)
-    config = replace(config, metrics=replace(config.metrics, progress="rich"))
-
-    def end_evaluation_first(recorder: RunRecorder) -> None:
-        rollout = recorder.phase("rollout")
-        rollout.__enter__()
-        with recorder.phase("evaluation"):
-            pass
-
-    record_run(config, end_evaluation_first)
-    out = capsys.readouterr().out
-    assert "rollout" in out
-    assert "evaluation" not in out

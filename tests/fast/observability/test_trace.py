@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.fast.test_line_files import files_of_at_most
+from tests.fast.test_files import files_of_at_most
 from torchtitan_rl.observability.trace import (
-    CLOCKS,
     KEPT_FILES,
     ClockOffset,
     Tracer,
@@ -46,22 +45,6 @@ def test_spans_of_all_processes_lie_on_one_clock_under_their_names(tmp_path: Pat
     assert before_us - slack_us <= train["ts"] <= decode["ts"] <= after_us + slack_us
 
 
-def test_nested_spans_lie_within_each_other_and_tracks_have_names(tmp_path: Path) -> None:
-    tracer = Tracer(tmp_path / "traces", "controller")
-    with tracer.span("step"):
-        with tracer.span("rollout"):
-            pass
-        with tracer.span("group 7", track="groups"):
-            pass
-    events = merged_events(tmp_path / "traces")
-    step, rollout = spans(events)["step"], spans(events)["rollout"]
-    assert step["tid"] == rollout["tid"] != spans(events)["group 7"]["tid"]
-    assert step["ts"] <= rollout["ts"]
-    assert rollout["ts"] + rollout["dur"] <= step["ts"] + step["dur"]
-    tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
-    assert sorted(tracks) == ["groups", "main"]
-
-
 def test_a_span_that_raises_is_recorded_and_the_error_goes_on(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path / "traces", "trainer")
     with pytest.raises(ZeroDivisionError), tracer.span("train"):
@@ -76,26 +59,6 @@ def test_a_killed_process_costs_its_unfinished_line_only(tmp_path: Path) -> None
     (file,) = (tmp_path / "traces").iterdir()
     file.write_text(file.read_text() + '{"name":"pub')
     assert list(spans(merged_events(tmp_path / "traces"))) == ["train"]
-
-
-def test_a_process_that_was_started_again_shows_beside_the_first(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        with Tracer(tmp_path / "traces", "trainer").span(name):
-            pass
-    found = spans(merged_events(tmp_path / "traces"))
-    assert found["first"]["pid"] != found["second"]["pid"]
-
-
-def test_a_disabled_tracer_writes_nothing(tmp_path: Path) -> None:
-    tracer = Tracer(None, "trainer")
-    with tracer.span("train"):
-        pass
-    assert not tracer.is_enabled
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_merging_an_empty_folder_gives_a_valid_trace(tmp_path: Path) -> None:
-    assert merged_events(tmp_path / "traces") == []
 
 
 def test_a_long_run_keeps_the_newest_spans_of_a_process_and_names_of_its_tracks(
@@ -139,29 +102,6 @@ def test_a_full_disk_costs_events_and_no_span_raises(
     ]
 
 
-def test_a_tracer_that_begins_on_a_full_disk_records_once_there_is_space(tmp_path: Path) -> None:
-    with files_of_at_most(0):
-        tracer = Tracer(tmp_path / "traces", "trainer")
-        with tracer.span("full"):
-            pass
-    assert list((tmp_path / "traces").iterdir()) == []
-    with tracer.span("after"):
-        pass
-    assert list(spans(merged_events(tmp_path / "traces"))) == ["after"]
-
-
-def test_where_a_next_file_cannot_be_begun_the_full_one_stays(tmp_path: Path) -> None:
-    tracer = Tracer(tmp_path / "traces", "trainer", max_bytes=100)
-    with tracer.span("before"):
-        pass
-    with files_of_at_most(0), tracer.span("full"):
-        pass
-    assert len(list((tmp_path / "traces").iterdir())) == 1
-    with tracer.span("after"):
-        pass
-    assert list(spans(merged_events(tmp_path / "traces"))) == ["before", "after"]
-
-
 def test_a_merge_that_fails_leaves_the_older_trace_and_no_half_of_one(tmp_path: Path) -> None:
     with Tracer(tmp_path / "traces", "trainer").span("train"):
         pass
@@ -198,11 +138,3 @@ def test_files_of_an_earlier_life_keep_the_clock_of_the_machine_that_wrote_them(
     events = spans(merged_events(traces))
     assert events["before"]["ts"] == pytest.approx(events["ask"]["ts"] - 5e6, abs=1e4)
     assert events["after"]["ts"] == pytest.approx(events["ask"]["ts"], abs=1e4)
-
-
-def test_clocks_that_cannot_be_read_move_nothing(tmp_path: Path) -> None:
-    traces = tmp_path / "traces"
-    tracer = Tracer(traces, "replica0", host="host1")
-    tracer.complete("answer", 0, 1000)
-    (traces / CLOCKS).write_text('{"host1": 3}')
-    assert "answer" in spans(merged_events(traces))

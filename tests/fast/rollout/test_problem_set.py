@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.fast.observability.test_metrics import make_group, make_rollout
 from tests.support.rollouts import SCRIPT, CountingEnv, Factory, ScriptedGenerate, make_rollouter
-from torchtitan_rl.observability.rollout_log import rollout_from_json, rollout_to_json
+from torchtitan_rl.observability.rollouts import rollout_from_json, rollout_to_json
 from torchtitan_rl.rollout.rollouter import all_failed_alike, describe_failures, roll_out_problems
 from torchtitan_rl.types import Problem, Rollout, RolloutGroup, RolloutStatus
 

@@ -15,7 +15,7 @@ from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.serve import wait_until_no_replica
 from torchtitan_rl.errors import EndpointLostError, GenerationError
 from torchtitan_rl.generation.commands import EngineCommand, Pause
-from torchtitan_rl.observability.sinks import check_names
+from torchtitan_rl.observability.metrics import check_names
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.config import EndpointConfig

@@ -11,6 +11,7 @@ import pytest
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.errors import CheckpointError, ConfigError
 from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR
+from torchtitan_rl.files import write_file
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     check_sizes,
@@ -21,7 +22,6 @@ from torchtitan_rl.training.checkpoint_files import (
     seal,
     temporary_path,
     write_attachments,
-    write_file,
 )
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.fast.training.test_checkpoints import names
 from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.files import write_file
 from torchtitan_rl.training.checkpoint_files import (
     publish,
     read_document,
     seal,
     temporary_path,
-    write_file,
 )
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 

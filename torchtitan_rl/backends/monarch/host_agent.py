@@ -30,7 +30,7 @@ from torchtitan_rl.launch.lives import (
     note_move,
     note_run_end,
 )
-from torchtitan_rl.observability.file_tail import FilePiece, file_sizes, read_new
+from torchtitan_rl.observability.trace import FilePiece, file_sizes, read_new
 
 _LAST_ANSWER_S = 1.0  # for it to be sent
 
@@ -94,7 +94,7 @@ class HostAgent(Actor):
     async def read_new(
         self, folder: Path, patterns: Sequence[str], offsets: dict[str, int], sign: str
     ) -> list[FilePiece]:
-        """See `file_tail.read_new`; nothing from the controller's own folder (see `files_there`),
+        """See `trace.read_new`; nothing from the controller's own folder (see `files_there`),
         where the copies would be the originals."""
         if (folder / sign).exists():
             return []

@@ -20,8 +20,8 @@ from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.silence import BEAT_S, HOST_LOST_S, Silence
-from torchtitan_rl.observability.file_tail import FileCopies
 from torchtitan_rl.observability.trace import (
+    FileCopies,
     RoundTrip,
     clocks_of_files,
     estimate_offset,

@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
-from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.errors import CheckpointError, one_line
+from torchtitan_rl.files import write_file
 from torchtitan_rl.training.checkpoint_files import (
     FileRecord,
     check_contents,
@@ -49,7 +50,6 @@ from torchtitan_rl.training.checkpoint_files import (
     seal,
     temporary_path,
     write_attachments,
-    write_file,
 )
 
 _T = TypeVar("_T")
@@ -251,10 +251,9 @@ def _message(error: BaseException) -> str:
         return str(error)
     if isinstance(error, CheckpointException):  # of all ranks, with their traces
         return "; ".join(
-            f"rank {rank}: {type(cause).__name__}: {cause}"
-            for rank, (cause, _) in sorted(error.failures.items())
+            f"rank {rank}: {one_line(cause)}" for rank, (cause, _) in sorted(error.failures.items())
         )
-    return f"{type(error).__name__}: {error}"
+    return one_line(error)
 
 
 _METADATA = ".metadata"
@@ -288,7 +287,7 @@ def check_metadata(folder: Path) -> None:
         _MetadataReader(io.BytesIO((folder / _METADATA).read_bytes())).load()
     except Exception as error:  # arbitrary bytes can make an unpickler raise anything
         raise CheckpointError(
-            f"checkpoint {folder}: {_METADATA} is refused: {type(error).__name__}: {error}"
+            f"checkpoint {folder}: {_METADATA} is refused: {one_line(error)}"
         ) from error
 
 

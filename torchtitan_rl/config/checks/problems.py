@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import one_line
 from torchtitan_rl.rollout.task import Dataset, Split
 from torchtitan_rl.types import Problem
 
@@ -101,7 +102,7 @@ def _of_task(name: str, call: Callable[[], _T]) -> _T:
     except Exception as error:
         if isinstance(error, NotImplementedError) and error.args:  # of `Task`
             raise ProblemsError(f"task: {error}") from error
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = one_line(error)
         raise ProblemsError(f"task: its {name} dataset cannot be read ({cause})") from error
 
 

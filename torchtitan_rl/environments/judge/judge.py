@@ -37,7 +37,7 @@ from torchtitan_rl.environments.checkers import CheckTimeoutError
 from torchtitan_rl.environments.judge.config import JudgeConfig
 from torchtitan_rl.environments.question import as_messages
 from torchtitan_rl.environments.scoring import extract
-from torchtitan_rl.errors import ConfigError, TorchtitanRLError
+from torchtitan_rl.errors import ConfigError, TorchtitanRLError, one_line
 from torchtitan_rl.rollout.chatml import Message
 from torchtitan_rl.rollout.rubric import RewardFunction, Score
 from torchtitan_rl.types import Problem, Rollout
@@ -340,7 +340,7 @@ class JudgeClient:
                 raise JudgeError(cost.last) from error
             return None, _retry_after_s(error.response.headers.get("retry-after", ""))
         except (OpenAIError, ValueError) as error:  # an answer that is not of the API
-            cost.last = f"{type(error).__name__}: {error}"
+            cost.last = one_line(error)
             return None, 0.0
         # The client does not check what the endpoint answers: every part may be missing.
         cost.add(getattr(response, "usage", None))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_rl.errors import one_line
 from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.training.losses.policy import policy_loss
 from torchtitan_rl.training.losses.tokens import LossOutput, LossTokens, StepTotals
@@ -27,7 +28,7 @@ def loss_problem(function: LossFunction, config: LossConfig, updates: int) -> st
     try:
         return _problem(function, config, _made_tokens(config, updates))
     except (Exception, SystemExit) as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = one_line(error)
         return f"it fails on a few made tokens ({cause})"
 
 

@@ -15,20 +15,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.audit.checkpoint_checks import (
-    check_against_metrics,
-    check_document,
-    check_groups,
+from torchtitan_rl.audit.rules import (
+    Check,
+    MetricsRules,
+    Promises,
+    check_checkpoint,
     check_journal,
+    check_log,
+    check_rollout,
+    errors_against_row,
 )
-from torchtitan_rl.audit.findings import Check, Rules, rules_of
-from torchtitan_rl.audit.metrics_checks import MetricsChecks
-from torchtitan_rl.audit.rollout_checks import check_log, check_rollout
 from torchtitan_rl.config.checks.paths import IDENTITY_FILE, SETTINGS_FILE
 from torchtitan_rl.config.manifest import FIXES, MANIFEST, compare_with_manifest
 from torchtitan_rl.config.run_lock import lock_errors
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.observability.jsonl import read_lines, read_rows
+from torchtitan_rl.observability.sinks import read_rows
 from torchtitan_rl.orchestration import journal
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
@@ -39,33 +40,33 @@ _SavedRuns = Mapping[int, SavedRun]  # by step
 
 
 def audit(run_dir: Path, *, is_running: bool = False) -> list[Check]:
-    """All checks of a run or an evaluation, in the order in which they are shown.
+    """Run all checks of a run or an evaluation, in the order in which they are shown.
 
     Args:
-        is_running: it goes on writing, so that it is not complete.
+        is_running: the run goes on writing, so that its end is not checked.
 
     Raises:
         OSError: a file cannot be read.
-        FileNotFoundError: ``run_dir`` is the folder of neither.
+        FileNotFoundError: ``run_dir`` is not the folder of a run or an evaluation.
     """
-    metrics = run_dir / "metrics.jsonl"
+    rows = run_dir / "metrics.jsonl"
     checkpoints = CheckpointDirectory(run_dir / "checkpoints")
     if (run_dir / SETTINGS_FILE).is_file():
         return [*_audit_evaluation(run_dir), _audit_files(run_dir)]
-    if not metrics.is_file() and not checkpoints.root.is_dir():
+    if not rows.is_file() and not checkpoints.root.is_dir():
         raise FileNotFoundError(f"{run_dir}: no run (neither metrics.jsonl nor checkpoints)")
     saved, whole = _read_checkpoints(checkpoints)
-    rules = rules_of(_identity(run_dir, saved))
-    rows = MetricsChecks(rules)
-    with rows.order.reports_errors(metrics.name):
-        for where, row in read_rows(metrics):
-            rows.take(where, row)
-    checks = [*rows.results(), whole]
+    promises = Promises.of(_identity(run_dir, saved))
+    metrics = MetricsRules(promises)
+    with metrics.order.reports_errors(rows.name):
+        for line in read_rows(rows):
+            metrics.take(line)
+    checks = [*metrics.results(), whole]
     for step, one in sorted(saved.items()):
-        checks += _audit_checkpoint(checkpoints.path(step).name, step, one, rules, rows)
-    checks += _audit_journals(run_dir / "journal", saved, rules)
-    checks += _audit_rollouts(run_dir / "rollouts.jsonl", rules, rows)
-    checks += [_audit_files(run_dir), _audit_end(run_dir, rules, rows, saved, is_running)]
+        checks += _audit_checkpoint(checkpoints.path(step).name, step, one, promises, metrics)
+    checks += _audit_journals(run_dir / "journal", saved, promises)
+    checks += _audit_rollouts(run_dir / "rollouts.jsonl", promises, metrics)
+    checks += [_audit_files(run_dir), _audit_end(run_dir, promises, metrics, saved, is_running)]
     return checks
 
 
@@ -84,8 +85,10 @@ def _read_checkpoints(directory: CheckpointDirectory) -> tuple[_SavedRuns, Check
 
 
 def _identity(run_dir: Path, saved: _SavedRuns) -> Mapping[str, Any]:
-    """That of the file written at each start, which is the newer one where a finished run was given
-    more steps; without it, that of the newest checkpoint."""
+    """Read the identity of the run from its file; without it, from the newest checkpoint.
+
+    The file is written at each start, so it is newer if a finished run was given more steps.
+    """
     with suppress(FileNotFoundError, ValueError):
         loaded = json.loads((run_dir / IDENTITY_FILE).read_text())
         if isinstance(loaded, dict) and loaded:
@@ -94,32 +97,24 @@ def _identity(run_dir: Path, saved: _SavedRuns) -> Mapping[str, Any]:
 
 
 def _audit_checkpoint(
-    name: str, step: int, saved: SavedRun, rules: Rules, rows: MetricsChecks
+    name: str, step: int, saved: SavedRun, promises: Promises, metrics: MetricsRules
 ) -> list[Check]:
     where, unreadable = f"checkpoint {name}", Check(name=f"checkpoint {step}: account")
     with unreadable.reports_errors(where):
-        return [
-            check_document(where, step, saved, rules),
-            check_groups(where, step, saved, rules),
-            check_against_metrics(
-                where,
-                step,
-                saved.document,
-                rows.totals.get(step),
-                rows.versions.get(step),
-                rows.evaluated,
-            ),
-        ]
+        of_row = Check(name=f"checkpoint {step}: against its row of the metrics", what="rows")
+        number = int(step > 0 and step in metrics.versions)
+        of_row.look(where, errors_against_row(step, saved.document, metrics), number)
+        return [*check_checkpoint(where, step, saved, promises), of_row]
     return [unreadable]
 
 
-def _audit_journals(folder: Path, saved: _SavedRuns, rules: Rules) -> list[Check]:
+def _audit_journals(folder: Path, saved: _SavedRuns, promises: Promises) -> list[Check]:
     checks: list[Check] = []
     for path in sorted(folder.glob("step-*.jsonl")):
         step, check = step_of(path), Check(name=f"journal {path.name}", what="turns")
         with check.reports_errors(check.name):
             check_journal(
-                check, journal.read_lines(path), saved.get(step), rules, is_first=step == 0
+                check, journal.read_lines(path), saved.get(step), promises, is_first=step == 0
             )
         checks.append(check)
     restored = Check(name="journal: continues the checkpoints", what="checkpoints")
@@ -137,30 +132,24 @@ def _audit_journals(folder: Path, saved: _SavedRuns, rules: Rules) -> list[Check
     return [*checks, restored]
 
 
-def _audit_rollouts(path: Path, rules: Rules, rows: MetricsChecks) -> list[Check]:
+def _audit_rollouts(path: Path, promises: Promises, metrics: MetricsRules) -> list[Check]:
     unreadable = Check(name="rollouts: ids")
     with unreadable.reports_errors(path.name):
-        return check_log(
-            read_lines(path),
-            rules,
-            last_step=rows.last_step,
-            num_problems=rows.num_problems,
-            logged=rows.logged,
-        )
+        return check_log(read_rows(path), promises, metrics)
     return [unreadable]
 
 
 def _audit_evaluation(folder: Path) -> list[Check]:
-    """Of ``torchtitan-rl eval``. A rollout that failed may be there again."""
+    """Check the rollouts of ``torchtitan-rl eval``; one that failed may be there again."""
     tokens = Check(name="rollouts: tokens", what="turns")
     endings = Check(name="rollouts: endings", what="rollouts")
     for path in sorted(folder.rglob("rollouts.jsonl")):
         finished: set[str] = set()
         name = path.relative_to(folder).as_posix()
         with endings.reports_errors(name):
-            for where, row in read_rows(path):
-                at = f"{name}: {where}"
-                check_rollout(endings, tokens, at, row, Rules(), is_train=False)
+            for line in read_rows(path):
+                at, row = f"{name}: {line.where}", line.row
+                check_rollout(endings, tokens, at, row, Promises(), is_train=False)
                 twice = row["rollout_id"] in finished
                 endings.require(not twice, f"{at}: {row['rollout_id']} is there twice")
                 if row["reward"] is not None:
@@ -174,32 +163,32 @@ def _audit_files(folder: Path) -> Check:
 
 
 def _audit_end(
-    run_dir: Path, rules: Rules, rows: MetricsChecks, saved: _SavedRuns, is_running: bool
+    run_dir: Path, promises: Promises, metrics: MetricsRules, saved: _SavedRuns, is_running: bool
 ) -> Check:
-    """What a run that has taken all of its steps leaves on disk."""
+    """Check what a run that has taken all of its steps leaves on disk."""
     check = Check(name="end of the run", what="finished runs")
     newest = max(saved, default=0)
     check.require(
-        newest <= rows.last_step,
-        f"the newest checkpoint is of step {newest}, the last row of step {rows.last_step}",
+        newest <= metrics.last_step,
+        f"the newest checkpoint is of step {newest}, the last row of step {metrics.last_step}",
     )
-    is_evaluated = not rows.evaluated or newest in rows.evaluated
-    is_stopped = rules.num_steps is None or newest < rules.num_steps or not is_evaluated
+    is_evaluated = not metrics.evaluated or newest in metrics.evaluated
+    is_stopped = promises.num_steps is None or newest < promises.num_steps or not is_evaluated
     if is_running or is_stopped:
         return check  # it goes on, or can be resumed
     check.looked_at = 1
     check.require(
-        rows.last_step == newest,
-        f"a finished run of {newest} steps has rows up to step {rows.last_step}",
+        metrics.last_step == newest,
+        f"a finished run of {newest} steps has rows up to step {metrics.last_step}",
     )
     policy = run_dir / "policy"
     is_exported = (policy / "config.json").is_file() and any(policy.glob("*.safetensors"))
     check.require(
-        not rules.exports or is_exported,
+        not promises.exports or is_exported,
         f"all steps are done, and {policy} holds no policy: resume the run to export it",
     )
     check.require(
-        not rows.logged or (run_dir / MANIFEST).is_file(),
+        not metrics.logged or (run_dir / MANIFEST).is_file(),
         f"all steps are done, and there is no {MANIFEST}: it was removed, or the run was killed in "
         "its last moment; resume the run to write it again",
     )

@@ -1,19 +1,25 @@
-"""Records of the controller in, metrics of `metric_table` out. Pure.
+"""Metrics: their names, read from `docs/metrics.md`, and their values from a run's records. Pure.
 
-Groups of rollouts in, metrics of `metric_table` out. Pure; a name without data is left out.
+A name without a row on that page cannot be recorded. A name with braces stands for several; one
+that ends in ``/*`` is a family, whose members depend on a task or a cause. A metric without data
+is left out.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from enum import StrEnum
+from functools import cache
+from itertools import product
 from math import fsum
+from pathlib import Path
 from statistics import fmean, pstdev
 
 from torchtitan_rl.observability.asynchrony import TRAINER_IDLE, idle_share
 from torchtitan_rl.observability.evaluation import evaluation_statistics
-from torchtitan_rl.observability.sinks import Split
 from torchtitan_rl.orchestration.records import (
     AccountRecord,
     BufferStates,
@@ -27,9 +33,54 @@ from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus, Turn, spans
 from torchtitan_rl.weights.handle import Fetched
 
+_TABLE = Path(__file__).with_name("metrics.md")
+_ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
+
+
+class Split(StrEnum):
+    """Whose rollouts a metric describes; part of the name."""
+
+    TRAIN = "train"
+    EVALUATION = "evaluation"
+
+
+@cache
+def metric_names() -> frozenset[str]:
+    """Every name and family of the table."""
+    rows = _ROW.findall(_TABLE.read_text(encoding="utf-8"))
+    return frozenset(name for row in rows for name in _expand(row))
+
+
+def is_known(name: str) -> bool:
+    """Whether ``name`` is in the table, or of one of its families."""
+    if name in metric_names():
+        return not name.endswith("/*")
+    families = (one.removesuffix("*") for one in metric_names() if one.endswith("/*"))
+    return any(name.startswith(family) and name != family for family in families)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """
+    Raises:
+        ValueError: a name is not in the table.
+    """
+    unknown = sorted(name for name in names if not is_known(name))
+    if unknown:
+        raise ValueError(f"unknown metrics {unknown}: add them to docs/metrics.md")
+
+
+def _expand(row: str) -> Iterable[str]:
+    """
+    >>> list(_expand("{train,evaluation}/reward_{mean,max}"))
+    ['train/reward_mean', 'train/reward_max', 'evaluation/reward_mean', 'evaluation/reward_max']
+    """
+    parts = re.split(r"\{(.+?)\}", row)  # every second one was in braces
+    choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
+    return map("".join, product(*choices))
+
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
-    """Everything that its record tells of one step."""
+    """Compute all metrics of one step from its record."""
     metrics = rollout_metrics(record.groups, Split.TRAIN, flat=record.flat)
     metrics |= {f"trainer/{name}": value for name, value in record.trainer.items()}
     metrics |= _token_metrics(record.tokens, record.wall_s)
@@ -100,7 +151,7 @@ def overtaken_metrics(
 
 
 def total_metrics(totals: LedgerTotals) -> dict[str, float]:
-    """The run's account; what is counted by cause is given in all and by cause."""
+    """Give the run's totals; those that are counted by cause also as their sum."""
     metrics: dict[str, float] = {}
     for field in fields(totals):
         name, value = f"total/{field.name}", getattr(totals, field.name)
@@ -122,7 +173,7 @@ def _token_metrics(tokens: TokenCounts, wall_s: float) -> dict[str, float]:
 
 
 def _sync_metrics(syncs: Sequence[SyncReport]) -> dict[str, float]:
-    """Of all syncs since the previous row; nothing where there was none."""
+    """Describe all syncs since the previous row; empty without a sync."""
     if not syncs:
         return {}
     pulls = [pull for sync in syncs for pull in sync.pulls]
@@ -145,7 +196,7 @@ def _sync_metrics(syncs: Sequence[SyncReport]) -> dict[str, float]:
 
 
 def fetch_metrics(fetches: Sequence[Fetched]) -> dict[str, float]:
-    """Of the weights that hosts fetched; nothing where there was no fetch."""
+    """Describe the weights that hosts fetched; empty without a fetch."""
     if not fetches:
         return {}
     return {
@@ -294,7 +345,7 @@ def groups_by_part(groups: Iterable[RolloutGroup]) -> dict[str, list[RolloutGrou
 def _rollout_part_metrics(
     groups: Sequence[RolloutGroup], flat: Collection[str] | None
 ) -> dict[str, float]:
-    """Of each part of a mixture: its share, rewards and lengths."""
+    """Describe each part of a mixture: its share, rewards and lengths."""
     metrics: dict[str, float] = {}
     for part, of_part in groups_by_part(groups).items():
         rollouts = [rollout for group in of_part for rollout in group.rollouts]

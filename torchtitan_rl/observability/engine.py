@@ -1,12 +1,12 @@
-"""What the engines are doing while they work, sampled through a step rather than read at its end,
-when they are idle again.
+"""What engines and the controller's event loop do during a step, sampled while they do it.
 
-Work in the background of a block of code.
+At the end of a step the engines are idle again, so that a single reading there would show nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -16,22 +16,43 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.observability.asynchrony import GENERATOR_IDLE
 from torchtitan_rl.routing.restarts import first_name
 from torchtitan_rl.types import EngineStats
 
-StatsByReplica = Mapping[str, EngineStats]  # by replica
+StatsByReplica = Mapping[str, EngineStats]
 
 
-class EngineSampler:
-    """Calls ``read`` every ``interval_s`` while its ``async with`` is open. A reading that fails or
-    takes longer than ``timeout_s`` (a replica just died, or hangs; the router reports that) is
-    counted and skipped."""
+class _Sampler:
+    """Runs ``_sample`` in the background while its ``async with`` is open."""
+
+    async def __aenter__(self) -> Self:
+        self._open = AsyncExitStack()
+        await self._open.enter_async_context(_background(self._sample()))
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._open.__aexit__(*error)
+
+    async def _sample(self) -> None:
+        raise NotImplementedError
+
+
+class EngineSampler(_Sampler):
+    """Calls ``read`` every ``interval_s`` seconds.
+
+    A reading that fails or takes longer than ``timeout_s`` (a replica just died, or hangs; the
+    router reports that) is counted and skipped.
+
+    Args:
+        reserved: replicas that only evaluate; neither they nor those that replace them count as
+            idle generators.
+    """
 
     def __init__(
         self,
@@ -41,8 +62,6 @@ class EngineSampler:
         interval_s: float = 0.25,
         timeout_s: float = 5.0,
     ) -> None:
-        """``reserved`` replicas, which only evaluate, do not count as idle generators, nor do those
-        that take their places."""
         self._read = read
         self._reserved = frozenset(reserved)
         self._interval_s = interval_s
@@ -50,16 +69,8 @@ class EngineSampler:
         self._readings: list[StatsByReplica] = []
         self._num_failed = 0
 
-    async def __aenter__(self) -> EngineSampler:
-        self._sampling = background(self._sample(), name="engine sampler")
-        await self._sampling.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._sampling.__aexit__(*error)
-
     def take(self) -> dict[str, float]:
-        """Metrics of the time since the last call, which starts the next period."""
+        """Return the metrics of the time since the last call."""
         readings, self._readings = self._readings, []
         num_failed, self._num_failed = self._num_failed, 0
         metrics = engine_metrics(readings) | idle_metrics(readings, self._reserved)
@@ -73,6 +84,29 @@ class EngineSampler:
                     self._readings.append(await self._read())
             except (TorchtitanRLError, TimeoutError):
                 self._num_failed += 1
+
+
+class LoopLagSampler(_Sampler):
+    """Measures how late the event loop is: something in it blocked for at least that long.
+
+    Sleeps ``interval_s`` again and again, and notes how much later than asked it wakes. A wait that
+    is still overdue counts in the next reading.
+    """
+
+    def __init__(self, interval_s: float = 0.05) -> None:
+        self._interval_s = interval_s
+        self._lags_ms: list[float] = []
+
+    def take(self) -> tuple[float, float]:
+        """Return mean and maximum in ms since the last call; 0 if nothing was sampled."""
+        lags_ms, self._lags_ms = self._lags_ms or [0.0], []
+        return fmean(lags_ms), max(lags_ms)
+
+    async def _sample(self) -> None:
+        while True:
+            due_s = time.perf_counter() + self._interval_s
+            await asyncio.sleep(self._interval_s)
+            self._lags_ms.append(max(0.0, 1e3 * (time.perf_counter() - due_s)))
 
 
 def idle_metrics(
@@ -118,13 +152,9 @@ def engine_metrics(readings: Sequence[StatsByReplica]) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def background(work: Coroutine[Any, Any, None], *, name: str) -> AsyncIterator[None]:
-    """Run ``work`` as a task while the block is open, then cancel it and wait for its end.
-
-    Raises:
-        Exception: whatever ended the work before the block's end, unless the block raised itself.
-    """
-    task = asyncio.create_task(work, name=name)
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run ``work`` while the block is open, then cancel it; its own error is raised at the end."""
+    task = asyncio.create_task(work, name="sampler")
     try:
         yield
     finally:

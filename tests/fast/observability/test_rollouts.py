@@ -6,8 +6,9 @@ from pathlib import Path
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
 from tests.support.turns import group, rollout, turn
-from torchtitan_rl.observability.rollout_log import RolloutLog, choose_rollouts
-from torchtitan_rl.observability.sinks import Split
+from torchtitan_rl.observability.metrics import Split
+from torchtitan_rl.observability.rollouts import RolloutLog, choose_rollouts
+from torchtitan_rl.observability.sinks import Row, read_rows
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.types import RolloutStatus, VersionRun
@@ -86,7 +87,9 @@ def test_a_trained_turn_has_its_advantage_and_its_mask_and_any_turn_how_it_was_s
     assert written["metrics"] == asdict(timings)
 
 
-def test_a_row_tells_of_its_rollouts_the_same_when_it_is_written_again(tmp_path: Path) -> None:
+def test_rollouts_are_written_once_though_the_row_of_their_step_is_tried_again(
+    tmp_path: Path,
+) -> None:
     groups = [make_group(make_rollout(0.5, make_turn((1,), (2, 3))), make_rollout(0.25))]
     path = tmp_path / "rollouts.jsonl"
     log = RolloutLog(path, per_step=2, seed=0)
@@ -100,18 +103,18 @@ def test_a_row_tells_of_its_rollouts_the_same_when_it_is_written_again(tmp_path:
         assert path.read_text() == content
 
 
-def test_a_resumed_run_writes_the_same_lines_as_one_that_was_not_interrupted(
+def test_a_resumed_run_chooses_the_rollouts_that_one_without_an_interruption_chooses(
     tmp_path: Path,
 ) -> None:
     groups = [make_group(*(make_rollout(reward / 10) for reward in range(10)))]
+    path = tmp_path / "rollouts.jsonl"
 
-    def record(steps: range, resume_step: int | None) -> str:
-        path = tmp_path / "rollouts.jsonl"
+    def record(steps: range, resume_step: int | None) -> list[Row]:
         log = RolloutLog(path, per_step=5, seed=1, resume_step=resume_step)
         for step in steps:
             log.record(step, step, groups, Split.TRAIN)
         log.close()
-        return path.read_text()
+        return [line.row for line in read_rows(path)]
 
     whole = record(range(1, 6), None)
     assert record(range(4, 6), 3) == whole

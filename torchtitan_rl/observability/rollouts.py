@@ -1,12 +1,11 @@
 """``rollouts.jsonl``: a few whole rollouts of each step for a person to read.
 
-One object a rollout: the best, the worst and random ones, with text, tokens, logprobs, versions,
+One row for a rollout: the best, the worst and random ones, with text, tokens, logprobs, versions,
 advantages and masks of each turn. Which random ones are shown depends on seed and step only.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import zlib
@@ -15,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.observability.jsonl import JsonLines, Row
-from torchtitan_rl.observability.sinks import Split
+from torchtitan_rl.observability.metrics import Split
+from torchtitan_rl.observability.sinks import Row, RowLog
 from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.types import (
     Completion,
@@ -31,21 +30,28 @@ from torchtitan_rl.types import (
 )
 
 LOGGED = "logged"
-"""What the names begin with of metrics that tell of this file."""
+"""The first part of the names of metrics that describe this file."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class RolloutLog:
-    """Appends to ``path``; ``resume_step`` as in `JsonLines`. ``decode`` gives turns a text whose
-    environment does not work in text; without it they have none."""
+    """Appends to ``path``.
+
+    Args:
+        resume_step: the step after which the run continues; None for a new run.
+
+    ``decode`` gives a text to turns whose environment does not work in text; without it they have
+    none.
+    """
 
     def __init__(
         self, path: Path, *, per_step: int, seed: int, resume_step: int | None = None
     ) -> None:
-        self._lines = JsonLines(path, resume_step=resume_step, is_step=_is_trained)
+        self._rows = RowLog.of_run(path, resume_step=resume_step)
         self._per_step = per_step
         self._seed = seed
+        self._last: tuple[int, Split, dict[str, float]] | None = None
         self.decode: Decode | None = None
 
     def record(
@@ -56,18 +62,18 @@ class RolloutLog:
         split: Split,
         episodes: Sequence[Episode] | None = None,
     ) -> dict[str, float]:
-        """Write up to ``per_step`` rollouts of these groups, unless those of this step are there;
-        returns what the row of the step says of them (`logged_metrics`).
+        """Write up to ``per_step`` rollouts of these groups; returns what the row of the step says
+        of them (`logged_metrics`).
+
+        A second call in a row for the same step writes nothing: its row could not be written.
 
         Args:
-            episodes: of the groups, as they were trained on; None where they were not.
+            episodes: of the groups, as they were trained on; None if they were not.
 
         Raises:
             OutputError: they cannot be written.
         """
-        if lines := self._written(step, split):
-            rows: list[Row] = [json.loads(line) for line in lines]
-        else:
+        if self._last is None or self._last[:2] != (step, split):
             rng = random.Random(f"{self._seed}/{split.value}/{step}")
             head = {"step": step, "version": version, "split": split.value}
             rows = [
@@ -76,24 +82,18 @@ class RolloutLog:
                 | rollout_to_json(group, rollout, episodes, decode=self.decode)
                 for chosen, group, rollout in choose_rollouts(groups, self._per_step, rng)
             ]
-            lines = self._lines.append(*rows)
-        return logged_metrics(split, rows, lines)
-
-    def _written(self, step: int, split: Split) -> list[bytes]:
-        """Of a step whose row could not be written, or of an evaluation that a run before this one
-        recorded, maybe without its row."""
-        last = self._lines.last
-        if split is Split.TRAIN and (last is None or last["step"] != step or not _is_trained(last)):
-            return []
-        return self._lines.lines_of(step, lambda row: row["split"] == split.value)
+            self._last = step, split, logged_metrics(split, rows, self._rows.append(*rows))
+        return self._last[2]
 
     def close(self) -> None:
-        self._lines.close()
+        self._rows.close()
 
 
 def logged_metrics(split: str, rows: Sequence[Row], lines: Sequence[bytes]) -> dict[str, float]:
-    """What the row of a step says of its rollouts in ``rollouts.jsonl``; ``rows`` are parsed
-    ``lines``."""
+    """Compute what the row of a step says of its rollouts in ``rollouts.jsonl``.
+
+    ``rows`` are the parsed ``lines``.
+    """
     numbers = {
         "rollouts": len(rows),
         "tokens": sum(len(turn["token_ids"]) for row in rows for turn in row["turns"]),
@@ -123,10 +123,6 @@ def choose_rollouts(
     for index in rng.sample(others, min(len(others), max(0, count - len(chosen)))):
         chosen[index] = "random"
     return [(why, *pairs[index]) for index, why in list(chosen.items())[:count]]
-
-
-def _is_trained(row: Mapping[str, Any]) -> bool:
-    return bool(row["split"] == Split.TRAIN.value)
 
 
 def rollout_to_json(
@@ -198,10 +194,10 @@ def _trained_of(turn: Turn, episode: Episode | None) -> dict[str, Any]:
 
 
 def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
-    """What `rollout_to_json` was given.
+    """Read what `rollout_to_json` wrote; turns lack what it leaves out.
 
     Raises:
-        KeyError, TypeError, ValueError: it is another object.
+        KeyError, TypeError, ValueError: the object is not a rollout.
     """
     name = row["rollout_id"]
     return Rollout(

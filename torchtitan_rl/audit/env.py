@@ -1,0 +1,614 @@
+"""Rolls out a few problems of a task to find the usual mistakes of environments.
+
+Each problem is rolled out twice at once, as siblings are in training. Then the rollout is continued
+from each of its saved states and must go on as it did; one that ended by a limit is rolled out once
+more with room for many turns. Environments are watched from outside: what each call answered, how
+long it took, and for how long it blocked the event loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import types
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import zip_longest
+from pathlib import Path
+from textwrap import indent
+from typing import Any, TypeVar
+
+from torchtitan_rl.environments.games import INVALID_ACTIONS
+from torchtitan_rl.generation.engine import EngineLimits
+from torchtitan_rl.generation.validation import validate_request
+from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.env import (
+    Observation,
+    Terminal,
+    is_stateful,
+    replays,
+    require_async,
+)
+from torchtitan_rl.rollout.episodes import turns_by_episode
+from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.rollout.rollouter import Rollouter
+from torchtitan_rl.rollout.rubric import Rubric
+from torchtitan_rl.rollout.run import EnvironmentFactory
+from torchtitan_rl.rollout.session import EnvSession, NotResumableError
+from torchtitan_rl.rollout.tree import RolloutEnded, RolloutEnv, is_tree_env
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerateFn,
+    GenerationRequest,
+    OnProgress,
+    Problem,
+    Rollout,
+    RolloutStatus,
+    Turn,
+    VersionRun,
+)
+
+_MS = 1000.0
+_CONTEXT_TOKENS = 12
+
+
+class Mistake(StrEnum):
+    """Kinds of findings; ``--allow`` takes their names."""
+
+    EXCEPTION = "exception"
+    TIMEOUT = "timeout"
+    REWARD = "reward"
+    NEVER_ENDS = "never-ends"
+    HISTORY = "history"
+    BLOCKING = "blocking"
+    STATE = "state"
+    PROMPT_LENGTH = "prompt-length"
+    GENERATION = "generation"
+
+
+_MENDS = {
+    Mistake.EXCEPTION: "correct the environment: each such rollout has no reward and is not "
+    "trained on",
+    Mistake.TIMEOUT: "give what it waits for a time limit of its own, or raise "
+    "rollout.step_timeout_s",
+    Mistake.REWARD: "return Terminal(reward=...), and turn_reward where a turn has one, with a "
+    "finite number, or give the task a rubric; guard divisions and logarithms",
+    Mistake.NEVER_ENDS: "return a Terminal from step when the problem is solved or lost; if the "
+    "environment waits for another answer, --say one that it understands, or take --policy real; "
+    "if the limits are the end, --allow never-ends",
+    Mistake.HISTORY: "each turn is trained on as an episode of its own, with its whole prompt: "
+    "return only the new messages (MessageObservation.messages), not replace_messages, or, as a "
+    "TokenEnv, the previous prompt and completion followed by what is new; a template that "
+    "changes earlier turns needs another renderer",
+    Mistake.BLOCKING: "it stops all rollouts: wrap environments with plain methods in "
+    "threaded(...), await asyncio.sleep instead of time.sleep, and move slow set-up from the "
+    "creation to reset",
+    Mistake.STATE: "save in state_dict all that step depends on, as JSON, and restore all of it in "
+    "load_state_dict; or remove both, and rollouts start again when a run is resumed",
+    Mistake.PROMPT_LENGTH: "shorten the prompt, leave such problems out, or raise "
+    "rollout.max_total_tokens with generator.max_model_len and trainer.row_len",
+    Mistake.GENERATION: "see the cause; stop strings and token ids must be of the policy: encode "
+    "prompts with the tokenizer that the task is given",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """``what`` was seen in which rollout."""
+
+    mistake: Mistake
+    rollout_id: str
+    what: str
+
+    @property
+    def mend(self) -> str:
+        return _MENDS[self.mistake]
+
+
+_FAILURES = {
+    RolloutStatus.ENV_ERROR: Mistake.EXCEPTION,
+    RolloutStatus.STEP_TIMEOUT: Mistake.TIMEOUT,
+    RolloutStatus.ROLLOUT_TIMEOUT: Mistake.TIMEOUT,
+    RolloutStatus.REWARD_ERROR: Mistake.REWARD,
+    RolloutStatus.GENERATION_ERROR: Mistake.GENERATION,
+}
+
+
+def rollout_findings(
+    rollout: Rollout,
+    watched: Watched | None,
+    limits: RolloutConfig,
+    decode: Callable[[Sequence[int]], str],
+) -> list[Finding]:
+    """Find what is wrong with one rollout, except that it may never end."""
+    found = []
+
+    def note(mistake: Mistake, what: str) -> None:
+        found.append(Finding(mistake=mistake, rollout_id=rollout.rollout_id, what=what))
+
+    cause = rollout.cause or ""
+    if cause.startswith("state_dict"):
+        note(Mistake.STATE, cause)
+    elif cause:
+        note(_FAILURES.get(rollout.status, Mistake.EXCEPTION), cause)
+    if rollout.status is RolloutStatus.MAX_TOKENS and not rollout.turns:
+        first = watched.answers[0] if watched is not None else None
+        tokens = len(first.prompt_token_ids) if isinstance(first, Observation) else "too many"
+        note(
+            Mistake.PROMPT_LENGTH,
+            f"the first prompt of {tokens} tokens leaves no room in rollout.max_total_tokens "
+            f"({limits.max_total_tokens})",
+        )
+    if len(rollout.turns) > 1 and len(turns_by_episode(rollout)) == len(rollout.turns):
+        seen = (n for n, turn in enumerate(rollout.turns[:-1], start=1) if not _is_cut(turn))
+        if (left := next(seen, None)) is not None:
+            note(Mistake.HISTORY, _divergence(rollout.turns, left, decode))
+    return found
+
+
+def cut_note(rollout: Rollout, watched: Watched | None) -> str:
+    """Says that the length limit cut answers, which has consequences like those of mistakes; empty
+    where it did not, or where the environment's own ``Observation.max_tokens`` was reached."""
+    asks = watched.answers if watched is not None else ()
+    pairs = zip_longest(rollout.turns, asks[: len(rollout.turns)])
+    cut = [turn for turn, asked in pairs if _is_cut(turn) and not _is_as_asked(turn, asked)]
+    if not cut:
+        return ""
+    return (
+        f"{rollout.rollout_id}: {len(cut)} of {len(rollout.turns)} answers were cut, the first one "
+        f"after {len(cut[0].completion.token_ids)} tokens, so the environment did not see their "
+        "ends, and the next prompt may not extend them: raise rollout.sampling.max_tokens_per_turn "
+        "or rollout.max_total_tokens if answers are meant to be so long"
+    )
+
+
+def says_nothing_of_the_end(rollout: Rollout) -> str:
+    """Why a rollout that did not end is not the environment's fault; empty where it may be."""
+    turns = rollout.turns
+    if all(_is_cut(turn) for turn in turns):
+        return "all of its answers were cut by the length limit"
+    if rollout.metrics.get(INVALID_ACTIONS, 0.0) >= len(turns):
+        return "none of its answers was an action"
+    return ""
+
+
+def _is_cut(turn: Turn) -> bool:
+    return turn.completion.finish_reason is FinishReason.LENGTH
+
+
+def _is_as_asked(turn: Turn, asked: Observation | Terminal | None) -> bool:
+    return isinstance(asked, Observation) and asked.max_tokens == len(turn.completion.token_ids)
+
+
+def _divergence(turns: Sequence[Turn], number: int, decode: Callable[[Sequence[int]], str]) -> str:
+    """Where the prompt after turn ``number`` leaves the prompt and completion of that turn."""
+    first, second = turns[number - 1 : number + 1]
+    before = first.prompt_token_ids + first.completion.token_ids
+    after = second.prompt_token_ids
+    pairs = enumerate(zip(before, after, strict=False))
+    at = next((n for n, (old, new) in pairs if old != new), min(len(before), len(after)))
+    old, new = (decode(tokens[at : at + _CONTEXT_TOKENS]) for tokens in (before, after))
+    return (
+        f"the prompt of turn {number + 1} does not extend turn {number}: at token {at} it has "
+        f"{new!r} where the policy saw {old!r}"
+    )
+
+
+def blocking_findings(watched: Watched, rollout_id: str, *, max_block_s: float) -> list[Finding]:
+    """Calls that kept the event loop to themselves for longer."""
+    longest: dict[str, float] = {}
+    for call in watched.calls:
+        longest[call.method] = max(call.blocked_s, longest.get(call.method, 0.0))
+    return [
+        Finding(
+            mistake=Mistake.BLOCKING,
+            rollout_id=rollout_id,
+            what=f"{method} blocks the event loop for {_MS * seconds:.0f} ms",
+        )
+        for method, seconds in longest.items()
+        if seconds > max_block_s
+    ]
+
+
+def describe_rollout(
+    rollout: Rollout, watched: Watched | None, decode: Callable[[Sequence[int]], str]
+) -> list[str]:
+    """The rollout turn by turn. What is not new in a prompt is left out."""
+    reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
+    turns, episodes = len(rollout.turns), len(turns_by_episode(rollout))
+    lines = [
+        f"=== {rollout.rollout_id}: {rollout.status.value}, reward {reward}, "
+        f"{turns} turn{'' if turns == 1 else 's'}, {episodes} episode{'' if episodes == 1 else 's'}"
+    ]
+    if watched is not None:
+        times = [f"{method} {_took(watched, method)}" for method in ("creation", "reset", "close")]
+        lines.append(f"    {', '.join(times)}")
+    before: tuple[int, ...] = ()
+    for number, turn in enumerate(rollout.turns):
+        prompt, completion = turn.prompt_token_ids, turn.completion
+        extends = bool(before) and prompt[: len(before)] == before
+        new = prompt[len(before) :] if extends else prompt
+        facts = [f"prompt {len(prompt)} tokens"]
+        if number:
+            facts[0] += f" ({len(new)} new)" if extends else f" (does not extend turn {number})"
+        facts.append(f"completion {len(completion.token_ids)} ({completion.finish_reason.value})")
+        if completion.metrics is not None:
+            facts.append(f"decoding {_MS * completion.metrics.decode_s:.0f} ms")
+        if watched is not None:
+            facts.append(f"step {_took(watched, 'step', number)}")
+        if turn.reward is not None:
+            facts.append(f"reward {turn.reward:g}")
+        lines.append(f"--- turn {number + 1}: {', '.join(facts)}")
+        lines += [
+            _text("prompt", decode(new)),
+            _text("policy", decode(completion.token_ids)),
+        ]
+        before = prompt + completion.token_ids
+    if rollout.metrics:
+        values = ", ".join(f"{name} {value:g}" for name, value in sorted(rollout.metrics.items()))
+        lines.append(f"    metrics: {values}")
+    return lines
+
+
+def _took(watched: Watched, method: str, index: int = 0) -> str:
+    seconds = watched.seconds(method)
+    return f"{_MS * seconds[index]:.1f} ms" if index < len(seconds) else "-"
+
+
+def _text(who: str, text: str, most: int = 800) -> str:
+    if len(text) > most:
+        text = f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+    return f"{who}>\n{indent(text.strip(), '    ')}"
+
+
+_SIBLINGS = 2
+_MANY_TURNS = 64
+_MANY_TOKENS = 1 << 20
+_BY_LIMIT = (RolloutStatus.MAX_TURNS, RolloutStatus.MAX_TOKENS)
+_STOPS_CHECKS = {
+    Mistake.EXCEPTION,
+    Mistake.TIMEOUT,
+    Mistake.GENERATION,
+    Mistake.PROMPT_LENGTH,
+}
+"""An environment that makes these cannot be rolled out again or continued."""
+
+
+class ScriptedPolicy:
+    """A `GenerateFn` that says the same in every rollout: one text a turn, again from the first
+    one after the last, each with a stop token. It refuses what an engine with a vocabulary of this
+    size would refuse."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str], *, vocab_size: int) -> None:
+        self._limits = EngineLimits(max_model_len=2 * _MANY_TOKENS, vocab_size=vocab_size)
+        self._texts = [tuple(tokenizer.encode(one, add_special_tokens=False)) for one in texts]
+        self._eos = tokenizer.eos_token_id
+
+    async def __call__(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None, /
+    ) -> Completion:
+        validate_request(request, self._limits, outstanding=())
+        turn, sampling = int(request.request_id.rsplit("/t", 1)[1]), request.sampling
+        ends = sampling.stop_token_ids or (() if self._eos is None else (self._eos,))
+        end = (self._eos,) if self._eos in ends else ends[:1]
+        whole = self._texts[turn % len(self._texts)] + end
+        tokens = whole[: sampling.max_tokens]
+        return Completion(
+            request_id=request.request_id,
+            token_ids=tokens,
+            logprobs=(-1.0,) * len(tokens),
+            version_runs=(VersionRun(0, 0),),
+            finish_reason=FinishReason.STOP if tokens == whole else FinishReason.LENGTH,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckedProblem:
+    """The first sibling, and what is wrong with all. ``watched`` is None for agents.
+
+    ``part`` is that of a mixture; ``has_ended``: the environment ended a rollout by itself.
+    ``unclear`` says why it is not known whether it does.
+    """
+
+    part: str
+    rollout: Rollout
+    watched: Watched | None
+    has_ended: bool
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unclear: str = ""
+
+
+def settled(checked: Sequence[CheckedProblem]) -> tuple[list[Finding], list[str]]:
+    """All findings and notes. What ended for one problem can end: a rollout of another that
+    reached a limit is the policy's doing."""
+    ending = {one.part for one in checked if one.has_ended}
+    findings = [
+        finding
+        for one in checked
+        for finding in one.findings
+        if finding.mistake is not Mistake.NEVER_ENDS or one.part not in ending
+    ]
+    unclear = (one.unclear for one in checked if one.unclear and one.part not in ending)
+    notes = [note for one in checked for note in one.notes]
+    return findings, [*notes[:1], *itertools.islice(unclear, 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvChecker:
+    """``scripted`` is used where the limits of a real policy are in the way."""
+
+    environment: EnvironmentFactory
+    limits: RolloutConfig
+    rubric: Rubric | None
+    generate: GenerateFn
+    scripted: GenerateFn
+    decode: Callable[[Sequence[int]], str]
+    seed: int
+    max_block_s: float
+
+    async def check(self, problem: Problem, *, is_first: bool) -> CheckedProblem:
+        """``is_first``: caches are empty, so its first rollout may take its time."""
+        all_watched: list[Watched] = []
+        group = await self._rollouter(self.generate, self.limits, all_watched).run_group(
+            f"check/{problem.problem_id}",
+            problem,
+            size=_SIBLINGS,
+            seed=self.seed,
+            on_turn=lambda record: None,  # so that states are saved
+        )
+        pairs = list(zip_longest(group.rollouts, all_watched))
+        findings = [
+            finding
+            for rollout, watched in pairs
+            for finding in rollout_findings(rollout, watched, self.limits, self.decode)
+        ]
+        rollout, watched = pairs[0]
+        checked = CheckedProblem(
+            part=problem.task,
+            rollout=rollout,
+            watched=watched,
+            has_ended=any(_has_ended(one) for one in group.rollouts),
+            findings=findings,
+            notes=[note for one, of_one in pairs if (note := cut_note(one, of_one))],
+        )
+        if watched is None:
+            return checked
+        for one, of_one in pairs[1 if is_first else 0 :]:
+            findings += blocking_findings(of_one, one.rollout_id, max_block_s=self.max_block_s)
+        kinds = {finding.mistake for finding in findings}
+        if not kinds & _STOPS_CHECKS:
+            if not checked.has_ended and rollout.status in _BY_LIMIT:
+                await self._check_end(checked, problem)
+            if Mistake.STATE not in kinds:
+                findings += await self._resuming(rollout, watched)
+        return checked
+
+    def _rollouter(
+        self, generate: GenerateFn, limits: RolloutConfig, found: list[Watched]
+    ) -> Rollouter:
+        return Rollouter(
+            generate=generate,
+            environment=watching(self.environment, found),
+            config=limits,
+            rubric=self.rubric,
+        )
+
+    async def _check_end(self, checked: CheckedProblem, problem: Problem) -> None:
+        """Roll out once more, with room for many turns."""
+        turns = max(_MANY_TURNS, 2 * self.limits.max_turns)
+        limits = replace(self.limits, max_turns=turns, max_total_tokens=_MANY_TOKENS)
+        found: list[Watched] = []
+        rollouter = self._rollouter(self.scripted, limits, found)
+        group = await rollouter.run_group("check/end", problem, size=1, seed=self.seed)
+        (longer,) = group.rollouts
+        kinds = {finding.mistake for finding in checked.findings}
+        again = rollout_findings(longer, found[0], limits, self.decode)
+        checked.findings += [finding for finding in again if finding.mistake not in kinds]
+        if longer.status not in _BY_LIMIT:
+            checked.has_ended = _has_ended(longer)
+        elif why := says_nothing_of_the_end(longer):
+            checked.unclear = (
+                f"whether the environment ends by itself is not known: {why}; --say some that it "
+                "understands, or take --policy real"
+            )
+        else:
+            what = f"{len(longer.turns)} turns, and no end"
+            name = checked.rollout.rollout_id
+            checked.findings.append(Finding(mistake=Mistake.NEVER_ENDS, rollout_id=name, what=what))
+
+    async def _resuming(self, rollout: Rollout, watched: Watched) -> list[Finding]:
+        """From each saved state; of an environment that is replayed, before its last turn."""
+        saved: list[tuple[int, str | None]]
+        if watched.is_stateful:
+            saved = [
+                (number, state) for number, state in enumerate(watched.states) if state is not None
+            ]
+        elif watched.replays and rollout.turns:
+            saved = [(len(rollout.turns) - 1, None)]
+        else:
+            return []
+        for number, state in saved:
+            if number < len(rollout.turns):
+                try:
+                    what = await self._continue(rollout, watched, number, state)
+                except (NotResumableError, RolloutEnded) as error:
+                    what = getattr(error, "cause", None) or str(error)
+                if what:
+                    mistake = Mistake.STATE
+                    what = f"continued after {number} turns: {what}"
+                    return [Finding(mistake=mistake, rollout_id=rollout.rollout_id, what=what)]
+        return []
+
+    async def _continue(
+        self, rollout: Rollout, watched: Watched, number: int, state: str | None
+    ) -> str | None:
+        """Continue a rollout, and describe how its turns from ``number`` on differ."""
+        answer = watched.answers[number]
+        session = EnvSession(
+            lambda: self.environment(watched.problem),
+            timeout_s=self.limits.step_timeout_s,
+            max_prompt_tokens=_MANY_TOKENS,  # prompts are compared whole
+            on_call=lambda name: None,
+        )
+        saved = None if state is None else EnvState(answer=answer, state=json.loads(state))
+        try:
+            await session.restore(
+                RecordedRollout(
+                    rollout_id=rollout.rollout_id,
+                    turns=rollout.turns[:number],
+                    env_states={} if saved is None else {number: saved},
+                    prompt_token_ids=rollout.turns[number].prompt_token_ids,
+                )
+            )
+            for index, turn in enumerate(rollout.turns[number:], start=number + 1):
+                before, now = watched.answers[index], await session.step(turn.completion)
+                if difference := _difference(before, now):
+                    return f"turn {index} {difference}"
+            return None
+        finally:
+            await session.close()
+
+
+def _has_ended(rollout: Rollout) -> bool:
+    """Whether the environment itself ended the rollout."""
+    return rollout.status not in _BY_LIMIT and not rollout.status.is_failure
+
+
+def _difference(before: Observation | Terminal, now: Observation | Terminal) -> str:
+    if isinstance(before, Terminal) and isinstance(now, Terminal):
+        # As text, in which NaN is itself.
+        was, reward = (None if one.reward is None else float(one.reward) for one in (before, now))
+        return "" if str(was) == str(reward) else f"is rewarded with {reward}, and was with {was}"
+    if isinstance(before, Observation) and isinstance(now, Observation):
+        is_same = tuple(before.prompt_token_ids) == now.prompt_token_ids
+        return "" if is_same else "is followed by another prompt than it was"
+    return f"is answered by {type(now).__name__}, and was by {type(before).__name__}"
+
+
+_T = TypeVar("_T")
+_SCHEDULING = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, turns
+
+
+@dataclass(slots=True)
+class EnvCall:
+    """``blocked_s`` is the longest time in which nothing else on the event loop could run."""
+
+    method: str
+    seconds: float = 0.0
+    blocked_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Watched:
+    """All calls of one environment; ``answers[n]`` and ``states[n]``, as JSON, are those after n
+    turns."""
+
+    problem: Problem
+    calls: list[EnvCall] = field(default_factory=list)
+    answers: list[Observation | Terminal] = field(default_factory=list)
+    states: list[str | None] = field(default_factory=list)
+    is_stateful: bool = False
+    replays: bool = False
+
+    def seconds(self, method: str) -> list[float]:
+        return [call.seconds for call in self.calls if call.method == method]
+
+
+def watching(environment: EnvironmentFactory, found: list[Watched]) -> EnvironmentFactory:
+    """Makes environments that are watched, and adds what is seen of each to ``found``; agents' are
+    left as they are."""
+
+    def make(problem: Problem) -> RolloutEnv:
+        watched = Watched(problem=problem)
+        found.append(watched)
+        start_s, own_start_s = time.perf_counter(), _own_time_s()
+        env = environment(problem)
+        took_s, blocked_s = time.perf_counter() - start_s, _own_time_s() - own_start_s
+        require_async(env)
+        if is_tree_env(env):
+            found.remove(watched)
+            return env
+        watched.calls.append(EnvCall("creation", took_s, blocked_s))
+        return _WatchedEnv(env, watched)
+
+    return make
+
+
+class _WatchedEnv:
+    """Has the protocols of the environment that it wraps."""
+
+    def __init__(self, env: Any, watched: Watched) -> None:  # a TokenEnv
+        self.wrapped_env = env
+        self._watched = watched
+        watched.is_stateful, watched.replays = is_stateful(env), replays(env)
+
+    @property
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        return getattr(self.wrapped_env, "messages", ())
+
+    async def reset(self) -> Observation:
+        answer: Observation = await self._timed("reset", self.wrapped_env.reset())
+        self._watched.answers.append(answer)
+        return answer
+
+    async def step(self, completion: Completion) -> Observation | Terminal:
+        stepping = self.wrapped_env.step(completion)
+        answer: Observation | Terminal = await self._timed("step", stepping)
+        self._watched.answers.append(answer)
+        return answer
+
+    async def finish(self, status: RolloutStatus) -> Terminal:
+        return await self._timed("finish", self.wrapped_env.finish(status))
+
+    async def close(self) -> None:
+        await self._timed("close", self.wrapped_env.close())
+
+    async def state_dict(self) -> Any:
+        state = await self._timed("state_dict", self.wrapped_env.state_dict())
+        self._watched.states.append(None if state is None else json.dumps(state))
+        return state
+
+    async def load_state_dict(self, state: Any) -> None:
+        await self._timed("load_state_dict", self.wrapped_env.load_state_dict(state))
+
+    async def _timed(self, method: str, work: Coroutine[Any, Any, _T]) -> _T:
+        call, start_s = EnvCall(method), time.perf_counter()
+        try:
+            return await _watched(work, call)
+        finally:
+            call.seconds = time.perf_counter() - start_s
+            self._watched.calls.append(call)
+
+
+def _own_time_s() -> float:
+    """A clock that stands still while this thread could run and others have its core, so that it
+    shows the same on a busy machine; all the time where the kernel does not count that."""
+    try:
+        _, waited_ns, _ = _SCHEDULING.read_text().split()
+    except (OSError, ValueError):
+        waited_ns = "0"
+    return time.perf_counter() - int(waited_ns) / 1e9
+
+
+@types.coroutine
+def _watched(work: Coroutine[Any, Any, _T], call: EnvCall) -> Generator[Any, Any, _T]:
+    """Await a coroutine, and note its longest stretch between two waits."""
+    go_on: Callable[[Any], Any] = work.send
+    value: Any = None
+    while True:
+        start_s = _own_time_s()
+        try:
+            waits_for = go_on(value)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+        finally:
+            call.blocked_s = max(call.blocked_s, _own_time_s() - start_s)
+        try:
+            go_on, value = work.send, (yield waits_for)
+        except BaseException as error:  # a cancellation, too, is the coroutine's to handle
+            go_on, value = work.throw, error

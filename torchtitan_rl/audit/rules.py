@@ -1,0 +1,568 @@
+"""The rules that everything a run wrote must satisfy. Pure.
+
+A rule yields a sentence for each violation. `Check` counts what was looked at and keeps the
+sentences, with where it was. `audit/run.py` applies the rules to the files of a run; the campaign
+of simulated faults (`tests/campaign/`) does the same after each life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from typing import Any
+
+from torchtitan_rl.errors import TorchtitanRLError, one_line
+from torchtitan_rl.observability.metrics import Split
+from torchtitan_rl.observability.rollouts import LOGGED, logged_metrics
+from torchtitan_rl.observability.sinks import Line, Row, RowKind
+from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
+from torchtitan_rl.orchestration.records import LedgerTotals, group_of
+from torchtitan_rl.orchestration.saved_run import SavedRun
+from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
+from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.token_sets import kept_error
+from torchtitan_rl.types import Completion, RolloutStatus
+
+Errors = Iterator[str]
+
+_UNREADABLE = (TorchtitanRLError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+_RESTORE = "restore the file from a copy"
+_UNACCOUNTED = "account/unaccounted_tokens"
+_BY_CAUSE = ("tokens_masked", "tokens_discarded", "groups_discarded")
+_COUNTS = tuple(one.name for one in fields(LedgerTotals) if one.name not in _BY_CAUSE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promises:
+    """Promises of the configuration of a run; None if unknown."""
+
+    staleness: int | None = None
+    groups_per_step: int | None = None
+    group_size: int | None = None
+    num_steps: int | None = None
+    exports: bool | None = None
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any]) -> Promises:
+        """Read them from the identity in a checkpoint or in ``identity.json``."""
+        return cls(
+            staleness=identity.get("schedule.staleness"),
+            groups_per_step=identity.get("rollout.groups_per_step"),
+            group_size=identity.get("rollout.group_size"),
+            num_steps=identity.get("num_steps"),
+            exports=identity.get("checkpoint.export_hf"),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Check:
+    """``looked_at`` counts ``what``; each violation is a line that says where and what."""
+
+    name: str
+    what: str = "files"
+    looked_at: int = 0
+    violations: list[str] = field(default_factory=list)
+
+    def look(self, where: str, errors: Iterable[str], number: int = 1) -> None:
+        """Count ``number`` more things looked at, and keep what is wrong with them."""
+        self.looked_at += number
+        self.violations += [f"{where}: {error}" for error in errors]
+
+    def require(self, holds: bool, violation: str) -> None:
+        if not holds:
+            self.violations.append(violation)
+
+    @contextmanager
+    def reports_errors(self, where: str, fix: str = "restore it from a copy") -> Iterator[None]:
+        """Report an error in the block, which reads what a run wrote, as a violation."""
+        try:
+            yield
+        except _UNREADABLE as error:
+            self.violations.append(f"{where}: {one_line(error)}; {fix}")
+
+    @property
+    def summary(self) -> str:
+        number = len(self.violations)
+        verdict = "ok" if not number else f"{number} violation{'s' if number > 1 else ''}"
+        return f"{self.name}: {verdict} ({self.looked_at} {self.what})"
+
+
+class MetricsRules:
+    """Checks that the rows of ``metrics.jsonl`` add up, alone and from one to the next.
+
+    Takes one row after another; `results` are complete after the last. ``totals`` and ``versions``
+    are by step, ``evaluated`` are steps, ``logged`` is what rows say of their rollouts in
+    ``rollouts.jsonl``, by step and split, and ``num_problems`` is that of the largest evaluation.
+    """
+
+    def __init__(self, promises: Promises) -> None:
+        self._promises = promises
+        self.order = Check(name="metrics: steps", what="steps")
+        self._sums = Check(name="metrics: totals", what="rows with totals")
+        self._growth = Check(name="metrics: growth of totals", what="pairs of rows")
+        self._steps = Check(name="metrics: tokens and groups of a step", what="steps")
+        self._ages = Check(name="metrics: ages", what="rows with ages")
+        self._account = Check(name="metrics: account against replicas", what="rows with it")
+        self._evaluations = Check(name="metrics: evaluations", what="evaluations")
+        self.evaluated: dict[int, int] = {}  # step -> the life of the run that did it last
+        self.totals: dict[int, LedgerTotals] = {0: _totals(_NOTHING)}
+        self.versions: dict[int, int] = {0: 0}
+        self.logged: dict[tuple[int, str], dict[str, float]] = {}
+        self.last_step = 0
+        self.num_problems: int | None = None
+
+    def results(self) -> list[Check]:
+        metrics = [self.order, self._sums, self._growth, self._steps, self._ages]
+        return [*metrics, self._account, self._evaluations]
+
+    def take(self, line: Line) -> None:
+        where, row = line.where, line.row
+        if not isinstance(row.get("step"), int) or not isinstance(row.get("version"), int):
+            self.order.violations.append(f"{where}: no step, or no version")
+            return
+        for split in Split:
+            of_split = {n: row[n] for n in row if n.startswith(f"{LOGGED}/{split}/")}
+            if of_split:
+                self.logged[row["step"], split.value] = of_split
+        match row.get("kind"):
+            case RowKind.ACCOUNT:
+                self._account.look(where, [*_account_errors(row), *self._place_errors(row)])
+            case RowKind.EVALUATION:
+                self._evaluations.look(where, self._evaluation_errors(row, line.life))
+                self.evaluated[row["step"]] = line.life
+                self.num_problems = max(
+                    self.num_problems or 0, int(row.get("evaluation/groups", 0))
+                )
+            case RowKind.STEP:
+                self._take_step(where, row)
+            case kind:
+                self.order.violations.append(f"{where}: a row of kind {kind}")
+
+    def _evaluation_errors(self, row: Row, life: int) -> Errors:
+        if self.evaluated.get(row["step"]) == life:
+            yield f"step {row['step']} is validated again"
+        yield from self._place_errors(row)
+
+    def _place_errors(self, row: Row) -> Errors:
+        """A row that tells of the weights after a step comes after the row of that step."""
+        step, version = row["step"], row["version"]
+        if step > self.last_step:
+            yield f"the step {step} of the row comes later"
+        elif version != self.versions.get(step, version):
+            yield f"version {version}; the row of step {step} has {self.versions[step]}"
+
+    def _take_step(self, where: str, row: Row) -> None:
+        step = row["step"]
+        self.order.look(where, self._order_errors(row))
+        self._steps.look(where, _step_errors(row, self._promises))
+        if "policy/staleness_max" in row:
+            self._ages.look(where, _age_errors(row, self._promises.staleness))
+        if "total/tokens_generated" in row:
+            totals = self.totals[step] = _totals(row)
+            self._sums.look(where, _sum_errors(totals))
+            if step - 1 in self.totals:
+                self._growth.look(where, _growth_errors(row, totals, self.totals[step - 1]))
+        self.versions[step] = row["version"]
+        self.last_step = step
+
+    def _order_errors(self, row: Row) -> Errors:
+        step, version, before = row["step"], row["version"], self.versions[self.last_step]
+        if step != self.last_step + 1:
+            yield f"step {step} comes after step {self.last_step}"
+        elif not before <= version <= before + 1:
+            yield f"version {version} comes after version {before}"
+        if version > step:
+            yield f"version {version} at step {step}"
+
+
+def _account_errors(row: Row) -> Errors:
+    if row[_UNACCOUNTED] != 0:
+        yield f"{row[_UNACCOUNTED]} tokens were sampled and are in no account"
+
+
+def _step_errors(row: Row, promises: Promises) -> Errors:
+    sampled = row["tokens/generated"]
+    parts = row["tokens/trained"] + row["tokens/discarded"]
+    if sampled != parts:
+        yield f"a batch of {sampled} tokens, of which {parts} are trained or discarded"
+    groups, rollouts = row["train/groups"], row["train/rollouts"]
+    if promises.groups_per_step not in (None, groups):
+        yield f"a batch of {groups} groups; rollout.groups_per_step is {promises.groups_per_step}"
+    if promises.group_size is not None and rollouts != groups * promises.group_size:
+        yield f"{rollouts} rollouts of {groups} groups of {promises.group_size}"
+    if row.get(f"{LOGGED}/train/rollouts") == rollouts:  # all of them
+        expected = [sampled, row.get("train/reward_sum", 0.0)]
+        logged = [row[f"{LOGGED}/train/{name}"] for name in ("tokens", "reward_sum")]
+        if logged != expected:
+            yield (
+                f"rollouts of {expected[0]} tokens and rewards of {expected[1]}; rollouts.jsonl "
+                f"has all of them, with {logged[0]} and {logged[1]}"
+            )
+    if "buffer/capacity" in row:
+        held, room = sum(row[f"buffer/{state}"] for state in GroupState), row["buffer/capacity"]
+        if held > room:
+            yield f"{held} groups in a buffer of {room}"
+
+
+def _age_errors(row: Row, limit: int | None) -> Errors:
+    age = row["policy/staleness_max"]
+    if age < 0:
+        yield "tokens of a later version than the step's"
+    if limit is not None and age > limit:
+        yield f"tokens {age} versions old; schedule.staleness is {limit}"
+
+
+def _sum_errors(totals: LedgerTotals) -> Errors:
+    try:
+        require_sums(totals)
+    except LedgerError as error:
+        yield str(error)
+
+
+def _growth_errors(row: Row, now: LedgerTotals, then: LedgerTotals) -> Errors:
+    """Without tokens_generated: a killed run loses tokens of groups that it had not finished."""
+    counts = [(n, getattr(now, n), getattr(then, n)) for n in _COUNTS if n in _GROWING]
+    for name in _BY_CAUSE:
+        later, earlier = getattr(now, name), getattr(then, name)
+        counts += [(f"{name}/{one}", later.get(one, 0), earlier[one]) for one in earlier]
+    for name, new, old in counts:
+        if new < old:
+            yield f"{name} falls from {old} to {new}"
+    masked = now.tokens_masked.get("loss_mask", 0) - then.tokens_masked.get("loss_mask", 0)
+    grown = {
+        "tokens/trained": now.tokens_trained - then.tokens_trained + masked,
+        "train/groups": now.groups_trained - then.groups_trained,
+    }
+    for name, growth in grown.items():
+        if row[name] != growth:
+            yield f"{name} is {row[name]}, but the total grows by {growth}"
+
+
+_GROWING = ("tokens_trained", "groups_admitted", "groups_trained")
+
+
+_NOTHING: Row = {f"total/{one.name}": 0 for one in fields(LedgerTotals)}
+
+
+def _totals(row: Row) -> LedgerTotals:
+    """The totals in a row; what a count lacks to the sum of its causes has a cause of its own."""
+    counts: dict[str, Any] = {name: int(row[f"total/{name}"]) for name in _COUNTS}
+    for name in _BY_CAUSE:
+        start = f"total/{name}/"
+        causes = {key.removeprefix(start): int(row[key]) for key in row if key.startswith(start)}
+        rest = int(row[f"total/{name}"]) - sum(causes.values())
+        counts[name] = causes | ({"cause not named": rest} if rest else {})
+    return LedgerTotals(**counts)
+
+
+def check_checkpoint(where: str, step: int, saved: SavedRun, promises: Promises) -> list[Check]:
+    """Check the document of the checkpoint of ``step``, by itself and with its groups.
+
+    Raises:
+        KeyError, TypeError, ValueError: this version did not write the checkpoint.
+    """
+    account = Check(name=f"checkpoint {step}: account", what="groups")
+    entries = saved.groups.entries
+    account.look(where, _document_errors(step, saved, promises), len(entries))
+    groups = Check(name=f"checkpoint {step}: groups", what="rollouts")
+    ledger, version = saved.document["ledger"]["tokens_of"], saved.document["version"]
+    oldest = max(0, version - (version if promises.staleness is None else promises.staleness))
+    for entry in entries:
+        at, held = f"{where}: group {entry.group_id}", ledger.get(entry.group_id)
+        number = 0 if entry.group is None else len(entry.group.rollouts)
+        errors = _group_errors(entry, version, oldest, held, promises.group_size)
+        groups.look(at, errors, number)
+    unfinished = {entry.group_id for entry in entries if entry.group is None}
+    for name, recorded in saved.groups.rollouts.items():
+        at = f"{where}: rollout {name}"
+        if group_of(name) not in unfinished:
+            groups.violations.append(f"{at} is of no unfinished group")
+        groups.look(at, _recorded_errors(recorded, version))
+    return [account, groups]
+
+
+def _document_errors(step: int, saved: SavedRun, promises: Promises) -> Errors:
+    document, ledger = saved.document, saved.document["ledger"]
+    try:
+        TokenLedger().load_state_dict(ledger)
+    except LedgerError as error:
+        yield one_line(error)
+    version, trained = document["version"], ledger["groups_trained"]
+    if document["step"] != step:
+        yield f"the document is of step {document['step']}"
+    if not 0 <= version <= step:
+        yield f"version {version} at step {step}"
+    per_step = promises.groups_per_step
+    if per_step is not None and trained != step * per_step:
+        yield f"{trained} groups trained in {step} steps of {per_step}"
+    ids = [entry.group_id for entry in saved.groups.entries]
+    if twice := sorted({name for name in ids if ids.count(name) > 1}):
+        yield f"groups that are there twice: {', '.join(twice)}"
+    if differing := sorted(ledger["tokens_of"].keys() ^ set(ids)):
+        yield f"groups in the ledger or in the buffer only: {differing}"
+
+
+def _group_errors(
+    entry: Entry, version: int, oldest: int, held: int | None, group_size: int | None
+) -> Errors:
+    if not oldest <= entry.admitted_version <= version:
+        yield f"was admitted at version {entry.admitted_version}, not from {oldest} to {version}"
+    if entry.group is None:
+        if held:
+            yield "unfinished, and has tokens in the ledger"
+        return
+    rollouts = entry.group.rollouts
+    found = sum(rollout.num_sampled_tokens for rollout in rollouts)
+    if held != found:
+        yield f"{found} tokens; {held} in the ledger"
+    if group_size not in (None, len(rollouts)):
+        yield f"{len(rollouts)} rollouts, not {group_size}"
+    if len({rollout.rollout_id for rollout in rollouts}) != len(rollouts):
+        yield "a rollout is there twice"
+    for rollout in rollouts:
+        yield from _ending_errors(rollout.rollout_id, rollout.status, rollout.reward)
+        for turn in rollout.turns:
+            yield from _completion_errors(turn.completion, version, entry.admitted_version)
+
+
+def _recorded_errors(recorded: RecordedRollout, version: int) -> Errors:
+    """Errors of a recorded rollout that continues at ``version``."""
+    completions = [turn.completion for turn in recorded.turns]
+    if recorded.partial is not None:
+        completions.append(recorded.partial)
+    turns: set[str] = set()  # that ran at once are in the order of their ends
+    for index, completion in enumerate(completions):
+        yield from _completion_errors(completion, version)
+        prefix, _, turn = completion.request_id.rpartition("/")
+        is_turn = turn[:1] == "t" and turn[1:].isdigit() and turn not in turns
+        turns.add(turn)
+        if not is_turn or not prefix.startswith(recorded.rollout_id):
+            yield f"turn {index} is request {completion.request_id}"
+    if recorded.ended is not None and recorded.ended.turns != recorded.turns:
+        yield "ended with other turns than were recorded"
+
+
+def _completion_errors(completion: Completion, newest: int, oldest: int = 0) -> Errors:
+    """Lengths that differ, and versions out of order or range."""
+    name, num_tokens = completion.request_id, len(completion.token_ids)
+    lengths = {"logprobs": len(completion.logprobs), "versions": len(completion.versions)}
+    if set(lengths.values()) != {num_tokens}:
+        found = " and ".join(f"{number} {what}" for what, number in lengths.items())
+        yield f"{name}: {num_tokens} tokens, {found}"
+    if error := kept_error(completion.kept_tokens, num_tokens):
+        yield f"{name}: {error}"
+    starts = [run.start for run in completion.version_runs]
+    if starts != sorted(starts) or (num_tokens and (not starts or starts[0] != 0)):
+        yield f"{name}: runs of versions start at {starts}"
+    if wrong := sorted({v for v in completion.versions if not oldest <= v <= newest}):
+        yield f"{name}: tokens of versions {wrong}, not from {oldest} to {newest}"
+
+
+def _ending_errors(name: str, status: RolloutStatus | str, reward: float | None) -> Errors:
+    """A rollout has a reward exactly if it did not fail."""
+    try:
+        if RolloutStatus(status).is_failure != (reward is None):
+            yield f"rollout {name}: status {status} with reward {reward}"
+    except ValueError:
+        yield f"rollout {name}: status {status}"
+
+
+def errors_against_row(step: int, document: Mapping[str, Any], metrics: MetricsRules) -> Errors:
+    """Compare the document of a checkpoint with the row of its step.
+
+    The row is written first, so counts that grow between the two may be larger in the checkpoint.
+    """
+    evaluated = document["evaluated_step"]
+    if evaluated is not None and evaluated not in metrics.evaluated:
+        yield f"there is no row of the evaluation of step {evaluated}"
+    if step == 0:
+        return
+    if step not in metrics.versions:
+        yield f"there is no row of step {step}"
+        return
+    version, row_version = document["version"], metrics.versions[step]
+    if row_version != version:
+        yield f"version {version}; {row_version} in the row of step {step}"
+    totals, ledger = metrics.totals.get(step), document["ledger"]
+    if totals is None:
+        return
+    equal = (
+        ("tokens trained", ledger["trained"], totals.tokens_trained),
+        ("tokens masked", sum(ledger["masked"].values()), sum(totals.tokens_masked.values())),
+        ("groups trained", ledger["groups_trained"], totals.groups_trained),
+    )
+    for name, saved, recorded in equal:
+        if saved != recorded:
+            yield f"{saved} {name}; {recorded} in the row of step {step}"
+    discarded = sum(ledger["discarded"].values()), sum(totals.tokens_discarded.values())
+    grown = (
+        ("groups admitted", ledger["groups_admitted"], totals.groups_admitted),
+        ("tokens discarded", *discarded),
+    )
+    for name, saved, recorded in grown:
+        if saved < recorded:
+            yield f"{saved} {name}; already {recorded} in the row before"
+
+
+def check_journal(
+    check: Check,
+    rows: Iterable[Mapping[str, Any]],
+    saved: SavedRun | None,
+    promises: Promises,
+    *,
+    is_first: bool,
+) -> None:
+    """Check the lines of one journal file.
+
+    Args:
+        saved: the checkpoint of the file's step, if there is one.
+        is_first: no file is read before this one, so no turn may be missing, except for those that
+            the checkpoint holds, or held before it was removed.
+    """
+    version = None if saved is None else saved.document["version"]
+    entries = () if saved is None else saved.groups.entries
+    finished = {entry.group_id for entry in entries if entry.group is not None}
+    if not promises.staleness:  # those that are not in the next batch begin again
+        finished.clear()
+    mark = 0 if saved is None else saved.journal_mark
+    newest: int | None = None
+    position = 0
+    num_turns: dict[str, int] = {}  # of each rollout that began in this file
+    for number, row in enumerate(rows, start=1):
+        where = f"{check.name}, line {number}"
+        if number == 1:
+            newest = row.get("version")
+            is_first = is_first and version is None and not row.get("mark", 0)
+            check.require(
+                None in (newest, version) or newest == version,
+                f"{where}: begun at version {newest}; its checkpoint has version {version}",
+            )
+        if "rollout_id" not in row:
+            position = row.get("mark", 0)
+            continue
+        rollout_id, index = row["rollout_id"], row["index"]
+        if row["turn"] is None:
+            num_turns.pop(rollout_id, None)
+            continue
+        check.looked_at += 1
+        group_id, completion = group_of(rollout_id), row["turn"]["completion"]
+        if newest is not None and position >= mark and group_id in finished:
+            check.violations.append(
+                f"{where}: a turn of group {group_id}, which its checkpoint holds as finished"
+            )
+        if index == 0:
+            num_turns[rollout_id] = 0
+        turn = f"{where}: turn {index} of {rollout_id}"
+        if rollout_id in num_turns:
+            check.require(
+                index <= num_turns[rollout_id], f"{turn} after turn {num_turns[rollout_id] - 1}"
+            )
+            num_turns[rollout_id] = index + 1
+        elif is_first:
+            check.violations.append(f"{turn}, which did not begin")
+        is_late = newest is not None and any(v > newest for _, v in completion["version_runs"])
+        if is_late and completion["token_ids"]:
+            check.violations.append(f"{where}: tokens of a version after {newest}")
+
+
+def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) -> list[Check]:
+    """Check ``rollouts.jsonl``, by itself and against what the rows of the metrics say of it."""
+    ids = Check(name="rollouts: ids", what="rollouts")
+    tokens = Check(name="rollouts: tokens", what="turns")
+    endings = Check(name="rollouts: endings", what="rollouts")
+    written = Check(name="rollouts: as they were written", what="steps and evaluations")
+    last_step, problems, step = metrics.last_step, set[str](), 0
+    seen: set[tuple[int, int, str]] = set()  # of evaluations and of this step
+    missing: dict[tuple[int, str], str] = {}
+    for (at, split), numbers in metrics.logged.items():
+        if number := numbers[f"{LOGGED}/{split}/rollouts"]:
+            missing[at, split] = (
+                f"rollouts.jsonl: {number:.0f} {split} rollouts of step {at} are missing"
+            )
+    # A kill may come before the row of the next step, or between the rows and the rollouts that a
+    # resumed run drops.
+    newest = last_step + 1 if promises.num_steps is None else promises.num_steps
+    for (at, split), grouped in groupby(lines, key=lambda one: (one.row["step"], one.row["split"])):
+        batch, is_train = list(grouped), split == "train"
+        where = batch[0].where
+        if is_train:
+            ids.require(at >= step, f"{where}: step {at} after step {step}")
+            step = at
+            seen = {one for one in seen if one[0] >= step}
+        else:
+            problems |= {line.row["problem_id"] for line in batch}
+        ids.require(at <= newest, f"{where}: step {at} is in no row of the metrics")
+        ids.look(where, _repeated(batch, seen), len(batch))
+        for line in batch:
+            check_rollout(endings, tokens, line.where, line.row, promises, is_train=is_train)
+        what, said = f"{where}: the {split} rollouts of step {at}", metrics.logged.get((at, split))
+        if said is None:
+            # The row of an evaluation may be missing: its run was killed before it was written.
+            is_due = is_train and at <= last_step
+            written.require(not is_due, f"{what} are in no row of the metrics")
+        elif differing := _differing(batch, split, said):
+            if (at, split) in missing:  # of an evaluation that was repeated, one batch is as said
+                missing[at, split] = f"{what} are not those that were written, {differing}"
+        else:
+            written.looked_at += 1
+            missing.pop((at, split), None)
+    written.violations += [f"{text}; {_RESTORE}" for text in missing.values()]
+    ids.require(
+        metrics.num_problems is None or len(problems) <= metrics.num_problems,
+        f"{len(problems)} problems were validated, of {metrics.num_problems} that are the same "
+        "each time",
+    )
+    return [ids, tokens, endings, written]
+
+
+def _repeated(batch: Sequence[Line], seen: set[tuple[int, int, str]]) -> Errors:
+    for line in batch:
+        key = line.row["step"], line.life, f"{line.row['split']} {line.row['rollout_id']}"
+        if key in seen:
+            yield f"rollout {line.row['rollout_id']} is there twice for step {key[0]}"
+        seen.add(key)
+
+
+def _differing(batch: Sequence[Line], split: str, said: Mapping[str, float]) -> str:
+    """Describe how rollouts differ from what the row of their step ``said``."""
+    lives = {line.life for line in batch}
+    batch = [line for line in batch if line.life == max(lives)]
+    now = logged_metrics(split, [line.row for line in batch], [line.data for line in batch])
+    return ", ".join(
+        f"{name.rpartition('/')[2]} {now[name]:.17g} and not {said.get(name)}"
+        for name in now
+        if now[name] != said.get(name)
+    )
+
+
+def check_rollout(
+    endings: Check, tokens: Check, where: str, row: Row, promises: Promises, *, is_train: bool
+) -> None:
+    """Check one row of ``rollouts.jsonl`` by itself."""
+    endings.look(where, _ending_errors(row["rollout_id"], row["status"], row["reward"]))
+    for number, turn in enumerate(row["turns"]):
+        errors = _turn_errors(row["version"], turn, promises.staleness, is_train)
+        tokens.look(f"{where}, turn {number}", errors)
+
+
+def _turn_errors(version: int, turn: Row, staleness: int | None, is_train: bool) -> Errors:
+    """``version`` is that after the row's step."""
+    lengths = [len(turn[name]) for name in ("token_ids", "logprobs", "versions")]
+    if len(set(lengths)) > 1:
+        yield f"{lengths[0]} tokens, {lengths[1]} logprobs and {lengths[2]} versions"
+    found = set(turn["versions"])
+    if not found:
+        return
+    if not is_train:
+        if found != {version}:
+            yield f"validated under {sorted(found)}, not {version} alone"
+        return
+    if max(found) > version:
+        yield f"tokens of version {max(found)} at {version}"
+    if staleness is not None and version - 1 - min(found) > staleness:
+        yield (
+            f"tokens of version {min(found)} trained at {version - 1}; schedule.staleness is "
+            f"{staleness}"
+        )

@@ -1,0 +1,336 @@
+"""What the console shows: a live line on a terminal, plain lines elsewhere, a paragraph at the end.
+
+`ProgressState` and `EvaluationState` are the pure models of a run and of an evaluation; `Console`
+shows what they describe.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal, TextIO
+
+from torchtitan_rl.observability.asynchrony import Overlap
+from torchtitan_rl.observability.sinks import RowKind, read_rows
+from torchtitan_rl.orchestration.records import BufferStates
+from torchtitan_rl.types import Rollout
+
+Choice = Literal["auto", "rich", "plain", "none"]
+
+STEP_WORDS = """\
+The line of a step on the console:
+  [1:20]        time since this process began
+  step 9/50     steps done, of the whole run
+  reward 0.610  mean reward of the step's rollouts
+  2 failed      rollouts of the step without a reward, which are not trained on
+  val 0.580     mean reward of the newest evaluation
+  1,840 tok/s   sampled tokens of the step's rollouts per second of the whole step
+  age 1.2       how many versions the weights were ahead when a token was trained on, on average
+  ready 9/24    groups rolled out that wait for a batch / groups that may be under way at once
+  idle 74%+40%  share of the step in which the trainer / the replicas had nothing to do
+  ETA 3:10      time left, by the median of the last 10 steps
+age, ready and idle are of asynchronous runs (schedule.staleness 1 or more)."""
+_MEDIAN_STEPS = 10
+_NUM_COLUMNS = 4  # of the live line: spinner, phase, bar, facts
+_MAX_FACTS_WITH_BAR = 70
+
+
+class ProgressState:
+    """The state of a run. Durations are in seconds; None means unknown yet."""
+
+    def __init__(
+        self, num_steps: int, *, step: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.num_steps = num_steps
+        self.first_step = self.step = step  # that this process starts from
+        self.phase = "start"
+        self.evaluation_reward: float | None = None
+        self._metrics: Mapping[str, float] = {}  # of the last step
+        self._num_failed = 0
+        self._buffer: BufferStates | None = None
+        self._overlap: Overlap | None = None
+        self._clock = clock
+        self._started = self._last_step_end = clock()
+        self._durations: deque[float] = deque(maxlen=_MEDIAN_STEPS)
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self._started
+
+    @property
+    def eta_s(self) -> float | None:
+        """Time left, from the median of the last steps, with what lies between them."""
+        if not self._durations:
+            return None
+        in_this_step = self._clock() - self._last_step_end
+        rest = (self.num_steps - self.step) * median(self._durations) - in_this_step
+        return max(0.0, rest)
+
+    def start_steps(self) -> None:
+        """Begin the first step: the start-up before it is not counted in the estimate."""
+        self._last_step_end = self._clock()
+
+    def end_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        num_failed: int = 0,
+        buffer: BufferStates | None = None,
+        overlap: Overlap | None = None,
+    ) -> None:
+        """Note a step with its metrics.
+
+        Args:
+            num_failed: its rollouts without a reward.
+            buffer, overlap: None for a synchronous run, which shows neither them nor ages.
+        """
+        now = self._clock()
+        self._durations.append(now - self._last_step_end)
+        self._last_step_end = now
+        self.step, self._metrics, self._num_failed = step, metrics, num_failed
+        self._buffer, self._overlap = buffer, overlap
+
+    def show_on(self, console: Console) -> None:
+        """Change the live line."""
+        console.update(self.step, self.phase, self.describe())
+
+    def describe(self) -> str:
+        """``step 12/50  reward 0.610  val 0.580  1,840 tok/s  ETA 3:10``; see `STEP_WORDS`."""
+        metrics, buffer, overlap = self._metrics, self._buffer, self._overlap
+        parts = [f"step {self.step}/{self.num_steps}"]
+        if (reward := metrics.get("train/reward_mean")) is not None:
+            parts.append(f"reward {reward:.3f}")
+        if self._num_failed:
+            parts.append(f"{self._num_failed} failed")
+        if self.evaluation_reward is not None:
+            parts.append(f"val {self.evaluation_reward:.3f}")
+        if (rate := metrics.get("tokens/generated_per_second")) is not None:
+            parts.append(f"{rate:,.0f} tok/s")
+        if buffer is not None and (age := metrics.get("policy/staleness_mean")) is not None:
+            parts.append(f"age {age:.1f}")
+        if buffer is not None:
+            parts.append(f"ready {buffer.finished}/{buffer.capacity}")
+        if overlap is not None:
+            idle = overlap.trainer_idle_share, overlap.generator_idle_share
+            parts.append(f"idle {idle[0]:.0%}+{idle[1]:.0%}")
+        if self.eta_s is not None:
+            parts.append(f"ETA {format_seconds(self.eta_s)}")
+        return "  ".join(parts)
+
+
+class EvaluationState:
+    """Counts rollouts: ``kept`` of the ``total`` were finished before."""
+
+    def __init__(
+        self, total: int, *, kept: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.total = total
+        self.done = self._shown = kept
+        self.phase = "start"
+        self._clock = clock
+        self._new = 0
+        self._tokens = 0
+        self._rewards: list[float] = []
+        self._running_s = 0.0
+        self._began: float | None = None
+
+    def begin(self, phase: str) -> None:
+        """Rollouts of ``phase`` run now."""
+        self.phase, self._began, self._rewards = phase, self._clock(), []
+
+    def pause(self, phase: str) -> None:
+        """No rollout runs; this time does not count in the estimate."""
+        self._running_s, self.phase, self._began = self._elapsed_s(), phase, None
+
+    def end_rollout(self, rollout: Rollout) -> None:
+        self.done += 1
+        self._new += 1
+        self._tokens += rollout.num_sampled_tokens
+        if rollout.reward is not None:
+            self._rewards.append(rollout.reward)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Time left, from the mean time of the rollouts so far, each kind alike."""
+        if not self._new:
+            return None
+        return self._elapsed_s() * (self.total - self.done) / self._new
+
+    def describe(self) -> str:
+        """``rollouts 128/512  reward 0.610  1,840 tok/s  ETA 3:10``"""
+        parts = [f"rollouts {self.done}/{self.total}"]
+        if self._rewards:
+            parts.append(f"reward {fmean(self._rewards):.3f}")
+        if self._tokens and (elapsed_s := self._elapsed_s()) > 0:
+            parts.append(f"{self._tokens / elapsed_s:,.0f} tok/s")
+        if (eta_s := self.eta_s) is not None:
+            parts.append(f"ETA {format_seconds(eta_s)}")
+        return "  ".join(parts)
+
+    def show_on(self, console: Console) -> None:
+        """Change the live line or, for each tenth of the rollouts, print one."""
+        console.update(self.done, self.phase, self.describe())
+        tenths = [10 * done // max(1, self.total) for done in (self._shown, self.done)]
+        if tenths[0] < tenths[1]:
+            self._shown = self.done
+            console.line(f"{self.phase}: {self.describe()}")
+
+    def _elapsed_s(self) -> float:
+        return self._running_s + (0.0 if self._began is None else self._clock() - self._began)
+
+
+class Console:
+    """Shows messages and, on a terminal, a live line below them.
+
+    Args:
+        choice: ``auto`` is rich on a terminal, else plain; ``none`` leaves messages on stderr.
+        done, total: of the live line's bar.
+        stamp: what plain lines begin with.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        *,
+        total: int,
+        done: int = 0,
+        stream: TextIO | None = None,
+        stamp: Callable[[], str] = str,
+    ) -> None:
+        stream = stream or sys.stdout
+        self._has_lines = choice != "none"
+        self._stream = stream if self._has_lines else sys.stderr
+        self._stamp = stamp if self._has_lines else str
+        self._live: Any = None
+        if choice == "rich" or (choice == "auto" and stream.isatty()):
+            self._live = _live_line(stream, done, total)
+
+    def update(self, done: int, phase: str, facts: str) -> None:
+        """Change the live line. Facts that leave no room for its bar take the bar's place."""
+        if self._live is not None:
+            if len(facts) > _MAX_FACTS_WITH_BAR and len(self._live.columns) == _NUM_COLUMNS:
+                self._live.columns = (*self._live.columns[:2], self._live.columns[3])
+            self._live.update(0, completed=done, phase=phase, facts=facts)
+
+    def line(self, text: str) -> None:
+        """Show a plain line; the live line has its facts already."""
+        if self._live is None and self._has_lines:
+            self.say(text)
+
+    def say(self, message: str) -> None:
+        """Show a message that stays."""
+        if self._live is not None:
+            self._live.console.print(message, markup=False, highlight=False)
+        else:
+            with suppress(OSError):  # on a full disk the line may be lost, and the run goes on
+                print(f"{self._stamp()}{message}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def _live_line(stream: TextIO, done: int, total: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+    from rich.table import Column
+
+    phase = TextColumn(
+        "{task.fields[phase]}", style="cyan", table_column=Column(min_width=10, no_wrap=True)
+    )
+    live = Progress(
+        SpinnerColumn(),
+        phase,
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[facts]}"),
+        console=Console(file=stream),
+        refresh_per_second=4,
+    )
+    live.add_task("all", total=total, completed=done, phase="start", facts="")
+    live.start()
+    return live
+
+
+def format_seconds(seconds: float) -> str:
+    """``3:05`` or ``1:02:05``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+_IN_TURN = {
+    "start": "start",
+    "restore": "restoring",
+    "rollout": "waiting for rollouts",
+    "train": "training",
+    "publish": "publishing weights",
+    "switch": "switching devices",
+    "checkpoint": "checkpoints",
+    "export": "export",
+}
+_ALONGSIDE = {"evaluation": "evaluation", "sync": "weight syncs"}
+_MIN_S = 0.5  # shorter phases are left out
+
+
+def describe_run(
+    run_dir: Path,
+    *,
+    headline: str,
+    warnings: Sequence[str],
+    seconds: Mapping[str, float],
+    outputs: Mapping[str, Path],
+    next_commands: Sequence[str],
+) -> list[str]:
+    """Describe how a run went. ``seconds`` are by phase; of the outputs those that exist are
+    named."""
+    lines = [headline, *warnings]
+    if rewards := _evaluations(run_dir):
+        lines.append(f"evaluation: {rewards}")
+    if times := _times(seconds):
+        lines.append(f"time: {times}")
+    lines += [f"{name}: {path}" for name, path in outputs.items() if path.exists()]
+    return [*lines, *(f"next: {command}" for command in next_commands)]
+
+
+def usual_step_s(run_dir: Path) -> float | None:
+    """The median time of the run's last steps, in seconds; None before the first one."""
+    found = list(_values(run_dir, RowKind.STEP, "time/step_s").values())
+    return median(found[-_MEDIAN_STEPS:]) if found else None
+
+
+def _evaluations(run_dir: Path) -> str:
+    """The rewards of the first and the last evaluation of the whole run, earlier lives included."""
+    found = _values(run_dir, RowKind.EVALUATION, "evaluation/reward_mean")
+    steps = sorted(found)
+    return ", then ".join(
+        f"reward {found[step]:.3f} {f'after step {step}' if step else 'before the first step'}"
+        for step in dict.fromkeys((steps[0], steps[-1]) if steps else ())
+    )
+
+
+def _values(run_dir: Path, kind: RowKind, name: str) -> dict[int, float]:
+    """A metric by step, from rows of a kind; empty if they cannot be read."""
+    found: dict[int, float] = {}
+    with suppress(OSError, ValueError, KeyError):
+        for line in read_rows(run_dir / "metrics.jsonl"):
+            if line.row["kind"] == kind and line.row.get(name) is not None:
+                found[line.row["step"]] = line.row[name]
+    return found
+
+
+def _times(seconds: Mapping[str, float]) -> str:
+    parts = [
+        ", ".join(
+            f"{label} {format_seconds(seconds[phase])}"
+            for phase, label in labels.items()
+            if seconds.get(phase, 0.0) >= _MIN_S
+        )
+        for labels in (_IN_TURN, _ALONGSIDE)
+    ]
+    return "; alongside: ".join(part for part in parts if part)
