@@ -1,4 +1,4 @@
-"""Options that cannot be measured with are refused, and runs under others are never mixed."""
+"""Each script starts, by its module and by its path; runs under other options are never mixed."""
 
 from __future__ import annotations
 
