@@ -44,31 +44,24 @@ if TYPE_CHECKING:
         TrainerConfig,
         WeightSyncConfig,
     )
-    from torchtitan_rl.data.levels import CurriculumConfig
-    from torchtitan_rl.data.resting import RestConfig
+    from torchtitan_rl.data.curriculum import CurriculumConfig, RestConfig
     from torchtitan_rl.data.row_dataset import ListDataset
-    from torchtitan_rl.environments.checkers import (
+    from torchtitan_rl.environments.data_task import DataTask
+    from torchtitan_rl.environments.games import Game, GameTask, InvalidActionError, Move
+    from torchtitan_rl.environments.gymnasium_task import GymnasiumTask
+    from torchtitan_rl.environments.judge import Judge, JudgeConfig, JudgedTask
+    from torchtitan_rl.environments.mcp import McpServer, McpServerError, McpTask, McpTools
+    from torchtitan_rl.environments.mixture import MixtureTask
+    from torchtitan_rl.environments.open_env import OpenEnvError, OpenEnvTask
+    from torchtitan_rl.environments.question import QuestionEnv, ToolAnswer, ToolEnv, Tools
+    from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
+    from torchtitan_rl.environments.scoring import (
         CheckFailedError,
         CheckTimeoutError,
         checked_score,
         run_checker,
     )
-    from torchtitan_rl.environments.data_task import DataTask
-    from torchtitan_rl.environments.game_task import GameTask
-    from torchtitan_rl.environments.games import Game, InvalidActionError, Move
-    from torchtitan_rl.environments.gymnasium_task import GymnasiumTask
-    from torchtitan_rl.environments.judge.config import JudgeConfig
-    from torchtitan_rl.environments.judge.judge import Judge
-    from torchtitan_rl.environments.judge.task import JudgedTask
-    from torchtitan_rl.environments.mcp_session import McpServer, McpServerError
-    from torchtitan_rl.environments.mcp_task import McpTask, McpTools
-    from torchtitan_rl.environments.mixture import MixtureTask
-    from torchtitan_rl.environments.open_env_client import OpenEnvError
-    from torchtitan_rl.environments.open_env_task import OpenEnvTask
-    from torchtitan_rl.environments.python_task import PythonTask, PythonTools
-    from torchtitan_rl.environments.question import QuestionEnv
-    from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
-    from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv, Tools
+    from torchtitan_rl.environments.tool_task import PythonTask, PythonTools
     from torchtitan_rl.errors import ConfigError, TorchtitanRLError
     from torchtitan_rl.rollout.chatml import Message
     from torchtitan_rl.rollout.env import (

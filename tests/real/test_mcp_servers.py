@@ -15,9 +15,8 @@ import pytest
 
 from tests.support.servers import ROOT, served
 from torchtitan_rl.commands import cli
-from torchtitan_rl.environments.mcp_session import McpServer, McpServerError
-from torchtitan_rl.environments.mcp_task import McpTools
-from torchtitan_rl.environments.tool_env import ToolAnswer
+from torchtitan_rl.environments.mcp import McpServer, McpServerError, McpTools
+from torchtitan_rl.environments.question import ToolAnswer
 
 pytest.importorskip("mcp")
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.support.servers import served
 from torchtitan_rl.environments.games import InvalidActionError, Move
-from torchtitan_rl.environments.open_env_client import OpenEnvError
-from torchtitan_rl.environments.open_env_task import OpenEnvTask
+from torchtitan_rl.environments.open_env import OpenEnvError, OpenEnvTask
 
 pytest.importorskip("openenv")
 SERVER = "tests.support.openenv_server"

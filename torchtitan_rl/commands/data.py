@@ -19,7 +19,7 @@ from torchtitan_rl.config.loader import load_config, split_config
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.policies import find_policy
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.environments.mcp_task import sharing_servers
+from torchtitan_rl.environments.mcp import sharing_servers
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem

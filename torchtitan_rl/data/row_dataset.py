@@ -1,47 +1,51 @@
-"""Problems made of the rows of files, in an order of its own for each epoch.
+"""Problems made from rows or taken from a list, in a different order in each epoch.
 
-Invariants: the id of a problem is the file and the number of its row (``train.jsonl:17``), whatever
-the seed, the filters and the split are. The order depends on the seed and the epoch alone. In an
-epoch each row is read once: the rows of a block follow each other, so that a row group is decoded
-once; blocks are shuffled, and the rows within each. The state is a position; no row is in memory
-but the one that is read.
-
-Problems of a list, in an order of its own for each epoch.
+Invariants: the id of a problem is the source and the number of its row (``train.jsonl:17``),
+whatever the seed, the filters and the split are. The order depends on the seed and the epoch alone.
+In an epoch each row is read once: blocks are shuffled, and the rows within each, so that a row
+group is decoded once. The state is a position; only the row that is read is in memory.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
-from torchtitan_rl.data.resting import shuffled
 from torchtitan_rl.data.rows import DataError, Row, Rows
+from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 
 MakeProblem = Callable[[str, str, Row], Problem | None]
-"""Of a row's id, its place for error messages, and the row; None passes it over."""
+"""Makes a problem of a row's id, its place for error messages, and the row; or skips the row."""
+
+_ROUNDS = 4
 
 
 class RowDataset:
-    """Endless epochs over all rows of which ``make`` makes a problem."""
+    """Endless epochs over all rows that ``make`` makes a problem of.
+
+    ``chosen_by`` names the options that decide which rows are problems, for the error if none is.
+    """
 
     def __init__(
         self,
-        files: Sequence[Rows],
+        sources: Sequence[Rows],
         make: MakeProblem,
         *,
         seed: int,
         shuffle: bool,
         chosen_by: str = "make",
     ) -> None:
-        """``chosen_by``: what decides which rows are problems, for the error if none is."""
         self._blocks = [
-            (rows, block, size) for rows in files for block, size in enumerate(rows.blocks)
+            (rows, block, start, rows.blocks[block])
+            for rows in sources
+            for block, start in enumerate(list(accumulate(rows.blocks, initial=0))[:-1])
         ]
-        self._sizes = [rows.size for rows in files]
-        self._num_rows = sum(size for _, _, size in self._blocks)
+        self._sizes = [rows.size for rows in sources]
+        self._num_rows = sum(size for *_, size in self._blocks)
         self._make = make
         self._seed = seed
         self._shuffle = shuffle
@@ -57,7 +61,7 @@ class RowDataset:
     def next(self) -> Problem:
         """
         Raises:
-            DataError: a row cannot be read or used, or none is left by the filters.
+            DataError: a row cannot be read or used, or the filters leave none.
         """
         for _ in range(2 * self._num_rows):
             if self._position == self._num_rows:
@@ -81,13 +85,13 @@ class RowDataset:
         """Continue where `state_dict` was taken, in the order of that run's seed.
 
         Raises:
-            DataError: the files are not those that the state was taken with.
+            DataError: the state was taken with other files.
         """
         if state["files"] != self._sizes:
             now, before = ", ".join(self._sizes), ", ".join(state["files"])
             raise DataError(
                 f"the data is {now}; it was {before} when the checkpoint was written: give the "
-                "same files, or another name to start anew"
+                "same files, or another name to start again"
             )
         self._seed = int(state["seed"])
         self._move_to(int(state["epoch"]), int(state["position"]))
@@ -99,26 +103,58 @@ class RowDataset:
     def _problem_at(self, position: int) -> Problem | None:
         if self._order is None:
             blocks = [self._shuffled(i, len(self._blocks), "") for i in range(len(self._blocks))]
-            self._order = blocks, list(accumulate(self._blocks[block][2] for block in blocks))
+            self._order = blocks, list(accumulate(self._blocks[block][3] for block in blocks))
         blocks, ends = self._order
         place = bisect_right(ends, position)
-        rows, block, size = self._blocks[blocks[place]]
-        index = self._shuffled(position - (ends[place] - size), size, f"{rows.name}/{block}")
-        row = rows.read(block, index)
+        rows, block, start, size = self._blocks[blocks[place]]
+        index = start + self._shuffled(
+            position - (ends[place] - size), size, f"{rows.name}/{block}"
+        )
+        row = rows.read(index)
         if row is None:
             return None
-        number = rows.number(block, index)
-        return self._make(f"{rows.name}:{number}", rows.place(number), row)
+        number = rows.first + index
+        return self._make(f"{rows.name}:{number}", f"{rows.place} {number}", row)
 
-    def _shuffled(self, position: int, size: int, of: str) -> int:
+    def _shuffled(self, position: int, size: int, block: str) -> int:
         if not self._shuffle:
             return position
-        return shuffled(position, size, key=f"{self._seed}/{self._epoch}/{of}")
+        return shuffled(position, size, key=f"{self._seed}/{self._epoch}/{block}")
+
+
+def split_of_rows(
+    rows: Rows,
+    split: Split,
+    validation_share: float | None,
+    *,
+    text: Callable[[Row], str],
+    seed: int,
+    shuffle: bool = True,
+    chosen_by: str = "task.num_problems and task.validation_share",
+) -> RowDataset:
+    """One split of problems whose data are the rows themselves: `in_split` decides by ``text``.
+    Without a share all rows belong to ``split``."""
+
+    def make(problem_id: str, place: str, row: Row) -> Problem | None:
+        if validation_share is not None and not in_split(split, text(row), validation_share):
+            return None
+        return Problem(problem_id=problem_id, data=dict(row))
+
+    return RowDataset(
+        [rows], make, seed=seed, shuffle=shuffle and split == "train", chosen_by=chosen_by
+    )
+
+
+def in_split(split: Split, text: str, validation_share: float) -> bool:
+    """Whether a problem belongs to a split: its text decides, so that equal ones are together."""
+    digest = blake2b(text.encode(), digest_size=6).digest()
+    is_validation = int.from_bytes(digest, "big") / 2**48 < validation_share
+    return is_validation == (split == "validation")
 
 
 class ListDataset:
-    """Endless epochs over ``problems``, each epoch in another order; with ``shuffle=False`` in
-    theirs, as validation wants it.
+    """Endless epochs over ``problems``, each in a different order; in the list's own order with
+    ``shuffle=False``, as validation needs it.
 
     >>> problems = [Problem(problem_id=f"sum/{n}", data={"question": f"{n} + 1?"}) for n in (1, 2)]
     >>> dataset = ListDataset(problems, seed=0, shuffle=False)
@@ -126,7 +162,7 @@ class ListDataset:
     (['sum/1', 'sum/2', 'sum/1'], 1)
 
     Raises:
-        ValueError: there is no problem.
+        ValueError: ``problems`` is empty.
     """
 
     def __init__(self, problems: Sequence[Problem], *, seed: int, shuffle: bool = True) -> None:
@@ -145,8 +181,7 @@ class ListDataset:
         epoch, position = divmod(self._taken, len(self._problems))
         self._taken += 1
         if self._shuffle:
-            key = f"{self._seed}/{epoch}"
-            position = shuffled(position, len(self._problems), key=key)
+            position = shuffled(position, len(self._problems), key=f"{self._seed}/{epoch}")
         return self._problems[position]
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,11 +191,40 @@ class ListDataset:
         """Continue where `state_dict` was taken, in the order of that run's seed.
 
         Raises:
-            DataError: the list had another length then.
+            DataError: the state was taken with a list of another length.
         """
         if state["size"] != len(self._problems):
             raise DataError(
                 f"the list has {len(self._problems)} problems; it had {state['size']} when the "
-                "checkpoint was written: give the same ones, or another name to start anew"
+                "checkpoint was written: give the same ones, or another name to start again"
             )
         self._taken, self._seed = int(state["taken"]), int(state["seed"])
+
+
+def shuffled(position: int, size: int, *, key: str) -> int:
+    """The image of ``position`` under a permutation of ``range(size)`` that ``key`` alone
+    determines, on every machine; it takes no memory.
+
+    A Feistel network permutes the smallest square power of two that holds ``size``; images outside
+    of the range are permuted again (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    2002, method 2).
+
+    >>> sorted(shuffled(position, 5, key="epoch 0") for position in range(5))
+    [0, 1, 2, 3, 4]
+
+    Raises:
+        ValueError: ``position`` is not in the range.
+    """
+    if not 0 <= position < size:
+        raise ValueError(f"position {position} is not in range({size})")
+    half = ((size - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    index = position
+    while True:
+        left, right = index >> half, index & mask
+        for number in range(_ROUNDS):
+            digest = blake2b(f"{key}/{number}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+        index = left << half | right
+        if index < size:
+            return index

@@ -1,16 +1,14 @@
 """Rows of data files, read one at a time: JSON Lines, Parquet, Hugging Face `datasets`.
 
-Only an index is in memory (the offset of each line; the sizes of row groups), and of Parquet the
-row group that was read last. Rows are in blocks: reading the rows of one block after another is
-cheap in any order.
+Only an index is in memory (the offset of each line; the sizes of row groups), and the row group of
+a Parquet file that was read last. Rows are in blocks: reading the rows of one block after another
+is cheap in any order.
 
 | source | read by | block |
 |---|---|---|
 | ``data/*.jsonl`` (also ``.ndjson``, ``.json``) | offset of the line | the file |
 | ``data/*.parquet`` | row group | a row group |
 | ``hf:NAME``, ``hf:NAME:CONFIG:SPLIT`` | memory-mapped Arrow file | the split |
-
-Which split a problem belongs to: decided by its text, so that equal ones are in the same.
 """
 
 from __future__ import annotations
@@ -19,17 +17,18 @@ import functools
 import glob
 import json
 import os
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from io import FileIO
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError, one_line
-from torchtitan_rl.rollout.task import Split
 
 Row = Mapping[str, Any]
 
@@ -46,43 +45,27 @@ class DataError(TorchtitanRLError):
     """A row cannot be used; names the file, the line and the column."""
 
 
-class Rows(Protocol):
-    """The rows of one file."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of one source, read by their index."""
 
-    @property
-    def name(self) -> str:
-        """Of the file; an id of a row begins with it."""
-        ...
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """Number of rows in each block."""
-        ...
-
-    @property
-    def size(self) -> str:
-        """What changes when the file does, for the comparison of a resumed run."""
-        ...
-
-    def number(self, block: int, index: int) -> int:
-        """Of a row in its file, from 1: the line of JSON Lines."""
-        ...
-
-    def place(self, number: int) -> str:
-        """Of a row, for error messages."""
-        ...
-
-    def read(self, block: int, index: int) -> Row | None:
-        """A row; None if it is empty (a line without text).
-
-        Raises:
-            DataError: it cannot be read.
-        """
-        ...
+    name: str
+    """Name of the source; ids of rows begin with it."""
+    size: str
+    """A text that changes when the rows do: a resumed run compares it."""
+    blocks: Sequence[int]
+    """Number of rows in each block."""
+    read: Callable[[int], Row | None]
+    """Returns the row with an index from 0, or None for a line without text. Raises a `DataError`
+    for a row that cannot be read."""
+    place: str
+    """What stands before a row's number in error messages: ``data/train.jsonl, line``."""
+    first: int = 1
+    """Number of the first row."""
 
 
 def open_sources(sources: Sequence[str]) -> list[Rows]:
-    """The files of all sources, in their order; those of a pattern sorted by name.
+    """Open the files of all sources, in their order; those of a pattern are sorted by name.
 
     Raises:
         ConfigError: a source names no file, or one that cannot be read.
@@ -90,7 +73,7 @@ def open_sources(sources: Sequence[str]) -> list[Rows]:
     opened: list[Rows] = []
     for source in sources:
         if source.startswith(HUB_PREFIX):
-            opened.append(HubRows(source))
+            opened.append(_hub(source))
             continue
         paths = sorted(glob.glob(source, recursive=True))
         if not paths:
@@ -110,57 +93,42 @@ def _open_file(path: str) -> Rows:
             "or hf:NAME"
         )
     try:
-        return ParquetRows(path) if suffix == ".parquet" else JsonLinesRows(path)
-    except OSError as error:
+        return _parquet(path) if suffix == ".parquet" else _json_lines(path)
+    except (OSError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
         raise ConfigError(f"{path}: cannot be read ({error})") from error
 
 
-class JsonLinesRows:
-    """One JSON object in each line; empty lines are passed over."""
+def _json_lines(path: str) -> Rows:
+    """One JSON object in each line; empty lines are skipped."""
+    file = FileIO(path)
+    now = os.fstat(file.fileno())
+    ends, digest = _scan(path, now.st_size, now.st_mtime_ns)
 
-    def __init__(self, path: str) -> None:
-        self.name = Path(path).name
-        self._path = path
-        self._file = FileIO(path)
-        now = os.fstat(self._file.fileno())
-        self._num_bytes = now.st_size
-        self._ends, self._digest = _scan(path, now.st_size, now.st_mtime_ns)
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        return (len(self._ends),) if len(self._ends) else ()
-
-    @property
-    def size(self) -> str:
-        return f"{self.name}: {self._num_bytes} bytes ({self._digest})"
-
-    def number(self, block: int, index: int) -> int:
-        return index + 1
-
-    def place(self, number: int) -> str:
-        return f"{self._path}, line {number}"
-
-    def read(self, block: int, index: int) -> Row | None:
-        start = int(self._ends[index - 1]) + 1 if index else 0
-        line = os.pread(self._file.fileno(), int(self._ends[index]) - start, start)
+    def read(index: int) -> Row | None:
+        start = int(ends[index - 1]) + 1 if index else 0
+        line = os.pread(file.fileno(), int(ends[index]) - start, start)
         if not line.strip():
             return None
+        place = f"{path}, line {index + 1}"
         try:
             row = json.loads(line)
         except ValueError as error:
-            if os.pread(self._file.fileno(), _SCAN_BYTES, 0).lstrip().startswith(b"["):
-                raise DataError(f"{self._path} is a JSON array: {_ONE_A_LINE}") from error
-            raise DataError(f"{self.place(index + 1)}: not JSON ({error})") from error
+            if os.pread(file.fileno(), _SCAN_BYTES, 0).lstrip().startswith(b"["):
+                raise DataError(f"{path} is a JSON array: {_ONE_A_LINE}") from error
+            raise DataError(f"{place}: not JSON ({error})") from error
         if not isinstance(row, dict):
             what = "a JSON array" if isinstance(row, list) else "not a JSON object"
-            raise DataError(f"{self.place(index + 1)} is {what}: {_ONE_A_LINE}")
+            raise DataError(f"{place} is {what}: {_ONE_A_LINE}")
         return row
+
+    name = Path(path).name
+    size = f"{name}: {now.st_size} bytes ({digest})"
+    return Rows(name=name, size=size, blocks=(len(ends),), read=read, place=f"{path}, line")
 
 
 @functools.lru_cache(maxsize=64)  # a run opens its files several times before it starts
 def _scan(path: str, num_bytes: int, _mtime_ns: int) -> tuple[Any, str]:
-    """Where each line ends, as an array of 8 bytes a line (the last one may lack its line break),
-    and a digest of the file."""
+    """Where each line ends (int64; the last one may lack its line break), and a digest."""
     import numpy as np
 
     ends, digest = [np.empty(0, np.int64)], xxhash.xxh3_64()
@@ -174,9 +142,35 @@ def _scan(path: str, num_bytes: int, _mtime_ns: int) -> tuple[Any, str]:
     return np.append(found, num_bytes) if is_open else found, digest.hexdigest()
 
 
+def _parquet(path: str) -> Rows:
+    """A row group is decoded at a time, and kept until another one is needed."""
+    file = require("pyarrow.parquet", "pyarrow").ParquetFile(path, memory_map=True)
+    metadata = file.metadata
+    blocks = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    starts = list(accumulate(blocks, initial=0))
+
+    @functools.lru_cache(maxsize=1)
+    def decoded(block: int) -> Any:
+        try:
+            return file.read_row_group(block)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}, row group {block + 1}: {error}") from error
+
+    def read(index: int) -> Row:
+        block = bisect_right(starts, index) - 1
+        row: Row = decoded(block).slice(index - starts[block], 1).to_pylist()[0]
+        return row
+
+    now = Path(path).stat()
+    digest = _digest_of_samples(path, now.st_size, now.st_mtime_ns)
+    name = Path(path).name
+    size = f"{name}: {now.st_size} bytes ({digest})"
+    return Rows(name=name, size=size, blocks=blocks, read=read, place=f"{path}, row")
+
+
 @functools.lru_cache(maxsize=64)
 def _digest_of_samples(path: str, num_bytes: int, _mtime_ns: int) -> str:
-    """Of the whole file up to 256 MiB; of a larger one, of so much, evenly spread."""
+    """A digest of the whole file up to 256 MiB; of 256 samples of a larger one, evenly spread."""
     digest = xxhash.xxh3_64()
     with FileIO(path) as file:
         for offset in _evenly(num_bytes, _SAMPLE_BYTES):
@@ -185,108 +179,47 @@ def _digest_of_samples(path: str, num_bytes: int, _mtime_ns: int) -> str:
 
 
 def _evenly(size: int, step: int = 1) -> list[int]:
-    """Where samples of ``step`` begin: the first and the last, and all where there are few."""
+    """Where samples of ``step`` begin: the first and the last, and all of a few."""
     last = max(0, size - step)
     if size <= _NUM_SAMPLES * step:
         return list(range(0, size, step))
     return [last * number // (_NUM_SAMPLES - 1) for number in range(_NUM_SAMPLES)]
 
 
-class ParquetRows:
-    """A row group is decoded at a time, and kept until another one is needed."""
-
-    def __init__(self, path: str) -> None:
-        parquet = require("pyarrow.parquet", "pyarrow")
-        self.name = Path(path).name
-        self._path = path
-        try:
-            self._file = parquet.ParquetFile(path, memory_map=True)
-        except ValueError as error:  # pyarrow.ArrowInvalid
-            raise OSError(error) from error
-        metadata = self._file.metadata
-        self.blocks: Sequence[int] = [
-            metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)
-        ]
-        now = Path(path).stat()
-        self._num_bytes = now.st_size
-        self._digest = _digest_of_samples(path, now.st_size, now.st_mtime_ns)
-        self._block: int | None = None
-        self._table: Any = None
-
-    @property
-    def size(self) -> str:
-        return f"{self.name}: {self._num_bytes} bytes ({self._digest})"
-
-    def number(self, block: int, index: int) -> int:
-        return sum(self.blocks[:block]) + index + 1
-
-    def place(self, number: int) -> str:
-        return f"{self._path}, row {number}"
-
-    def read(self, block: int, index: int) -> Row | None:
-        if self._block != block:
-            try:
-                self._table, self._block = self._file.read_row_group(block), block
-            except (OSError, ValueError) as error:
-                raise DataError(f"{self._path}, row group {block + 1}: {error}") from error
-        (row,) = self._table.slice(index, 1).to_pylist()
-        found: Row = row
-        return found
-
-
-class HubRows:
-    """A split of a dataset of the Hugging Face hub, or of a local folder in the place of its name:
-    one in the hub's layout, or one that `datasets` wrote by ``save_to_disk``."""
-
-    def __init__(self, source: str) -> None:
-        datasets = require("datasets", "datasets")
-        name, config, split = ([*source.removeprefix(HUB_PREFIX).split(":"), "", ""])[:3]
-        split = split or "train"
-        self.name = f"{Path(name).name}-{split}"
-        try:
-            if (Path(name) / "state.json").is_file() or (
-                Path(name) / "dataset_dict.json"
-            ).is_file():
-                loaded = datasets.load_from_disk(name)
-                self._rows = loaded[split] if isinstance(loaded, dict) else loaded
-            else:
-                self._rows = datasets.load_dataset(name, config or None, split=split)
-        except Exception as error:  # of a dozen libraries: network, files, names
-            cause = one_line(error)
-            raise ConfigError(
-                f"{source}: cannot be loaded ({cause}); give hf:NAME:CONFIG:SPLIT of the hub, or a "
-                "local folder as NAME"
-            ) from error
-        # The library's own fingerprint depends on when the files were written to its cache.
-        tables = self._rows.with_format("arrow")
-        digest = xxhash.xxh3_64()
-        for index in _evenly(len(self._rows)):
-            digest.update(repr(tables[index : index + 1].to_pylist()).encode())
-        self._digest = digest.hexdigest()
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        return (len(self._rows),) if len(self._rows) else ()
-
-    @property
-    def size(self) -> str:
-        return f"{self.name}: {len(self._rows)} rows ({self._digest})"
-
-    def number(self, block: int, index: int) -> int:
-        return index + 1
-
-    def place(self, number: int) -> str:
-        return f"{self.name}, row {number}"
-
-    def read(self, block: int, index: int) -> Row | None:
-        row: Row = self._rows[index]
-        return row
+def _hub(source: str) -> Rows:
+    """A split of a dataset of the Hugging Face hub, or of a local folder instead of its name: one
+    in the hub's layout, or one that `datasets` wrote by ``save_to_disk``."""
+    datasets = require("datasets", "datasets")
+    folder, config, split = ([*source.removeprefix(HUB_PREFIX).split(":"), "", ""])[:3]
+    split = split or "train"
+    try:
+        if any(Path(folder, saved).is_file() for saved in _SAVED):
+            loaded = datasets.load_from_disk(folder)
+            rows = loaded[split] if isinstance(loaded, dict) else loaded
+        else:
+            rows = datasets.load_dataset(folder, config or None, split=split)
+    except Exception as error:  # from a dozen libraries: network, files, names
+        cause = one_line(error)
+        raise ConfigError(
+            f"{source}: cannot be loaded ({cause}); give hf:NAME:CONFIG:SPLIT of the hub, or a "
+            "local folder as NAME"
+        ) from error
+    # The library's own fingerprint depends on when the files were written to its cache.
+    tables, digest = rows.with_format("arrow"), xxhash.xxh3_64()
+    for index in _evenly(len(rows)):
+        digest.update(repr(tables[index : index + 1].to_pylist()).encode())
+    name = f"{Path(folder).name}-{split}"
+    size = f"{name}: {len(rows)} rows ({digest.hexdigest()})"
+    return Rows(
+        name=name, size=size, blocks=(len(rows),), read=rows.__getitem__, place=f"{name}, row"
+    )
 
 
 def require(module: str, package: str) -> Any:
-    """
+    """Import an optional module.
+
     Raises:
-        ConfigError: the package of an optional module is not installed.
+        ConfigError: its package is not installed.
     """
     try:
         return import_module(module)
@@ -294,10 +227,3 @@ def require(module: str, package: str) -> Any:
         raise ConfigError(
             f"{package} is not installed ({error}); pip install 'torchtitan-rl[tasks]'"
         ) from error
-
-
-def in_split(split: Split, text: str, validation_share: float) -> bool:
-    """The same for the same text, in every run."""
-    digest = blake2b(text.encode(), digest_size=6).digest()
-    is_validation = int.from_bytes(digest, "big") / 2**48 < validation_share
-    return is_validation == (split == "validation")

@@ -9,23 +9,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.data.columns import Condition, all_hold, column, fill, template_error
-from torchtitan_rl.data.resting import RestConfig, RestingDataset
-from torchtitan_rl.data.row_dataset import RowDataset
-from torchtitan_rl.data.rows import DataError, Row, in_split, open_sources
-from torchtitan_rl.environments.checkers import (
-    checked_score,
-    checker_sandbox,
-    run_checker,
-    timeout_errors,
-)
+from torchtitan_rl.data.columns import Condition, all_hold, column, fill
+from torchtitan_rl.data.curriculum import RestConfig, RestingDataset
+from torchtitan_rl.data.row_dataset import RowDataset, in_split
+from torchtitan_rl.data.rows import DataError, Row, open_sources
+from torchtitan_rl.environments.fields import pattern_errors, range_errors, template_errors
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
 from torchtitan_rl.environments.scoring import (
+    CHECK_TIMEOUT,
     MATH_SCORE,
     Comparison,
+    checked_score,
+    checker_sandbox,
     extract,
     last_match,
-    pattern_errors,
+    run_checker,
     score_text,
 )
 from torchtitan_rl.errors import ConfigError
@@ -68,7 +66,7 @@ class DataTask(Task):
     """The user's message; ``{NAME}`` stands for a column, ``{NAME[KEY]}`` for an item of a nested
     one."""
     system: str = ""
-    """A system message, a template like ``prompt``; none where it is empty."""
+    """The system message, a template like ``prompt``. Empty: there is none."""
     messages: str = ""
     """Column with the whole conversation (a list of ``role`` and ``content``), instead of
     ``prompt`` and ``system``."""
@@ -76,7 +74,7 @@ class DataTask(Task):
     """The right answer; a template like ``prompt``."""
     right_answer_pattern: str = ""
     """Regular expression whose last match in ``answer`` is the right answer; its first group, if it
-    has one. Empty: all of it."""
+    has one. Empty: the whole text."""
     answer_pattern: str = ""
     """Regular expression whose last match in a completion is its answer, like
     ``right_answer_pattern``. A completion without a match scores 0."""
@@ -99,7 +97,7 @@ class DataTask(Task):
     renderer: RendererKind = "auto"
     """How messages become tokens; ``auto`` goes by the model."""
     thinking: Thinking = "off"
-    """Of Qwen3: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
+    """How Qwen3 thinks: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
 
     async def score(self, answer: str, problem: Problem) -> float:
         """The reward of a completion; ``answer`` is its text without the reasoning."""
@@ -147,14 +145,18 @@ class DataTask(Task):
                 open_sources(getattr(self, name))
             except ConfigError as error:
                 found.append(f"task.{name}: {error}")
-        found += self._text_errors()
-        if not self.validation and not 0 < self.validation_share < 1:
-            found.append(
-                f"task.validation_share={self.validation_share}: must be between 0 and 1; or give "
-                "files by task.validation"
-            )
-        if self.rest.epochs < 0:
-            found.append(f"task.rest.epochs={self.rest.epochs}: must be at least 0")
+        found += template_errors(self, "task", "prompt", "system", "answer")
+        found += pattern_errors(self, "task", "answer_pattern", "right_answer_pattern")
+        for condition in self.where:
+            try:
+                Condition(condition)
+            except ValueError as error:
+                found.append(f"task.where: {error}")
+        if not self.validation:
+            wrong = range_errors(self, "task", validation_share="above 0, below 1")
+            found += [f"{error}; or give files by task.validation" for error in wrong]
+        found += range_errors(self, "task", check_timeout_s=CHECK_TIMEOUT)
+        found += range_errors(self.rest, "task.rest", epochs="at least 0")
         if not self.rest.hard_at < self.rest.easy_at:
             found.append(
                 f"task.rest.hard_at={self.rest.hard_at}: must be below task.rest.easy_at "
@@ -162,21 +164,6 @@ class DataTask(Task):
             )
         if self.compare == "math":
             found += checker_sandbox(MATH_SCORE, self.sandbox).errors("task.sandbox")
-        return found + timeout_errors(self.check_timeout_s)
-
-    def _text_errors(self) -> list[str]:
-        """Of templates, patterns and conditions."""
-        found = []
-        for name in ("prompt", "system", "answer"):
-            if wrong := template_error(getattr(self, name)):
-                found.append(f"task.{name}={getattr(self, name)!r}: {wrong}")
-        for name in ("answer_pattern", "right_answer_pattern"):
-            found += pattern_errors(name, getattr(self, name))
-        for condition in self.where:
-            try:
-                Condition(condition)
-            except ValueError as error:
-                found.append(f"task.where: {error}")
         return found
 
     def _problem(
@@ -215,5 +202,5 @@ class DataTask(Task):
 
 
 def _jsonable(value: Any) -> Any:
-    """As JSON has it; dates and numbers of other types as text."""
+    """Convert to JSON; dates and other types become text."""
     return json.loads(json.dumps(value, default=str))

@@ -1,42 +1,49 @@
 """Games in chat messages: observations become text, answers become actions, rewards add up.
 
 A `Game` is what is played (a gymnasium environment, an OpenEnv server, code of your own); `GameEnv`
-plays it in messages. An answer that is no action is answered with the reason, takes no step of the
-game, and is counted.
+plays it in messages, and `GameTask` is what tasks of games share: seeds as problems, templates,
+rewards. An invalid action is answered with the reason, does not step the game, and is counted.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchtitan_rl.data.columns import fill
-from torchtitan_rl.data.rows import Row
-from torchtitan_rl.environments.checkers import CheckTimeoutError
+from torchtitan_rl.data.row_dataset import split_of_rows
+from torchtitan_rl.data.rows import Rows
+from torchtitan_rl.environments.fields import pattern_errors, range_errors, template_errors
 from torchtitan_rl.environments.question import as_messages
-from torchtitan_rl.environments.scoring import extract
-from torchtitan_rl.rollout.env import Terminal
-from torchtitan_rl.rollout.message_env import MessageObservation
-from torchtitan_rl.types import RolloutStatus
+from torchtitan_rl.environments.scoring import CheckTimeoutError, extract
+from torchtitan_rl.rollout.env import Terminal, TokenEnv
+from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
+from torchtitan_rl.rollout.rendering import RendererKind, Thinking, make_renderer
+from torchtitan_rl.rollout.task import Dataset, Split, Task
+from torchtitan_rl.types import Problem, RolloutStatus
 
-INVALID_ACTIONS = "invalid_actions"  # a metric; `torchtitan-rl env check` reads it, too
-Total = Literal["sum", "last", "discounted"]
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout.config import RolloutConfig
+
+INVALID_ACTIONS = "invalid_actions"  # a metric, which `torchtitan-rl env check` reads, too
+TEXTS = ("system", "prompt", "reply", "invalid_reply")
+_TOLERANCE = 1e-9  # of sums of rewards
 
 
 class InvalidActionError(Exception):
-    """An answer is no action; the message tells the policy why."""
+    """An answer is not an action; the message tells the policy why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """What came of an action. ``fields`` are for the templates: ``observation`` and others."""
+    """The result of an action. ``fields`` are for the templates: ``observation`` and others."""
 
     fields: Mapping[str, Any]
     reward: float
     ended: bool
-    truncated: bool = False  # the game was cut by a limit of its own
+    truncated: bool = False  # a limit of the game cut it
 
 
 class Game(Protocol):
@@ -44,99 +51,166 @@ class Game(Protocol):
     may be called while another call, which took too long, still runs."""
 
     async def reset(self) -> Mapping[str, Any]:
-        """The fields of the first observation."""
+        """Begin. Returns the fields of the first observation."""
         ...
 
     async def step(self, action: str, /) -> Move:
         """
         Raises:
-            InvalidActionError: the text is no action; the game is as before.
+            InvalidActionError: the text is not an action; the game is as before.
         """
         ...
 
     async def close(self) -> None:
-        """Called once, on every path."""
+        """Release the game. Called once, on every path."""
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GameTexts:
-    """Templates of the messages, in the syntax of `str.format`; see `GameTask`."""
+@dataclass(frozen=True, kw_only=True)
+class GameTask(Task):
+    """Games that begin with a seed. A subclass overrides `game` and `name`.
 
-    system: str
-    prompt: str
-    reply: str
-    invalid_reply: str
-    answer_pattern: str
+    The texts are templates: ``{observation}``, ``{actions}`` (what can be chosen), ``{steps}`` (how
+    many were made) and the other fields of the game.
+    """
 
+    system: str = (
+        "Think step by step, then write one action, and nothing else, between <answer> and "
+        "</answer>."
+    )
+    """The system message. Empty: there is none."""
+    prompt: str = "{observation}\n\nActions: {actions}"
+    """The user's first message."""
+    reply: str = "{observation}"
+    """The user's message after an action."""
+    invalid_reply: str = "{error} Actions: {actions}"
+    """The user's message after an answer that is no action; ``{error}`` says why."""
+    answer_pattern: str = r"(?s)<answer>(.*?)</answer>"
+    """Regular expression whose last match in an answer is the action; its first group, if it has
+    one. Empty: the whole answer."""
+    reward: Literal["sum", "last", "discounted"] = "sum"
+    """The rollout's reward: the ``sum`` of the steps' rewards, the ``last`` one, or the
+    ``discounted`` sum."""
+    discount: float = 0.99
+    """With ``discounted``, step ``n`` counts ``discount**n``, the first with ``n = 0``."""
+    invalid_reward: float = 0.0
+    """Added to the rollout's reward for each answer that is no action."""
+    solved_at: float = 1.0
+    """Reward from which a game counts as solved (pass@k). Give less where
+    ``discounted`` or ``invalid_reward`` take from the reward of a game that is won."""
+    num_problems: int = 10_000
+    """Seeds in an epoch, those for validation included."""
+    validation_share: float = 0.1
+    """Share of the seeds that are kept for validation."""
+    data_seed: int = 0
+    """The first seed; the run's seed decides only the order."""
+    replays: bool = True
+    """Whether a game depends on nothing but its seed and the actions, so that a resumed run can
+    play it again to where it was."""
+    renderer: RendererKind = "auto"
+    """How messages become tokens; ``auto`` goes by the model."""
+    thinking: Thinking = "off"
+    """How Qwen3 thinks: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GameRewards:
-    """How the rewards of the steps make that of the rollout; see `GameTask`."""
+    def name(self) -> str:
+        """What problems' ids begin with."""
+        raise NotImplementedError(f"{type(self).__name__} does not override `name`")
 
-    total: Total
-    discount: float
-    invalid: float
+    def game(self, seed: int) -> Game:
+        """A new game. Called on the event loop: slow set-up belongs into its `reset`."""
+        raise NotImplementedError(f"{type(self).__name__} does not override `game`")
 
-    def of(self, rewards: Sequence[float], num_invalid: int) -> float:
-        """
-        >>> GameRewards(total="discounted", discount=0.5, invalid=-1.0).of([0.0, 4.0], 1)
-        1.0
-        """
-        penalty = num_invalid * self.invalid if num_invalid else 0.0
-        if self.total == "last":
+    def total(self, rewards: Sequence[float], num_invalid: int) -> float:
+        """The rollout's reward, made of those of the steps; see ``reward``."""
+        penalty = num_invalid * self.invalid_reward if num_invalid else 0.0
+        if self.reward == "last":
             return penalty + (rewards[-1] if rewards else 0.0)
-        discount = self.discount if self.total == "discounted" else 1.0
+        discount = self.discount if self.reward == "discounted" else 1.0
         return penalty + sum(discount**step * reward for step, reward in enumerate(rewards))
 
+    def dataset(self, split: Split, *, seed: int) -> Dataset:
+        name, first, count = self.name(), self.data_seed, self.num_problems
+        rows = Rows(
+            name=name,
+            size=json.dumps({"game": name, "first_seed": first, "count": count}),
+            blocks=(count,),
+            read=lambda index: {"seed": first + index},
+            place=f"{name}, seed",
+            first=first,
+        )
+        share = self.validation_share
+        return split_of_rows(rows, split, share, text=lambda row: str(row["seed"]), seed=seed)
 
-@dataclass
+    def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
+        renderer = make_renderer(tokenizer, kind=self.renderer, thinking=self.thinking)
+        return MessageTokenEnv(GameEnv(self, self.game(problem.data["seed"])), renderer)
+
+    def success_reward(self) -> float:
+        return self.solved_at - _TOLERANCE
+
+    def errors(self) -> list[str]:
+        return [
+            *pattern_errors(self, "task", "answer_pattern"),
+            *template_errors(self, "task", *TEXTS),
+            *range_errors(
+                self,
+                "task",
+                discount="above 0, at most 1",
+                invalid_reward="at least -1e6, at most 1e6",
+                num_problems="at least 1, at most 100000000",
+                validation_share="above 0, below 1",
+                data_seed="at least 0, at most 2000000000",  # later seeds fit into 32 bits, too
+            ),
+        ]
+
+
 class GameEnv:
-    """A `MessageEnv`. ``replays``: the game depends only on its problem and the answers."""
+    """A `MessageEnv`: plays ``game`` with the templates and rewards of ``task``."""
 
-    game: Game
-    texts: GameTexts
-    rewards: GameRewards
-    replays: bool = False
-    _fields: Mapping[str, Any] = field(default_factory=dict, init=False)
-    _earned: list[float] = field(default_factory=list, init=False)
-    _num_invalid: int = field(default=0, init=False)
+    def __init__(self, task: GameTask, game: Game) -> None:
+        self._task = task
+        self._game = game
+        self._fields: Mapping[str, Any] = {}
+        self._earned: list[float] = []
+        self._num_invalid = 0
+        self.replays = task.replays
 
     async def reset(self) -> MessageObservation:
-        self._fields = await self.game.reset()
-        return MessageObservation(
-            messages=as_messages(self._text("system"), self._text("prompt")),
-        )
+        self._fields = await self._game.reset()
+        return MessageObservation(messages=as_messages(self._text("system"), self._text("prompt")))
 
     async def step(self, message: Mapping[str, Any]) -> MessageObservation | Terminal:
         try:
-            action = await extract(self.texts.answer_pattern, message.get("content") or "")
+            action = await extract(self._task.answer_pattern, message.get("content") or "")
             if action is None:
                 raise InvalidActionError("The answer has no action in the form that was asked for.")
-            move = await self.game.step(action)
+            move = await self._game.step(action)
         except (InvalidActionError, CheckTimeoutError) as error:
             self._num_invalid += 1
-            text = self._text("invalid_reply", error=str(error))
-            return MessageObservation(messages=_user(text), turn_reward=self.rewards.invalid)
+            return self._observation("invalid_reply", self._task.invalid_reward, error=str(error))
         self._fields = move.fields
         self._earned.append(move.reward)
         if move.ended or move.truncated:
             return self._terminal(truncated=move.truncated and not move.ended, earned=move.reward)
-        return MessageObservation(messages=_user(self._text("reply")), turn_reward=move.reward)
+        return self._observation("reply", move.reward)
 
     async def finish(self, status: RolloutStatus) -> Terminal:
         return self._terminal(truncated=True, earned=None)
 
     async def close(self) -> None:
-        await self.game.close()
+        await self._game.close()
 
-    def _text(self, name: str, **more: Any) -> str:
+    def _observation(self, text: str, earned: float, **more: str) -> MessageObservation:
+        messages = as_messages("", self._text(text, **more))
+        return MessageObservation(messages=messages, turn_reward=earned)
+
+    def _text(self, name: str, **more: str) -> str:
         values = {**self._fields, "steps": len(self._earned), **more}
-        return fill(getattr(self.texts, name), values, f"task.{name}")
+        return fill(getattr(self._task, name), values, f"task.{name}")
 
     def _terminal(self, *, truncated: bool, earned: float | None) -> Terminal:
         return Terminal(
-            reward=self.rewards.of(self._earned, self._num_invalid),
+            reward=self._task.total(self._earned, self._num_invalid),
             turn_reward=earned,
             metrics={
                 "game_steps": float(len(self._earned)),
@@ -144,26 +218,3 @@ class GameEnv:
                 "truncated": float(truncated),
             },
         )
-
-
-class SeedRows:
-    """Seeds as `Rows`: a problem is the seed that its game begins with."""
-
-    def __init__(self, name: str, first: int, count: int) -> None:
-        self.name = name
-        self.blocks: Sequence[int] = (count,)
-        self.size = json.dumps({"game": name, "first_seed": first, "count": count})
-        self._first = first
-
-    def number(self, block: int, index: int) -> int:
-        return self._first + index
-
-    def place(self, number: int) -> str:
-        return f"{self.name}, seed {number}"
-
-    def read(self, block: int, index: int) -> Row:
-        return {"seed": self._first + index}
-
-
-def _user(text: str) -> list[Mapping[str, str]]:
-    return [{"role": "user", "content": text}]

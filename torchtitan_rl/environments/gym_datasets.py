@@ -1,9 +1,8 @@
 """The reasoning-gym library: datasets by name, and levels of their curricula.
 
-A dataset is described by JSON (`MadeFrom`). Some tasks go by the order of sets, and so by the
-interpreter's hash seed: problems are made in processes with one that is fixed, this module's
-(`call_gym`) and the one that answers are scored in. Only this module and `gym_score` know the
-library.
+A dataset is described by JSON (`MadeFrom`). Some tasks depend on the order of sets, and so on the
+interpreter's hash seed: problems are made in processes with a fixed one, that of `call_gym` and the
+one that scores answers. Only this module and `gym_score` use the library.
 
     python -m torchtitan_rl.environments.gym_datasets     # lists all tasks with their options
 """
@@ -24,7 +23,7 @@ from typing import IO, Any, TypedDict, cast
 
 import numpy
 
-from torchtitan_rl.data.rows import DataError, Row, require
+from torchtitan_rl.data.rows import Row, require
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 
 GYM_SCORE = "torchtitan_rl.environments.gym_score:gym_scorer"
@@ -32,7 +31,7 @@ GYM_SCORE = "torchtitan_rl.environments.gym_score:gym_scorer"
 
 class MadeFrom(TypedDict):
     """What a dataset is made from. A ``level`` sets the options that the task's curriculum knows;
-    None has no curriculum."""
+    None is for a task without one."""
 
     name: str
     level: int | None
@@ -41,38 +40,16 @@ class MadeFrom(TypedDict):
     size: int
 
 
-class GymRows:
-    """A dataset of reasoning-gym as `Rows`."""
-
-    def __init__(self, made: MadeFrom, name: str) -> None:
-        self.name = name
-        self.blocks: Sequence[int] = (made["size"],)
-        self.size = json.dumps(made, sort_keys=True)
-        self._made = made
-
-    def number(self, block: int, index: int) -> int:
-        return index
-
-    def place(self, number: int) -> str:
-        return f"{self._made['name']}, problem {number}"
-
-    def read(self, block: int, index: int) -> Row:
-        try:
-            row: Row = call_gym("gym_row", self._made, index)
-        except GymError as error:
-            raise DataError(f"{self.place(index)} cannot be made ({error})") from error
-        return row
-
-
 class GymError(TorchtitanRLError):
-    """What the library raised, in one line."""
+    """An error that the library raised, in one line."""
 
 
 def call_gym(function: str, *args: Any) -> Any:
-    """The result of a function below, of JSON, in the process with the fixed hash seed.
+    """The result of a function of this module, from the process with the fixed hash seed; arguments
+    and result are JSON.
 
     Raises:
-        GymError: it raised an error, or the process ended.
+        GymError: the function raised an error, or the process ended.
         ConfigError: reasoning-gym is not installed.
     """
     return _process().call(function, args)
@@ -84,7 +61,7 @@ def _process() -> _Process:
 
 
 class _Process:
-    """Runs `_serve`; it is started again where it has ended, and ends with its stdin."""
+    """Runs `_serve`, again where it has ended; it ends with its standard input."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +120,7 @@ def gym_row(made: MadeFrom, index: int) -> Row:
 
 
 def gym_entry(made: MadeFrom, index: int) -> Any:
-    """A problem as the library has it; the same one whatever was made before."""
+    """A problem as the library has it; it does not depend on those made before."""
     dataset = gym_dataset(made)
     random.seed(index)  # some programs of codeio draw from these
     numpy.random.seed(index)
@@ -151,15 +128,12 @@ def gym_entry(made: MadeFrom, index: int) -> Any:
 
 
 def check_dataset(made: MadeFrom) -> None:
-    """
-    Raises:
-        Exception: the library cannot make it.
-    """
+    """Raise the library's error if it cannot make the dataset."""
     gym_dataset(made)
 
 
 def gym_dataset(made: MadeFrom) -> Any:
-    """A dataset of the library; the same one for the same description.
+    """A dataset of the library, made once for each description.
 
     Raises:
         Exception: the library cannot make it, or its options are not JSON.
@@ -189,7 +163,7 @@ def _make(description: str) -> Any:
 
 
 def max_level(name: str) -> int:
-    """Of the task's curriculum."""
+    """The highest level of the task's curriculum."""
     from reasoning_gym.factory import create_curriculum
 
     attributes = create_curriculum(name).attributes.values()

@@ -1,8 +1,7 @@
 """Environments of gymnasium (PyPI) with actions that can be written, as a `Task`.
 
-Each rollout has an environment of its own. Its methods block, so each call has a thread.
-
-Actions and observations of gymnasium as text, and back. Knows spaces, not environments.
+Each rollout has an environment of its own, whose methods block, so each call has a thread. The
+second half turns actions and observations into text and back: it knows spaces, not environments.
 """
 
 from __future__ import annotations
@@ -10,20 +9,34 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.data.columns import fill
 from torchtitan_rl.data.rows import require
-from torchtitan_rl.environments.game_task import GameTask
-from torchtitan_rl.environments.games import Game, InvalidActionError, Move
+from torchtitan_rl.environments.games import Game, GameTask, InvalidActionError, Move
 from torchtitan_rl.errors import ConfigError, one_line
 from torchtitan_rl.rollout.calls import in_thread
 
 _SHORT_CHARS, _LONG_CHARS = 100, 1000  # of error messages
-
-Describe = Callable[[Any, Any, Mapping[str, Any]], str]
+_FEW = 20  # numbers that are listed one by one
+_NUMBERS: dict[str, tuple[type, ...]] = {  # by numpy's kinds
+    "i": (int,),
+    "u": (int,),
+    "f": (int, float),
+    "b": (bool,),
+}
+_NO_ACTION = (  # what JSON of another shape raises
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+_MARKED = re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m", re.DOTALL)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +76,17 @@ class GymnasiumTask(GameTask):
         return self.env_id
 
     def game(self, seed: int) -> Game:
-        return self._game(seed)
+        return GymnasiumGame(self, seed)
 
     def errors(self) -> list[str]:
         if found := super().errors():
             return found
-        game = self._game(self.data_seed)
+        game = GymnasiumGame(self, self.data_seed)
         try:
             fields = game.begin()
             for name in ("system", "prompt", "reply"):
                 fill(getattr(self, name), {**fields, "steps": 0}, f"task.{name}")
-            wrong = names_error(game.action_space, self.action_names)
+            wrong = _names_error(game.action_space, self.action_names)
         except ConfigError as error:
             return [f"task: {error}"]
         except Exception as error:  # of any environment
@@ -84,23 +97,16 @@ class GymnasiumTask(GameTask):
             game.end()
         return [f"task.action_names={self.action_names}: {wrong}"] if wrong else []
 
-    def _game(self, seed: int) -> GymnasiumGame:
-        return GymnasiumGame(lambda: self.make(seed), self.describe, self.action_names, seed)
-
 
 class GymnasiumGame:
     """A `Game`; the methods without ``async`` block.
 
-    One call at a time: `end` waits for a step that took too long, as few environments can be closed
-    by another thread meanwhile.
+    They run one at a time: `end` waits for a step that took too long, as few environments can be
+    closed by another thread during a step.
     """
 
-    def __init__(
-        self, make: Callable[[], Any], describe: Describe, names: tuple[str, ...], seed: int
-    ) -> None:
-        self._make = make
-        self._describe = describe
-        self._names = names
+    def __init__(self, task: GymnasiumTask, seed: int) -> None:
+        self._task = task
         self._seed = seed
         self._env: Any = None
         self._lock = threading.Lock()
@@ -122,13 +128,13 @@ class GymnasiumGame:
 
     def begin(self) -> Mapping[str, Any]:
         with self._lock:
-            self._env = self._make()
+            self._env = self._task.make(self._seed)
             observation, info = self._env.reset(seed=self._seed)
             return self._fields(observation, info, 0.0)
 
     def play(self, action: str) -> Move:
         with self._lock:
-            chosen = read_action(self._env.action_space, self._names, action)
+            chosen = read_action(self.action_space, self._task.action_names, action)
             observation, reward, ended, truncated, info = self._env.step(chosen)
             return Move(
                 fields=self._fields(observation, info, float(reward)),
@@ -144,34 +150,15 @@ class GymnasiumGame:
 
     def _fields(self, observation: Any, info: Mapping[str, Any], reward: float) -> dict[str, Any]:
         return {
-            "observation": self._describe(self._env, observation, info),
-            "actions": actions_text(self._env.action_space, self._names),
+            "observation": self._task.describe(self._env, observation, info),
+            "actions": actions_text(self.action_space, self._task.action_names),
             "reward": reward,
             "info": info,
         }
 
 
-_FEW = 20  # numbers that are listed one by one
-_NUMBERS: dict[str, tuple[type, ...]] = {  # by numpy's kinds
-    "i": (int,),
-    "u": (int,),
-    "f": (int, float),
-    "b": (bool,),
-}
-_NO_ACTION = (  # what JSON of another shape raises
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
-_MARKED = re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m", re.DOTALL)
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
 def actions_text(space: Any, names: Sequence[str]) -> str:
-    """What can be chosen: for the prompt."""
+    """What can be chosen, for the prompt."""
     if names:
         return ", ".join(names)
     kind = type(space).__name__
@@ -185,10 +172,10 @@ def actions_text(space: Any, names: Sequence[str]) -> str:
 
 
 def read_action(space: Any, names: Sequence[str], text: str) -> Any:
-    """The action that a text stands for: a name, a number, or JSON; of a `Text` space the text.
+    """The action that a text stands for: a name, a number, JSON, or the text of a `Text` space.
 
     Raises:
-        InvalidActionError: it is none of the space.
+        InvalidActionError: the text is not an action of the space.
     """
     kind = type(space).__name__
     wanted = " ".join(text.split()).casefold()
@@ -204,8 +191,8 @@ def read_action(space: Any, names: Sequence[str], text: str) -> Any:
     raise InvalidActionError(f"{_short(text)!r} is no action.")
 
 
-def names_error(space: Any, names: Sequence[str]) -> str | None:
-    """Whether the names fit the space; None if they do."""
+def _names_error(space: Any, names: Sequence[str]) -> str | None:
+    """Why the names do not fit the space, or None."""
     if not names:
         return None
     if type(space).__name__ != "Discrete":
@@ -218,7 +205,8 @@ def names_error(space: Any, names: Sequence[str]) -> str | None:
 
 
 def observation_text(observation: Any) -> str:
-    """
+    """An observation as it is, if it is a text, else as JSON.
+
     >>> observation_text({"hand": (7, 10)})
     '{"hand": [7, 10]}'
     """
@@ -237,7 +225,7 @@ def without_colours(text: str) -> str:
 
 
 def _from_json(space: Any, value: Any) -> Any:
-    """With the types that the space wants."""
+    """Convert JSON to the types that the space wants."""
     import numpy as np
 
     kind = type(space).__name__
@@ -284,7 +272,7 @@ def _graph(space: Any, nodes: Any, edges: Any, links: Any) -> Any:
 
 
 def _array(space: Any, value: Any) -> Any:
-    """Of numbers as they are: none is rounded, and no text is read as one."""
+    """An array of exactly these numbers: none is rounded, and no text is read as a number."""
     import numpy as np
 
     array = np.asarray(value, dtype=space.dtype)
@@ -306,7 +294,7 @@ def _whole(value: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Of numpy arrays and numbers, and what else is no JSON."""
+    """JSON for numpy arrays and numbers, and text for everything else."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

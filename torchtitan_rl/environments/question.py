@@ -1,12 +1,20 @@
-"""The environment of a question with one answer: a prompt, a completion, a score."""
+"""Environments of a question with one answer: given at once, or after any number of tool calls.
+
+An error in a call is answered to the policy and counted. Only tools that are lost (a server that
+died) end the rollout, with an error.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from torchtitan_rl.environments.checkers import CheckFailedError, CheckTimeoutError
-from torchtitan_rl.rollout.chatml import Message
+from torchtitan_rl.aio import cancel_all, uninterrupted
+from torchtitan_rl.environments.scoring import CheckFailedError, CheckTimeoutError
+from torchtitan_rl.rollout.chatml import Message, is_plain_json
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
 from torchtitan_rl.types import RolloutStatus
@@ -14,12 +22,15 @@ from torchtitan_rl.types import RolloutStatus
 ScoreFunction = Callable[[str], Awaitable[float]]
 """The reward of an answer; the text is without the policy's reasoning."""
 
+_SHORT_CHARS = 200
+
 
 class QuestionEnv:
     """A `MessageEnv` of one turn.
 
-    A score that is not found in time is 0, and counted by the metric ``check_timeouts``; so is that
-    of a `CheckFailedError`, by ``check_errors``. ``metrics`` are reported with each rollout.
+    A score that is not found in time is 0, counted by the metric ``check_timeouts``; one that
+    fails with a `CheckFailedError` is 0, counted by ``check_errors``. ``metrics`` are reported with
+    each rollout.
     """
 
     replays = True  # it depends only on the problem and the completion
@@ -53,10 +64,111 @@ class QuestionEnv:
         return Terminal(reward=0.0, metrics=self._metrics)
 
     async def close(self) -> None:
-        """There is nothing to release."""
+        """Releases nothing."""
 
 
 def as_messages(system: str, user: str) -> list[Message]:
-    """A system message, where there is one, and the user's."""
+    """The user's message, after a system message if that is not empty."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": user}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolAnswer:
+    """What the policy reads after a call; ``failed`` if that is an error."""
+
+    text: str
+    failed: bool = False
+
+
+class Tools(Protocol):
+    """The tools of one rollout."""
+
+    async def open(self) -> Sequence[Mapping[str, Any]]:
+        """Get the tools ready. Returns their schemas, as in chat APIs: ``{"type": "function",
+        "function": {"name": ..., "description": ..., "parameters": ...}}``."""
+        ...
+
+    async def call(self, name: str, arguments: dict[str, Any], /) -> ToolAnswer:
+        """Answer a call. Calls of one message begin in their order and run at once: tools whose
+        calls change what later ones do hold an `asyncio.Lock`, which keeps the order.
+
+        Raises:
+            Exception: the tools are lost; the rollout fails.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release the tools. Called once, on every path, also during another call."""
+        ...
+
+
+class ToolEnv:
+    """A `MessageEnv`: messages with calls are answered by the tools, one without is the answer.
+
+    ``replays``: the tools give the same answers again, and change nothing outside of the rollout.
+    ``shows_tools``: the chat format puts their schemas into the prompt.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        score: ScoreFunction,
+        *,
+        replays: bool = False,
+        shows_tools: bool = True,
+    ) -> None:
+        self._question = QuestionEnv(messages, score)
+        self._tools = tools
+        self._shows_tools = shows_tools
+        self.replays = replays
+        self._num_calls = self._num_failed = 0
+
+    async def reset(self) -> MessageObservation:
+        schemas = await self._tools.open()
+        return replace(await self._question.reset(), tools=schemas if self._shows_tools else ())
+
+    async def step(self, message: Mapping[str, Any]) -> MessageObservation | Terminal:
+        answers = await self._call_all(message.get("tool_calls", ()))
+        for raw in message.get("invalid_tool_calls", ()):
+            text = f"error: not a call with a name and arguments in JSON: {raw[:_SHORT_CHARS]}"
+            answers.append(ToolAnswer(text=text, failed=True))
+        if not answers:
+            return self._with_counts(await self._question.step(message))
+        self._num_calls += len(answers)
+        self._num_failed += sum(answer.failed for answer in answers)
+        return MessageObservation(
+            messages=[{"role": "tool", "content": answer.text} for answer in answers]
+        )
+
+    async def finish(self, status: RolloutStatus) -> Terminal:
+        return self._with_counts(await self._question.finish(status))
+
+    async def close(self) -> None:
+        await self._tools.close()
+
+    async def _call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[ToolAnswer]:
+        """The answers, in the order of the calls."""
+        tasks = [asyncio.create_task(self._call(call["function"])) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            await uninterrupted(cancel_all(tasks))
+
+    async def _call(self, function: Mapping[str, Any]) -> ToolAnswer:
+        arguments = function["arguments"]
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict) or not is_plain_json(arguments):
+            return ToolAnswer(text="error: the arguments are not a JSON object", failed=True)
+        return await self._tools.call(function["name"], arguments)
+
+    def _with_counts(self, end: Terminal) -> Terminal:
+        counts = {
+            "tool_calls": float(self._num_calls),
+            "failed_tool_calls": float(self._num_failed),
+        }
+        return replace(end, metrics={**end.metrics, **counts})

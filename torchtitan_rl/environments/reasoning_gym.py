@@ -7,32 +7,33 @@ task's own ``score_answer``, which may evaluate it and compute for long, in the 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.data.levels import CurriculumConfig, LevelDataset, level_name
+from torchtitan_rl.data.curriculum import CurriculumConfig, LevelDataset, level_name
 from torchtitan_rl.data.mixture import MixtureDataset
-from torchtitan_rl.data.row_dataset import RowDataset
-from torchtitan_rl.data.rows import Row, in_split
-from torchtitan_rl.environments.checkers import (
-    checked_score,
-    checker_sandbox,
-    run_checker,
-    timeout_errors,
-)
+from torchtitan_rl.data.row_dataset import split_of_rows
+from torchtitan_rl.data.rows import DataError, Row, Rows
+from torchtitan_rl.environments.fields import pattern_errors, range_errors
 from torchtitan_rl.environments.gym_datasets import (
     GYM_SCORE,
     GymError,
-    GymRows,
     MadeFrom,
     call_gym,
     question_digest,
 )
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
-from torchtitan_rl.environments.scoring import extract, pattern_errors
+from torchtitan_rl.environments.scoring import (
+    CHECK_TIMEOUT,
+    checked_score,
+    checker_sandbox,
+    extract,
+    run_checker,
+)
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
@@ -43,9 +44,6 @@ from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
-
-_MAX_SEED = 2**31
-_MAX_PROBLEMS = 1_000_000  # some tasks prepare all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class ReasoningGymTask(Task):
         "Think step by step, then write the final answer, and nothing else, between <answer> and "
         "</answer>."
     )
-    """The system message; none where it is empty."""
+    """The system message. Empty: there is none."""
     answer_pattern: str = r"(?s)<answer>(.*?)</answer>"
     """Regular expression whose last match in a completion is its answer; its first group, if it has
     one. Empty: the whole completion. A completion without a match scores 0."""
@@ -88,7 +86,7 @@ class ReasoningGymTask(Task):
     renderer: RendererKind = "auto"
     """How messages become tokens; ``auto`` goes by the model."""
     thinking: Thinking = "off"
-    """Of Qwen3: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
+    """How Qwen3 thinks: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
         parts = {name: self._part(name, split, seed) for name in self.tasks}
@@ -137,25 +135,22 @@ class ReasoningGymTask(Task):
                 found.append(f"task.tasks.{name} is {weight}: give a weight above 0")
         if unknown := sorted(self.options.keys() - self.tasks.keys()):
             found.append(f"task.options has {unknown[0]}, which is not in task.tasks")
-        found += pattern_errors("answer_pattern", self.answer_pattern)
-        if wrong := self._number_errors():
+        found += pattern_errors(self, "task", "answer_pattern")
+        found += range_errors(self, "task", check_timeout_s=CHECK_TIMEOUT)
+        wrong = range_errors(
+            self,
+            "task",
+            num_problems="at least 1, at most 1000000",  # some tasks make all of them at once
+            validation_share="above 0, below 1",
+            data_seed="at least 0, below 2147483648",
+        )
+        wrong += range_errors(
+            self.curriculum, "task.curriculum", window="at least 1", max_level="at least 0"
+        )
+        if wrong:
             return found + wrong  # the datasets below are made with these numbers
         found += [error for name in self.tasks for error in self._name_errors(name, names)]
         return found + checker_sandbox(GYM_SCORE, self.sandbox).errors("task.sandbox")
-
-    def _number_errors(self) -> list[str]:
-        found = []
-        if not 1 <= self.num_problems <= _MAX_PROBLEMS:
-            found.append(f"task.num_problems={self.num_problems}: must be 1 to {_MAX_PROBLEMS}")
-        if not 0 < self.validation_share < 1:
-            found.append(f"task.validation_share={self.validation_share}: must be between 0 and 1")
-        if not 0 <= self.data_seed < _MAX_SEED:
-            found.append(f"task.data_seed={self.data_seed}: must be 0 to {_MAX_SEED - 1}")
-        for name, least in (("window", 1), ("max_level", 0)):
-            if getattr(self.curriculum, name) < least:
-                value = getattr(self.curriculum, name)
-                found.append(f"task.curriculum.{name}={value}: must be at least {least}")
-        return found + timeout_errors(self.check_timeout_s)
 
     def _name_errors(self, name: str, names: Mapping[str, bool]) -> list[str]:
         if name not in names:
@@ -195,20 +190,24 @@ class ReasoningGymTask(Task):
         return MixtureDataset(levels, dict.fromkeys(levels, 1.0))
 
     def _level(self, name: str, split: Split, seed: int, level: int | None) -> Dataset:
-        rows = GymRows(self._made(name, level), "made" if level is None else level_name(level))
+        made = self._made(name, level)
 
-        def make(problem_id: str, place: str, row: Row) -> Problem | None:
-            if not in_split(split, row["question"], self.validation_share):
-                return None
-            return Problem(problem_id=problem_id, data={"name": name, "level": level, **row})
+        def read(index: int) -> Row:
+            try:
+                return {"name": name, "level": level, **call_gym("gym_row", made, index)}
+            except GymError as error:
+                raise DataError(f"{name}, problem {index} cannot be made ({error})") from error
 
-        return RowDataset(
-            [rows],
-            make,
-            seed=seed,
-            shuffle=split == "train",
-            chosen_by="task.num_problems and task.validation_share",
+        rows = Rows(
+            name="made" if level is None else level_name(level),
+            size=json.dumps(made, sort_keys=True),
+            blocks=(self.num_problems,),
+            read=read,
+            place=f"{name}, problem",
+            first=0,
         )
+        share = self.validation_share
+        return split_of_rows(rows, split, share, text=lambda row: str(row["question"]), seed=seed)
 
     def _highest(self, name: str) -> int:
         return min(int(call_gym("max_level", name)), self.curriculum.max_level)

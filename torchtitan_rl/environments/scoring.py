@@ -1,34 +1,62 @@
-"""How right an answer is: exactly, as a number, or as mathematics.
+"""How right an answer is: exactly, as a number, as mathematics, or by a function of your own.
 
-`extract` takes the answer out of what the policy wrote; `score_text` compares it at once, and
-`MATH_SCORE`, which may compute for long, is run by `checkers.run_checker`.
+`extract` finds the answer in what the policy wrote, and `score_text` compares it at once. What
+computes with it may hang, crash or use up the memory: `run_checker` calls such a function in the
+sandbox, in a process forked from one that has imported the function's module and has never seen a
+policy's text. Its result is JSON, and may be forged; `checked_score` accepts only a score.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import reprlib
+from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import regex
 
-from torchtitan_rl.environments.checkers import CheckTimeoutError
+from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.rollout.calls import in_thread
+from torchtitan_rl.sandbox.sandbox import SandboxConfig, SandboxStatus, shared_sandbox
 
 Comparison = Literal["exact", "number", "math"]
 
 MATH_SCORE = "torchtitan_rl.environments.math_score:math_score"
+CHECK_TIMEOUT = "above 0, at most 86400"  # the rule of `check_timeout_s`
 _MAX_DIGITS = 4000
 _SEARCH_S = 2.0  # of CPU time
-# A hyphen after a digit or a bracket subtracts, or is of a range.
+# A hyphen after a digit or a bracket is a minus between two numbers, or belongs to a range.
 _NUMBER = re.compile(r"((?:(?<![\d)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?:[eE]([+-]?\d+))?")
+_MAX_RESULT_BYTES = 1 << 16
+_CALL = """
+import json, os, sys
+answers = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what functions print is not the result
+try:
+    answer = json.dumps({"result": prepared(*json.load(sys.stdin))})
+except Exception as error:
+    answer = json.dumps({"error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]})
+os.write(answers, answer.encode())
+os._exit(0)
+"""
+
+
+class CheckTimeoutError(TorchtitanRLError):
+    """A check took too long, or was killed by its limits."""
+
+
+class CheckFailedError(TorchtitanRLError):
+    """A check raised an error (the message has it in one line), or its result is not valid."""
 
 
 async def extract(pattern: str, text: str) -> str | None:
-    """`last_match` in what a policy wrote: in a thread that does not keep the interpreter's lock.
+    """`last_match` in a policy's text, in a thread that does not hold the interpreter's lock.
 
     Raises:
-        CheckTimeoutError: the search took more than `_SEARCH_S`.
+        CheckTimeoutError: the search took more than 2 s of CPU time.
     """
     try:
         found: str | None = await in_thread(last_match, pattern, text, _SEARCH_S)
@@ -38,8 +66,8 @@ async def extract(pattern: str, text: str) -> str | None:
 
 
 def last_match(pattern: str, text: str, timeout_s: float | None = None) -> str | None:
-    """The last match of ``pattern`` (its first group, if it has one); None where there is none.
-    An empty pattern takes the whole text.
+    """The last match of ``pattern`` (its first group, if it has one), or None. An empty pattern
+    matches the whole text.
 
     >>> last_match(r"#### (.+)", "3 + 4 is 7, so\\n#### 7")
     '7'
@@ -57,32 +85,23 @@ def last_match(pattern: str, text: str, timeout_s: float | None = None) -> str |
     return str(found.group(1 if found.re.groups else 0) or "").strip()
 
 
-def pattern_errors(field: str, pattern: str) -> list[str]:
-    """Of a task's field; a message if it is not a regular expression."""
-    try:
-        regex.compile(pattern)
-    except regex.error as error:
-        return [f"task.{field}={pattern!r}: not a regular expression ({error})"]
-    return []
-
-
 def score_text(comparison: Literal["exact", "number"], right: str, answer: str) -> float:
     """1 if the answer is right, else 0.
 
-    ``exact`` compares texts; ``number`` the last number of each, with thousands separators and
-    exponents:
+    ``exact`` compares the texts; ``number`` compares the last number of each, which may have
+    thousands separators and an exponent:
 
     >>> score_text("number", "1,200", "They earn 1200.00 dollars.")
     1.0
     """
     if comparison == "exact":
         return float(right.strip() == answer.strip())
-    expected = last_number(right)
-    return float(expected is not None and last_number(answer) == expected)
+    expected = _last_number(right)
+    return float(expected is not None and _last_number(answer) == expected)
 
 
-def last_number(text: str) -> Fraction | None:
-    """None where there is none, or one of more digits, or a larger exponent, than `_MAX_DIGITS`."""
+def _last_number(text: str) -> Fraction | None:
+    """None without a number, or with more digits or a larger exponent than `_MAX_DIGITS`."""
     numbers = _NUMBER.findall(text)
     if not numbers or max(map(len, numbers[-1])) > _MAX_DIGITS:
         return None
@@ -91,3 +110,65 @@ def last_number(text: str) -> Fraction | None:
     if abs(power) > _MAX_DIGITS:
         return None
     return Fraction(digits.replace(",", "")) * Fraction(10) ** power
+
+
+async def run_checker(
+    function: str,
+    *args: Any,
+    timeout_s: float,
+    made: Sequence[Any] | None = None,
+    sandbox: SandboxConfig | None = None,
+) -> Any:
+    """The result of ``function`` ("package.module:name") in the sandbox.
+
+    Arguments and result are JSON. ``timeout_s`` limits the function itself: waiting for a free
+    process and importing the module do not count. With ``made``, ``function`` is first called with
+    those arguments, outside of the sandbox and its limits, and what it returns is called with
+    ``args``. No part of ``made`` may come from a policy.
+
+    Raises:
+        CheckTimeoutError: the function took too long or too much memory, or killed its process.
+        CheckFailedError: the function raised an error, or its result is not JSON.
+        ConfigError: the module cannot be imported, or this machine does not allow the isolation.
+        SandboxError: the function does not exist, or raised an error for ``made``.
+    """
+    config = checker_sandbox(function, sandbox)
+    limits = replace(
+        config.limits, wall_s=timeout_s, cpu_s=timeout_s, output_bytes=_MAX_RESULT_BYTES
+    )
+    result = await shared_sandbox(config).run(
+        _CALL, stdin=json.dumps(args), limits=limits, prepared=(function, made)
+    )
+    if result.status not in (SandboxStatus.OK, SandboxStatus.ERROR):
+        raise CheckTimeoutError(f"{function}: {result.status} within {timeout_s} s")
+    try:
+        answer = json.loads(result.stdout)
+    except (ValueError, RecursionError):
+        answer = None
+    match answer:
+        case {"result": value}:
+            return value
+        case {"error": str(error)}:
+            raise CheckFailedError(f"{function}: {error:.1000}")
+    words = result.stderr.strip().rpartition("\n")[2]
+    raise CheckFailedError(
+        f"{function}: its process ended ({result.exit_code}) without a result of at most "
+        f"{_MAX_RESULT_BYTES} bytes; its last words: {words:.200}"
+    )
+
+
+def checker_sandbox(function: str, sandbox: SandboxConfig | None) -> SandboxConfig:
+    """The sandbox in which `run_checker` calls ``function``."""
+    sandbox = sandbox or SandboxConfig()
+    return replace(sandbox, preload=(*sandbox.preload, function.partition(":")[0]))
+
+
+def checked_score(score: object) -> float:
+    """A result of `run_checker` as a reward.
+
+    Raises:
+        CheckFailedError: the result is not a number from 0 to 1.
+    """
+    if not isinstance(score, int | float) or not 0 <= score <= 1:
+        raise CheckFailedError(f"{reprlib.repr(score)} is no score from 0 to 1")
+    return float(score)

@@ -1,7 +1,7 @@
-"""The process that watches over one snippet, and tells how it ended.
+"""The process that watches one snippet and reports how it ended.
 
-It reads a request from its link (one JSON line), forks the snippet, keeps the first bytes of what
-that writes, and answers with one JSON line when the snippet and all that it started are dead. Where
+It reads a request from its link (one JSON line), forks the snippet, keeps the first bytes of its
+output, and answers with one JSON line when the snippet and all that it started are dead. Where
 the other end of the link is closed, it kills them and gives no answer. As the first process of the
 snippet's namespace of process ids, it cannot be killed from within, and its end is theirs.
 """
@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 
 from torchtitan_rl.sandbox import kernel, namespaces
 from torchtitan_rl.sandbox.filters import SyscallFilter
-from torchtitan_rl.sandbox.kernel import CpuClock
 from torchtitan_rl.sandbox.snippet import run_snippet
 
 _CHECK_S = 0.05  # between two looks at time and memory
@@ -117,7 +116,7 @@ class _Keeper:
             os.pipe() for _ in range(3)
         )
         failure, failed = os.pipe()
-        self._clock = CpuClock()
+        self._clock = kernel.CpuClock()
         settings = {**settings, "keeper": os.getpid()}
         self._snippet = os.fork()
         if self._snippet == 0:
@@ -178,7 +177,7 @@ class _Keeper:
             selector.unregister(descriptor)
 
     def _keep_chunk(self, descriptor: int, name: str) -> bool:
-        """Whether there was one."""
+        """Read a chunk, and keep it up to the limit; False if there was none."""
         try:
             chunk = os.read(descriptor, _CHUNK_BYTES)
         except BlockingIOError:
@@ -271,7 +270,7 @@ class _Keeper:
 
 
 def _children_cpu_s() -> float:
-    """Of those that were reaped."""
+    """CPU seconds of the processes that were reaped."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -309,7 +308,7 @@ class _Usage:
                 rollup = (folder / "smaps_rollup").read_bytes()
                 mappings = (folder / "maps").read_bytes().splitlines()
                 num_locks = self._look_at_descriptors(folder)
-            except PermissionError:  # it lets no one look into it: the most that it may use
+            except PermissionError:  # it forbids to look into it: the most that it may use
                 pages = int((folder / "statm").read_bytes().split()[1])
                 return pages * _PAGE_BYTES + self._most_held_bytes
             sizes = dict(line.split()[:2] for line in rollup.splitlines())
@@ -319,7 +318,7 @@ class _Usage:
         return 0
 
     def _look_at_descriptors(self, folder: Path) -> int:
-        """Note what is held for them; how many locks of files there are."""
+        """Add up what the kernel holds for the descriptors; returns the number of file locks."""
         num_locks = 0
         with os.scandir(folder / "fd") as entries:
             for entry in entries:
@@ -337,12 +336,12 @@ class _Usage:
 
 
 def _removed_files(mappings: list[bytes]) -> set[bytes]:
-    """Device and inode of each that is mapped, by the lines of ``/proc/PID/maps``."""
+    """Device and inode of each removed file in the lines of ``/proc/PID/maps``."""
     return {b" ".join(line.split()[3:5]) for line in mappings if line.endswith(b"(deleted)")}
 
 
 def _remove(folder: str) -> None:
-    """Remove it with all that is in it: also folders without rights, and trees of any depth."""
+    """Remove a folder with its contents: also folders without rights, and trees of any depth."""
     with contextlib.suppress(OSError):
         os.rmdir(folder)  # nearly always
         return

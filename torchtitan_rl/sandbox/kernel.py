@@ -1,10 +1,5 @@
 """Calls of the Linux kernel that Python does not have: namespaces, mounts, rights, Landlock,
-counters.
-
-Each raises an OSError that names the call.
-
-CPU time of a process's descendants, those included that nobody waits for.
-"""
+counters. Each raises an OSError that names the call."""
 
 from __future__ import annotations
 
@@ -13,8 +8,6 @@ import os
 import struct
 import time
 from collections.abc import Iterable
-
-from torchtitan_rl.sandbox import kernel
 
 CLONE_NEWNS = 0x20000
 CLONE_NEWCGROUP = 0x02000000
@@ -85,7 +78,8 @@ def pivot_root(new_root: str, old_root: str) -> None:
 
 
 def make_read_only(target: str, *, recursive: bool = True, devices: bool = False) -> None:
-    """A mount, with those below it (Linux 5.12); programs on it have no privileges."""
+    """Make a mount read-only, with those below it (Linux 5.12); programs on it have no
+    privileges."""
     attributes = _ATTR_RDONLY | _ATTR_NOSUID | (0 if devices else _ATTR_NODEV)
     wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
@@ -96,7 +90,7 @@ def make_read_only(target: str, *, recursive: bool = True, devices: bool = False
 
 
 def drop_capabilities() -> None:
-    """For good: neither a program nor another user gives any back."""
+    """Drop all capabilities irrevocably: no program and no other user gives any back."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     none = (ctypes.c_uint32 * 6)()
@@ -168,7 +162,8 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
 
 
 class CpuClock:
-    """Counts from its start on, by a counter of the kernel that new processes inherit.
+    """CPU time of this process's descendants, also of those that no process waits for, counted from
+    now on by a counter of the kernel that new processes inherit.
 
     Where the kernel allows no counters (``kernel.perf_event_paranoid`` of 3, or a container that
     refuses `perf_event_open`) it counts nothing.
@@ -177,12 +172,12 @@ class CpuClock:
     def __init__(self) -> None:
         self._started_s = time.process_time()
         try:
-            self._counter: int | None = kernel.open_task_clock()
+            self._counter: int | None = open_task_clock()
         except OSError:
             self._counter = None
 
     def read_s(self) -> float:
-        """CPU seconds of what this process has started, without its own."""
+        """CPU seconds of the descendants."""
         if self._counter is None:
             return 0.0
         (nanoseconds,) = struct.unpack("Q", os.read(self._counter, 8))

@@ -1,4 +1,4 @@
-"""Runs Python code that a policy wrote, and that may do anything.
+"""Runs Python code that a policy wrote and that may try anything.
 
     async with Sandbox() as sandbox:
         result = await sandbox.run("print(6 * 7)")
@@ -140,7 +140,7 @@ class SandboxConfig:
     """Snippets that run at once; others wait. None: one for each core."""
 
     def errors(self, name: str) -> list[str]:
-        """What is wrong with the fields, and why this machine does not allow them."""
+        """What is wrong with the fields, or why this machine does not allow them."""
         found = [f"{name}.readable: there is no {path}" for path in self._missing()]
         found += [
             f"{name}.readable: {path} would be hidden by the /tmp that each snippet has for itself"
@@ -305,7 +305,7 @@ class _Zygote:
             return False
 
     def send(self, link: socket.socket, prepared: bytes) -> None:
-        """Have a snippet served over this socket; where the zygote has died, nobody does."""
+        """Have a snippet served over this socket. A dead zygote closes it without an answer."""
         with contextlib.suppress(OSError):
             socket.send_fds(self._link, [prepared], [link.fileno()])
 
@@ -315,8 +315,7 @@ class _Zygote:
 
 
 def _environment() -> dict[str, str]:
-    """Of snippets, which get a folder of their own for temporary files: nothing of this process's
-    own."""
+    """The environment variables of snippets: none of this process's own."""
     one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -331,10 +330,8 @@ def _environment() -> dict[str, str]:
 
 
 async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, Any] | None:
-    """Send a request and read the answer, which comes when everything is dead.
-
-    Returns:
-        None where the keeper has died.
+    """Send a request and read the answer, which comes when the snippet and all that it started are
+    dead; None if the keeper has died.
 
     Raises:
         SandboxError: the keeper cannot serve the snippet, or is stopped.
@@ -362,6 +359,6 @@ async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, A
 
 
 def _hang_up(link: socket.socket) -> None:
-    """Tell the keeper to kill everything; harmless when it has ended."""
+    """Make the keeper kill everything; harmless when it has ended."""
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_WR)

@@ -36,8 +36,8 @@ def run_snippet(
 ) -> NoReturn:
     """Run the request's code, and exit as Python would.
 
-    ``streams`` are its standard ones, and one that is closed, without a word, before the code runs;
-    what is written there is why it cannot.
+    ``streams`` are its standard ones, and one that is closed before the code runs; if the code
+    cannot run, the reason is written to that one.
     """
     try:
         for number, descriptor in enumerate(streams):
@@ -93,7 +93,7 @@ def _limit(what: int, value: int) -> None:
 
 
 def _prepare_python(prepared: object) -> None:
-    """As of a fresh interpreter, in a folder of its own."""
+    """Make this look like a fresh interpreter, in a folder of its own."""
     sys.argv = [NAME]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if prepared is not None:
@@ -119,7 +119,7 @@ def _run(code: str, *, print_last: bool) -> int:
 
 
 def _finish() -> None:
-    """What ends an interpreter, without what would end this package's."""
+    """Do what ends an interpreter, but not what would end this package's own."""
     cast(Any, threading)._shutdown()
     cast(Any, atexit)._run_exitfuncs()
     for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
@@ -142,7 +142,7 @@ def _execute(code: str, *, print_last: bool) -> None:
 
 
 def _exit_status(code: object) -> int:
-    """As Python's, of `sys.exit`."""
+    """The exit status that Python has after `sys.exit`."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -152,5 +152,5 @@ def _exit_status(code: object) -> int:
 
 
 def _stderr() -> TextIO | None:
-    """Not None where the snippet has set it so: `print` would take that for stdout."""
+    """Standard error, also where the snippet has set it to None: `print` would use stdout."""
     return sys.__stderr__ if sys.stderr is None else sys.stderr

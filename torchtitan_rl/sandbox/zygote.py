@@ -77,7 +77,7 @@ def _serve(
     own_ids: int | None,
 ) -> NoReturn:
     """``own_ids`` is this process's namespace of process ids, where snippets have others."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a keeper ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no keeper is waited for
     gc.collect()
     gc.freeze()  # forked processes share this memory until they write to it
     kernel.join_pages()

@@ -25,10 +25,9 @@ from torchtitan_rl.config.prepare import PreparedRun, claim_run, is_complete, pr
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.environments.data_task import DataTask
-from torchtitan_rl.environments.mcp_session import McpServer
-from torchtitan_rl.environments.mcp_task import McpTask
+from torchtitan_rl.environments.mcp import McpServer, McpTask
 from torchtitan_rl.environments.mixture import MixtureTask
-from torchtitan_rl.environments.open_env_task import OpenEnvTask
+from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
 from torchtitan_rl.rollout.task import Task

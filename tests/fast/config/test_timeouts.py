@@ -10,10 +10,9 @@ from tests.support.config_mutations import with_value
 from torchtitan_rl.config.checks.timeouts import start_notes, timeout_errors
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
-from torchtitan_rl.environments.mcp_session import McpServer
-from torchtitan_rl.environments.mcp_task import McpTask
+from torchtitan_rl.environments.mcp import McpServer, McpTask
 from torchtitan_rl.environments.mixture import MixtureTask
-from torchtitan_rl.environments.open_env_task import OpenEnvTask
+from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.rollout.task import Task
 
 CONFIG = RunConfig(policy=PolicyConfig(checkpoint="x"), task=Task())

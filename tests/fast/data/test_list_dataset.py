@@ -40,11 +40,6 @@ def test_it_continues_where_its_state_was_taken() -> None:
         ListDataset(PROBLEMS[:3], seed=1).load_state_dict(state)
 
 
-def test_an_empty_list_is_refused() -> None:
-    with pytest.raises(ValueError, match="problems is empty"):
-        ListDataset([], seed=0)
-
-
 def test_its_example_runs() -> None:
     failed, attempted = doctest.testmod(row_dataset)
     assert (failed, attempted > 0) == (0, True)

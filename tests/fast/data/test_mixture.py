@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.data.levels import CurriculumConfig, LevelDataset, level_name
+from torchtitan_rl.data.curriculum import (
+    CurriculumConfig,
+    LevelDataset,
+    RestConfig,
+    RestingDataset,
+    level_name,
+)
 from torchtitan_rl.data.mixture import MixtureDataset, part_of, split_off
-from torchtitan_rl.data.resting import RestConfig, RestingDataset
 from torchtitan_rl.data.row_dataset import ListDataset
 from torchtitan_rl.rollout.task import Outcome, adapts
 from torchtitan_rl.types import Problem
@@ -179,29 +184,6 @@ def epochs_of(rest: RestConfig, solved: dict[str, float], epochs: int = 6) -> li
 )
 def test_a_problem_that_is_always_or_never_solved_rests(rest: RestConfig, given: list[str]) -> None:
     assert epochs_of(rest, {"1": 1.0, "2": 0.0}) == given
-
-
-def test_a_problem_is_in_the_pool_of_its_newest_outcome() -> None:
-    resting = RestingDataset(Numbers(), RestConfig(epochs=5))
-    problem = resting.next()
-    sizes = []
-    for solved in (1.0, 0.0, None, 0.5):
-        resting.record([outcome(problem, solved)])
-        sizes.append(dict(resting.metrics()))
-    names = ("resting/easy", "resting/hard")
-    assert sizes == [dict(zip(names, n, strict=True)) for n in ((1, 0), (0, 1), (0, 0), (0, 0))]
-
-
-def test_metrics_of_parts_have_their_names_and_problems_that_came_back_do_not_rest() -> None:
-    levels = LevelDataset(lambda level: Numbers(2), CurriculumConfig(window=1), max_level=3)
-    resting = RestingDataset(levels, RestConfig(epochs=1))
-    both = MixtureDataset({"a": resting, "b": Numbers(2)}, {"a": 1.0, "b": 1.0})
-    assert both.metrics() == {"a/resting/easy": 0, "a/resting/hard": 0, "a/level": 0}
-    both.record([outcome(both.next(), 1.0)])
-    assert both.metrics() == {"a/resting/easy": 1, "a/resting/hard": 0, "a/level": 1}
-    while resting.epoch < 2:
-        both.next()
-    assert both.metrics()["a/resting/easy"] == 0
 
 
 def test_where_all_rest_problems_come_all_the_same_and_rest_for_their_epochs() -> None:

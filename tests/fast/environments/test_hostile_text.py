@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 
 from tests.support.async_tests import on_event_loop
-from torchtitan_rl.environments.checkers import CheckTimeoutError
 from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.environments.games import InvalidActionError
-from torchtitan_rl.environments.judge.config import JudgeConfig
-from torchtitan_rl.environments.judge.judge import Judge
-from torchtitan_rl.environments.open_env_task import OpenEnvTask
-from torchtitan_rl.environments.question import QuestionEnv
-from torchtitan_rl.environments.scoring import extract
-from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv
+from torchtitan_rl.environments.judge import Judge, JudgeConfig
+from torchtitan_rl.environments.open_env import OpenEnvTask
+from torchtitan_rl.environments.question import QuestionEnv, ToolAnswer, ToolEnv
+from torchtitan_rl.environments.scoring import CheckTimeoutError, extract
 from torchtitan_rl.experiments.alphabet_sort.scoring import score as alphabet_score
 from torchtitan_rl.experiments.calculator_agent.agent import Solution
 from torchtitan_rl.experiments.calculator_agent.calculator import CalculatorError, calculate

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.async_tests import on_event_loop
-from torchtitan_rl.environments.mcp_session import McpServer, McpServerError, McpSession
+from torchtitan_rl.environments.mcp import McpServer, McpServerError, McpSession
 
 pytest.importorskip("mcp")
 

@@ -100,12 +100,6 @@ def test_a_part_that_ranks_its_group_does_so_in_a_mixture() -> None:
         assert [score.reward for score in scores] == rewards
 
 
-def test_parts_may_differ_by_what_they_leave_for_rounding() -> None:
-    task = mixture(a=Part(), b=Part(solved_at=1.0 - 1e-9))
-    assert task.errors() == []
-    assert task.success_reward() == 1.0 - 1e-9
-
-
 @pytest.mark.parametrize(
     ("task", "message"),
     [

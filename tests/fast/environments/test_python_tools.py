@@ -101,9 +101,3 @@ def said(tokenizer, text: str) -> Completion:
         version_runs=(VersionRun(start=0, version=0),),
         finish_reason=FinishReason.STOP,
     )
-
-
-def test_a_sandbox_that_this_machine_does_not_have_is_an_error_before_the_run():
-    task = PythonTask(train=("unused.jsonl",), sandbox=SandboxConfig(preload=("no_such_module",)))
-    wanted = "task.sandbox.preload: ModuleNotFoundError: No module named 'no_such_module'"
-    assert wanted in task.errors()

@@ -1,4 +1,4 @@
-"""Search: worlds, tool, environment, and the embedded policy that is taught to use it."""
+"""Search: worlds, tool, environment, and what the embedded policy is taught."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
-from torchtitan_rl.config.checks.machine import MachineFacts
-from torchtitan_rl.config.checks.run import find_errors
-from torchtitan_rl.config.hf_model import read_policy_facts
 from torchtitan_rl.configs import search_tiny
 from torchtitan_rl.experiments.search.env import SearchEnv, is_right
 from torchtitan_rl.experiments.search.index import SearchIndex, index_of
-from torchtitan_rl.experiments.search.task import POLICY_DIR, SearchTask
-from torchtitan_rl.experiments.search.tokenizer import build_backend, build_tokenizer, call_text
+from torchtitan_rl.experiments.search.task import SearchTask
+from torchtitan_rl.experiments.search.tokenizer import build_tokenizer
 from torchtitan_rl.experiments.search.warm_start import Mistakes, conversation
 from torchtitan_rl.experiments.search.world import make_problem, make_world
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
 from torchtitan_rl.rollout.rendering import make_renderer
-from torchtitan_rl.types import Completion, FinishReason, Problem, RolloutStatus, VersionRun
+from torchtitan_rl.types import Completion, FinishReason, Problem, VersionRun
 
 pytest.importorskip("bm25s")
 CONFIG = search_tiny.config
@@ -44,24 +40,6 @@ def test_a_query_finds_the_documents_with_most_of_its_rarest_words() -> None:
     assert [index.find(query, 2) for query in ("", "a", "cheese", "?")] == [[]] * 4
 
 
-def test_equal_documents_are_found_in_their_order() -> None:
-    index = SearchIndex([f"town number{i:02}" for i in range(30)])
-    assert index.find("town", 3) == ["town number00", "town number01", "town number02"]
-
-
-def test_every_question_is_answered_by_searching_for_the_person_and_then_for_the_town() -> None:
-    """In one search or two, as the share of them says; the answer is in the last document."""
-    lengths = []
-    for number in range(200):
-        data = problem(number).data
-        turns = conversation(data, Mistakes(), random.Random(0))
-        assert turns[-1][1] == f"The answer is {data['answer']}."
-        assert data["answer"] in turns[-1][0][0]["content"]
-        lengths.append(len(turns) - 1)
-    assert set(lengths) == {1, 2}
-    assert 70 < lengths.count(2) < 130
-
-
 def test_worlds_of_the_two_splits_share_no_document() -> None:
     train, validation = (
         {text for i in range(20) for text in make_world(problem(i, split).data["world"]).documents}
@@ -70,16 +48,6 @@ def test_worlds_of_the_two_splits_share_no_document() -> None:
     people = {text for text in train if "lives in" in text}
     assert len(people) > 200
     assert len(people & validation) < 5  # facts that are the same by chance
-
-
-def test_a_careless_policy_is_sometimes_right() -> None:
-    rng = random.Random(0)
-    right = 0
-    for number in range(200):
-        data = problem(number).data
-        said = conversation(data, Mistakes(omit=0.35, guess=0.3), rng)[-1][1]
-        right += is_right(said, data["answer"])
-    assert 40 < right < 140
 
 
 def env_of(data: Any) -> SearchEnv:
@@ -118,10 +86,6 @@ def test_an_answer_is_right_only_at_the_end(text: str) -> None:
     assert not is_right(text, "lace")
 
 
-def test_a_rollout_that_is_cut_has_no_reward() -> None:
-    assert asyncio.run(env_of(problem(0).data).finish(RolloutStatus.MAX_TURNS)).reward == 0.0
-
-
 def test_what_the_policy_is_taught_is_what_the_environment_understands_in_one_episode() -> None:
     """Each prompt extends the last one, and the embedded tokenizer has a token for each word."""
     tokenizer = build_tokenizer()
@@ -153,20 +117,6 @@ def test_what_the_policy_is_taught_is_what_the_environment_understands_in_one_ep
             raise AssertionError("no end")
 
         assert asyncio.run(follow(data, turns)).reward == 1.0
-
-
-def test_the_embedded_tokenizer_is_the_one_that_the_code_builds() -> None:
-    shipped = Tokenizer.from_file(str(POLICY_DIR / "tokenizer.json"))
-    assert shipped.get_vocab() == build_backend().get_vocab()
-    assert read_policy_facts(POLICY_DIR).vocab_size == shipped.get_vocab_size()
-    pieces = build_backend().encode(call_text("Emma Stone") + "The answer is wine.").tokens
-    assert {"Emma", "ĠStone", "The", "Ġwine"} <= set(pieces)
-
-
-def test_the_ready_configuration_has_no_errors() -> None:
-    machine = MachineFacts(num_cores=2, memory_bytes=16 << 30)
-    found = find_errors(CONFIG, read_policy_facts(POLICY_DIR), machine)
-    assert [message for message in found if not message.startswith("name is")] == []
 
 
 def test_wrong_fields_are_named() -> None:

@@ -22,7 +22,9 @@ from torchtitan_rl.sandbox.sandbox import SandboxResult, SandboxStatus
 ROOT = Path(__file__).parents[3]
 SECRET = "hunter2"  # in the environment of the sandbox's owner
 _ANOTHER = 12345
-_USERS = ["this user", "another user"]
+USERS = ("this user", "another user")
+# Whose rights to files and processes are those of the snippet, and who has no others.
+NOT_ROOT = USERS[os.geteuid() == 0]
 
 
 class Run:
@@ -89,28 +91,16 @@ def sandboxes() -> Iterator[Callable[[str, str], Run]]:
         yield start
 
 
-@pytest.fixture(scope="session", params=_USERS)
-def run(request: pytest.FixtureRequest, sandboxes: Callable[[str, str], Run]) -> Run:
-    return sandboxes("namespaces", request.param)
+@pytest.fixture(scope="session")
+def run(sandboxes: Callable[[str, str], Run]) -> Run:
+    return sandboxes("namespaces", NOT_ROOT)
 
 
-@pytest.fixture(scope="session", params=_USERS)
-def run_under_landlock(request: pytest.FixtureRequest, sandboxes: Callable[[str, str], Run]) -> Run:
-    return sandboxes("landlock", request.param)
-
-
-@pytest.fixture(scope="session", params=_USERS)
-def run_with_limits(request: pytest.FixtureRequest, sandboxes: Callable[[str, str], Run]) -> Run:
-    return sandboxes("limits", request.param)
-
-
-@pytest.fixture(
-    scope="session", params=[(kind, user) for kind in ("landlock", "limits") for user in _USERS]
-)
+@pytest.fixture(scope="session", params=["landlock", "limits"])
 def run_without_namespaces(
     request: pytest.FixtureRequest, sandboxes: Callable[[str, str], Run]
 ) -> Run:
-    return sandboxes(*request.param)
+    return sandboxes(request.param, NOT_ROOT)
 
 
 def is_alive(process: psutil.Process) -> bool:

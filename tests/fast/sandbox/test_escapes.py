@@ -11,7 +11,7 @@ import textwrap
 import psutil
 import pytest
 
-from tests.fast.sandbox.conftest import is_alive, wait_until
+from tests.fast.sandbox.conftest import NOT_ROOT, USERS, is_alive, wait_until
 from torchtitan_rl.sandbox import kernel
 from torchtitan_rl.sandbox.sandbox import SandboxConfig, SandboxLimits, SandboxStatus
 
@@ -77,20 +77,21 @@ except (OSError, MemoryError, RuntimeError, ValueError):
 """
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_it_is_refused(what, run):
-    result = run(ATTEMPT.format(code=REFUSED[what]))
-    assert (result.stdout, result.stderr) == ("refused\n", "")
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("isolation", ["namespaces", "landlock"])
+def test_it_is_refused(isolation, user, sandboxes):
+    run, refused = sandboxes(isolation, user), dict(REFUSED)
+    if isolation == "landlock":
+        del refused["more than the room"], refused["many files"]  # which stop it, see test_attacks
+        keeper = f"/proc/{os.getpid()}/"
+        refused = {what: code.replace("/proc/1/", keeper) for what, code in refused.items()}
+    results = {what: run(ATTEMPT.format(code=code)) for what, code in refused.items()}
+    outcomes = {what: (result.stdout, result.stderr) for what, result in results.items()}
+    assert outcomes == dict.fromkeys(refused, ("refused\n", ""))
 
 
-@pytest.mark.parametrize("what", sorted(REFUSED.keys() - {"more than the room", "many files"}))
-def test_it_is_also_refused_under_landlock(what, run_under_landlock):
-    code = REFUSED[what].replace("/proc/1/", f"/proc/{os.getpid()}/")
-    result = run_under_landlock(ATTEMPT.format(code=code))
-    assert (result.stdout, result.stderr) == ("refused\n", "")
-
-
-def test_landlock_keeps_signals_in_and_lets_programs_work(run_under_landlock):
+def test_landlock_keeps_signals_in_and_lets_programs_work(sandboxes):
+    run_under_landlock = sandboxes("landlock", NOT_ROOT)
     code = f"""
         import ctypes, numpy, tempfile
         libc = ctypes.CDLL(None, use_errno=True)

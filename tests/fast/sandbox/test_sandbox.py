@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from torchtitan_rl.sandbox.sandbox import (
     SandboxError,
     SandboxLimits,
     SandboxStatus,
-    shared_sandbox,
 )
 
 ROOT = str(Path(__file__).parents[3])
@@ -36,20 +34,8 @@ PROGRAMS = {
     "an exit": ("import sys; sys.exit()", "", "", 0),
     "an exit with a code": ("raise SystemExit(258)", "", "", 2),
     "an exit with a message": ("raise SystemExit('no')", "", "no", 1),
-    "an exit with a message that cannot be printed": (
-        "class Bad:\n  def __str__(self): raise ValueError\nraise SystemExit(Bad())",
-        "",
-        "",
-        1,
-    ),
     "an exception after stdout is closed": (
         "import sys; sys.stdout.close(); assert False",
-        "",
-        "AssertionError",
-        1,
-    ),
-    "an exception without stdout": (
-        "import sys; sys.stdout = None; assert False",
         "",
         "AssertionError",
         1,
@@ -61,14 +47,6 @@ PROGRAMS = {
         1,
     ),
     "an exception after stderr is closed": ("import sys; sys.stderr.close(); 1 / 0", "", "", 1),
-    "an exit without stdout": ("import sys; sys.stdout = None; sys.exit(3)", "", "", 3),
-    "another stdout": (
-        "import io, sys; print('a', end=''); sys.stdout = io.StringIO(); print('b')",
-        "a",
-        "",
-        0,
-    ),
-    "no newline": ("print('a', end='')", "a", "", 0),
     "a thread that goes on": (
         "import threading, time\n"
         "threading.Thread(target=lambda: (time.sleep(0.05), print('late'))).start()",
@@ -77,19 +55,12 @@ PROGRAMS = {
         0,
     ),
     "an exit function": ("import atexit; atexit.register(print, 'end')", "end\n", "", 0),
-    "names of its own": (
-        "def f(): return g()\ndef g(): return __name__\nprint(f())",
-        "__main__\n",
-        "",
-        0,
-    ),
     "a pickle": (
         "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
         "True\n",
         "",
         0,
     ),
-    "an event loop": ("import asyncio; asyncio.run(asyncio.sleep(0)); print(1)", "1\n", "", 0),
     "a process": (
         "import subprocess; print(subprocess.run(['echo', 'hi'], capture_output=True).stdout)",
         "b'hi\\n'\n",
@@ -102,18 +73,16 @@ PROGRAMS = {
         "",
         0,
     ),
-    "a package": ("import numpy; print(numpy.arange(3).sum())", "3\n", "", 0),
 }
 
 
-@pytest.mark.parametrize("what", PROGRAMS)
-def test_a_snippet_runs_as_a_program(what, run):
-    code, stdout, stderr, exit_code = PROGRAMS[what]
-    result = run(code, stdin="one\ntwo\n")
-    assert (result.stdout, result.exit_code) == (stdout, exit_code)
-    assert result.stderr.strip().split("\n")[-1] == stderr
-    assert result.status is (SandboxStatus.ERROR if exit_code else SandboxStatus.OK)
-    assert 0 < result.cpu_s < result.wall_s + 1
+def test_a_snippet_runs_as_a_program(run):
+    for what, (code, stdout, stderr, exit_code) in PROGRAMS.items():
+        result = run(code, stdin="one\ntwo\n")
+        assert (result.stdout, result.exit_code) == (stdout, exit_code), what
+        assert result.stderr.strip().split("\n")[-1] == stderr, what
+        assert result.status is (SandboxStatus.ERROR if exit_code else SandboxStatus.OK)
+        assert 0 < result.cpu_s < result.wall_s + 1
 
 
 # What programs usually do with files, threads and libraries; each prints what Python itself does.
@@ -129,26 +98,6 @@ EVERYDAY = {
         shutil.rmtree("a")
         print(open("d/b/f").read() + open("g").read() + open("h").read())
     """,
-    "archives": """
-        import io, tarfile, zipfile
-        open("f", "w").write("x")
-        with tarfile.open("t", "w:gz") as tar: tar.add("f", "in/f")
-        with tarfile.open("t") as tar: tar.extractall()
-        with zipfile.ZipFile("z", "w") as z: z.write("in/f", "out/f")
-        with zipfile.ZipFile("z") as z: z.extractall()
-        print(open("out/f").read())
-    """,
-    "temporary files": """
-        import os, pathlib, tempfile
-        with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("w+") as file:
-            pathlib.Path(folder, "f").touch()
-            pathlib.Path(folder, "f").touch()
-            os.chmod(folder, 0o700)
-            file.write("x")
-            file.truncate(0)
-        with tempfile.TemporaryFile() as file:
-            print(file.write(b"x"), os.path.exists(folder))
-    """,
     "a database": """
         import sqlite3
         for name in ("f.db", ":memory:"):
@@ -157,13 +106,6 @@ EVERYDAY = {
                 db.execute("create table t (x)")
                 db.executemany("insert into t values (?)", [(i,) for i in range(100)])
             print(db.execute("select sum(x) from t").fetchone())
-    """,
-    "event loops": """
-        import asyncio
-        async def main():
-            await asyncio.sleep(0)
-            return await asyncio.to_thread(sum, [1, 2])
-        print({asyncio.run(main()) for _ in range(200)})
     """,
     "threads": """
         from concurrent.futures import ThreadPoolExecutor
@@ -175,31 +117,11 @@ EVERYDAY = {
         print(numpy.load("a.npy", mmap_mode="r+").sum())
         with open("a.npy", "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped: print(mapped[1:6])
     """,
-    "algebra": """
-        import sympy
-        x = sympy.Symbol("x")
-        print(sympy.integrate(sympy.sin(x), x), sympy.solve(x**2 - 4))
-    """,
 }
 WITH_PROCESSES = {
     "pools": """
         import multiprocessing
         with multiprocessing.Pool(2) as pool: print(pool.map(abs, [-1, -2]))
-    """,
-    "processes that share memory": """
-        import multiprocessing
-        def work(numbers, ends): numbers[0] += 1; ends.send(sum(numbers))
-        numbers = multiprocessing.Array("i", 1000)
-        ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.Process(target=work, args=(numbers, theirs))
-        process.start(); process.join()
-        print(ours.recv(), numbers[0])
-    """,
-    "blocks of shared memory": """
-        from multiprocessing import shared_memory
-        block = shared_memory.SharedMemory(create=True, size=1000)
-        block.buf[:1] = b"x"
-        print(bytes(block.buf[:1])); block.close(); block.unlink()
     """,
     "processes of an event loop": """
         import asyncio
@@ -254,25 +176,14 @@ def test_a_traceback_has_only_the_lines_of_the_snippet(run):
     ]
 
 
-@pytest.mark.parametrize(
-    ("code", "stdout"), [("x = 3\nx + 4", "7\n"), ("None", ""), ("x = 1", ""), ("", "")]
-)
-def test_the_value_of_the_last_line_can_be_printed(code, stdout, run):
-    assert run(code, print_last=True).stdout == stdout
+def test_the_value_of_the_last_line_can_be_printed(run):
+    for code, stdout in (("x = 3\nx + 4", "7\n"), ("None", ""), ("x = 1", ""), ("", "")):
+        assert run(code, print_last=True).stdout == stdout
 
 
 def test_a_large_input_and_code_arrive_whole(run):
     code = f"text = {'x' * 10**6!r}\nprint(len(text), len(input()))"
     assert run(code, stdin="y" * 10**6).stdout == "1000000 1000000\n"
-
-
-def test_a_large_output_arrives_whole(run):
-    result = run("print('x' * 10**6)", limits=SandboxLimits(output_bytes=2 * 10**6))
-    assert (len(result.stdout), result.is_truncated) == (10**6 + 1, False)
-
-
-def test_an_input_that_nobody_reads_is_no_error(run):
-    assert run("print(1)", stdin="y" * 10**6).stdout == "1\n"
 
 
 @on_event_loop
@@ -379,22 +290,6 @@ def test_snippets_import_what_is_installed_and_not_what_is_in_this_repository(ru
     assert run(f"import sys; print({ROOT!r} in sys.path)").stdout == "False\n"
 
 
-def test_processes_can_share_work(run):
-    code = """
-        from concurrent.futures import ProcessPoolExecutor
-        def square(number): return number * number
-        with ProcessPoolExecutor(2) as pool: print(list(pool.map(square, range(4))))
-    """
-    assert run(textwrap.dedent(code)).stdout == "[0, 1, 4, 9]\n"
-
-
-@on_event_loop
-async def test_callers_with_the_same_configuration_share_a_sandbox():
-    config = SandboxConfig(isolation="limits")
-    assert shared_sandbox(config) is shared_sandbox(SandboxConfig(isolation="limits"))
-    assert shared_sandbox(config) is not shared_sandbox(SandboxConfig())
-
-
 def test_a_machine_without_user_namespaces_is_refused_unless_less_is_asked_for_by_name():
     program = """
         import asyncio
@@ -430,16 +325,7 @@ LIMITED = {
 }
 
 
-@pytest.mark.parametrize("what", LIMITED)
-def test_without_namespaces_there_are_limits(what, run_without_namespaces):
-    code, status = LIMITED[what]
-    limits = SandboxLimits(wall_s=0.3 if status == "timeout" else 60, cpu_s=0.3)
-    assert run_without_namespaces(code, limits=limits).status == SandboxStatus(status)
-
-
-def test_without_namespaces_a_folder_of_its_own_is_removed_after_the_run(run_without_namespaces):
-    folder = run_without_namespaces("import os; open('f', 'w'); print(os.getcwd())").stdout.strip()
-    deadline_s = time.monotonic() + 10
-    while os.path.exists(folder) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not os.path.exists(folder)
+def test_without_namespaces_there_are_limits(run_without_namespaces):
+    for what, (code, status) in LIMITED.items():
+        limits = SandboxLimits(wall_s=0.3 if status == "timeout" else 60, cpu_s=0.3)
+        assert run_without_namespaces(code, limits=limits).status == SandboxStatus(status), what

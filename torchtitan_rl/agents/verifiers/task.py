@@ -19,7 +19,7 @@ import sys
 import threading
 from asyncio import CancelledError, shield, wrap_future
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -28,8 +28,8 @@ from typing import IO, Any, cast
 
 from torchtitan_rl.agents.agent import Agent, AgentCall, AgentError, AgentResult
 from torchtitan_rl.agents.task import AgentTask
-from torchtitan_rl.data.row_dataset import RowDataset
-from torchtitan_rl.data.rows import Row, in_split
+from torchtitan_rl.data.row_dataset import split_of_rows
+from torchtitan_rl.data.rows import Rows
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.task import Dataset, Split
 from torchtitan_rl.types import Problem
@@ -72,20 +72,22 @@ class VerifiersTask(AgentTask):
     """Processes that run the environment. More than one where its code computes for long."""
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
-        rows = TaskRows(self.env, environment_tasks(self._spec(split)))
-
-        def make(problem_id: str, place: str, row: Row) -> Problem | None:
-            if not self.validation_args:
-                text = json.dumps({**row, "idx": None}, sort_keys=True)
-                if not in_split(split, text, self.validation_share):
-                    return None
-            return Problem(problem_id=problem_id, data={"split": split, "task": row})
-
-        return RowDataset(
-            [rows],
-            make,
+        tasks = environment_tasks(self._spec(split))
+        rows = Rows(
+            name=self.env,
+            size=f"{self.env}: {len(tasks)} tasks",
+            blocks=(len(tasks),),
+            read=lambda index: {"split": split, "task": tasks[index]},
+            place=f"{self.env}, task",
+            first=0,
+        )
+        return split_of_rows(
+            rows,
+            split,
+            None if self.validation_args else self.validation_share,
+            text=lambda row: json.dumps({**row["task"], "idx": None}, sort_keys=True),
             seed=seed,
-            shuffle=self.shuffle and split == "train",
+            shuffle=self.shuffle,
             chosen_by="task.args, task.num_problems and task.validation_share",
         )
 
@@ -152,25 +154,6 @@ class VerifiersTask(AgentTask):
             folders=self.folders,
             variables=self.variables,
         )
-
-
-class TaskRows:
-    """The data of an environment's tasks as `Rows`."""
-
-    def __init__(self, env: str, tasks: Sequence[Mapping[str, Any]]) -> None:
-        self.name = env
-        self.blocks: Sequence[int] = (len(tasks),)
-        self.size = f"{env}: {len(tasks)} tasks"
-        self._tasks = tasks
-
-    def number(self, block: int, index: int) -> int:
-        return index
-
-    def place(self, number: int) -> str:
-        return f"{self.name}, task {number}"
-
-    def read(self, block: int, index: int) -> Row:
-        return self._tasks[index]
 
 
 _WORKER = Path(__file__).parent / "worker" / "torchtitan_rl_worker.py"

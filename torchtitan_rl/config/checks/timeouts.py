@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 from torchtitan_rl.agents.task import AgentTask
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.environments.mcp_session import STARTS_PER_CORE, McpServer
-from torchtitan_rl.environments.mcp_task import McpTask, parts_of
-from torchtitan_rl.environments.open_env_task import OpenEnvTask
+from torchtitan_rl.environments.mcp import STARTS_PER_CORE, McpServer, McpTask, parts_of
+from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.rollout.task import Task
 
 

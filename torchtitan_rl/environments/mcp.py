@@ -1,9 +1,13 @@
-"""A session with an MCP server, by a process's standard streams or by HTTP.
+"""Tools of MCP servers: for environments of your own, and a `DataTask` that answers with them.
 
-The `mcp` library binds a connection to the task that made it, so each session has a task of its
-own, which others may call from. Invariant: the task ends with the session, and with it the server's
-process and all that this started: the library closes its input, waits, and ends `shim.py`, which is
-between the two and kills what is left. It does so, too, when this process is killed.
+A server is a process with which a session speaks by its standard streams, or has an address. The
+`mcp` library binds a connection to the task that made it, so each session has a task of its own,
+which others may call from. (Its `ClientSessionGroup` also belongs to one task; it reads only the
+first page of the tools, and drops what a server writes to its standard error.)
+
+Invariant: the task ends with the session, and with it the server's process and all that this
+started: the library closes its input, waits, and ends `shim.py`, which stands between the two and
+kills what is left. It also does so when this process is killed.
 """
 
 from __future__ import annotations
@@ -11,27 +15,41 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 from weakref import WeakKeyDictionary
 
 from torchtitan_rl.aio import wait_within
 from torchtitan_rl.data.rows import require
-from torchtitan_rl.environments.tool_env import ToolAnswer
-from torchtitan_rl.errors import TorchtitanRLError, one_line
+from torchtitan_rl.environments.data_task import DataTask
+from torchtitan_rl.environments.fields import range_errors, url_errors
+from torchtitan_rl.environments.question import ToolAnswer
+from torchtitan_rl.environments.tool_task import tool_environment
+from torchtitan_rl.errors import ConfigError, TorchtitanRLError, one_line
+from torchtitan_rl.rollout.env import TokenEnv
+from torchtitan_rl.rollout.task import Task
+from torchtitan_rl.types import Problem
+
+if TYPE_CHECKING:
+    from torchtitan_rl.rollout.config import RolloutConfig
 
 _SHIM = Path(__file__).parents[1] / "shim.py"
 _MAX_PAGES = 100  # of the list of tools
 _LAST_BYTES = 2000  # of what a server wrote to its standard error
-_SESSION_ENDED = "Session terminated"  # which has no code of its own
+_SESSION_ENDED = "Session terminated"  # an error without a code of its own
+_ANSWER_TIMEOUT_S = 10.0
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars` has them
 STARTS_PER_CORE = 2  # more at once would only take each other's time
+
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpSession]] = WeakKeyDictionary()
 
 
 class McpServerError(TorchtitanRLError):
@@ -46,7 +64,7 @@ class McpServer:
     command: tuple[str, ...] = ()
     """Program and arguments of a server on standard streams; each session starts a process."""
     url: str = ""
-    """Of a server with streamable HTTP, such as ``http://127.0.0.1:8000/mcp``."""
+    """Address of a server with streamable HTTP, such as ``http://127.0.0.1:8000/mcp``."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of ``command``, besides PATH, HOME and a few others."""
     headers: dict[str, str] = field(default_factory=dict)
@@ -60,34 +78,37 @@ class McpServer:
     """Seconds until the server has listed its tools; below ``rollout.step_timeout_s``. With
     ``command``, two servers per core start at once; waiting for that counts only in the latter."""
     call_timeout_s: float = 30.0
-    """Seconds for one call, below ``rollout.step_timeout_s``; the policy is told of one that takes
-    longer."""
+    """Seconds for one call, below ``rollout.step_timeout_s``; one that takes longer is answered to
+    the policy as an error."""
     in_order: bool = False
     """Calls of one message run one after another, for tools where one changes what the next does
     (write, then read); all of them have ``rollout.step_timeout_s``. Otherwise they run at once."""
     max_answer_chars: int = 4000
-    """An answer is cut after so many characters."""
+    """Characters after which an answer is cut."""
 
     def resume_identity(self) -> Mapping[str, Any]:
-        """As `Task.resume_identity`."""
+        """See `Task.resume_identity`."""
         return {"url": None, "start_timeout_s": None}
 
-    def errors(self, field_name: str) -> list[str]:
+    def errors(self, section: str) -> list[str]:
         found = []
         if bool(self.command) == bool(self.url):
-            found.append(f"{field_name}: give either command or url")
+            found.append(f"{section}: give either command or url")
         if self.shared and self.in_order:
             found.append(
-                f"{field_name}: shared and in_order are True: calls of all rollouts would run one "
+                f"{section}: shared and in_order are True: calls of all rollouts would run one "
                 "after another; a shared server keeps no state, so leave in_order out"
             )
-        if self.url and not self.url.startswith(("http://", "https://")):
-            found.append(f"{field_name}.url={self.url!r}: must begin with http:// or https://")
-        for name in ("start_timeout_s", "call_timeout_s", "max_answer_chars"):
-            if not 0 < getattr(self, name) < 1e6:
-                value = getattr(self, name)
-                found.append(f"{field_name}.{name}={value}: must be above 0, and below a million")
-        return found
+        if self.url:
+            found += url_errors(self, section, "url")
+        below_a_million = "above 0, below 1e6"
+        return found + range_errors(
+            self,
+            section,
+            start_timeout_s=below_a_million,
+            call_timeout_s=below_a_million,
+            max_answer_chars=below_a_million,
+        )
 
 
 class McpSession:
@@ -106,10 +127,10 @@ class McpSession:
         self.is_lost = False
 
     async def start(self) -> list[Mapping[str, Any]]:
-        """The schemas of the tools. May be called again, and by several at once.
+        """The schemas of the tools. May be called again, and by several tasks at once.
 
         Raises:
-            McpServerError: there is no such server, or it does not answer in time.
+            McpServerError: the server cannot be reached, or does not answer in time.
         """
         if self._task is None:
             self._task = asyncio.create_task(self._serve(), name=f"MCP server {self._name}")
@@ -129,17 +150,14 @@ class McpSession:
         Raises:
             McpServerError: the session is lost.
         """
-        async with self._order if self._server.in_order else nullcontext():
-            return await self._call(name, arguments)
-
-    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
         from pydantic import ValidationError
 
         limit_s = self._server.call_timeout_s
         try:
-            result = await self._client.call_tool(name, arguments, read_timeout_seconds=limit_s)
+            async with self._order if self._server.in_order else nullcontext():
+                result = await self._client.call_tool(name, arguments, read_timeout_seconds=limit_s)
         except MCPError as error:
             if error.code == CONNECTION_CLOSED or error.message == _SESSION_ENDED:
                 raise self._lost(_cause(error)) from error
@@ -148,7 +166,7 @@ class McpSession:
             return ToolAnswer(text=f"error: {text}", failed=True)
         except ValidationError:  # of what the tool returned
             return ToolAnswer(text="error: the tool's answer does not fit its schema", failed=True)
-        except Exception as error:  # of the HTTP client, of closed streams, ...
+        except Exception as error:  # from the HTTP client, closed streams, ...
             raise self._lost(_cause(error)) from error
         text = _text(result)
         left_out = len(text) - self._server.max_answer_chars
@@ -168,7 +186,7 @@ class McpSession:
         self._fail("the session was closed")  # before its task began
 
     def _cancel(self, task: asyncio.Task[None]) -> None:
-        """Once: a second time would interrupt the library while it ends the process."""
+        """Cancel once: a second time would interrupt the library while it ends the process."""
         if not task.cancelling():
             task.cancel()
 
@@ -192,7 +210,7 @@ class McpSession:
                 self._fail("the session was closed")
 
     def _fail(self, cause: str) -> None:
-        """Nothing can be called any more; whoever waits for the start is told why."""
+        """End the session, and wake the callers of `start` with the cause."""
         error = self._lost(cause)
         if not self._tools.done():
             self._tools.set_exception(error)
@@ -225,7 +243,7 @@ class McpSession:
         yield stdio_client(parameters, errlog=self._words)
 
     def _lost(self, cause: str) -> McpServerError:
-        """Ends the session."""
+        """The error of a session that ends with it."""
         self.is_lost = True
         self._may_end.set()
         where = self._server.url or " ".join(self._server.command)
@@ -259,18 +277,12 @@ async def _all_tools(client: Any) -> list[Any]:
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description or "",
-            "parameters": tool.input_schema,
-        },
-    }
+    function = {"name": tool.name, "description": tool.description or ""}
+    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
 
 
 def _text(result: Any) -> str:
-    """Of the contents that are text; others are named."""
+    """The contents that are text, and the types of the others."""
     parts = []
     for content in result.content:
         resource = getattr(content, "resource", None)
@@ -286,7 +298,164 @@ def _expanded(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _cause(error: BaseException) -> str:
-    """In one line; of a group, its first error."""
+    """An error in one line; of a group, its first one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return one_line(error)
+
+
+class McpTools:
+    """The `Tools` of one rollout: those of all servers.
+
+    A session that is shared stays until the event loop ends; one that was lost is replaced for the
+    rollouts that begin later.
+    """
+
+    def __init__(self, servers: Mapping[str, McpServer]) -> None:
+        self._servers = servers
+        self._own: list[McpSession] = []
+        self._session_of: dict[str, McpSession] = {}
+
+    async def open(self) -> list[Mapping[str, Any]]:
+        """
+        Raises:
+            McpServerError: a server cannot be reached, or two have a tool of the same name.
+        """
+        sessions = {name: self._session(name, server) for name, server in self._servers.items()}
+        schemas = await asyncio.gather(*(session.start() for session in sessions.values()))
+        for (name, session), tools in zip(sessions.items(), schemas, strict=True):
+            for tool in tools:
+                tool_name = tool["function"]["name"]
+                if tool_name in self._session_of:
+                    raise McpServerError(
+                        f"MCP server {name}: another server has a tool {tool_name}, too; choose "
+                        "one by `tools`"
+                    )
+                self._session_of[tool_name] = session
+        return [tool for tools in schemas for tool in tools]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+        """
+        Raises:
+            McpServerError: the server was lost.
+        """
+        session = self._session_of.get(name)
+        if session is None:
+            names = ", ".join(self._session_of)
+            return ToolAnswer(text=f"error: no tool {name!r}; there are {names}", failed=True)
+        return await session.call(name, arguments)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(session.close() for session in self._own))
+
+    def _session(self, name: str, server: McpServer) -> McpSession:
+        if not server.shared:
+            self._own.append(McpSession(name, server))
+            return self._own[-1]
+        sessions = _shared.setdefault(asyncio.get_running_loop(), {})
+        key = json.dumps([name, asdict(server)])
+        if key not in sessions or sessions[key].is_lost:
+            sessions[key] = McpSession(name, server)
+        return sessions[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class McpTask(DataTask):
+    """Questions of a `DataTask` that are answered with the tools of MCP servers::
+
+        McpTask(
+            train=("data/train.jsonl",),
+            servers={"files": McpServer(command=("my-mcp-server", "--root", "data"))},
+        )
+
+    A completion without a call is the answer. Needs a model whose chat format has tools (Qwen3 and
+    others), and room in ``rollout.max_turns`` for the calls.
+    """
+
+    servers: dict[str, McpServer] = field(default_factory=dict)
+    """The servers, each under a name for error messages."""
+    shows_tools: bool = True
+    """Whether the chat format puts the tools' schemas into the prompt. Off where ``system``
+    describes them in fewer tokens, or the policy knows them."""
+    replays: bool = False
+    """Whether the tools answer the same again and change nothing outside of a rollout, so that a
+    resumed run can make its calls again; otherwise it starts such rollouts again."""
+
+    def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
+        return tool_environment(
+            self,
+            McpTools(self.servers),
+            problem,
+            tokenizer,
+            replays=self.replays,
+            shows_tools=self.shows_tools,
+        )
+
+    def errors(self) -> list[str]:
+        found = super().errors()
+        if not self.servers:
+            found.append("task.servers is empty: give a server")
+        try:
+            require("mcp", "mcp")
+        except ConfigError as error:
+            found.append(f"task: {error}")
+        for name, server in self.servers.items():
+            section = f"task.servers.{name}"
+            found += server.errors(section) or _absences(section, server)
+        return found
+
+
+def _absences(section: str, server: McpServer) -> list[str]:
+    """What a server needs and this machine does not have."""
+    found = []
+    for kind, values in (("env", server.env), ("headers", server.headers)):
+        for key, value in values.items():
+            names = [one.strip("{}") for one in _VARIABLE.findall(value)]
+            if unset := [one for one in names if one not in os.environ]:
+                found.append(
+                    f"{section}.{kind}: {key} names {unset[0]}, which is not set; export it"
+                )
+    path = _expanded(server.env).get("PATH")
+    if server.command and shutil.which(server.command[0], path=path) is None:
+        found.append(
+            f"{section}.command: there is no program {server.command[0]!r}; install it, or give a "
+            "path"
+        )
+    if server.url and not found:
+        import httpx
+
+        try:
+            with httpx.stream("HEAD", server.url, timeout=_ANSWER_TIMEOUT_S):
+                pass  # any answer will do
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            found.append(
+                f"{section}.url={server.url!r}: no server answers ({one_line(error)}); start it "
+                "before the run"
+            )
+    return found
+
+
+def parts_of(task: Task, name: str = "task") -> Iterator[tuple[str, Task | McpServer]]:
+    """The task, its parts and the servers of all of them, with the names of their fields."""
+    yield name, task
+    for one in fields(task):
+        value = getattr(task, one.name)
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        for key, part in parts:
+            part_name = f"{name}.{one.name}.{key}".rstrip(".")
+            if isinstance(part, McpServer):
+                yield part_name, part
+            elif isinstance(part, Task):
+                yield from parts_of(part, part_name)
+
+
+def sharing_servers(part: Any) -> Any:
+    """A task whose parts have one session for all rollouts: enough to look at prompts."""
+    if isinstance(part, McpServer):
+        return replace(part, shared=True)
+    if isinstance(part, dict):
+        return {name: sharing_servers(one) for name, one in part.items()}
+    if not isinstance(part, Task):
+        return part
+    changes = {one.name: sharing_servers(getattr(part, one.name)) for one in fields(part)}
+    return replace(part, **changes)

@@ -1,7 +1,5 @@
-"""Questions from data files that the policy answers with the help of programs that it writes.
-
-The tool ``python``: runs code in the sandbox, and shows what it printed.
-"""
+"""Questions from data files that are answered with tools, and the tool ``python``: it runs
+programs that the policy writes in the sandbox, and shows what they print."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.environments.data_task import DataTask
-from torchtitan_rl.environments.tool_env import ToolAnswer, ToolEnv
+from torchtitan_rl.environments.question import ToolAnswer, ToolEnv, Tools
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.chatml import ChatMLRenderer
 from torchtitan_rl.rollout.env import TokenEnv
@@ -30,6 +28,32 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
 
+def tool_environment(
+    task: DataTask,
+    tools: Tools,
+    problem: Problem,
+    tokenizer: Any,
+    *,
+    replays: bool,
+    shows_tools: bool,
+) -> TokenEnv:
+    """A `ToolEnv` of one rollout that `DataTask.score` scores.
+
+    Raises:
+        ConfigError: the policy's chat format has no tools.
+    """
+    renderer = make_renderer(tokenizer, kind=task.renderer, thinking=task.thinking)
+    if isinstance(renderer, ChatMLRenderer):
+        raise ConfigError(
+            "task: the policy's chat format has no tools; give a model that has (such as Qwen3), "
+            "or task.renderer qwen3"
+        )
+    score = partial(task.score, problem=problem)
+    messages = problem.data["messages"]
+    env = ToolEnv(messages, tools, score, replays=replays, shows_tools=shows_tools)
+    return MessageTokenEnv(env, renderer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PythonTask(DataTask):
     """Questions of a `DataTask` that are answered with the tool ``python``::
@@ -45,20 +69,14 @@ class PythonTask(DataTask):
     describes it in fewer tokens, or the policy knows it."""
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
-        renderer = make_renderer(tokenizer, kind=self.renderer, thinking=self.thinking)
-        if isinstance(renderer, ChatMLRenderer):
-            raise ConfigError(
-                "task: the policy's chat format has no tools; give a model that has (such as "
-                "Qwen3), or task.renderer qwen3"
-            )
-        env = ToolEnv(
-            problem.data["messages"],
+        return tool_environment(
+            self,
             PythonTools(self.sandbox),
-            partial(self.score, problem=problem),
+            problem,
+            tokenizer,
             replays=True,  # a program that prints something else is noticed then
             shows_tools=self.shows_tools,
         )
-        return MessageTokenEnv(env, renderer)
 
     def errors(self) -> list[str]:
         return list(dict.fromkeys(super().errors() + self.sandbox.errors("task.sandbox")))
@@ -80,9 +98,9 @@ PYTHON: Mapping[str, Any] = {
 
 
 class PythonTools:
-    """The `Tools` of a rollout, or of an agent: one, which remembers nothing from call to call.
+    """The tool ``python`` for a rollout or an agent; each call starts afresh.
 
-    Rollouts share the sandbox, as `shared_sandbox` says::
+    All share one sandbox (see `shared_sandbox`)::
 
         ToolEnv(messages, PythonTools(), score, replays=True)
 
@@ -90,7 +108,7 @@ class PythonTools:
 
         answer = await PythonTools().call("python", {"code": "print(6 * 7)"})
 
-    ``traceback``: of an exception, show where it was raised, too.
+    With ``traceback`` the policy also reads where an exception was raised.
     """
 
     def __init__(self, config: SandboxConfig | None = None, *, traceback: bool = True) -> None:
@@ -114,14 +132,14 @@ class PythonTools:
         result = await shared_sandbox(self._config).run(code, print_last=True)
         if not self._traceback:
             result = replace(result, stderr=result.stderr.strip().rpartition("\n")[2])
-        text = shown(result, self._config.limits)
+        text = _shown(result, self._config.limits)
         return ToolAnswer(text=text, failed=result.status is not SandboxStatus.OK)
 
     async def close(self) -> None:
-        """The sandbox is shared."""
+        """Releases nothing: the sandbox is shared."""
 
 
-def shown(result: SandboxResult, limits: SandboxLimits) -> str:
+def _shown(result: SandboxResult, limits: SandboxLimits) -> str:
     """A result as a policy reads it."""
     stopped = {
         SandboxStatus.TIMEOUT: f"stopped after {limits.wall_s:g} s",

@@ -8,7 +8,7 @@ import ssl
 
 import pytest
 
-from torchtitan_rl.environments.open_env_client import _is_away
+from torchtitan_rl.environments.open_env import _is_away
 
 pytest.importorskip("websockets")
 

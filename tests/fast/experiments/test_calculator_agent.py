@@ -1,0 +1,385 @@
+"""The calculator's agent: its loop with the real `openai` client, arithmetic, scores, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from fractions import Fraction
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_rl.experiments.calculator_agent.agent import (
+    CALCULATOR,
+    SYSTEM_PROMPT,
+    Solution,
+    solve,
+)
+from torchtitan_rl.experiments.calculator_agent.calculator import (
+    CalculatorError,
+    calculate,
+)
+from torchtitan_rl.experiments.calculator_agent.scoring import is_right, score
+from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
+from torchtitan_rl.experiments.calculator_agent.token_audit import (
+    AuditedEnv,
+    TokenIdTransport,
+    TurnTokens,
+)
+from torchtitan_rl.experiments.calculator_agent.tokenizer import (
+    build_tokenizer,
+)
+from torchtitan_rl.rollout.env import Terminal
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    RolloutStatus,
+    Turn,
+    VersionRun,
+)
+
+
+class ScriptedServer:
+    """Answers each chat request with the next message, and keeps what it was asked."""
+
+    def __init__(self, *messages: dict[str, Any]) -> None:
+        self._messages = list(messages)
+        self.requests: list[dict[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(json.loads(request.content))
+        message = {"role": "assistant", "content": None} | self._messages.pop(0)
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+        return httpx.Response(200, json=body | {"choices": [choice]})
+
+
+def call(arguments: str, *, name: str = "calculator", call_id: str = "1") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def calls(*expressions: str) -> dict[str, Any]:
+    made = [
+        call(json.dumps({"expression": expression}), call_id=str(place))
+        for place, expression in enumerate(expressions)
+    ]
+    return {"tool_calls": made}
+
+
+def run(server: ScriptedServer, *, max_turns: int = 4) -> Solution:
+    from openai import AsyncOpenAI
+
+    async def main() -> Solution:
+        transport = httpx.AsyncClient(transport=httpx.MockTransport(server))
+        async with AsyncOpenAI(
+            base_url="http://x/v1", api_key="k", http_client=transport
+        ) as client:
+            return await solve(client, model="m", question="q", max_turns=max_turns)
+
+    return asyncio.run(main())
+
+
+def told(server: ScriptedServer) -> list[str]:
+    """What the tool said in the last request."""
+    messages = server.requests[-1]["messages"]
+    return [message["content"] for message in messages if message["role"] == "tool"]
+
+
+def test_a_called_expression_is_evaluated_and_the_answer_returned() -> None:
+    server = ScriptedServer(calls("2+3*4"), {"content": "The answer is 14."})
+    solution = run(server)
+    assert (solution.answer, solution.num_calls) == ("The answer is 14.", 1)
+    assert solution.results == ("14",)
+    first, second = (request["messages"] for request in server.requests)
+    assert [message["role"] for message in first] == ["system", "user"]
+    assert second[:2] == first
+    assert second[2]["tool_calls"] == calls("2+3*4")["tool_calls"]
+    assert second[3] == {"role": "tool", "tool_call_id": "0", "content": "14"}
+    assert list(solution.messages[:-1]) == second
+    assert solution.messages[-1]["content"] == "The answer is 14."
+    assert server.requests[0]["tools"][0]["function"]["name"] == "calculator"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        call('{"expression": "1/0"}'),
+        call('{"expression": "import os"}'),
+        call('{"expression": 3}'),
+        call('{"question": "1+1"}'),
+        call("1+1"),
+        call('["1+1"]'),
+        call('{"expression": "1+1"}', name="shell"),
+    ],
+)
+def test_a_call_that_cannot_be_evaluated_gets_an_error_and_the_loop_continues(
+    bad: dict[str, Any],
+) -> None:
+    server = ScriptedServer({"tool_calls": [bad]}, calls("1+1"), {"content": "2"})
+    solution = run(server)
+    assert (solution.answer, solution.num_calls, solution.results) == ("2", 2, ("2",))
+    assert told(server)[0].startswith("error: ")
+
+
+def test_an_agent_that_only_calls_ends_without_an_answer() -> None:
+    server = ScriptedServer(*[calls("1+1")] * 3)
+    solution = run(server, max_turns=3)
+    assert (solution.answer, solution.num_calls, solution.results) == (None, 3, ("2",) * 3)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2+3*4", 14),
+        ("(2+3)*4", 20),
+        (" 7 - -2 ", 9),
+        ("10/3*3", 10),
+        ("0.1+0.2", Fraction(3, 10)),
+        ("8/5", Fraction(8, 5)),
+        ("12345678901234567891+0", 12345678901234567891),
+    ],
+)
+def test_arithmetic_is_exact_and_follows_the_usual_order(
+    expression: str, value: int | Fraction
+) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        " ",
+        "2+",
+        "1/0",
+        "1/(2-2)",
+        "2**9",
+        "7//2",
+        "()",
+        "5(3)",
+        "1.2.3",
+        "012",
+        "4\n+4",
+        "x+1",
+        "True",
+        "1j",
+        "1e9",
+        "(1,)",
+        "__import__('os').getcwd()",
+        "9*" * 40 + "9",
+        "(" * 32 + "1" + ")" * 31,
+    ],
+)
+def test_what_is_not_arithmetic_is_refused_with_a_reason(expression: str) -> None:
+    with pytest.raises(CalculatorError, match=r"\w"):
+        calculate(expression)
+
+
+@given(st.text(max_size=80) | st.text("0123456789.()+*/ -", max_size=80))
+def test_any_text_has_a_value_or_is_refused(text: str) -> None:
+    with contextlib.suppress(CalculatorError):
+        assert isinstance(calculate(text), Fraction)
+
+
+def solution(answer: str | None, *results: str) -> Solution:
+    return Solution(answer=answer, num_calls=len(results), results=results)
+
+
+@pytest.mark.parametrize(
+    ("solved", "reward"),
+    [
+        (solution("The answer is 14.", "14"), 1.0),
+        (solution("The answer is 14."), 1.0),
+        (solution("First 3, then 14", "7"), 1.0),
+        (solution("14.0"), 1.0),
+        (solution("The answer is 41.", "7", "14"), 0.3),
+        (solution(None, "14"), 0.3),
+        (solution("", "14"), 0.3),
+        (solution("The answer is 7.", "7"), 0.1),
+        (solution(None, "7"), 0.1),
+        (solution("The answer is 7."), 0.0),
+        (solution("14 is not it, 7 is."), 0.0),
+        (solution("-14"), 0.0),
+        (solution("114"), 0.0),
+        (solution("no number"), 0.0),
+        (solution(None), 0.0),
+    ],
+)
+def test_a_right_answer_counts_most_then_a_right_result_then_any_result(
+    solved: Solution, reward: float
+) -> None:
+    assert score(solved, 14) == reward
+    assert is_right(solved, 14) == (reward == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"two_operations": 1.5}, "task.two_operations=1.5"),
+        ({"max_number": 3}, "task.max_number=3"),
+        ({"max_turns": 0}, "task.max_turns=0"),
+        ({"replayable": True}, "task.replayable is True"),
+        ({"num_train_problems": 0}, "task.num_train_problems=0"),
+    ],
+)
+def test_wrong_options_are_named(wrong: dict[str, Any], named: str) -> None:
+    (message,) = CalculatorAgentTask(**wrong).errors()
+    assert message.startswith(named)
+
+
+def test_the_transport_asks_for_token_ids_and_keeps_them_of_what_came_back() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        assert int(request.headers["content-length"]) == len(request.content)
+        assert request.headers["authorization"] == "Bearer k"
+        if len(asked) == 1:
+            return httpx.Response(400, json={"error": {"message": "no"}})
+        choice = {"index": 0, "token_ids": [3, 4]}
+        return httpx.Response(200, json={"prompt_token_ids": [1, 2], "choices": [choice]})
+
+    async def main() -> tuple[list[int], list[TurnTokens]]:
+        transport = TokenIdTransport(httpx.MockTransport(serve))
+        headers = {"authorization": "Bearer k"}
+        async with httpx.AsyncClient(transport=transport, headers=headers) as client:
+            answers = [await client.post("http://x", json={"n": 1}) for _ in range(2)]
+        assert answers[1].json()["choices"][0]["token_ids"] == [3, 4]
+        return [answer.status_code for answer in answers], transport.turns
+
+    assert asyncio.run(main()) == ([400, 200], [TurnTokens((1, 2), (3, 4))])
+    assert asked == [{"n": 1, "return_token_ids": True}] * 2
+
+
+class EndedEnv:
+    """Ends at once."""
+
+    async def run(self, turns: Any) -> Terminal:
+        return Terminal(reward=0.5, metrics={"calls": 1.0})
+
+    async def finish(self, status: RolloutStatus) -> Terminal:
+        return Terminal(reward=0.0)
+
+    async def close(self) -> None: ...
+
+
+def turn(prompt: tuple[int, ...], *token_ids: int, is_seen: bool = True) -> Turn:
+    completion = Completion(
+        request_id="r",
+        token_ids=token_ids,
+        logprobs=(0.0,) * len(token_ids),
+        version_runs=(VersionRun(0, 0),),
+        finish_reason=FinishReason.STOP,
+    )
+    return Turn(prompt_token_ids=prompt, completion=completion, is_seen=is_seen)
+
+
+def audited(
+    sent: list[TurnTokens], *, second_is_seen: bool = True, is_finished: bool = False
+) -> Terminal:
+    """The end of a rollout of two turns, (1,) -> (2,) and (1, 2, 3) -> (4,)."""
+    tree: Any = SimpleNamespace(turns=(turn((1,), 2), turn((1, 2, 3), 4, is_seen=second_is_seen)))
+
+    async def main() -> Terminal:
+        env = AuditedEnv(EndedEnv(), sent)
+        ended = await env.run(tree)
+        return await env.finish(RolloutStatus.MAX_TURNS) if is_finished else ended
+
+    return asyncio.run(main())
+
+
+FIRST, SECOND = TurnTokens((1,), (2,)), TurnTokens((1, 2, 3), (4,))
+
+
+@pytest.mark.parametrize(
+    ("sent", "mismatches"),
+    [
+        ([FIRST, SECOND], 0),
+        ([FIRST, TurnTokens((1, 2, 3), (5,))], 1),
+        ([FIRST, TurnTokens((1, 2), (4,))], 1),
+        ([FIRST], 1),
+    ],
+)
+def test_the_metrics_of_a_rollout_count_the_turns_that_differ(
+    sent: list[TurnTokens], mismatches: int
+) -> None:
+    end = audited(sent)
+    assert end.reward == 0.5
+    assert end.metrics == {
+        "calls": 1.0,
+        "agent/compared_turns": 2.0,
+        "agent/token_mismatches": mismatches,
+    }
+
+
+def test_a_turn_that_the_agent_never_saw_is_not_compared() -> None:
+    end = audited([FIRST], second_is_seen=False)
+    assert end.metrics["agent/compared_turns"] == 1.0
+    assert end.metrics["agent/token_mismatches"] == 0.0
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "12+3*4"}}</tool_call>'
+
+
+@cache
+def tokenizer() -> Any:
+    return build_tokenizer()
+
+
+def encode(text: str) -> list[int]:
+    return tokenizer().backend_tokenizer.encode(text).ids
+
+
+def as_sent_back(call_ids: list[str], expressions: list[str], content: str | None) -> Any:
+    """What vLLM hands to the template for an assistant's message that a client sends back: the
+    arguments, which hermes' parser wrote as JSON, are read again."""
+    calls = [
+        {
+            "id": call_id,
+            "type": "function",
+            "function": {
+                "name": "calculator",
+                "arguments": json.loads(json.dumps({"expression": expression})),
+            },
+        }
+        for call_id, expression in zip(call_ids, expressions, strict=True)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+@pytest.mark.parametrize("expressions", [["12+3*4"], ["(1+2)/3", "7-4"], ['é"\\1']])
+@pytest.mark.parametrize("content", [None, "", "I call it."])
+def test_a_call_that_comes_back_is_rendered_as_it_was_sampled(
+    expressions: list[str], content: str | None
+) -> None:
+    opening: list[dict[str, Any]] = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": "How many?"},
+    ]
+    ids = [str(place) for place in range(len(expressions))]
+    sampled = (content or "") + "".join(
+        CALL.replace("12+3*4", json.dumps(expression, ensure_ascii=False)[1:-1])
+        for expression in expressions
+    )
+    results = [{"role": "tool", "tool_call_id": i, "content": "5"} for i in ids]
+    history = [*opening, as_sent_back(ids, expressions, content), *results]
+
+    def prompt(messages: list[dict[str, Any]]) -> list[int]:
+        text = tokenizer().apply_chat_template(
+            messages, tools=[CALCULATOR], tokenize=False, add_generation_prompt=True
+        )
+        return encode(text)
+
+    seen = prompt(opening) + encode(f"{sampled}<|im_end|>")
+    after = prompt(history)
+    assert after[: len(seen)] == seen
+    responses = "<tool_response>5</tool_response>" * len(ids)
+    expected = f"\n<|im_start|>user\n{responses}<|im_end|>\n<|im_start|>assistant\n"
+    assert after[len(seen) :] == encode(expected)

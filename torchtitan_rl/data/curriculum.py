@@ -1,0 +1,212 @@
+"""Datasets that choose problems by the success of earlier ones: levels of difficulty, and rest.
+
+`LevelDataset`: the level rises with success and falls without. Invariants: only outcomes of the
+current level count; the state has the level, these outcomes and the position in each level.
+
+`RestingDataset`: a problem that nearly all of its rollouts solved goes into the pool ``easy``, one
+that nearly none solved into ``hard``; both are left out for some epochs, then tried again.
+Invariants: a problem is in at most one pool; the pools are part of the state. To find the next
+problem at most 64 are read, so that the event loop is not held up; if all of them rest, the last
+one is given all the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metrics_of
+from torchtitan_rl.types import Problem
+
+_MOST_READ = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    """When the difficulty of a task changes."""
+
+    enabled: bool = False
+    """Begin at the lowest level and go by success. Otherwise the difficulty is fixed."""
+    window: int = 16
+    """Number of groups, the newest ones of the level, over which success is averaged."""
+    raise_at: float = 0.7
+    """Share of solved rollouts from which the level rises."""
+    lower_at: float = 0.1
+    """Share of solved rollouts up to which the level falls; below 0 it never does."""
+    max_level: int = 5
+    """Highest level, from 0. A task that has fewer stays at its own highest one."""
+
+
+class LevelDataset:
+    """Problems of the current level; ``make`` gives the dataset of a level."""
+
+    def __init__(
+        self, make: Callable[[int], Dataset], config: CurriculumConfig, *, max_level: int
+    ) -> None:
+        self._make = make
+        self._config = config
+        self._max_level = min(max_level, config.max_level)
+        self._levels: dict[int, Dataset] = {}
+        self._level = 0
+        self._last = 0  # level of the problem that was returned last
+        self._recent: deque[float] = deque(maxlen=config.window)
+
+    @property
+    def level(self) -> int:
+        return self._level
+
+    @property
+    def epoch(self) -> int:
+        return self._of_level(self._last).epoch
+
+    def next(self) -> Problem:
+        self._last = self._level
+        return replace(self._of_level(self._level).next(), task=level_name(self._level))
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.solved is not None and outcome.problem.task == level_name(self._level):
+                self._recent.append(outcome.solved)
+                self._move()
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"level": float(self._level)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "level": self._level,
+            "last": self._last,
+            "recent": list(self._recent),
+            "levels": {str(level): one.state_dict() for level, one in self._levels.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._level, self._last = int(state["level"]), int(state["last"])
+        self._recent.clear()
+        self._recent.extend(state["recent"])
+        for level, saved in state["levels"].items():
+            self._of_level(int(level)).load_state_dict(saved)
+
+    def _move(self) -> None:
+        if len(self._recent) < self._config.window:
+            return
+        solved = fmean(self._recent)
+        step = (solved >= self._config.raise_at) - (solved <= self._config.lower_at)
+        if 0 <= self._level + step <= self._max_level and step:
+            self._level += step
+            self._recent.clear()
+
+    def _of_level(self, level: int) -> Dataset:
+        if level not in self._levels:
+            self._levels[level] = self._make(level)
+        return self._levels[level]
+
+
+def level_name(level: int) -> str:
+    return f"level{level}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestConfig:
+    """Which problems are left out, and for how long."""
+
+    epochs: int = 0
+    """Number of epochs that a problem is left out, after the one in which its rollouts showed that
+    it is too easy or too hard; 0 leaves none out."""
+    easy_at: float = 1.0
+    """Share of solved rollouts from which a problem is too easy."""
+    hard_at: float = 0.0
+    """Share of solved rollouts up to which a problem is too hard."""
+
+
+class RestingDataset:
+    """The problems of ``source`` that do not rest. If all do, none is skipped, so that an epoch
+    takes as long as before."""
+
+    def __init__(self, source: Dataset, config: RestConfig) -> None:
+        self._source = source
+        self._config = config
+        self._until: dict[str, dict[str, int]] = {"easy": {}, "hard": {}}
+        self._num_read = 0  # problems of the epoch so far
+        self._epoch_size: int | None = None  # of the epoch before; None in the first
+        self._num_resting: int | None = None  # now; None: to be counted
+
+    @property
+    def epoch(self) -> int:
+        return self._source.epoch
+
+    def metrics(self) -> Mapping[str, float]:
+        """``resting/easy`` and ``resting/hard``: how many problems rest in each pool."""
+        own = {
+            f"resting/{pool}": float(self._count(members)) for pool, members in self._until.items()
+        }
+        return {**own, **metrics_of(self._source)}
+
+    def next(self) -> Problem:
+        problem = self._read()
+        for _ in range(_MOST_READ - 1):
+            if not self._rests(problem.problem_id) or self._all_rest():
+                break
+            problem = self._read()
+        return problem
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        self._num_resting = None
+        for outcome in outcomes:
+            for members in self._until.values():
+                members.pop(outcome.problem.problem_id, None)
+            if (pool := self._pool_of(outcome)) is not None:
+                until = self._source.epoch + 1 + self._config.epochs
+                self._until[pool][outcome.problem.problem_id] = until
+        if isinstance(self._source, AdaptiveDataset):
+            self._source.record(outcomes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "source": self._source.state_dict(),
+            "pools": self._until,
+            "num_read": self._num_read,
+            "epoch_size": self._epoch_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state["source"])
+        self._until = {pool: dict(state["pools"][pool]) for pool in self._until}
+        self._num_read = state.get("num_read", 0)
+        self._epoch_size = state.get("epoch_size")
+        self._num_resting = None
+
+    def _read(self) -> Problem:
+        epoch = self._source.epoch
+        problem = self._source.next()
+        if self._source.epoch != epoch:
+            self._epoch_size, self._num_read, self._num_resting = self._num_read, 0, None
+        self._num_read += 1
+        return problem
+
+    def _all_rest(self) -> bool:
+        if self._num_resting is None:
+            self._num_resting = sum(map(self._count, self._until.values()))
+        return self._epoch_size is not None and self._num_resting >= self._epoch_size
+
+    def _count(self, members: Mapping[str, int]) -> int:
+        """How many of them rest now."""
+        return sum(until > self._source.epoch for until in members.values())
+
+    def _pool_of(self, outcome: Outcome) -> str | None:
+        if outcome.solved is None:
+            return None
+        if outcome.solved >= self._config.easy_at:
+            return "easy"
+        return "hard" if outcome.solved <= self._config.hard_at else None
+
+    def _rests(self, problem_id: str) -> bool:
+        for members in self._until.values():
+            if problem_id in members:
+                if members[problem_id] > self._source.epoch:
+                    return True
+                del members[problem_id]
+        return False

@@ -1,0 +1,239 @@
+"""Environments of OpenEnv servers, as a `Task`: each rollout has a session of its own.
+
+A session speaks the server's WebSocket protocol itself. The `openenv` package's client connects
+again, to a new environment, where it finds its connection closed between two steps, so a rollout
+would go on in another game; here a lost connection is an error. The package's requirements also
+contradict vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_rl.data.rows import require
+from torchtitan_rl.environments.fields import range_errors, url_errors
+from torchtitan_rl.environments.games import TEXTS, Game, GameTask, InvalidActionError, Move
+from torchtitan_rl.errors import TorchtitanRLError, one_line
+
+_HEALTH_TIMEOUT_S = 10.0
+_SHORT_CHARS = 60
+_LONG_CHARS = 300
+_MAX_MESSAGE_BYTES = 1 << 26
+_PAUSE_S = 0.5  # between two attempts to connect
+
+
+class OpenEnvError(TorchtitanRLError):
+    """A server cannot be reached, refused a request, or was lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenEnvTask(GameTask):
+    """An environment of an OpenEnv server that runs::
+
+        OpenEnvTask(
+            url="http://127.0.0.1:8000",
+            action_field="move",
+            actions="a move in UCI notation, such as e2e4",
+        )
+
+    A problem is the seed that ``reset`` is called with. The server must give each session an
+    environment of its own, and have room for all rollouts that run at once
+    (``max_concurrent_envs``). Override `describe` for other observations, `action` for other
+    actions.
+    """
+
+    url: str
+    """Address of the server; ``http://`` or ``https://``."""
+    action_field: str = "message"
+    """The field of the server's action that gets the answer. Empty: the answer is a JSON object,
+    the whole action."""
+    action_options: dict[str, Any] = field(default_factory=dict)
+    """Other fields of every action."""
+    action_names: tuple[str, ...] = ()
+    """Names of the numbers 0, 1, ..., where ``action_field`` is a number."""
+    actions: str = ""
+    """``{actions}`` of the templates: what can be chosen. Empty: ``action_names``."""
+    reset_options: dict[str, Any] = field(default_factory=dict)
+    """What ``reset`` is called with, besides the seed."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """HTTP headers, such as ``{"Authorization": "Bearer $HF_TOKEN"}``; ``$NAME`` stands for an
+    environment variable."""
+    connect_timeout_s: float = 30.0
+    """Seconds for which a rollout tries to connect while no server listens, so that one that is
+    started again costs only the games that it had; below ``rollout.step_timeout_s``."""
+    prompt: str = "{observation}"
+    """The user's first message. Besides the usual fields, ``{info[NAME]}`` is a field of the
+    observation, ``{state[NAME]}`` one of the environment's state."""
+    invalid_reply: str = "{error}"
+    """The user's message after an answer that is no action; ``{error}`` says why."""
+    replays: bool = False
+    """Whether a game depends on nothing but its seed and the actions, so that a resumed run can
+    play it again to where it was; otherwise such rollouts start again."""
+
+    def describe(self, observation: Mapping[str, Any]) -> str:
+        """``{observation}`` of the templates: the only field if that is a text, else JSON."""
+        fields = {name: value for name, value in observation.items() if name != "metadata"}
+        values = list(fields.values())
+        if len(values) == 1 and isinstance(values[0], str):
+            return values[0]
+        return json.dumps(fields, ensure_ascii=False)
+
+    def action(self, answer: str) -> Mapping[str, Any]:
+        """What ``step`` is called with.
+
+        Raises:
+            InvalidActionError: the answer is no action.
+        """
+        if not self.action_field:
+            try:
+                found = json.loads(answer)
+            except (ValueError, RecursionError):
+                found = None
+            if not isinstance(found, dict):
+                raise InvalidActionError("That is no action: give a JSON object.")
+            return {**self.action_options, **found}
+        value: Any = answer
+        if self.action_names:
+            names = [name.casefold() for name in self.action_names]
+            if answer.casefold() not in names:
+                raise InvalidActionError(f"{answer[:_SHORT_CHARS]!r} is no action.")
+            value = names.index(answer.casefold())
+        return {**self.action_options, self.action_field: value}
+
+    def name(self) -> str:
+        return "openenv"  # not the address, which a resumed run may find elsewhere
+
+    def resume_identity(self) -> Mapping[str, Any]:
+        return {"url": None, "connect_timeout_s": None}
+
+    def game(self, seed: int) -> Game:
+        return OpenEnvGame(self, seed)
+
+    def errors(self) -> list[str]:
+        found = super().errors()
+        found += range_errors(self, "task", connect_timeout_s="at least 0, below 1e6")
+        if wrong := url_errors(self, "task", "url"):
+            return found + wrong
+        import httpx
+
+        try:
+            httpx.get(f"{self.url.rstrip('/')}/health", timeout=_HEALTH_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            found.append(
+                f"task.url={self.url!r}: no server answers ({one_line(error)}); "
+                "start it before the run"
+            )
+        return found
+
+
+class OpenEnvGame:
+    """A `Game`: one environment of the server of ``task``, and the session that it belongs to."""
+
+    def __init__(self, task: OpenEnvTask, seed: int) -> None:
+        self._task = task
+        self._seed = seed
+        self._socket: Any = None
+        self._needs_state = any("{state" in getattr(task, name) for name in TEXTS)
+
+    async def reset(self) -> Mapping[str, Any]:
+        """
+        Raises:
+            OpenEnvError: no server listens, it has no room, its environment failed, or it was lost.
+        """
+        await self._connect()
+        options = {**self._task.reset_options, "seed": self._seed}
+        return await self._fields(await self._ask("reset", options))
+
+    async def step(self, action: str) -> Move:
+        """
+        Raises:
+            InvalidActionError: the action does not fit the environment's schema.
+            OpenEnvError: the environment failed, or the server was lost.
+        """
+        result = await self._ask("step", self._task.action(action))
+        fields = await self._fields(result)
+        return Move(fields=fields, reward=fields["reward"], ended=bool(result.get("done")))
+
+    async def close(self) -> None:
+        """End the session; the server closes the environment. Harmless without a connection."""
+        if self._socket is None:
+            return
+        with contextlib.suppress(Exception):  # the connection may be lost already
+            await self._socket.send(json.dumps({"type": "close"}))
+        await self._socket.close()
+
+    async def _fields(self, result: Mapping[str, Any]) -> Mapping[str, Any]:
+        observation = result.get("observation") or {}
+        return {
+            "observation": self._task.describe(observation),
+            "actions": self._task.actions or ", ".join(self._task.action_names),
+            "reward": float(result.get("reward") or 0.0),
+            "info": observation,
+            "state": await self._ask("state") if self._needs_state else {},
+        }
+
+    async def _connect(self) -> None:
+        """Try for ``connect_timeout_s`` while no server listens: it may be starting."""
+        client = require("websockets.asyncio.client", "websockets")
+        address = "ws" + self._task.url.removeprefix("http").rstrip("/") + "/ws"
+        headers = {name: os.path.expandvars(value) for name, value in self._task.headers.items()}
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._task.connect_timeout_s
+        while self._socket is None:
+            try:
+                self._socket = await client.connect(
+                    address, additional_headers=headers, max_size=_MAX_MESSAGE_BYTES
+                )
+            except Exception as error:  # from the network, the handshake, a proxy, ...
+                if not _is_away(error) or loop.time() >= give_up_s:
+                    raise self._error(f"cannot connect ({one_line(error)})") from error
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _ask(self, kind: str, data: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        from websockets.exceptions import ConnectionClosed
+
+        message = {"type": kind} if data is None else {"type": kind, "data": data}
+        try:
+            with contextlib.suppress(ConnectionClosed):  # the reason may still be read
+                await self._socket.send(json.dumps(message))
+            answer = json.loads(await self._socket.recv())
+        except Exception as error:
+            raise self._error(f"{kind}: the connection was lost ({one_line(error)})") from error
+        content: Mapping[str, Any] = answer["data"]
+        if answer["type"] != "error":
+            return content
+        code, text = content.get("code"), str(content.get("message"))
+        if code == "VALIDATION_ERROR":
+            raise InvalidActionError(_validation_text(content))
+        if code == "CAPACITY_REACHED":
+            text += (
+                "; start it with a max_concurrent_envs of at least rollout.groups_per_step x "
+                "rollout.group_size and evaluation.num_problems"
+            )
+        raise self._error(f"{kind}: {text} ({code})")
+
+    def _error(self, cause: str) -> OpenEnvError:
+        return OpenEnvError(f"OpenEnv server {self._task.url}: {cause}")
+
+
+def _validation_text(content: Mapping[str, Any]) -> str:
+    """What is wrong with each field of the action."""
+    errors = content.get("errors") or [{"loc": (), "msg": content.get("message")}]
+    texts = [f"{'.'.join(map(str, one['loc'])) or 'action'}: {one['msg']}" for one in errors]
+    return f"That is no action ({'; '.join(texts)[:_LONG_CHARS]})."
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether no server listens, at none of the host's addresses (asyncio then raises a plain
+    OSError) or behind a proxy, or one is just ending."""
+    from websockets.exceptions import InvalidMessage, InvalidStatus
+
+    if isinstance(error, InvalidStatus):  # from a proxy
+        return error.response.status_code in (502, 503, 504)
+    return isinstance(error, (ConnectionError, InvalidMessage)) or type(error) is OSError
