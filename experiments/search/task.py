@@ -17,10 +17,11 @@ from torchtitan_rl import (
     Task,
     Thinking,
     TokenEnv,
+    ToolEnv,
     make_renderer,
 )
 from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
-from torchtitan_rl.experiments.search.env import SearchEnv
+from torchtitan_rl.experiments.search.env import SearchTools, score
 from torchtitan_rl.experiments.search.index import index_of
 from torchtitan_rl.experiments.search.world import make_problem
 
@@ -62,7 +63,13 @@ class SearchTask(Task):
         def search(query: str) -> list[str]:
             return index_of(data["world"]).find(query, self.num_results)
 
-        return MessageTokenEnv(SearchEnv(data["question"], data["answer"], search), renderer)
+        env = ToolEnv(
+            [{"role": "user", "content": data["question"]}],
+            SearchTools(search),
+            partial(score, answer=data["answer"]),
+            replays=True,
+        )
+        return MessageTokenEnv(env, renderer)
 
     def errors(self) -> list[str]:
         found = []

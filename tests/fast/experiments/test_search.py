@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 
+from torchtitan_rl import ToolEnv
 from torchtitan_rl.configs import search_tiny
-from torchtitan_rl.experiments.search.env import SearchEnv, is_right
+from torchtitan_rl.experiments.search.env import SearchTools, is_right, score
 from torchtitan_rl.experiments.search.index import SearchIndex, index_of
 from torchtitan_rl.experiments.search.task import SearchTask
 from torchtitan_rl.experiments.search.tokenizer import build_tokenizer
@@ -50,9 +52,11 @@ def test_worlds_of_the_two_splits_share_no_document() -> None:
     assert len(people & validation) < 5  # facts that are the same by chance
 
 
-def env_of(data: Any) -> SearchEnv:
-    return SearchEnv(
-        data["question"], data["answer"], lambda query: index_of(data["world"]).find(query, 1)
+def env_of(data: Any) -> ToolEnv:
+    return ToolEnv(
+        [{"role": "user", "content": data["question"]}],
+        SearchTools(lambda query: index_of(data["world"]).find(query, 1)),
+        partial(score, answer=data["answer"]),
     )
 
 
@@ -72,13 +76,14 @@ def test_calls_are_answered_and_a_message_without_one_is_the_answer() -> None:
             "nothing found",
             "error: the arguments must be one query",
             "error: there is no tool open",
-            "error: not a call in JSON",
+            "error: not a call with a name and arguments in JSON: {",
         ]
         return await env.step({"content": f"It is {data['answer']}."})
 
     terminal = asyncio.run(scenario())
     assert terminal.reward == 1.0
-    assert terminal.metrics == {"searches": 2, "invalid_calls": 3}
+    assert terminal.metrics["tool_calls"] == 5
+    assert terminal.metrics["failed_tool_calls"] == 3
 
 
 @pytest.mark.parametrize("text", ["", ".", "lace wine", "It is wine, not lace or"])
