@@ -68,15 +68,6 @@ def test_each_epoch_has_every_problem_once_in_an_order_of_its_own(task: Any) -> 
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_the_epoch_is_that_of_the_problem_returned_last(task: Any) -> None:
-    source = replace(task, num_train_problems=3).dataset("train", seed=0)
-    epochs = []
-    for _ in range(7):
-        source.next()
-        epochs.append(source.epoch)
-    assert epochs == [0, 0, 0, 1, 1, 1, 2]
-
-
 def test_validation_problems_are_the_same_in_every_run_and_epoch(task: Any) -> None:
     one, other = task.dataset("validation", seed=1), task.dataset("validation", seed=2)
     assert take(one, 20) == take(other, 20) == take(one, 20)
@@ -90,9 +81,3 @@ def test_a_dataset_that_is_resumed_continues_with_the_same_problems(task: Any, t
     resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
     assert resumed.epoch == source.epoch
     assert take(resumed, 50) == take(source, 50)
-
-
-def test_a_split_that_does_not_exist_is_refused(task: Any) -> None:
-    """Its problems would be looked for without end."""
-    with pytest.raises(ValueError, match="split is 'evaluation': give one of train, validation"):
-        task.dataset("evaluation", seed=0)
