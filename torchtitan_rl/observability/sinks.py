@@ -83,10 +83,11 @@ class RowLog:
         self._file.close()
 
     def _begin_file(self) -> None:
-        index = 1 + max(_index(self._path, file) for file in _files(self._path))
-        self._path.rename(self._path.with_suffix(f".{index:06d}{self._path.suffix}"))
-        self._file.close()
-        self._file = open_for_append(self._path)
+        index = 1 + max((_index(self._path, file) for file in _files(self._path)), default=0)
+        with suppress(FileNotFoundError):  # it was renamed, and the next one could not be opened
+            self._path.rename(self._path.with_suffix(f".{index:06d}{self._path.suffix}"))
+        full, self._file = self._file, open_for_append(self._path)
+        full.close()
 
 
 class Line(NamedTuple):

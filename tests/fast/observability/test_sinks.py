@@ -54,6 +54,22 @@ def test_a_full_file_gets_the_next_number_and_all_are_read_in_order(tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir()} == {"m.jsonl", "m.x.jsonl"}
 
 
+def test_a_next_file_that_cannot_be_opened_costs_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError("Too many open files")
+
+    log = opened(tmp_path, max_bytes=10)
+    log.append({"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("torchtitan_rl.observability.sinks.open_for_append", refuse)
+        with pytest.raises(OutputError, match="Too many open files"):
+            log.append({"step": 2})
+    log.append({"step": 3})
+    assert steps(tmp_path) == [1, 3]
+
+
 def test_rows_of_steps_that_are_taken_again_do_not_count_and_lives_are_told_apart(
     tmp_path: Path,
 ) -> None:
