@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,6 +25,7 @@ from torchtitan_rl.generation.commands import Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
+from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.journal_directory import JournalDirectory
 from torchtitan_rl.orchestration.ledger import TokenLedger
@@ -64,6 +65,21 @@ class FinishedRun:
 
     steps: tuple[StepRecord, ...]
     mean_batch: float
+
+
+class _Log(Memory):
+    """Stops the controller after a number of steps."""
+
+    controller: Controller
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self._num_steps = num_steps
+
+    def record_step(self, record: StepRecord) -> None:
+        super().record_step(record)
+        if record.step == self._num_steps:
+            self.controller.request_stop()
 
 
 @asynccontextmanager
@@ -112,7 +128,9 @@ async def run_mode(
     num_steps: int,
 ) -> FinishedRun:
     """``num_steps`` steps from version 0; replicas are as empty afterwards as before."""
-    config = run_config(setting, schedule, num_steps=num_steps)
+    # Up to the last step there is as much under way as in the middle of a long run.
+    longer = schedule.staleness + 1 if schedule.staleness else 0
+    config = run_config(setting, schedule, num_steps=num_steps + longer)
     folder = setting.folder / name
     folder.mkdir()
     trainer = StandInTrainer(setting.policy, train_s=setting.train_s, folder=setting.folder)
@@ -121,9 +139,11 @@ async def run_mode(
         for replica in replicas:  # they still hold the last version of the run before
             await replica.stage(first)
             await replica.execute(Pull(first.version))
-        log = Memory()
+        log = _Log(num_steps)
+        controller = log.controller = _controller(config, replicas, trainer, log, folder)
         before = [await replica.execute(ReadStats()) for replica in replicas]
-        await _controller(config, replicas, trainer, log, folder).run(resume_from=None)
+        with suppress(StopRequested):
+            await controller.run(resume_from=None)
         after = [await replica.execute(ReadStats()) for replica in replicas]
     finally:
         await trainer.close()
@@ -222,8 +242,6 @@ def _controller(
             journals=JournalDirectory(folder / "journal"),
             ledger=ledger,
         ),
-        # Up to the last step there is as much under way as in the middle of a long run.
-        surplus=config.capacity.buffer if config.capacity.staleness else None,
     )
 
 

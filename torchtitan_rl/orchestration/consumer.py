@@ -20,8 +20,8 @@ from torchtitan_rl.orchestration.batching import Batched
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.device_sharing import DeviceSharing
+from torchtitan_rl.orchestration.ledger import Reconciliation
 from torchtitan_rl.orchestration.producer import Producer
-from torchtitan_rl.orchestration.reconciliation import Reconciliation
 from torchtitan_rl.orchestration.records import BufferStates, StepRecord
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.watchdog import describe_group
@@ -90,7 +90,7 @@ class Consumer:
                 self._is_save_due = False
                 with self._times.measure("save"):
                     await self._checkpointer.save()
-                self._reconciliation.start()
+                self._reconciliation.start(state.step, state.version)
             is_next_ready = not is_last and state.buffer.has_batch
             if not is_next_ready or self._feed.needs_evaluation(state.step):
                 self._devices.release()

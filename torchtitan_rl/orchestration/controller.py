@@ -37,8 +37,8 @@ from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.consumer import Consumer, StopRequested
 from torchtitan_rl.orchestration.device_sharing import DeviceSharing, during_step
 from torchtitan_rl.orchestration.evaluation import Evaluator
+from torchtitan_rl.orchestration.ledger import Reconciliation
 from torchtitan_rl.orchestration.producer import Producer
-from torchtitan_rl.orchestration.reconciliation import Reconciliation
 from torchtitan_rl.orchestration.run_state import Parts, RunState
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
 from torchtitan_rl.orchestration.weight_feed import WeightFeed
@@ -48,12 +48,8 @@ from torchtitan_rl.training.checkpoints import NewestCheckpoint
 class Controller:
     """Runs the loops to the end, to a stop request or to an error."""
 
-    def __init__(
-        self, config: ControllerConfig, parts: Parts, *, surplus: int | None = None
-    ) -> None:
-        """``surplus``: see `Producer`."""
+    def __init__(self, config: ControllerConfig, parts: Parts) -> None:
         self._config = config
-        self._surplus = surplus
         self._parts = parts
         self._state = state = RunState(config.capacity, parts)
         self._checkpointer = RunCheckpointer(
@@ -63,7 +59,9 @@ class Controller:
         )
         self._evaluator = Evaluator(config, state)
         self._devices = DeviceSharing(during_step(config), state)
-        self._reconciliation = Reconciliation(state)
+        self._reconciliation = Reconciliation(
+            state.ledger, parts.router, recorder=state.recorder, waits=state.waits
+        )
         self._feed = WeightFeed(
             config.weight_sync, state, evaluator=self._evaluator, devices=self._devices
         )
@@ -105,7 +103,7 @@ class Controller:
                 self._devices.release()
                 await self._feed.resume(handle)
         self._state.measure_dataset()
-        producer = Producer(self._config, self._state, recorded=recorded, surplus=self._surplus)
+        producer = Producer(self._config, self._state, recorded=recorded)
         try:
             await self._run_loops(producer)
         finally:
@@ -159,7 +157,7 @@ class Controller:
         except Exception as error:
             failure = error
         try:
-            await self._reconciliation.finish()
+            await self._reconciliation.finish(self._state.step, self._state.version)
             await self._devices.take_devices()
             await self._checkpointer.finish()
         except Exception as error:

@@ -1,4 +1,5 @@
-"""Where each sampled token and each admitted group of a run went.
+"""Where each sampled token and each admitted group of a run went, compared with what the replicas
+say they sampled.
 
 Tokens are entered from two sources that must agree: when their request ends (`on_ended`) and when
 their group leaves the buffer (the token counts of its batch). `WorkBuffer` reports the groups that
@@ -8,7 +9,8 @@ Invariants, at any moment: tokens ``generated = trained + masked + discarded + b
 ``admitted = trained + discarded + buffered``. A group leaves once. A request is entered once,
 however it ends, and tokens that its caller does not receive are discarded in the same call, so that
 the ledger holds for a group exactly what its rollouts hold. A call that would break this raises and
-changes nothing.
+changes nothing. Every token that a live replica sampled belongs to a running request or was entered
+when its request ended; `Reconciliation` records any other one in a metric that must be 0.
 """
 
 from __future__ import annotations
@@ -17,8 +19,17 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from torchtitan_rl.aio import BackgroundTask
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.orchestration.records import LedgerTotals, TokenCounts, group_of_request
+from torchtitan_rl.orchestration.records import (
+    AccountRecord,
+    LedgerTotals,
+    Recorder,
+    TokenCounts,
+    group_of_request,
+)
+from torchtitan_rl.orchestration.watchdog import WaitRegistry
+from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest
 
 MASKED_CAUSES = frozenset({"nonfinite_logprob", "overlong", "truncated_sampling", "unseen_turn"})
@@ -207,3 +218,57 @@ def require_sums(totals: LedgerTotals) -> None:
             f"{totals.groups_admitted} groups admitted, but {totals.groups_trained} trained, "
             f"{groups_discarded} discarded and {totals.groups_buffered} buffered"
         )
+
+
+class Reconciliation:
+    """Compares the ledger with the replicas: one comparison at a time, in the background, and a
+    last one at the end of the run."""
+
+    def __init__(
+        self,
+        ledger: TokenLedger,
+        router: GeneratorRouter,
+        *,
+        recorder: Recorder,
+        waits: WaitRegistry,
+    ) -> None:
+        self._ledger = ledger
+        self._router = router
+        self._recorder = recorder
+        self._waits = waits
+        self._running = BackgroundTask()
+
+    def start(self, step: int, version: int) -> None:
+        """Compare the ledger of now, unless a comparison still runs."""
+        if not self._running.is_running:
+            self._running.start("ledger reconciliation", self._compare, step, version)
+
+    async def finish(self, step: int, version: int) -> None:
+        """Wait for the running comparison, then compare once more."""
+        with self._waits.track("the ledger is compared with what the replicas sampled"):
+            await self._running.wait()
+            await self._compare(step, version)
+
+    async def close(self) -> None:
+        """Cancel the running comparison."""
+        await self._running.close()
+
+    async def _compare(self, step: int, version: int) -> None:
+        replicas = (await self._router.account()).values()
+        # No await below: a request leaves the router and enters the ledger in one moment.
+        entered = self._router.received_tokens() - self._router.held_tokens()
+        record = AccountRecord(
+            step=step,
+            version=version,
+            sampled=sum(replica.sampled for replica in replicas),
+            lost=sum(replica.lost for replica in replicas),
+            unaccounted=entered
+            - self._ledger.entered
+            + sum(replica.unaccounted or 0 for replica in replicas),
+        )
+        self._recorder.record_account(record)
+        if record.unaccounted:
+            self._recorder.say(
+                f"LEDGER MISMATCH: {record.unaccounted} of the {record.sampled} tokens that "
+                f"replicas sampled up to step {step} are not in the ledger; please report this"
+            )

@@ -29,11 +29,7 @@ _PATIENCE = 10  # times `max_empty_batches`, for a dataset that chooses by what 
 
 
 class Producer:
-    """One task for each live group; the consumer calls `restart`.
-
-    At the end of the run it starts ``surplus`` groups more than are trained: by default those that
-    a synchronous step starts and restarts.
-    """
+    """One task for each live group; the consumer calls `restart`."""
 
     def __init__(
         self,
@@ -41,15 +37,12 @@ class Producer:
         state: RunState,
         *,
         recorded: RecordedGroups,
-        surplus: int | None = None,
     ) -> None:
         self._config = config
         self._num_groups = config.num_steps * config.rollout.groups_per_step
-        if surplus is None:
-            capacity = config.capacity
-            excess = capacity.buffer - capacity.groups_per_step
-            surplus = 0 if capacity.staleness else excess
-        self._surplus = surplus
+        # A synchronous step starts more groups than it trains, and restarts the others.
+        excess = config.capacity.buffer - config.capacity.groups_per_step
+        self._most_started = self._num_groups + (0 if config.capacity.staleness else excess)
         self._state = state
         self._parts = state.parts
         self._buffer = state.buffer
@@ -132,9 +125,8 @@ class Producer:
         return all(entry.group is not None for entry in self._buffer.entries)
 
     def _has_room(self) -> bool:
-        buffer, wanted = self._buffer, self._num_groups + self._surplus
-        started = self._ledger.groups_trained + len(buffer)
-        is_next = buffer.has_room and not self._is_over() and started < wanted
+        started = self._ledger.groups_trained + len(self._buffer)
+        is_next = self._buffer.has_room and not self._is_over() and started < self._most_started
         return is_next and not self._has_skipped_a_batch()
 
     def _has_skipped_a_batch(self) -> bool:

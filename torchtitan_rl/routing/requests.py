@@ -27,8 +27,7 @@ from torchtitan_rl.errors import (
     ReplicaError,
     RequestGivenUpError,
 )
-from torchtitan_rl.generation.commands import AbortRequests
-from torchtitan_rl.routing.account import read_replica
+from torchtitan_rl.generation.commands import AbortRequests, ReadTokens
 from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.routing.continuation import (
     PartialTokens,
@@ -38,8 +37,15 @@ from torchtitan_rl.routing.continuation import (
 )
 from torchtitan_rl.routing.placement import Placement
 from torchtitan_rl.routing.replicas import ReplicaPool, ReplicaState, loss_of
-from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, OnProgress
+from torchtitan_rl.types import (
+    Completion,
+    EngineReading,
+    FinishReason,
+    GenerationRequest,
+    OnProgress,
+)
 
+_READING_TIMEOUT_S = 30.0
 _ABORT_TIMEOUT_S = 30.0  # until the replica has the abort
 _END_TIMEOUT_S = 900.0  # until the aborted piece has ended
 _MAX_ENGINE_FAILURES = 2  # under one request
@@ -48,6 +54,32 @@ OnEnded = Callable[[GenerationRequest, Completion, bool], None]
 """Called with a request that has ended, the completion as far as it was received (``resume_from``
 included), and whether its caller gets that completion. Called right before the call returns or
 raises; must not raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaAccount:
+    """Tokens of one replica since it started, at one moment.
+
+    ``sampled`` is the engine's own count, the newest one where the replica is dead or did not
+    answer in time. ``received``: of pieces that came back, and the reported tokens of those that
+    were lost with a dead replica. ``running``: of pieces that the engine has not ended; None where
+    the replica is dead or did not answer.
+    """
+
+    is_live: bool
+    sampled: int
+    received: int
+    running: int | None
+
+    @property
+    def unaccounted(self) -> int | None:
+        """Must be 0, whatever is in transit; None where ``running`` is."""
+        return None if self.running is None else self.sampled - self.received - self.running
+
+    @property
+    def lost(self) -> int:
+        """Tokens that a dead replica is known to have sampled, and that were never received."""
+        return 0 if self.is_live else max(0, self.sampled - self.received)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,8 +165,42 @@ class RequestTracker:
 
         Requests of a replica that does not answer in time have the tokens reported before.
         """
-        await asyncio.gather(*(read_replica(self._pool, state) for state in self._pool.live()))
+        await asyncio.gather(*map(self._read, self._pool.live()))
         return {name: running.tokens.partial for name, running in self._running.items()}
+
+    async def accounts(self) -> dict[str, ReplicaAccount]:
+        """By name of the replica; see `GeneratorRouter.account`."""
+        counted = tuple(self._pool.all)  # others may join while the replicas answer
+        accounts = await asyncio.gather(*map(self._read, counted))
+        return {state.name: account for state, account in zip(counted, accounts, strict=True)}
+
+    async def _read(self, state: ReplicaState) -> ReplicaAccount:
+        """Have a live replica report all progress and its counts, in the order of its events."""
+        accounts: list[ReplicaAccount] = []
+
+        def on_reading(reading: EngineReading) -> None:
+            state.note_sampled(reading.sampled_tokens)
+            accounts.append(
+                ReplicaAccount(
+                    is_live=True,
+                    sampled=reading.sampled_tokens,
+                    received=state.received_tokens,  # in the same moment
+                    running=reading.running_tokens,
+                )
+            )
+
+        if state.is_live:
+            # One that does not answer is busy with something long, which has its own deadline.
+            work = state.replica.execute(ReadTokens(), on_reading)
+            await self._pool.ask(state, work, timeout_s=_READING_TIMEOUT_S)
+        if accounts and state.is_live:
+            return accounts[0]
+        return ReplicaAccount(
+            is_live=state.is_live,
+            sampled=state.sampled_tokens,
+            received=state.received_tokens,
+            running=None,
+        )
 
     def held_tokens(self) -> int:
         """Tokens of ended pieces of requests that still run; ``resume_from`` is not counted."""

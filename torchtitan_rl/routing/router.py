@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.commands import PauseMode, ReadStats
-from torchtitan_rl.routing.account import ReplicaAccount, account_of
 from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.routing.pausing import (
     pause_replicas,
@@ -25,7 +24,7 @@ from torchtitan_rl.routing.pausing import (
 from torchtitan_rl.routing.pins import PinnedReplica, pin_replica, restore_pinned
 from torchtitan_rl.routing.placement import Placement, RoutingStrategy
 from torchtitan_rl.routing.replicas import Phase, Replica, ReplicaPool, ReplicaState
-from torchtitan_rl.routing.requests import OnEnded, RequestTracker
+from torchtitan_rl.routing.requests import OnEnded, ReplicaAccount, RequestTracker
 from torchtitan_rl.routing.weights import SyncMode, SyncOrder, SyncReport, WeightSync
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, OnProgress
 from torchtitan_rl.weights.handle import WeightHandle
@@ -108,7 +107,7 @@ class GeneratorRouter:
         ``unaccounted``, the tokens of a live replica that were not received and do not belong to a
         running request, is 0. Decoding is not interrupted.
         """
-        return await account_of(self._pool)
+        return await self._requests.accounts()
 
     def received_tokens(self) -> int:
         """Tokens that the router received from all replicas; of running requests those of pieces

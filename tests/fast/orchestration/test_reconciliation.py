@@ -13,7 +13,7 @@ from tests.support.virtual_clock import run_virtually
 def test_a_comparison_that_still_runs_is_recorded_before_the_last_one(tmp_path: Path) -> None:
     async def work() -> list[int]:
         simulation = Simulation(Plan(), tmp_path)
-        state, reconciliation = simulation.controller._state, simulation.controller._reconciliation
+        reconciliation = simulation.controller._reconciliation
         original, delays = simulation.router.account, [10.0, 1.0]
 
         async def slow() -> Any:
@@ -21,11 +21,10 @@ def test_a_comparison_that_still_runs_is_recorded_before_the_last_one(tmp_path: 
             return await original()
 
         simulation.router.account = slow  # type: ignore[method-assign]
-        reconciliation.start()
+        reconciliation.start(0, 0)
         await asyncio.sleep(1.0)
-        reconciliation.start()  # no second one while the first runs
-        state.step = 3
-        await reconciliation.finish()
+        reconciliation.start(0, 0)  # no second one while the first runs
+        await reconciliation.finish(3, 3)
         return [record.step for record in simulation.recorder.accounts]
 
     assert run_virtually(work()) == [0, 3]

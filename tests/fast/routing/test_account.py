@@ -162,7 +162,7 @@ def test_of_a_killed_replica_the_account_says_what_was_lost_with_it() -> None:
         assert account.unaccounted is None
         assert account.sampled == counted > 0  # its last count
         assert account.received > 0  # the reported tokens were continued elsewhere
-        assert account.lost_tokens == max(0, account.sampled - account.received)
+        assert account.lost == max(0, account.sampled - account.received)
         assert len(done.token_ids) == 12
         assert ended.names == ["a"]
 
