@@ -14,7 +14,7 @@ from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 
 class StandInTrainer:
-    """See `torchtitan_rl.orchestration.trainer.Trainer`."""
+    """See `torchtitan_rl.orchestration.run_state.Trainer`."""
 
     def __init__(self, policy: Path, *, train_s: float, folder: Path) -> None:
         from safetensors.torch import load_file
@@ -42,8 +42,7 @@ class StandInTrainer:
     async def save_checkpoint(
         self,
         path: Path,
-        state: dict[str, Any],
-        attachments: Mapping[str, bytes] | None = None,
+        attachments: Mapping[str, bytes],
         *,
         version: int,
     ) -> None:
@@ -55,7 +54,7 @@ class StandInTrainer:
 
     async def finish_checkpoint(self) -> None: ...
 
-    async def load_checkpoint(self, path: Path) -> dict[str, Any]:
+    async def load_checkpoint(self, path: Path) -> None:
         raise NotImplementedError("nothing is resumed here")
 
     async def export_hf(self, path: Path) -> None: ...

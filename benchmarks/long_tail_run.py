@@ -1,6 +1,6 @@
 """One run of the real controller on the long-tailed task, with real replicas.
 
-Controller, work buffer, rollouter, batcher, router and weight feed are those of a training run,
+Controller, work buffer, rollouter, batcher, router and publisher are those of a training run,
 composed in the same way; so are the replicas (vLLM, in processes of their own) and the weights that
 they pull. Only the trainer is simulated: it takes the batch, waits for a given time, and publishes
 the same weights as the next version.
@@ -27,7 +27,7 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.controller import Controller
-from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.journal import Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import StepRecord
 from torchtitan_rl.orchestration.run_state import Parts
@@ -239,7 +239,7 @@ def _controller(
             router=router,
             recorder=log,
             checkpoints=CheckpointDirectory(folder / "checkpoints"),
-            journals=JournalDirectory(folder / "journal"),
+            journal=Journal(folder / "journal.sqlite"),
             ledger=ledger,
         ),
     )

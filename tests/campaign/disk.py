@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ def disk_of(machine: Machine) -> Iterator[None]:
         sys.addaudithook(_on_event)
         _is_hooked = True
     replaced: list[tuple[Any, str, Any]] = [
-        (journal, "FileIO", _journal_file),
+        (journal.sqlite3, "connect", _connect),
         (files, "FileIO", _rows_file),
         (checkpoint_files, "write_file", _write_file),
         (checkpoint_files, "sync_directory", _no_sync),
@@ -64,8 +65,26 @@ def disk_of(machine: Machine) -> Iterator[None]:
             setattr(module, name, theirs)
 
 
-def _journal_file(path: Path, mode: str) -> SimFile:
-    return SimFile("journal", path, mode)
+class SimConnection(sqlite3.Connection):
+    """Of a journal: each INSERT asks the machine; a kill leaves its transaction open."""
+
+    def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
+        action = None
+        if sql.startswith("INSERT") and _machine is not None:
+            action = _machine.at_disk("journal")
+        if action == "no_space":
+            raise sqlite3.OperationalError("database or disk is full")
+        done = super().execute(sql, *parameters)
+        if action is not None and _machine is not None:
+            _machine.kill()
+        return done
+
+
+_connect_to_file = sqlite3.connect
+
+
+def _connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+    return _connect_to_file(*arguments, **options, factory=SimConnection)
 
 
 def _rows_file(path: Path, mode: str) -> SimFile:

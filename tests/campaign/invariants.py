@@ -157,9 +157,9 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     if life.ending is not Ending.SUCCESS or simulation is None:
         return
     totals = simulation.controller._state.ledger.totals()
-    before = life.start.saved.document.get("ledger", {}).get("generated", 0)
+    before = life.start.saved.position.ledger.get("generated", 0)
     accounted = totals.tokens_generated - before
-    entries = life.start.saved.groups.entries
+    entries = life.start.saved.entries
     asked = set(simulation.dataset.drawn) | {e.group_id for e in entries}
     # Turns of groups that the checkpoint has finished are counted only where those begin anew.
     most = sum(n for name, n in life.start.recorded.items() if name in asked)
@@ -190,12 +190,12 @@ def writes_checkpoints_of_one_moment(life: Life) -> Iterator[str]:
     for path in map(directory.path, directory.steps()):
         with suppress(TorchtitanRLError):  # the audit reports it
             saved = read_saved_run(path)
-            num_groups, version = len(saved.groups.entries), saved.document["version"]
+            num_groups, version = len(saved.entries), saved.position.version
             if num_groups > plan.buffer:
                 yield f"{path.name}: {num_groups} groups, and room for {plan.buffer}"
             weights = json.loads((path / "weights.json").read_text())[1]
             if weights != version:
-                yield f"{path.name}: weights {weights}, document of {version}"
+                yield f"{path.name}: weights {weights}, position of {version}"
 
 
 def can_be_resumed(life: Life) -> Iterator[str]:

@@ -19,10 +19,14 @@ from tests.support.simulated_faults import Fate
 from tests.support.simulation import Simulation
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.consumer import StopRequested
-from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.records import StepRecord
-from torchtitan_rl.orchestration.recovery import choose_checkpoint, why_not_resumable
-from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
+from torchtitan_rl.orchestration.saved_run import (
+    SavedRun,
+    choose_checkpoint,
+    read_saved_run,
+    why_not_resumable,
+)
 from torchtitan_rl.rollout.calls import abandoned
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
@@ -147,8 +151,7 @@ async def _main(life: Life, resume: bool) -> None:
     """As `torchtitan_rl.commands.train` does it."""
     plan, root = life.plan, life.machine.root
     checkpoints = CheckpointDirectory(root / "checkpoints")
-    journals = JournalDirectory(root / "journal")
-    found = choose_checkpoint(checkpoints, journals) if resume else None
+    found = choose_checkpoint(checkpoints, Journal(root / JOURNAL)) if resume else None
     life.resumed_step = found.step if found else None
     rows = Rows(plan, root, resume_step=life.resumed_step)
     fate = life.machine
@@ -194,10 +197,7 @@ def _held(simulation: Simulation) -> list[str]:
 
 def look_at(root: Path) -> Start:
     """What is on a disk, without changing it."""
-    directory, journals = (
-        CheckpointDirectory(root / "checkpoints"),
-        JournalDirectory(root / "journal"),
-    )
+    directory, journal = CheckpointDirectory(root / "checkpoints"), Journal(root / JOURNAL)
     # Where a kill came between the two renames of a second checkpoint, the first one is taken.
     paths = {
         step_of(path.with_suffix("")): path
@@ -205,13 +205,13 @@ def look_at(root: Path) -> Start:
         if not path.with_suffix("").exists()
     } | {step: directory.path(step) for step in directory.steps()}
     complete = sorted(paths)
-    steps = [s for s in complete if _is_resumable(paths[s], journals)]
+    steps = [s for s in complete if _is_resumable(paths[s], journal)]
     step = (steps or complete or [None])[-1]
     saved = SavedRun()
     try:
         if step is not None:
             saved = read_saved_run(paths[step])
-        rollouts = journals.restore(step or 0, saved.groups.rollouts, mark=saved.journal_mark)
+        rollouts = journal.restore(step or 0, saved.rollouts, mark=saved.position.journal_mark)
     except (TorchtitanRLError, ValueError, KeyError) as error:
         return Start(step=step, saved=saved, unreadable=repr(error))
     recorded: dict[str, int] = {}
@@ -221,8 +221,8 @@ def look_at(root: Path) -> Start:
     return Start(step=step, saved=saved, recorded=recorded)
 
 
-def _is_resumable(path: Path, journals: JournalDirectory) -> bool:
-    return path.suffix == ".replaced" or why_not_resumable(path, journals) is None
+def _is_resumable(path: Path, journal: Journal) -> bool:
+    return path.suffix == ".replaced" or why_not_resumable(path, journal) is None
 
 
 def _rubric(plan: CampaignPlan, fate: Fate) -> Rubric | None:

@@ -10,12 +10,12 @@ import pytest
 
 from tests.real.runs import ONE_REPLICA, Run, options, read_metrics
 from torchtitan_rl.launch.lease import Lease
+from torchtitan_rl.orchestration.journal import JOURNAL
 
 
 def saved_files(run_dir: Path) -> dict[str, bytes]:
-    folders = (run_dir / "checkpoints", run_dir / "journal")
-    paths = (path for folder in folders for path in folder.rglob("*") if path.is_file())
-    return {str(path): path.read_bytes() for path in paths}
+    paths = [*(run_dir / "checkpoints").rglob("*"), *run_dir.glob(f"{JOURNAL}*")]
+    return {str(path): path.read_bytes() for path in paths if path.is_file()}
 
 
 @pytest.mark.soak

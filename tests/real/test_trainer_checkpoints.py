@@ -65,7 +65,7 @@ def test_a_run_resumed_from_a_checkpoint_written_during_later_steps_is_bit_for_b
             policy_trainer.train_step(batch)
         torch.rand(7)  # away from the seeded state
         with writing_held(monkeypatch):
-            policy_trainer.save_checkpoint(path, {"position": [1, 2]}, {"groups": b"three"})
+            policy_trainer.save_checkpoint(path, {"groups": b"three"})
             drawn = torch.rand(3)
             expected = [policy_trainer.train_step(batch).metrics for batch in batches[2:]]
             weights = {k: v.clone() for k, v in policy_trainer.hf_state_dict().items()}
@@ -76,7 +76,7 @@ def test_a_run_resumed_from_a_checkpoint_written_during_later_steps_is_bit_for_b
     assert load_attachment(path, "groups") == b"three"
     with trainer(checkpoint) as policy_trainer:
         policy_trainer.train_step(batches[3])  # whatever was before is gone
-        assert policy_trainer.load_checkpoint(path) == {"position": [1, 2]}
+        policy_trainer.load_checkpoint(path)
         assert policy_trainer.version == 2
         assert torch.equal(torch.rand(3), drawn)
         found = [policy_trainer.train_step(batch).metrics for batch in batches[2:]]
@@ -133,7 +133,7 @@ def test_a_write_that_fails_is_told_once_and_leaves_the_checkpoint_before(
                 policy_trainer.finish_checkpoint()
             assert checkpoints.steps() == [1]
             assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-        policy_trainer.save_checkpoint(checkpoints.path(2), {}, {"a/b": b""})
+        policy_trainer.save_checkpoint(checkpoints.path(2), {"a/b": b""})
         with pytest.raises(CheckpointError, match="plain file name"):
             policy_trainer.save_checkpoint(checkpoints.path(2), {})
         policy_trainer.save_checkpoint(checkpoints.path(2), {})
@@ -217,7 +217,7 @@ def test_closing_tells_that_the_last_checkpoint_could_not_be_written(
         pytest.raises(CheckpointError, match="plain file name"),
         trainer(checkpoint) as policy_trainer,
     ):
-        policy_trainer.save_checkpoint(tmp_path / "step-000001", {}, {"../up": b""})
+        policy_trainer.save_checkpoint(tmp_path / "step-000001", {"../up": b""})
     assert not (tmp_path / "up").exists()
 
 
@@ -232,11 +232,11 @@ def die_while_writing(rank: int, checkpoint: Path, root: Path, port: int) -> Non
 
     patch = pytest.MonkeyPatch()
     with trainer(checkpoint) as policy_trainer:
-        policy_trainer.save_checkpoint(checkpoints.path(1), {"step": 1})
+        policy_trainer.save_checkpoint(checkpoints.path(1), {})
         policy_trainer.train_step(random_batch())
         policy_trainer.finish_checkpoint()
         patch.setattr("torchtitan_rl.backends.titan.checkpoint.seal", die)
-        policy_trainer.save_checkpoint(checkpoints.path(2), {"step": 2})
+        policy_trainer.save_checkpoint(checkpoints.path(2), {})
         policy_trainer.finish_checkpoint()
 
 
@@ -250,4 +250,4 @@ def test_kill_9_in_the_middle_of_writing_leaves_the_checkpoint_before(
     found = checkpoints.newest(checksums=True)
     assert (found.path, found.passed_over) == (checkpoints.path(1), ())
     with trainer(checkpoint) as policy_trainer:
-        assert policy_trainer.load_checkpoint(checkpoints.path(1)) == {"step": 1}
+        policy_trainer.load_checkpoint(checkpoints.path(1))

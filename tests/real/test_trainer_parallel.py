@@ -86,7 +86,7 @@ def run_steps(
     with trainer(checkpoint, **fields) as policy_trainer:
         if not resume.exists():
             policy_trainer.train_step(batches()[0])
-            policy_trainer.save_checkpoint(resume, {"from": "one process"})
+            policy_trainer.save_checkpoint(resume)
         policy_trainer.load_checkpoint(resume)
         resumed = policy_trainer.train_step(batches()[1]).metrics
         policy_trainer.save_checkpoint(folder / "checkpoint", {})

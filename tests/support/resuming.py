@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from tests.support.async_tests import cancel
 from tests.support.rollouts import PROBLEM, Factory, make_rollouter
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.rollout.records import recorded_from_json, recorded_to_json
+from torchtitan_rl.rollout.records import SavedRollout, restored_rollout, saved_rollout, to_bytes
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, VersionRun
 
@@ -111,8 +112,9 @@ class Saving(Counter):
         self.sums, self.prompt = list(state["sums"]), tuple(state["prompt"])
 
 
-def through_json(recorded: RecordedRollout) -> RecordedRollout:
-    return recorded_from_json(json.loads(json.dumps(recorded_to_json(recorded))))
+def through_bytes(recorded: RecordedRollout) -> RecordedRollout:
+    data = to_bytes(saved_rollout(recorded))
+    return restored_rollout(msgspec.msgpack.decode(data, type=SavedRollout))
 
 
 SIZE = 2
@@ -179,7 +181,7 @@ class Run:
             return snapshot
 
         snapshot = asyncio.run(scenario())
-        return snapshot and tuple(map(through_json, snapshot))
+        return snapshot and tuple(map(through_bytes, snapshot))
 
     def closed(self) -> bool:
         return all(env.calls.count("close") == 1 for env in self.factory.made)

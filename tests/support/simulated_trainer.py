@@ -143,8 +143,7 @@ class SimTrainer:
     async def save_checkpoint(
         self,
         path: Path,
-        state: dict[str, Any],
-        attachments: Mapping[str, bytes] | None = None,
+        attachments: Mapping[str, bytes],
         *,
         version: int,
     ) -> None:
@@ -152,7 +151,7 @@ class SimTrainer:
         await self._call("save_checkpoint", lambda: self._begin_checkpoint(path, version))
         content = json.dumps([self.weights, self.version]).encode()
         self._writing = asyncio.create_task(
-            self._write(path, content, state, dict(attachments or {})), name=f"machine: {path.name}"
+            self._write(path, content, attachments), name=f"machine: {path.name}"
         )
         self._writing.add_done_callback(_look)
 
@@ -168,9 +167,7 @@ class SimTrainer:
         except OSError as error:
             raise CheckpointError(f"checkpoint {path} was not written: {error}") from error
 
-    async def _write(
-        self, path: Path, content: bytes, state: dict[str, Any], attachments: dict[str, bytes]
-    ) -> None:
+    async def _write(self, path: Path, content: bytes, attachments: Mapping[str, bytes]) -> None:
         folder = files.temporary_path(path)
         late_s = self._seconds(self._fate.at("trainer.checkpoint.write"))
         if late_s or self._write_s:
@@ -183,7 +180,7 @@ class SimTrainer:
             records = {name: files.fingerprint(folder / name) for name in files.list_files(folder)}
             await asyncio.sleep(0)
             self._require_space("trainer.checkpoint.end")
-            files.seal(folder, state, records)
+            files.seal(folder, {}, records)
             files.publish(path)
         except OSError as error:
             files.discard(path)
@@ -203,13 +200,12 @@ class SimTrainer:
             if writing.done() and self._writing is writing:
                 self._writing = None
 
-    async def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        return await self._call("load_checkpoint", lambda: self._load(path))
+    async def load_checkpoint(self, path: Path) -> None:
+        await self._call("load_checkpoint", lambda: self._load(path))
 
-    async def _load(self, path: Path) -> dict[str, Any]:
+    async def _load(self, path: Path) -> None:
         self._uses_the_devices("loads")
         self.weights, self.version = json.loads((path / "weights.json").read_text())
-        return files.read_document(path)
 
     async def export_hf(self, path: Path) -> None:
         self._uses_the_devices("exports")

@@ -21,7 +21,7 @@ from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.orchestration.controller import Controller
-from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import Claim, Parts, Unshared
@@ -144,7 +144,7 @@ class Simulation:
                 router=self.router,
                 recorder=self.recorder,
                 checkpoints=self.checkpoints,
-                journals=JournalDirectory(root / "journal"),
+                journal=Journal(root / JOURNAL),
                 ledger=self.ledger,
                 claim=claim or Unshared(),
             ),

@@ -17,9 +17,11 @@ from torchtitan_rl.errors import TorchtitanRLError, one_line
 from torchtitan_rl.observability.metrics import Split
 from torchtitan_rl.observability.rollouts import LOGGED, logged_metrics
 from torchtitan_rl.observability.sinks import Line, Row, RowKind
+from torchtitan_rl.orchestration.journal import Row as JournalRow
+from torchtitan_rl.orchestration.journal import newest_version
 from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
 from torchtitan_rl.orchestration.records import LedgerTotals, group_of
-from torchtitan_rl.orchestration.saved_run import SavedRun
+from torchtitan_rl.orchestration.saved_run import RunPosition, SavedRun
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.token_sets import kept_error
@@ -258,16 +260,16 @@ def _totals(row: Row) -> LedgerTotals:
 
 
 def check_checkpoint(where: str, step: int, saved: SavedRun, promises: Promises) -> list[Check]:
-    """Check the document of the checkpoint of ``step``, by itself and with its groups.
+    """Check the position in the checkpoint of ``step``, by itself and with its groups.
 
     Raises:
         KeyError, TypeError, ValueError: this version did not write the checkpoint.
     """
     account = Check(name=f"checkpoint {step}: account", what="groups")
-    entries = saved.groups.entries
-    account.look(where, _document_errors(step, saved, promises), len(entries))
+    entries = saved.entries
+    account.look(where, _position_errors(step, saved, promises), len(entries))
     groups = Check(name=f"checkpoint {step}: groups", what="rollouts")
-    ledger, version = saved.document["ledger"]["tokens_of"], saved.document["version"]
+    ledger, version = saved.position.ledger["tokens_of"], saved.position.version
     oldest = max(0, version - (version if promises.staleness is None else promises.staleness))
     for entry in entries:
         at, held = f"{where}: group {entry.group_id}", ledger.get(entry.group_id)
@@ -275,7 +277,7 @@ def check_checkpoint(where: str, step: int, saved: SavedRun, promises: Promises)
         errors = _group_errors(entry, version, oldest, held, promises.group_size)
         groups.look(at, errors, number)
     unfinished = {entry.group_id for entry in entries if entry.group is None}
-    for name, recorded in saved.groups.rollouts.items():
+    for name, recorded in saved.rollouts.items():
         at = f"{where}: rollout {name}"
         if group_of(name) not in unfinished:
             groups.violations.append(f"{at} is of no unfinished group")
@@ -283,21 +285,21 @@ def check_checkpoint(where: str, step: int, saved: SavedRun, promises: Promises)
     return [account, groups]
 
 
-def _document_errors(step: int, saved: SavedRun, promises: Promises) -> Errors:
-    document, ledger = saved.document, saved.document["ledger"]
+def _position_errors(step: int, saved: SavedRun, promises: Promises) -> Errors:
+    position, ledger = saved.position, saved.position.ledger
     try:
         TokenLedger().load_state_dict(ledger)
     except LedgerError as error:
         yield one_line(error)
-    version, trained = document["version"], ledger["groups_trained"]
-    if document["step"] != step:
-        yield f"the document is of step {document['step']}"
+    version, trained = position.version, ledger["groups_trained"]
+    if position.step != step:
+        yield f"its position is step {position.step}"
     if not 0 <= version <= step:
         yield f"version {version} at step {step}"
     per_step = promises.groups_per_step
     if per_step is not None and trained != step * per_step:
         yield f"{trained} groups trained in {step} steps of {per_step}"
-    ids = [entry.group_id for entry in saved.groups.entries]
+    ids = [entry.group_id for entry in saved.entries]
     if twice := sorted({name for name in ids if ids.count(name) > 1}):
         yield f"groups that are there twice: {', '.join(twice)}"
     if differing := sorted(ledger["tokens_of"].keys() ^ set(ids)):
@@ -369,12 +371,12 @@ def _ending_errors(name: str, status: RolloutStatus | str, reward: float | None)
         yield f"rollout {name}: status {status}"
 
 
-def errors_against_row(step: int, document: Mapping[str, Any], metrics: MetricsRules) -> Errors:
-    """Compare the document of a checkpoint with the row of its step.
+def errors_against_row(step: int, position: RunPosition, metrics: MetricsRules) -> Errors:
+    """Compare the position in a checkpoint with the row of its step.
 
     The row is written first, so counts that grow between the two may be larger in the checkpoint.
     """
-    evaluated = document["evaluated_step"]
+    evaluated = position.evaluated_step
     if evaluated is not None and evaluated not in metrics.evaluated:
         yield f"there is no row of the evaluation of step {evaluated}"
     if step == 0:
@@ -382,10 +384,10 @@ def errors_against_row(step: int, document: Mapping[str, Any], metrics: MetricsR
     if step not in metrics.versions:
         yield f"there is no row of step {step}"
         return
-    version, row_version = document["version"], metrics.versions[step]
+    version, row_version = position.version, metrics.versions[step]
     if row_version != version:
         yield f"version {version}; {row_version} in the row of step {step}"
-    totals, ledger = metrics.totals.get(step), document["ledger"]
+    totals, ledger = metrics.totals.get(step), position.ledger
     if totals is None:
         return
     equal = (
@@ -407,64 +409,27 @@ def errors_against_row(step: int, document: Mapping[str, Any], metrics: MetricsR
 
 
 def check_journal(
-    check: Check,
-    rows: Iterable[Mapping[str, Any]],
-    saved: SavedRun | None,
-    promises: Promises,
-    *,
-    is_first: bool,
+    check: Check, rows: Iterable[JournalRow], saved: SavedRun, promises: Promises
 ) -> None:
-    """Check the lines of one journal file.
-
-    Args:
-        saved: the checkpoint of the file's step, if there is one.
-        is_first: no file is read before this one, so no turn may be missing, except for those that
-            the checkpoint holds, or held before it was removed.
-    """
-    version = None if saved is None else saved.document["version"]
-    entries = () if saved is None else saved.groups.entries
-    finished = {entry.group_id for entry in entries if entry.group is not None}
+    """Check the rows of the journal that follow the checkpoint ``saved``."""
+    version = saved.position.version
+    finished = {entry.group_id for entry in saved.entries if entry.group is not None}
     if not promises.staleness:  # those that are not in the next batch begin again
         finished.clear()
-    mark = 0 if saved is None else saved.journal_mark
-    newest: int | None = None
-    position = 0
-    num_turns: dict[str, int] = {}  # of each rollout that began in this file
-    for number, row in enumerate(rows, start=1):
-        where = f"{check.name}, line {number}"
-        if number == 1:
-            newest = row.get("version")
-            is_first = is_first and version is None and not row.get("mark", 0)
-            check.require(
-                None in (newest, version) or newest == version,
-                f"{where}: begun at version {newest}; its checkpoint has version {version}",
-            )
-        if "rollout_id" not in row:
-            position = row.get("mark", 0)
-            continue
-        rollout_id, index = row["rollout_id"], row["index"]
-        if row["turn"] is None:
-            num_turns.pop(rollout_id, None)
-            continue
+    for row in rows:
         check.looked_at += 1
-        group_id, completion = group_of(rollout_id), row["turn"]["completion"]
-        if newest is not None and position >= mark and group_id in finished:
-            check.violations.append(
-                f"{where}: a turn of group {group_id}, which its checkpoint holds as finished"
-            )
-        if index == 0:
-            num_turns[rollout_id] = 0
-        turn = f"{where}: turn {index} of {rollout_id}"
-        if rollout_id in num_turns:
-            check.require(
-                index <= num_turns[rollout_id], f"{turn} after turn {num_turns[rollout_id] - 1}"
-            )
-            num_turns[rollout_id] = index + 1
-        elif is_first:
-            check.violations.append(f"{turn}, which did not begin")
-        is_late = newest is not None and any(v > newest for _, v in completion["version_runs"])
-        if is_late and completion["token_ids"]:
-            check.violations.append(f"{where}: tokens of a version after {newest}")
+        where = f"{check.name}: turn {row.number} of {row.rollout_id}"
+        if not row.is_intact:
+            check.violations.append(f"{where} has a wrong checksum")
+            continue
+        check.require(
+            group_of(row.rollout_id) not in finished,
+            f"{where}: the checkpoint of step {row.step} holds its group as finished",
+        )
+        check.require(
+            newest_version(row.completion) <= version,
+            f"{where} has tokens of a version after {version}",
+        )
 
 
 def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) -> list[Check]:

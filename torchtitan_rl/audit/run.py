@@ -30,8 +30,7 @@ from torchtitan_rl.config.manifest import FIXES, MANIFEST, compare_with_manifest
 from torchtitan_rl.config.run_lock import lock_errors
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.observability.sinks import read_rows
-from torchtitan_rl.orchestration import journal
-from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
 from torchtitan_rl.training.checkpoint_files import check_contents
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
@@ -64,7 +63,7 @@ def audit(run_dir: Path, *, is_running: bool = False) -> list[Check]:
     checks = [*metrics.results(), whole]
     for step, one in sorted(saved.items()):
         checks += _audit_checkpoint(checkpoints.path(step).name, step, one, promises, metrics)
-    checks += _audit_journals(run_dir / "journal", saved, promises)
+    checks += _audit_journal(Journal(run_dir / JOURNAL), saved, promises)
     checks += _audit_rollouts(run_dir / "rollouts.jsonl", promises, metrics)
     checks += [_audit_files(run_dir), _audit_end(run_dir, promises, metrics, saved, is_running)]
     return checks
@@ -93,7 +92,7 @@ def _identity(run_dir: Path, saved: _SavedRuns) -> Mapping[str, Any]:
         loaded = json.loads((run_dir / IDENTITY_FILE).read_text())
         if isinstance(loaded, dict) and loaded:
             return loaded
-    return dict(saved[max(saved)].document.get("identity") or {}) if saved else {}
+    return saved[max(saved)].position.identity if saved else {}
 
 
 def _audit_checkpoint(
@@ -103,33 +102,29 @@ def _audit_checkpoint(
     with unreadable.reports_errors(where):
         of_row = Check(name=f"checkpoint {step}: against its row of the metrics", what="rows")
         number = int(step > 0 and step in metrics.versions)
-        of_row.look(where, errors_against_row(step, saved.document, metrics), number)
+        of_row.look(where, errors_against_row(step, saved.position, metrics), number)
         return [*check_checkpoint(where, step, saved, promises), of_row]
     return [unreadable]
 
 
-def _audit_journals(folder: Path, saved: _SavedRuns, promises: Promises) -> list[Check]:
-    checks: list[Check] = []
-    for path in sorted(folder.glob("step-*.jsonl")):
-        step, check = step_of(path), Check(name=f"journal {path.name}", what="turns")
-        with check.reports_errors(check.name):
-            check_journal(
-                check, journal.read_lines(path), saved.get(step), promises, is_first=step == 0
-            )
-        checks.append(check)
+def _audit_journal(journal: Journal, saved: _SavedRuns, promises: Promises) -> list[Check]:
+    turns = Check(name="journal", what="turns")
+    with turns.reports_errors(JOURNAL):
+        rows = journal.rows()
+        for step, one in saved.items():
+            place = (step, one.position.journal_mark)
+            check_journal(turns, (row for row in rows if row[:2] == place), one, promises)
     restored = Check(name="journal: continues the checkpoints", what="checkpoints")
+    restored.require(
+        journal.path.is_file() or not saved,
+        f"{JOURNAL} is missing: restore it; without it, turns that it held are sampled again",
+    )
     for step, one in saved.items():
         restored.looked_at += 1
-        journals = JournalDirectory(folder)
-        restored.require(
-            journals.file(step).is_file(),
-            f"journal/{journals.file(step).name} is missing, which was begun with the checkpoint "
-            "of its step: restore it; without it, turns that it held are sampled again",
-        )
         with restored.reports_errors(f"checkpoint of step {step}"):
-            journals.restore(step, one.groups.rollouts, mark=one.journal_mark)
-            restored.violations += journals.passed_over
-    return [*checks, restored]
+            journal.restore(step, one.rollouts, mark=one.position.journal_mark)
+            restored.violations += journal.passed_over
+    return [turns, restored]
 
 
 def _audit_rollouts(path: Path, promises: Promises, metrics: MetricsRules) -> list[Check]:

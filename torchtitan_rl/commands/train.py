@@ -37,11 +37,10 @@ from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.controller import Controller
-from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
-from torchtitan_rl.orchestration.recovery import choose_checkpoint
-from torchtitan_rl.orchestration.run_state import Claim, Parts
-from torchtitan_rl.orchestration.trainer import Trainer
+from torchtitan_rl.orchestration.run_state import Claim, Parts, Trainer
+from torchtitan_rl.orchestration.saved_run import choose_checkpoint
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
@@ -123,7 +122,7 @@ class _Run:
     resume_command: str
     claim: Claim
     checkpoints: CheckpointDirectory
-    journals: JournalDirectory
+    journal: Journal
     found: NewestCheckpoint
 
     @staticmethod
@@ -134,7 +133,7 @@ class _Run:
         """
         run_dir = prepared.config.run_dir.absolute()
         checkpoints = CheckpointDirectory(run_dir / "checkpoints")
-        journals = JournalDirectory(run_dir / "journal")
+        journal = Journal(run_dir / JOURNAL)
         is_resumed = prepared.config.checkpoint.resume
         return _Run(
             prepared=prepared,
@@ -142,8 +141,8 @@ class _Run:
             resume_command=resume_command,
             claim=claim,
             checkpoints=checkpoints,
-            journals=journals,
-            found=choose_checkpoint(checkpoints, journals) if is_resumed else NewestCheckpoint(),
+            journal=journal,
+            found=choose_checkpoint(checkpoints, journal) if is_resumed else NewestCheckpoint(),
         )
 
 
@@ -291,7 +290,7 @@ def _parts(
         router=router,
         recorder=recorder,
         checkpoints=run.checkpoints,
-        journals=run.journals,
+        journal=run.journal,
         claim=run.claim,
         ledger=ledger,
         identity=run.prepared.identity,

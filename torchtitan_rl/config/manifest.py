@@ -33,7 +33,7 @@ _LISTED = (
     "results.json",
     "metrics*.jsonl",
     "**/rollouts*.jsonl",
-    "journal/*",
+    "journal.sqlite",
     f"checkpoints/*/{MARKER}",
     "policy/**/*",
 )

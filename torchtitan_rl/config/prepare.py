@@ -50,8 +50,9 @@ from torchtitan_rl.config.run_lock import hold_run, lock_errors, unwritable
 from torchtitan_rl.errors import CheckpointError, ConfigError
 from torchtitan_rl.files import replace_file
 from torchtitan_rl.launch.lease import Lease
+from torchtitan_rl.orchestration.saved_run import read_position
 from torchtitan_rl.serving.address import Keys
-from torchtitan_rl.training.checkpoint_files import MARKER, read_document
+from torchtitan_rl.training.checkpoint_files import MARKER
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem
 
@@ -297,9 +298,6 @@ def _compare(
     return saved, [*resume_errors(before, identity), *step_errors(saved.step, config)], notes
 
 
-IDENTITY = "identity"  # its key in the document of a checkpoint
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
     """``checkpoint`` is the newest complete one; ``identity`` is None where none was saved."""
@@ -317,15 +315,15 @@ def find_resume_point(run_dir: Path) -> ResumePoint | None:
     launched = _read_identity(run_dir / IDENTITY_FILE)
     for step in reversed(directory.steps()):
         try:
-            document = read_document(directory.path(step)).get("extra") or {}
+            position = read_position(directory.path(step))
         except CheckpointError:  # it was removed or damaged just now
             continue
         return ResumePoint(
             checkpoint=directory.path(step),
             step=step,
-            version=document.get("version", 0),
-            evaluated_step=document.get("evaluated_step"),
-            identity=document.get(IDENTITY) or launched,
+            version=position.version,
+            evaluated_step=position.evaluated_step,
+            identity=dict(position.identity) or launched,
         )
     if launched is None:
         return None

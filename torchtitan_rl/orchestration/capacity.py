@@ -28,7 +28,7 @@ class Capacity:
 
     groups_per_step: int  # P
     staleness: int  # S
-    max_overtakers: int  # K: so many younger groups may overtake a group
+    max_overtakers: int  # K: younger groups that may overtake a group
     buffer: int  # B: admitted and not yet trained
 
     def describe(self) -> str:

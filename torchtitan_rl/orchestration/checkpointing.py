@@ -1,26 +1,28 @@
 """Saves a whole run while it continues, and restores it. `saved_run.py` says what is saved.
 
 Invariants: a checkpoint holds the state of one moment: trainer, dataset position and every
-untrained group. Turns that finish later are in the journal begun at that moment. A failed write
-leaves earlier checkpoints and their journals as they are.
+untrained group. Turns that finish after that moment are in the journal. A failed write leaves
+earlier checkpoints and their turns in the journal as they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from itertools import chain
 
 from torchtitan_rl.aio import BackgroundTask
 from torchtitan_rl.errors import CheckpointError, OutputError
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.records import group_of
-from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.saved_run import (
     GROUPS,
+    POSITION,
+    RecordedGroups,
     SavedRun,
-    document_of,
     groups_to_bytes,
+    position_to_bytes,
     read_saved_run,
 )
 from torchtitan_rl.orchestration.work_buffer import GroupState
@@ -48,9 +50,9 @@ class RunCheckpointer:
     async def restore(self, resume_from: NewestCheckpoint | None) -> RecordedGroups:
         """Continue from a checkpoint and its journal; without a checkpoint, from the journal alone.
 
-        None starts anew. Returns the recorded rollouts that groups continue with.
+        None begins a new run. Returns the recorded rollouts that groups continue with.
         """
-        state, journals = self._state, self._parts.journals
+        state, journal = self._state, self._parts.journal
         saved = SavedRun()
         if resume_from is not None and resume_from.path is not None:
             await self._parts.trainer.load_checkpoint(resume_from.path)
@@ -58,14 +60,14 @@ class RunCheckpointer:
             saved.load_into(state)
             self._saved = self._moment()
             state.recorder.say(f"resumed after step {state.step} from {resume_from.path}")
-        groups, mark = saved.groups, saved.journal_mark
+        mark = saved.position.journal_mark
         rollouts: Mapping[str, RecordedRollout] = {}
         self._parts.claim.check()
         if resume_from is not None:
-            rollouts = journals.restore(state.step, groups.rollouts, mark=mark)
-        self._recorded = RecordedGroups(rollouts, groups.entries, restored_version=state.version)
-        journals.start_lineage(
-            state.step, self._recorded.rollouts, groups.rollouts, version=state.version, mark=mark
+            rollouts = journal.restore(state.step, saved.rollouts, mark=mark)
+        self._recorded = RecordedGroups(rollouts, saved.entries, restored_version=state.version)
+        journal.start(
+            state.step, self._recorded.rollouts, saved.rollouts, version=state.version, mark=mark
         )
         return self._recorded
 
@@ -83,10 +85,10 @@ class RunCheckpointer:
             await self._begin()
 
     async def finish(self) -> None:
-        """Save the run as it is now, whatever failed before; returns when it is on disk.
+        """Save the run as it is now, also after a failure; returns when it is on disk.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
             OutputError: a row could not be written.
         """
         await self._wait_until_written()
@@ -110,7 +112,7 @@ class RunCheckpointer:
         try:
             moment = await self._copy(step)
         except CheckpointError as error:
-            self._note_failure(step, error)
+            self._record_failure(step, error)
         else:
             self._writing.start(f"checkpoint {step}", self._complete, moment)
         if len(self._failures) >= self._max_failures:
@@ -130,14 +132,16 @@ class RunCheckpointer:
             moment = self._moment()
             try:
                 state.recorder.flush()
-                mark = self._parts.journals.begin(step, version=state.version)
+                mark = self._parts.journal.begin(step, version=state.version)
                 self._append_untaken()
             except (OutputError, JournalError) as error:
                 raise CheckpointError(f"checkpoint {step}: {error}") from error
             await self._parts.trainer.save_checkpoint(
                 self._parts.checkpoints.path(step),
-                document_of(state, journal_mark=mark),
-                {GROUPS: self._groups(partials)},
+                {
+                    POSITION: position_to_bytes(state, journal_mark=mark),
+                    GROUPS: self._groups(partials),
+                },
                 version=state.version,
             )
         return moment
@@ -146,24 +150,24 @@ class RunCheckpointer:
         """Recorded turns of groups that are not admitted yet go into the new journal."""
         for name, recorded in self._recorded.rollouts.items():
             if group_of(name) not in self._state.buffer:
-                self._parts.journals.append(recorded, 0)
+                self._parts.journal.append(recorded, 0)
 
     def _groups(self, partials: Mapping[str, Completion]) -> bytes:
         entries = self._state.buffer.entries
-        unfinished = {
-            entry.group_id: self._parts.rollouter.snapshot(entry.group_id, partials)
+        unfinished = [
+            self._parts.rollouter.snapshot(entry.group_id, partials)
             if entry.state is GroupState.RUNNING
             else self._recorded.of_group(entry.group_id)
             for entry in entries
             if entry.group is None
-        }
-        return groups_to_bytes(entries, unfinished)
+        ]
+        return groups_to_bytes(entries, chain.from_iterable(unfinished))
 
     async def _complete(self, moment: _Moment) -> None:
         try:
             await self._parts.trainer.finish_checkpoint()
         except CheckpointError as error:
-            self._note_failure(moment[0], error)
+            self._record_failure(moment[0], error)
             return
         self._saved = moment
         self._failures.clear()
@@ -171,11 +175,12 @@ class RunCheckpointer:
         checkpoints = self._parts.checkpoints
         try:
             await asyncio.to_thread(checkpoints.prune, self._keep)
-            self._parts.journals.prune(checkpoints.steps()[0])
+            self._parts.claim.check()
+            await asyncio.to_thread(self._parts.journal.prune, checkpoints.steps()[0])
         except (CheckpointError, JournalError) as error:
             self._state.recorder.say(f"old checkpoints could not be removed: {error}")
 
-    def _note_failure(self, step: int, error: CheckpointError) -> None:
+    def _record_failure(self, step: int, error: CheckpointError) -> None:
         self._failures.append(error)
         self._state.recorder.say(
             f"NO CHECKPOINT of step {step} ({len(self._failures)} failed in a row, of "

@@ -19,13 +19,12 @@ from torchtitan_rl.errors import NothingTrainedError, TorchtitanRLError
 from torchtitan_rl.orchestration.batching import Batched
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
-from torchtitan_rl.orchestration.device_sharing import DeviceSharing
 from torchtitan_rl.orchestration.ledger import Reconciliation
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.records import BufferStates, StepRecord
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.watchdog import describe_group
-from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
+from torchtitan_rl.orchestration.weights import DeviceSharing, PublishedStep, WeightDelivery
 from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.rollout.advantages import has_signal
 from torchtitan_rl.rollout.rollouter import all_failed_alike, describe_failures
@@ -47,7 +46,7 @@ class Consumer:
         state: RunState,
         *,
         producer: Producer,
-        feed: WeightFeed,
+        weights: WeightDelivery,
         devices: DeviceSharing,
         checkpointer: RunCheckpointer,
         reconciliation: Reconciliation,
@@ -57,14 +56,14 @@ class Consumer:
         self._parts = state.parts
         self._recorder = state.recorder
         self._producer = producer
-        self._feed = feed
+        self._weights = weights
         self._devices = devices
         self._checkpointer = checkpointer
         self._reconciliation = reconciliation
         # Batches in a row, of this life, without a token to train on.
         self._empty_batches: list[tuple[RolloutGroup, ...]] = []
         self._is_save_due = False
-        self._may_note_ignored = config.rollout.credit == "outcome"
+        self._may_report_ignored = config.rollout.credit == "outcome"
         self._times = _Times()
 
     async def run(self) -> None:
@@ -92,7 +91,7 @@ class Consumer:
                     await self._checkpointer.save()
                 self._reconciliation.start(state.step, state.version)
             is_next_ready = not is_last and state.buffer.has_batch
-            if not is_next_ready or self._feed.needs_evaluation(state.step):
+            if not is_next_ready or self._weights.needs_evaluation(state.step):
                 self._devices.release()
 
     async def _next_batch(self) -> tuple[RolloutGroup, ...]:
@@ -112,7 +111,7 @@ class Consumer:
 
     def _may_train(self) -> bool:
         """On shared devices, evaluations and pulls end first."""
-        is_free = self._devices.trainer_holds_devices or self._feed.is_idle
+        is_free = self._devices.trainer_holds_devices or self._weights.is_idle
         return is_free or not self._devices.devices_are_shared
 
     async def _take_step(self, groups: tuple[RolloutGroup, ...]) -> None:
@@ -134,8 +133,8 @@ class Consumer:
                 self._recorder.phase("publish"),
                 state.waits.track("the trainer publishes"),
             ):
-                handle = await self._parts.trainer.publish(self._feed.needed_versions)
-        self._feed.put(FinishedStep(step=state.step, version=state.version, handle=handle))
+                handle = await self._parts.trainer.publish(self._weights.needed_versions)
+        self._weights.put(PublishedStep(step=state.step, version=state.version, handle=handle))
         state.notify()
 
     async def _train_on(
@@ -154,7 +153,7 @@ class Consumer:
                 return batched, None
             await self._devices.prepare_step()
             self._empty_batches.clear()
-            self._note_ignored_rewards(groups)
+            self._report_ignored_rewards(groups)
             if not batch.advantages.any():
                 self._recorder.say(f"step {step}: no group has rewards that differ")
             # The trainer's own deadline comes first, with a better message.
@@ -183,14 +182,14 @@ class Consumer:
             "tokens/discarded/* in metrics.jsonl, and the causes in rollouts.jsonl"
         )
 
-    def _note_ignored_rewards(self, groups: tuple[RolloutGroup, ...]) -> None:
+    def _report_ignored_rewards(self, groups: tuple[RolloutGroup, ...]) -> None:
         """Say once that turns have rewards, and nothing is trained on them."""
-        if self._may_note_ignored and any(
+        if self._may_report_ignored and any(
             len(rollout.turns) > 1 and any(turn.reward for turn in rollout.turns)
             for group in groups
             for rollout in group.rollouts
         ):
-            self._may_note_ignored = False
+            self._may_report_ignored = False
             self._recorder.say(
                 "note: turns have rewards of their own, and rollout.credit outcome trains on those "
                 "of rollouts alone; rollout.credit turn trains on both"
@@ -226,7 +225,7 @@ class Consumer:
                 tokens=tokens,
                 episodes=batched.episodes,
                 trainer=metrics,
-                syncs=self._feed.take_syncs(),
+                syncs=self._weights.pop_syncs(),
                 publish_s=seconds["publish"],
                 rollout_s=seconds["wait"],
                 train_s=seconds["train"],
@@ -236,7 +235,7 @@ class Consumer:
                 overtaken=overtaken,
                 flat=flat,
                 totals=state.ledger.totals(),
-                switch_s=self._devices.take_switch_s(),
+                switch_s=self._devices.pop_switch_s(),
                 dataset=state.dataset_metrics,
             )
         )

@@ -3,14 +3,14 @@
 | loop | waits for | unblocked by |
 |---|---|---|
 | `Producer.run`: admits problems | room in the buffer | a trained batch, a discarded group |
-| a task per group: rolls it out | a replica with the group's version | `WeightFeed` |
+| a task per group: rolls it out | a replica with the group's version | `WeightDelivery` |
 | | completions; its environment | the router; the environment |
 | `Consumer.run`: trains, publishes, saves | a full batch | the group tasks |
-| | on shared devices: syncs, evaluations | `WeightFeed`, `Evaluator` |
-| `WeightFeed.run`: syncs the replicas | a finished step | the consumer |
+| | on shared devices: syncs, evaluations | `WeightDelivery`, `Evaluator` |
+| `WeightDelivery.run`: syncs the replicas | a finished step | the consumer |
 | | on shared devices: their release | the consumer |
 | `Evaluator`: evaluates a version | a replica to pin; completions | the router |
-| `Watchdog.run`: reports silent waits | its next look | the clock |
+| `Watchdog.run`: reports silent waits | its next poll | the clock |
 | `Claim.wait_until_lost` | the loss of the run's folder | another controller |
 | `Trainer.wait_until_lost` | the loss of the trainer | a process that died |
 
@@ -35,13 +35,12 @@ from torchtitan_rl.errors import (
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.consumer import Consumer, StopRequested
-from torchtitan_rl.orchestration.device_sharing import DeviceSharing, during_step
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.ledger import Reconciliation
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.run_state import Parts, RunState
 from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
-from torchtitan_rl.orchestration.weight_feed import WeightFeed
+from torchtitan_rl.orchestration.weights import DeviceSharing, WeightDelivery, during_step
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
 
 
@@ -62,7 +61,7 @@ class Controller:
         self._reconciliation = Reconciliation(
             state.ledger, parts.router, recorder=state.recorder, waits=state.waits
         )
-        self._feed = WeightFeed(
+        self._weights = WeightDelivery(
             config.weight_sync, state, evaluator=self._evaluator, devices=self._devices
         )
 
@@ -81,7 +80,7 @@ class Controller:
 
         Args:
             resume_from: the answer of `choose_checkpoint`, which may have found no checkpoint; None
-                starts anew.
+                begins a new run.
 
         Raises:
             StopRequested: `request_stop` was called; a checkpoint is written.
@@ -101,18 +100,18 @@ class Controller:
             if self._state.version > 0 or self._devices.engines_are_empty:
                 handle = await self._parts.trainer.publish()
                 self._devices.release()
-                await self._feed.resume(handle)
+                await self._weights.resume(handle)
         self._state.measure_dataset()
         producer = Producer(self._config, self._state, recorded=recorded)
         try:
             await self._run_loops(producer)
         finally:
-            self._parts.journals.close()
+            self._parts.journal.close()
 
     async def _run_loops(self, producer: Producer) -> None:
         training = asyncio.create_task(self._train(producer), name="consumer")
         others: list[asyncio.Task[None]] = [
-            asyncio.create_task(self._feed.run(), name="weight feed"),
+            asyncio.create_task(self._weights.run(), name="weight delivery"),
             asyncio.create_task(producer.run(), name="producer"),
             asyncio.create_task(self._watchdog().run(), name="watchdog"),
             asyncio.create_task(self._parts.router.wait_until_lost(), name="replicas"),
@@ -142,7 +141,7 @@ class Controller:
             self._config,
             self._state,
             producer=producer,
-            feed=self._feed,
+            weights=self._weights,
             devices=self._devices,
             checkpointer=self._checkpointer,
             reconciliation=self._reconciliation,
@@ -150,7 +149,7 @@ class Controller:
         failure: Exception | None = None
         try:
             await consumer.run()
-            await self._feed.flush()
+            await self._weights.flush()
             await producer.settle()
         except (DivergedError, TrainerLostError, CheckpointError, RunTakenOverError):
             raise  # what could be saved now is not sound

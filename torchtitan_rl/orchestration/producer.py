@@ -1,7 +1,7 @@
 """The generating side: admits problems while there is room, rolls them out, sorts the results.
 
-Invariants: an admitted group ends in the buffer as finished, or discarded with a cause, whatever
-its environment does. Restored groups start first. A group is rolled out only by replicas that hold
+Invariants: an admitted group ends in the buffer as finished, or discarded with a cause, however its
+environment behaves. Restored groups start first. A group is rolled out only by replicas that hold
 at least the version it was admitted at. When the producer fails, its groups keep running until
 `close`, so that a checkpoint can still save their turns.
 """
@@ -17,8 +17,8 @@ from torchtitan_rl.errors import NothingTrainedError, OutputError, TorchtitanRLE
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.records import group_of
-from torchtitan_rl.orchestration.recovery import RecordedGroups
 from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.orchestration.saved_run import RecordedGroups
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.advantages import has_signal
 from torchtitan_rl.rollout.recorded import RecordedRollout
@@ -193,12 +193,11 @@ class Producer:
             seed=self._config.seed,
             attempt=entry.resamples,
             min_version=entry.admitted_version,
-            recorded=self._take_recorded(entry),
+            recorded=self._pop_recorded(entry),
             on_rollout=lambda _: self._state.notify(),
             on_turn=self._write_turn,
             on_discard=partial(self._discard_tokens, asyncio.current_task()),
         )
-        self._parts.journals.forget(entry.group_id)
         self._sort(entry, group)
         self._state.notify()
 
@@ -233,9 +232,9 @@ class Producer:
         failed = all(rollout.reward is None for rollout in group.rollouts)
         return failed or has_signal(group.rollouts, self._config.rollout)
 
-    def _take_recorded(self, entry: Entry) -> Mapping[str, RecordedRollout]:
+    def _pop_recorded(self, entry: Entry) -> Mapping[str, RecordedRollout]:
         """The group's turns from before the run was resumed; their tokens enter the ledger here."""
-        rollouts, rolled_back = self._recorded.take(
+        rollouts, rolled_back = self._recorded.pop(
             entry.group_id, admitted_version=entry.admitted_version
         )
         kept = sum(recorded.num_tokens for recorded in rollouts.values())
@@ -246,7 +245,7 @@ class Producer:
     def _write_turn(self, recorded: RecordedRollout) -> None:
         try:
             self._parts.claim.check()
-            self._parts.journals.append(recorded)
+            self._parts.journal.append(recorded)
         except (JournalError, OutputError) as error:
             self._state.recorder.say(
                 f"NO JOURNAL until the next checkpoint: a killed run would lose its turns ({error})"

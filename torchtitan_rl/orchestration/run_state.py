@@ -8,22 +8,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.capacity import Capacity
-from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.journal import Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import Recorder, RetryingRecorder
-from torchtitan_rl.orchestration.trainer import Trainer
 from torchtitan_rl.orchestration.watchdog import WaitRegistry
 from torchtitan_rl.orchestration.work_buffer import WorkBuffer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metrics_of
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem, RolloutGroup
+from torchtitan_rl.weights.handle import WeightHandle
 
 
 class Claim(Protocol):
@@ -40,7 +42,7 @@ class Claim(Protocol):
     async def wait_until_lost(self) -> None:
         """
         Raises:
-            RunTakenOverError: it is lost.
+            RunTakenOverError: another controller owns the folder.
         """
         ...
 
@@ -68,7 +70,7 @@ class Parts:
     router: GeneratorRouter
     recorder: Recorder
     checkpoints: CheckpointDirectory
-    journals: JournalDirectory
+    journal: Journal
     ledger: TokenLedger
     claim: Claim = field(default_factory=Unshared)
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -136,3 +138,89 @@ class RunState:
         with self.waits.track(name, details=details):
             while not holds():
                 await self._changed.wait()
+
+
+class Trainer(Protocol):
+    """All ranks of a policy trainer as one object. Calls come one after another; only
+    `finish_checkpoint` and `wait_until_lost` may be awaited alongside another one."""
+
+    async def wait_until_lost(self) -> None:
+        """Wait until a process of the trainer has died, whether a call runs or not.
+
+        Raises:
+            TrainerLostError: one died.
+        """
+        ...
+
+    async def train_step(self, batch: TrainingBatch) -> StepOutput:
+        """One optimizer step.
+
+        Raises:
+            DivergedError: loss or gradient is not finite; the weights are as before.
+            TrainerLostError: a process of the trainer died (also from every other call).
+        """
+        ...
+
+    async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
+        """Make the current weights readable by replicas, under the current version.
+
+        The version published before and those in ``keep`` stay readable; all others are freed.
+
+        Raises:
+            WeightSyncError: the memory has no room for the version. Versions that were not freed
+                stay readable.
+        """
+        ...
+
+    async def save_checkpoint(
+        self,
+        path: Path,
+        attachments: Mapping[str, bytes],
+        *,
+        version: int,
+    ) -> None:
+        """Copy model, optimizer, scheduler and RNG, and write the copy while training continues.
+
+        Returns when the copy is taken. Waits for a checkpoint that is still being written.
+
+        Args:
+            attachments: file name to content; `load_attachment` reads them.
+            version: the version that the attachments belong to.
+
+        Raises:
+            CheckpointError: the trainer holds another version (a step ended after its deadline), or
+                the previous checkpoint failed and `finish_checkpoint` has not reported it yet.
+                Nothing is written.
+        """
+        ...
+
+    async def finish_checkpoint(self) -> None:
+        """Return when the last saved checkpoint is on disk under its final name.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; nothing of it is left on disk.
+        """
+        ...
+
+    async def load_checkpoint(self, path: Path) -> None:
+        """Restore everything that `save_checkpoint` copied.
+
+        Raises:
+            CheckpointError: the checkpoint is torn or damaged; nothing was changed.
+        """
+        ...
+
+    async def offload(self) -> None:
+        """Move everything from device to host memory. Until `onload` only `finish_checkpoint`,
+        `onload` and `close` may be called. A second call has no effect."""
+        ...
+
+    async def onload(self) -> None:
+        """Move everything back to the devices. A second call has no effect."""
+        ...
+
+    async def export_hf(self, path: Path) -> None: ...
+
+    async def close(self) -> None:
+        """Finish the checkpoint that is being written, then end the trainer."""
+        ...

@@ -106,22 +106,22 @@ class Watchdog:
         self._notes = notes
         self.tick_s = min(report_wait_s / 10, max_wait_s / 10, _MAX_TICK_S)
         self._last_seen: tuple[int, float | None] | None = None
-        self._last_look_s = 0.0
+        self._last_poll_s = 0.0
         self._quiet_s = 0.0
         self._num_reports = 0
 
     async def run(self) -> NoReturn:
-        """Look every ``tick_s``, until cancelled.
+        """Poll every ``tick_s``, until cancelled.
 
         Raises:
             DeadlineError: nothing changed for too long; the message lists all waits.
         """
         while True:
-            self.look()
+            self.poll()
             await asyncio.sleep(self.tick_s)
 
-    def look(self) -> None:
-        """Look once; DeadlineError as `run`."""
+    def poll(self) -> None:
+        """Poll once; DeadlineError as `run`."""
         now_s = self._waits.now_s()
         self._measure_quiet(now_s)
         limited = [(wait, wait.limit_s) for wait in self._waits.open() if wait.limit_s is not None]
@@ -158,8 +158,8 @@ class Watchdog:
             self._last_seen = seen
             self._quiet_s, self._num_reports = 0.0, 0
         else:
-            self._quiet_s += min(now_s - self._last_look_s, 2 * self.tick_s)
-        self._last_look_s = now_s
+            self._quiet_s += min(now_s - self._last_poll_s, 2 * self.tick_s)
+        self._last_poll_s = now_s
 
 
 def describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> str:

@@ -97,7 +97,7 @@ class WorkBuffer:
         """Take a slot for a new group, admitted at the newest trained version.
 
         Raises:
-            ValueError: there is no room.
+            ValueError: the buffer has no room.
             LedgerError: the id is live.
         """
         if not self.has_room:

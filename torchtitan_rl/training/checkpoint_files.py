@@ -33,7 +33,7 @@ TEMPORARY_SUFFIX = ".writing"
 REPLACED_SUFFIX = ".replaced"
 _ATTACHMENTS = "attachments"
 _FILES = "files"
-_CHECKSUM = "crc32"  # of the marker's text without this field, which older versions do not write
+_CHECKSUM = "crc32"  # of the marker's text without this field
 _CHECKSUM_FIELD = re.compile(rb', "%s": (\d+)\}\s*$' % _CHECKSUM.encode())
 _CHUNK_BYTES = 4 << 20
 _MISSING = (FileNotFoundError, NotADirectoryError)
@@ -188,6 +188,16 @@ def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
             raise CheckpointError(f"checkpoint {folder} is damaged: {name} has another checksum")
 
 
+def attachments_of(folder: Path) -> list[str]:
+    """The names of the attachments.
+
+    Raises:
+        CheckpointError: the marker is missing or damaged.
+    """
+    prefix = f"{_ATTACHMENTS}/"
+    return [name[len(prefix) :] for name in recorded_files(folder) if name.startswith(prefix)]
+
+
 def load_attachment(folder: Path, name: str) -> bytes:
     """The bytes that the checkpoint was saved with under ``name``.
 
@@ -214,9 +224,9 @@ def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
             raise CheckpointError(f"checkpoint {folder} is not complete: no {MARKER}") from error
     try:
         document: dict[str, Any] = json.loads(content)
-        if _CHECKSUM in document and not _is_intact(content):
+        if not _is_intact(content):
             raise CheckpointError(f"checkpoint {folder} is damaged: {MARKER} has another checksum")
-        document.pop(_CHECKSUM, None)
+        del document[_CHECKSUM]
         records = document.pop(_FILES)
         return document, {name: FileRecord(**record) for name, record in records.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -5,15 +5,13 @@ The suffix of a folder says what it is (see `checkpoint_files` for how one is wr
 | name | content |
 |---|---|
 | `step-000010` | a published checkpoint; complete if its marker and files are |
-| `step-000010.writing` | being written, or left by a killed process |
+| `step-000010.writing` | being written or removed, or left by a killed process |
 | `step-000010.replaced` | the earlier checkpoint of a step while a new one is published |
-| `step-000010.torn` | an incomplete or damaged checkpoint newer than the chosen one |
-| `step-000010.rejected` | a complete one newer than the chosen one that no run can resume from |
-| `step-000010.removed` | being removed |
+| `step-000010.rejected` | newer than the chosen one, and damaged or no state to resume from |
 
 Invariants: `choose` changes nothing before it has found a checkpoint to resume from; `prune` keeps
 at least one complete checkpoint if there is one, and touches nothing that may be being written;
-checkpoints that were passed over never count as one of those to keep.
+rejected checkpoints never count as one of those to keep, and stay until a newer one is complete.
 """
 
 from __future__ import annotations
@@ -31,13 +29,11 @@ from torchtitan_rl.training.checkpoint_files import (
     CheckpointUnreadableError,
     check_contents,
     check_sizes,
+    temporary_path,
 )
 
-_TORN_SUFFIX = ".torn"
 _REJECTED_SUFFIX = ".rejected"
-_REMOVED_SUFFIX = ".removed"
-_LEFTOVERS = (TEMPORARY_SUFFIX, REPLACED_SUFFIX, _REMOVED_SUFFIX)
-_SET_ASIDE = (_TORN_SUFFIX, _REJECTED_SUFFIX)
+_SUFFIXES = ("", TEMPORARY_SUFFIX, REPLACED_SUFFIX, _REJECTED_SUFFIX)
 _NAME = re.compile(r"step-(?P<step>\d{6,})(?P<suffix>\.\w+)?")
 
 
@@ -87,8 +83,7 @@ class CheckpointDirectory:
                 complete (nothing is changed); or one cannot be set aside.
         """
         check = check_contents if checksums else check_sizes
-        torn: dict[Path, str] = {}
-        rejected: dict[Path, str] = {}
+        rejected: dict[Path, str] = {}  # why
         chosen: Path | None = None
         try:
             entries = list(self._entries())
@@ -98,7 +93,7 @@ class CheckpointDirectory:
                 except CheckpointUnreadableError:
                     raise
                 except CheckpointError as error:
-                    torn[path] = str(error)
+                    rejected[path] = str(error)
                     continue
                 reason = why_not(path)
                 if reason is None:
@@ -106,23 +101,19 @@ class CheckpointDirectory:
                     break
                 rejected[path] = f"checkpoint {path} cannot be resumed from: {reason}"
         except CheckpointUnreadableError as error:
-            raise self._refusal([str(error), *torn.values(), *rejected.values()]) from error
-        if chosen is not None:
-            return self._use(chosen, torn, rejected)
-        aside = [f"{path} was set aside" for _, suffix, path in entries if suffix in _SET_ASIDE]
-        if errors := [*torn.values(), *rejected.values(), *aside]:
-            raise self._refusal(errors)
+            raise self._refusal([str(error), *rejected.values()]) from error
+        if chosen is None:
+            aside = [f"{path} was set aside" for _, end, path in entries if end == _REJECTED_SUFFIX]
+            if errors := [*rejected.values(), *aside]:
+                raise self._refusal(errors)
+            self._clear_leftovers()
+            return NewestCheckpoint()
+        passed_over = [
+            f"{rejected[path]}; kept as {self._set_aside(path)}" for path in reversed(rejected)
+        ]
         self._clear_leftovers()
-        return NewestCheckpoint()
-
-    def reject(self, path: Path) -> Path:
-        """Set aside a complete checkpoint that no run can resume from; returns its new place, where
-        it stays until a newer checkpoint is complete.
-
-        Raises:
-            CheckpointError: it cannot be renamed.
-        """
-        return self._set_aside(path, _REJECTED_SUFFIX)
+        step = step_of(chosen)
+        return NewestCheckpoint(path=self.path(step), step=step, passed_over=tuple(passed_over))
 
     def prune(self, keep: int) -> list[int]:
         """Remove all complete checkpoints but the newest ``keep``, and everything else that is
@@ -145,26 +136,13 @@ class CheckpointDirectory:
             elif suffix == REPLACED_SUFFIX:
                 is_leaving = step in complete
             else:
-                is_leaving = is_older or suffix in (_TORN_SUFFIX, _REMOVED_SUFFIX)
+                is_leaving = is_older
             if is_leaving:
                 leaving.append(path)
         errors = [message for path in leaving if (message := _remove(path))]
         if errors:
             raise CheckpointError("old checkpoints cannot be removed: " + "; ".join(errors))
         return complete[:-keep]
-
-    def _use(
-        self, path: Path, torn: dict[Path, str], rejected: dict[Path, str]
-    ) -> NewestCheckpoint:
-        """Set the newer checkpoints aside and clear up."""
-        for newer in reversed(torn):
-            self._set_aside(newer, _TORN_SUFFIX)
-        kept = [f"{reason}; kept as {self.reject(newer)}" for newer, reason in rejected.items()]
-        self._clear_leftovers()
-        step = step_of(path)
-        return NewestCheckpoint(
-            path=self.path(step), step=step, passed_over=(*torn.values(), *kept)
-        )
 
     def _refusal(self, errors: list[str]) -> CheckpointError:
         return CheckpointError(
@@ -174,9 +152,9 @@ class CheckpointDirectory:
             "beginning, or give another name"
         )
 
-    def _set_aside(self, path: Path, suffix: str) -> Path:
+    def _set_aside(self, path: Path) -> Path:
         final = self.path(step_of(path))
-        aside = final.with_name(final.name + suffix)
+        aside = final.with_name(final.name + _REJECTED_SUFFIX)
         shutil.rmtree(aside, ignore_errors=True)
         try:
             return path.rename(aside)
@@ -191,7 +169,7 @@ class CheckpointDirectory:
                     path.rename(final)  # killed between the two renames of `publish`
                 except OSError as error:
                     raise CheckpointError(f"{path} cannot be renamed: {error}") from error
-            elif suffix in _LEFTOVERS:
+            elif suffix in (REPLACED_SUFFIX, TEMPORARY_SUFFIX):
                 _remove(path)  # what remains is not taken for a checkpoint, and removed later
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
@@ -209,7 +187,7 @@ class CheckpointDirectory:
             raise CheckpointUnreadableError(f"{self.root} cannot be read: {error}") from error
         for path in folders:
             match = _NAME.fullmatch(path.name)
-            if match and (match["suffix"] or "") in ("", *_LEFTOVERS, *_SET_ASIDE):
+            if match and (match["suffix"] or "") in _SUFFIXES:
                 yield int(match["step"]), match["suffix"] or "", path
 
 
@@ -233,10 +211,12 @@ def _remove(path: Path) -> str | None:
     partly removed is not taken for a damaged one."""
     try:
         if not path.suffix:
-            removed = path.with_name(path.name + _REMOVED_SUFFIX)
+            removed = temporary_path(path)
             shutil.rmtree(removed, ignore_errors=True)
             path = path.rename(removed)
         shutil.rmtree(path)
+    except FileNotFoundError:  # with the checkpoint of its step
+        return None
     except OSError as error:
         return f"{path}: {error}"
     return None

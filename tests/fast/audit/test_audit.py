@@ -13,9 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.simulation import Plan, Simulation, run_config
+from tests.support.turns import turn
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.audit.run import audit
 from torchtitan_rl.commands import cli
@@ -27,13 +29,16 @@ from torchtitan_rl.config.run import MetricsConfig
 from torchtitan_rl.config.run_lock import hold_run
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.consumer import StopRequested
-from torchtitan_rl.orchestration.journal import _line, read_lines
-from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.records import StepRecord
-from torchtitan_rl.orchestration.recovery import choose_checkpoint
-from torchtitan_rl.orchestration.saved_run import GROUPS
+from torchtitan_rl.orchestration.saved_run import (
+    GROUPS,
+    POSITION,
+    choose_checkpoint,
+    read_saved_run,
+)
+from torchtitan_rl.rollout.recorded import RecordedRollout
 from torchtitan_rl.training.checkpoint_files import (
-    read_document,
     seal,
 )
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
@@ -95,7 +100,7 @@ def live(
         found = None
         if resume:
             found = choose_checkpoint(
-                CheckpointDirectory(run_dir / "checkpoints"), JournalDirectory(run_dir / "journal")
+                CheckpointDirectory(run_dir / "checkpoints"), Journal(run_dir / JOURNAL)
             )
             assert found.passed_over == ()
         processes = ProcessPlan(device="cpu", replicas=())
@@ -165,7 +170,7 @@ def test_a_whole_run_adds_up_with_a_line_for_each_check(whole: Path, audited: Au
         "checkpoints: whole: ok (2 checkpoints)",
         "checkpoint 2: account: ok",
         "checkpoint 4: against its row of the metrics: ok (1 rows)",
-        "journal step-000002.jsonl: ok",
+        "journal: ok (",
         "rollouts: tokens: ok",
         "rollouts: as they were written: ok (7 steps and evaluations)",
         "manifest.json: files as they were left: ok (",
@@ -181,7 +186,7 @@ def test_a_finished_run_that_was_given_more_steps_and_killed_adds_up(
     live(tmp_path, PLAN)
     newest = tmp_path / "checkpoints" / "step-000004"
     identity = json.loads((tmp_path / "identity.json").read_text())
-    seal(newest, read_document(newest) | {"identity": identity})
+    position(lambda found: found.update(identity=identity), newest)(tmp_path)
     more = replace(PLAN, num_steps=8, checkpoint_every=0)
     live(tmp_path, more, resume=True, kill_at=6)
     assert audited(tmp_path)[::2] == (0, "")
@@ -246,36 +251,38 @@ def versions(split: str, version: int) -> Damage:
 
 CHECKPOINT = "checkpoints/step-000003"
 GROUPS_FILE = f"{CHECKPOINT}/attachments/{GROUPS}"
-JOURNAL = "journal/step-000003.jsonl"
 
 
-def document(change: Callable[[Row], object] = lambda document: None) -> Damage:
-    """``change`` of a checkpoint's document, which is sealed again."""
+def attachment(name: str, change: Callable[[Any], object], checkpoint: Path) -> Damage:
+    """``change`` of an attachment of a checkpoint, which is sealed again."""
 
     def damage(run_dir: Path) -> None:
-        found = read_document(run_dir / CHECKPOINT)
+        path = run_dir / checkpoint / "attachments" / name
+        found = msgspec.msgpack.decode(path.read_bytes())
         change(found)
-        seal(run_dir / CHECKPOINT, found)
+        path.write_bytes(msgspec.msgpack.encode(found))
+        seal(run_dir / checkpoint, {})
 
     return damage
+
+
+def position(change: Callable[[Row], object], checkpoint: Path = Path(CHECKPOINT)) -> Damage:
+    return attachment(POSITION, change, checkpoint)
 
 
 def groups(change: Callable[[list[Row]], object]) -> Damage:
-    def damage(run_dir: Path) -> None:
-        lines(GROUPS_FILE, change)(run_dir)
-        document()(run_dir)
-
-    return damage
+    """``change`` of the entries of the work buffer."""
+    return attachment(GROUPS, lambda found: change(found[0]), Path(CHECKPOINT))
 
 
 def completion(**fields: Any) -> Damage:
     """New values in a completion of an unfinished rollout."""
 
-    def change(rows: list[Row]) -> None:
-        rollout = next(one for row in rows for one in row["rollouts"] if one["turns"])
+    def change(found: list[list[Row]]) -> None:
+        rollout = next(one for one in found[1] if one["turns"])
         rollout["turns"][0]["completion"].update(fields)
 
-    return groups(change)
+    return attachment(GROUPS, change, Path(CHECKPOINT))
 
 
 def ledger(**numbers: int) -> Damage:
@@ -285,34 +292,28 @@ def ledger(**numbers: int) -> Damage:
         for name, number in numbers.items():
             found["ledger"][name] += number
 
-    return document(change)
+    return position(change)
 
 
-def journal(*turns: Row, **header: Any) -> Damage:
-    """Turns behind the others, and new values in the first line."""
+def journal(rollout_id: str = "e0/p0/r0", version: int = 0) -> Damage:
+    """One more turn."""
 
     def damage(run_dir: Path) -> None:
-        found = list(read_lines(run_dir / JOURNAL))
-        found[0] |= header
-        (run_dir / JOURNAL).write_bytes(b"".join(_line(row) for row in [*found, *turns]))
+        saved = read_saved_run(run_dir / CHECKPOINT)
+        journal = Journal(run_dir / JOURNAL)
+        step, mark = saved.position.step, saved.position.journal_mark
+        journal.start(step, journal.restore(step, {}, mark=mark), {}, mark=mark)
+        one = turn((1,), (1,), versions=[version])
+        journal.append(RecordedRollout(rollout_id=rollout_id, turns=(one,)))
+        journal.close()
 
     return damage
 
 
-def a_turn(rollout_id: str = "e0/p0/r0", index: int = 0, version: int = 0) -> Row:
-    completion = {"version_runs": [[0, version]], "token_ids": "AQAAAA=="}
-    return {
-        "rollout_id": rollout_id,
-        "index": index,
-        "turn": {"completion": completion},
-        "env_state": None,
-    }
-
-
 def a_turn_of_a_finished_group(run_dir: Path) -> None:
-    rows = [json.loads(line) for line in (run_dir / GROUPS_FILE).read_text().splitlines()]
-    name = next(row["group_id"] for row in rows if row["group"] is not None)
-    journal(a_turn(f"{name}/r0"))(run_dir)
+    entries = read_saved_run(run_dir / CHECKPOINT).entries
+    name = next(entry.group_id for entry in entries if entry.group is not None)
+    journal(f"{name}/r0")(run_dir)
 
 
 @pytest.mark.parametrize(
@@ -341,10 +342,9 @@ def a_turn_of_a_finished_group(run_dir: Path) -> None:
         (completion(request_id="e9/p9/r0/t0"), "turn 0 is request e9/p9/r0/t0"),
         (completion(version_runs=[[0, 9]]), "tokens of versions [9]"),
         (completion(logprobs=[0.5]), "1 logprobs"),
-        (a_turn_of_a_finished_group, "which its checkpoint holds as finished"),
-        (journal(a_turn(version=9)), "tokens of a version after 3"),
-        (journal(a_turn("e7/p7/r0"), a_turn("e7/p7/r0", index=2)), "turn 2"),
-        (lambda run_dir: (run_dir / JOURNAL).write_bytes(b"0 {}\n1\n"), "damaged"),
+        (a_turn_of_a_finished_group, "holds its group as finished"),
+        (journal(version=9), "tokens of a version after 3"),
+        (lambda run_dir: (run_dir / JOURNAL).write_bytes(b"0 {}\n1\n"), "not a database"),
     ],
 )
 def test_a_fault_is_found(
@@ -385,16 +385,18 @@ def test_every_number_of_the_account_is_checked(stopped: Path, tmp_path: Path, n
 
 
 @pytest.mark.parametrize("number", [-1, 1])
-def test_every_number_in_the_document_of_a_checkpoint_is_checked(
+def test_every_number_in_the_position_of_a_checkpoint_is_checked(
     stopped: Path, tmp_path: Path, number: int
 ) -> None:
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
-    sound = read_document(tmp_path / CHECKPOINT)
+    file = tmp_path / CHECKPOINT / "attachments" / POSITION
+    sound = msgspec.msgpack.decode(file.read_bytes())
     unnoticed = []
     for part in (sound, sound["ledger"], sound["ledger"]["tokens_of"]):
         for name in [name for name, value in part.items() if isinstance(value, int)]:
             part[name] += number
-            seal(tmp_path / CHECKPOINT, sound)
+            file.write_bytes(msgspec.msgpack.encode(sound))
+            seal(tmp_path / CHECKPOINT, {})
             part[name] -= number
             if not violations(tmp_path):
                 unnoticed.append(name)
@@ -512,7 +514,6 @@ def test_every_file_of_a_finished_run_is_protected(whole: Path, tmp_path: Path) 
     ("there", "copy"),
     [
         ("policy/config.json", "policy/model.safetensors.index.json"),
-        ("journal/step-000004.jsonl", "journal/step-000005.jsonl"),
         ("checkpoints/step-000004", "checkpoints/step-000003"),
         ("metrics.jsonl", "metrics.000001.jsonl"),
         ("rollouts.jsonl", "rollouts.000001.jsonl"),

@@ -30,8 +30,10 @@ from torchtitan_rl.environments.mixture import MixtureTask
 from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
+from torchtitan_rl.orchestration.saved_run import POSITION, RunPosition
+from torchtitan_rl.rollout.records import to_bytes
 from torchtitan_rl.rollout.task import Task
-from torchtitan_rl.training.checkpoint_files import seal
+from torchtitan_rl.training.checkpoint_files import seal, write_attachments
 
 TINY_FILE = str(Path(__file__).parents[3] / "configs" / "alphabet_sort_tiny.py")
 POLICY = Path(TINY.policy.checkpoint)
@@ -219,9 +221,9 @@ def checkpoint(config: RunConfig, step: int, **document: Any) -> Path:
     folder = config.run_dir / "checkpoints" / f"step-{step:06d}"
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"tensors")
-    seal(
-        folder, {"version": step, "ranks": 1, "extra": {"step": step, "version": step, **document}}
-    )
+    position = RunPosition(step=step, version=step, **document)
+    write_attachments(folder, {POSITION: to_bytes(position)})
+    seal(folder, {"version": step, "ranks": 1})
     return folder
 
 

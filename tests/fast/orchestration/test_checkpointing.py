@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,30 +15,26 @@ from tests.fast.orchestration.runs import failing, live, run
 from tests.support.simulation import Plan, Simulation
 from torchtitan_rl.errors import (
     CheckpointError,
-    DeadlineError,
     GenerationError,
     NothingTrainedError,
     OutputError,
     TorchtitanRLError,
-    WeightSyncError,
 )
 from torchtitan_rl.orchestration.batching import Batched
 from torchtitan_rl.orchestration.consumer import StopRequested
-from torchtitan_rl.orchestration.journal import Journal, JournalError
-from torchtitan_rl.orchestration.journal_directory import JournalDirectory
+from torchtitan_rl.orchestration.journal import JOURNAL, Journal, JournalError
 from torchtitan_rl.orchestration.records import TokenCounts
-from torchtitan_rl.training.checkpoint_files import load_attachment, read_document
+from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
 from torchtitan_rl.types import RolloutGroup
 
 PLAN = Plan(num_steps=6, turns=3, checkpoint_every=2)
 
 
-def newest(simulation: Simulation) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The document and the groups of the newest checkpoint."""
+def newest(simulation: Simulation) -> SavedRun:
+    """What the controller saved in the newest checkpoint."""
     path = simulation.checkpoints.newest().path
     assert path is not None
-    rows = load_attachment(path, "groups.jsonl").splitlines()
-    return read_document(path), [json.loads(row) for row in rows]
+    return read_saved_run(path)
 
 
 def end_dataset(simulation: Simulation, *, after: int) -> None:
@@ -56,61 +51,6 @@ def end_dataset(simulation: Simulation, *, after: int) -> None:
 
 
 fail_every_save = failing("save_checkpoint", 1, CheckpointError("no space"), forever=True)
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_the_groups_of_a_step_that_failed_are_saved(tmp_path: Path, staleness: int) -> None:
-    plan = replace(PLAN, staleness=staleness, window=0.0)
-    prepare = failing("train_step", 3, GenerationError("the step failed"))
-    first, error = live(plan, tmp_path, prepare=prepare)
-    assert isinstance(error, GenerationError)
-    document, groups = newest(first)
-    assert document["step"] == 2
-    assert sum(group["group"] is not None for group in groups) >= plan.groups_per_step
-    assert {group["group_id"] for group in groups} == document["ledger"]["tokens_of"].keys()
-    second = run(plan, tmp_path, resume=True)
-    if staleness == 0:
-        assert second.trainer.weights == run(plan, tmp_path / "other").trainer.weights
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_weights_that_were_not_published_are_saved_with_their_own_step(
-    tmp_path: Path, staleness: int
-) -> None:
-    plan = replace(PLAN, staleness=staleness)
-    prepare = failing("publish", 3, WeightSyncError("no space"))
-    first, error = live(plan, tmp_path, prepare=prepare)
-    assert isinstance(error, WeightSyncError)
-    assert newest(first)[0]["step"] == 3
-    second = run(plan, tmp_path, resume=True)
-    assert second.trainer.version == plan.num_steps
-    assert len(first.trainer.batches) + len(second.trainer.batches) == plan.num_steps
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_step_that_ends_after_its_deadline_is_not_saved_with_the_state_before_it(
-    tmp_path: Path, staleness: int
-) -> None:
-    plan = replace(PLAN, staleness=staleness)
-    late = DeadlineError("the step took too long")
-    prepare = failing("train_step", 4, late, after=True)
-    first, error = live(plan, tmp_path, prepare=prepare)
-    assert isinstance(error, DeadlineError)
-    assert any("no checkpoint" in text for text in first.recorder.said)
-    assert newest(first)[0]["step"] == 2
-    second = run(plan, tmp_path, resume=True)
-    assert second.trainer.version == plan.num_steps
-    if staleness == 0:
-        assert second.trainer.weights == run(plan, tmp_path / "other").trainer.weights
-
-
-def test_running_groups_are_saved_where_the_dataset_ends(tmp_path: Path) -> None:
-    plan = replace(PLAN, staleness=1, checkpoint_every=0)
-    first, error = live(plan, tmp_path, prepare=partial(end_dataset, after=11))
-    assert isinstance(error, TorchtitanRLError)
-    assert "the dataset ended" in str(error)
-    assert any(group["rollouts"] for group in newest(first)[1])
-    run(plan, tmp_path, resume=True)
 
 
 def test_a_run_goes_on_without_its_journal_and_says_so(
@@ -165,7 +105,7 @@ def test_no_checkpoint_is_taken_while_a_row_waits(tmp_path: Path) -> None:
 
     first, error = live(replace(PLAN, staleness=1), tmp_path, prepare=prepare)
     assert isinstance(error, OutputError)
-    assert newest(first)[0]["step"] == 2
+    assert newest(first).position.step == 2
 
 
 def test_a_checkpoint_that_is_due_after_a_step_without_an_update_waits_for_shared_devices(
@@ -187,17 +127,6 @@ def test_one_checkpoint_that_cannot_be_written_is_reported_and_the_run_goes_on(
     assert error is None
     assert any("NO CHECKPOINT of step 4" in text for text in simulation.recorder.said)
     assert simulation.checkpoints.steps()[-1] == 8
-
-
-def test_old_journals_that_cannot_be_removed_are_reported_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(journals: JournalDirectory, oldest_step: int) -> None:
-        raise JournalError("read-only")
-
-    monkeypatch.setattr(JournalDirectory, "prune", fails)
-    said = run(PLAN, tmp_path).recorder.said
-    assert "old checkpoints could not be removed: read-only" in said
 
 
 def test_a_finished_run_that_is_resumed_is_neither_evaluated_nor_saved_again(
@@ -227,9 +156,9 @@ def test_a_run_that_stops_after_a_checkpoint_saves_what_its_rollouts_have_sample
 
     simulation, error = live(plan, tmp_path, prepare=prepare)
     assert isinstance(error, StopRequested)
-    document, groups = newest(simulation)
-    assert document["journal_mark"] == 1  # the second checkpoint of its step
-    assert any(rollout["partial"] for group in groups for rollout in group["rollouts"])
+    saved = newest(simulation)
+    assert saved.position.journal_mark == 1  # the second checkpoint of its step
+    assert any(rollout.partial for rollout in saved.rollouts.values())
 
 
 def test_a_run_whose_checkpoints_all_fail_ends_after_so_many(tmp_path: Path) -> None:
@@ -240,12 +169,6 @@ def test_a_run_whose_checkpoints_all_fail_ends_after_so_many(tmp_path: Path) -> 
     assert simulation.controller.step == 3
 
 
-def test_a_stop_whose_checkpoint_fails_is_a_failure(tmp_path: Path) -> None:
-    plan = replace(PLAN, checkpoint_every=0)
-    _, error = live(plan, tmp_path, prepare=fail_every_save, stop_after=8.0)
-    assert isinstance(error, CheckpointError)
-
-
 def test_a_failure_elsewhere_waits_for_the_step_under_way_however_long_it_takes(
     tmp_path: Path,
 ) -> None:
@@ -253,7 +176,7 @@ def test_a_failure_elsewhere_waits_for_the_step_under_way_however_long_it_takes(
     plan = replace(PLAN, staleness=1, train_s=300.0, checkpoint_every=0)
     first, error = live(plan, tmp_path, prepare=partial(end_dataset, after=8))
     assert isinstance(error, TorchtitanRLError)
-    assert newest(first)[0]["step"] == len(first.trainer.batches) > 0
+    assert newest(first).position.step == len(first.trainer.batches) > 0
 
 
 def test_recorded_turns_of_groups_that_were_not_admitted_again_outlive_a_second_checkpoint(
@@ -261,17 +184,17 @@ def test_recorded_turns_of_groups_that_were_not_admitted_again_outlive_a_second_
 ) -> None:
     plan = replace(PLAN, staleness=2, checkpoint_every=0)
     live(plan, tmp_path, kill_after=6.0)
-    journals = JournalDirectory(tmp_path / "journal")
-    before = journals.restore(0, {})
+    journal = Journal(tmp_path / JOURNAL)
+    before = journal.restore(0, {})
     # The next life admits three groups only, and saves at the same step.
     second, error = live(plan, tmp_path, resume=True, prepare=partial(end_dataset, after=3))
     assert "the dataset ended" in str(error)
-    document, groups = newest(second)
-    held = {group["group_id"] for group in groups}
+    saved = newest(second)
+    held = {entry.group_id for entry in saved.entries}
     later = [name for name in before if name.rsplit("/", 1)[0] not in held]
     assert later
-    assert document["step"] == 0
-    found = journals.restore(0, {}, mark=document["journal_mark"])
+    assert saved.position.step == 0
+    found = journal.restore(0, {}, mark=saved.position.journal_mark)
     assert {name: found[name].turns for name in later} == {n: before[n].turns for n in later}
 
 
@@ -305,7 +228,7 @@ def test_the_last_rows_and_the_last_evaluation_are_in_the_files_or_the_run_fails
 ) -> None:
     plan = replace(PLAN, checkpoint_every=1, validate_every=3, evaluation_problems=2)
     simulation = run(plan, tmp_path / "sound")
-    assert newest(simulation)[0]["evaluated_step"] == plan.num_steps
+    assert newest(simulation).position.evaluated_step == plan.num_steps
 
     def prepare(simulation: Simulation) -> None:
         original = simulation.recorder.record_evaluation

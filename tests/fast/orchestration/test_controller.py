@@ -8,26 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.orchestration.runs import failing, live, run
+from tests.fast.orchestration.runs import live, run
 from tests.fast.orchestration.test_checkpointing import NothingToTrain
 from tests.support.simulated_parts import SimEnv
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     DeadlineError,
-    DivergedError,
     NothingTrainedError,
     TorchtitanRLError,
     TrainerLostError,
 )
 from torchtitan_rl.generation.commands import Pause
-from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.ledger import require_sums
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.work_buffer import Entry
 from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.types import RolloutGroup, RolloutStatus
+from torchtitan_rl.types import RolloutGroup
 
 
 def reference_weights(plan: Plan, root: Path) -> int:
@@ -88,13 +86,6 @@ def test_evaluation_alongside_training_does_not_change_what_is_trained(tmp_path:
         assert versions == {record.version}
 
 
-def test_a_replica_that_validates_gets_no_group_of_a_newer_version(tmp_path: Path) -> None:
-    plan = Plan(num_steps=8, validate_every=1, evaluation_problems=40, train_s=0.0)
-    simulation = run(plan, tmp_path)
-    for step, batch in enumerate(simulation.trainer.batches):
-        assert (batch.versions[batch.loss_mask] == step).all()
-
-
 def test_a_reserved_replica_answers_evaluations_alone_at_their_versions(tmp_path: Path) -> None:
     plan = Plan(num_steps=6, staleness=1, validate_every=2, evaluation_problems=4, reserves=True)
     simulation = run(plan, tmp_path)
@@ -138,21 +129,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("cause", LOSSES)
-@pytest.mark.parametrize("chance", range(3))
-def test_every_token_that_was_sampled_is_in_the_account(
-    tmp_path: Path, cause: str, chance: int
-) -> None:
-    simulation = run(replace(LOSSES[cause], chance=chance), tmp_path)
-    totals = simulation.ledger.totals()
-    require_sums(totals)
-    assert totals.tokens_generated == sum(replica.sampled for replica in simulation.replicas)
-    assert totals.tokens_discarded[cause] > 0
-    assert totals.tokens_buffered == 0
-    # Groups that are late at the last step wait for a run with more steps.
-    assert totals.groups_buffered == (0 if cause == "cut" else 2)
-
-
 def test_tokens_that_the_loss_masked_are_in_the_account_as_masked(tmp_path: Path) -> None:
     def prepare(simulation: Simulation) -> None:
         original = simulation.trainer.train_step
@@ -184,24 +160,6 @@ def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: 
     totals = simulation.recorder.steps[-1].totals
     assert totals is not None
     assert not totals.tokens_discarded
-
-
-@pytest.mark.parametrize("policy", ["skip", "resample"])
-def test_groups_without_variance_are_replaced_and_counted(tmp_path: Path, policy: str) -> None:
-    plan = Plan(num_steps=8, reward_levels=2, zero_variance=policy, staleness=1)
-    simulation = run(plan, tmp_path)
-    last = simulation.recorder.steps[-1].totals
-    assert last is not None
-    cause = {"skip": "zero_variance", "resample": "resampled"}[policy]
-    assert last.groups_discarded[cause] > 0
-    assert last.groups_trained == 24
-    if policy == "skip":
-        rewards = [
-            {rollout.reward for rollout in group.rollouts}
-            for record in simulation.recorder.steps
-            for group in record.groups
-        ]
-        assert all(len(values) > 1 for values in rewards)
 
 
 def test_a_group_that_is_restarted_in_the_moment_it_is_resampled_is_rolled_out_once(
@@ -296,26 +254,6 @@ def without_tokens(simulation: Simulation) -> None:
     object.__setattr__(simulation.controller._parts, "batcher", NothingToTrain())
 
 
-def test_two_failed_steps_do_not_end_a_run_that_has_trained(tmp_path: Path) -> None:
-    simulation, error = live(Plan(num_steps=1), tmp_path)
-    assert error is None
-    plan = Plan(num_steps=5, env_fails=1.0, max_empty_batches=3)
-    simulation, error = live(plan, tmp_path, resume=True)
-    assert str(error).startswith("3 steps in a row had no token to train on (12 of 12")
-    assert simulation.controller.step == 4
-
-
-def test_an_environment_that_hangs_now_and_then_costs_its_rollouts_only(tmp_path: Path) -> None:
-    simulation = run(Plan(env_hangs=0.1, staleness=1, chance=1), tmp_path)
-    endings = {
-        rollout.status
-        for record in simulation.recorder.steps
-        for group in record.groups
-        for rollout in group.rollouts
-    }
-    assert endings == {RolloutStatus.COMPLETED, RolloutStatus.STEP_TIMEOUT}
-
-
 def test_a_run_in_which_nothing_moves_says_who_waits_and_ends(tmp_path: Path) -> None:
     async def work() -> None:
         simulation = Simulation(Plan(max_wait_s=50.0), tmp_path)
@@ -325,14 +263,6 @@ def test_a_run_in_which_nothing_moves_says_who_waits_and_ends(tmp_path: Path) ->
 
     with pytest.raises(DeadlineError, match=r"the trainer waits for the batch of step 1"):
         run_virtually(work())
-
-
-@pytest.mark.parametrize("during_step", ["running", "asleep"])
-def test_a_diverged_run_keeps_the_last_good_checkpoint(tmp_path: Path, during_step: str) -> None:
-    plan, nan = Plan(checkpoint_every=2, during_step=during_step), DivergedError("loss is nan")
-    simulation, error = live(plan, tmp_path, prepare=failing("train_step", 4, nan))
-    assert error is nan
-    assert simulation.checkpoints.steps() == [2]
 
 
 @pytest.mark.parametrize("after_s", [0.5, 2.0, 30.0, 500.0])
@@ -353,32 +283,6 @@ def test_a_trainer_that_dies_while_nobody_calls_it_ends_the_run_at_once(
     assert isinstance(run_virtually(work()), TrainerLostError)
     whole = run(plan, tmp_path / "whole")
     assert run(plan, tmp_path / "run", resume=True).trainer.weights == whole.trainer.weights
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("seconds", [0.0, 0.7, 1.9, 3.0])
-def test_a_run_whose_replicas_all_die_saves_what_it_has_and_ends(
-    tmp_path: Path, staleness: int, seconds: float
-) -> None:
-    """The groups that were running are saved as such: no rollout fails, no token is lost."""
-    plan = Plan(num_steps=6, staleness=staleness)
-
-    async def work() -> None:
-        simulation = Simulation(plan, tmp_path)
-        running = asyncio.create_task(simulation.run())
-        while simulation.controller.step < 3:
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(seconds)
-        for replica in simulation.replicas:
-            replica.is_dead = True
-        with pytest.raises(TorchtitanRLError, match=r"no replica|no live replica"):
-            await running
-        assert simulation.checkpoints.steps() == [simulation.trainer.version]
-
-    run_virtually(work())
-    resumed = run(plan, tmp_path, resume=True)
-    rollouts = [r for step in resumed.recorder.steps for g in step.groups for r in g.rollouts]
-    assert {rollout.status for rollout in rollouts} == {RolloutStatus.COMPLETED}
 
 
 def test_a_run_that_is_cancelled_again_while_it_closes_closes_every_environment(
@@ -409,21 +313,6 @@ def test_a_run_that_is_cancelled_again_while_it_closes_closes_every_environment(
     monkeypatch.setattr(SimEnv, "close", closes)
     run_virtually(work())
     assert len(opened) == len(closed) > 0
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])
-def test_a_stopped_and_resumed_run_takes_each_step_once_and_equals_an_uninterrupted_one(
-    tmp_path: Path, seconds: float, staleness: int
-) -> None:
-    plan = Plan(num_steps=8, checkpoint_every=2, staleness=staleness)
-    stopped, error = live(plan, tmp_path / "cut", stop_after=seconds)
-    assert isinstance(error, StopRequested)
-    resumed = run(plan, tmp_path / "cut", resume=True)
-    rows = [record.step for record in (*stopped.recorder.steps, *resumed.recorder.steps)]
-    assert rows == list(range(1, 9))
-    if staleness == 0:
-        assert resumed.trainer.weights == run(plan, tmp_path / "whole").trainer.weights
 
 
 @pytest.mark.parametrize(

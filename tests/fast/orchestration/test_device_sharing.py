@@ -5,23 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.fast.orchestration.runs import failing, live, run
-from tests.support.simulated_replica import SimReplica
+from tests.fast.orchestration.runs import live, run
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.errors import (
-    ReplicaError,
-    TrainerLostError,
-    WeightSyncError,
-)
-from torchtitan_rl.orchestration.consumer import StopRequested
-from torchtitan_rl.orchestration.ledger import require_sums
-from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 
 SHARED = Plan(num_steps=6, during_step="asleep")
@@ -43,27 +33,6 @@ def test_at_staleness_0_shared_devices_train_what_separate_ones_do_bit_for_bit(
     late = run(replace(plan, window=window), tmp_path / "late")
     for step, batch in enumerate(late.trainer.batches):
         assert (batch.versions[batch.loss_mask] == step).all()
-
-
-@pytest.mark.parametrize("chance", range(4))
-def test_within_a_bound_cut_groups_go_on_under_the_new_weights_and_no_token_is_lost(
-    tmp_path: Path, chance: int
-) -> None:
-    plan = replace(SHARED, num_steps=12, staleness=1, window=0.34, turns=1, chance=chance)
-    simulation = run(plan, tmp_path)
-    mixed = 0
-    for version, batch in enumerate(simulation.trainer.batches):
-        ages = version - batch.versions[batch.loss_mask]
-        assert ages.max() <= 1
-        mixed += len(set(ages.tolist())) > 1
-    assert mixed
-    totals = simulation.recorder.steps[-1].totals
-    assert totals is not None
-    require_sums(totals)
-    assert not totals.tokens_discarded
-    assert totals.tokens_generated + totals.tokens_buffered <= sum(
-        replica.sampled for replica in simulation.replicas
-    )
 
 
 def test_while_the_next_batch_is_there_the_trainer_keeps_the_devices(tmp_path: Path) -> None:
@@ -96,67 +65,11 @@ def test_training_waits_for_an_evaluation_whose_tokens_are_of_one_version(tmp_pa
         assert not any("#" in name for name in simulation.requested if "validation" in name)
 
 
-@pytest.mark.parametrize("seconds", [0.5, 3.3, 7.7, 12.1])
-def test_a_run_that_was_asked_to_stop_saves_and_goes_on(tmp_path: Path, seconds: float) -> None:
-    plan = replace(SHARED, num_steps=8, validate_every=2, evaluation_problems=20)
-
-    async def stop() -> None:
-        simulation = Simulation(plan, tmp_path / "cut")
-        running = asyncio.create_task(simulation.run())
-        await asyncio.sleep(seconds)
-        simulation.controller.request_stop()
-        before_s = asyncio.get_running_loop().time()
-        with pytest.raises(StopRequested):
-            await running
-        # A step is finished, an evaluation is not.
-        assert asyncio.get_running_loop().time() - before_s < 3 * plan.train_s
-
-    run_virtually(stop())
-    resumed = run(plan, tmp_path / "cut", resume=True)
-    assert resumed.trainer.weights == run(plan, tmp_path / "whole").trainer.weights
-
-
 def test_a_step_without_a_token_to_train_on_leaves_the_devices_alone(tmp_path: Path) -> None:
     plan = replace(SHARED, env_fails=1.0, turns=1, checkpoint_every=0)
     simulation, error = live(plan, tmp_path)
     assert "first two steps failed" in str(error)
     assert simulation.trainer.switches == 1  # to save
-
-
-def test_a_replica_that_dies_in_a_switch_does_not_end_the_run(tmp_path: Path) -> None:
-    async def dies(replica: SimReplica) -> None:
-        replica.is_dead = True
-        raise ReplicaError("out of memory")
-
-    def prepare(simulation: Simulation) -> None:
-        falls_asleep, wakes_up, _ = simulation.replicas
-        falls_asleep._sleep = partial(dies, falls_asleep)  # type: ignore[method-assign]
-        wakes_up._wake_up = partial(dies, wakes_up)  # type: ignore[method-assign]
-
-    plan = replace(SHARED, replicas=3, staleness=1)
-    simulation, error = live(plan, tmp_path, prepare=prepare)
-    assert error is None
-    states = [simulation.router.states()[one.name] for one in simulation.replicas]
-    assert states == [Phase.DEAD, Phase.DEAD, Phase.SERVING]
-    assert simulation.trainer.version == 6
-
-
-def test_a_switch_that_fails_half_way_does_not_prevent_a_checkpoint(tmp_path: Path) -> None:
-    lost = WeightSyncError("the trainer has left, and no replica comes")
-    prepare = failing("wake_up", 3, lost, of="router", forever=True)
-    simulation, error = live(replace(SHARED, staleness=1), tmp_path, prepare=prepare)
-    assert error is lost
-    assert simulation.checkpoints.steps() == [simulation.trainer.version]
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("call", ["onload", "offload", "train_step", "publish"])
-def test_a_trainer_that_fails_while_it_has_the_devices_ends_the_run_with_its_error(
-    tmp_path: Path, call: str, staleness: int
-) -> None:
-    gone = TrainerLostError("gone")
-    plan, prepare = replace(SHARED, staleness=staleness), failing(call, 3, gone, forever=True)
-    assert live(plan, tmp_path, prepare=prepare)[1] is gone
 
 
 @pytest.mark.parametrize("chance", range(6))

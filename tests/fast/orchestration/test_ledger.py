@@ -1,9 +1,13 @@
-import json
+import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.simulation import Plan, Simulation
+from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
 from torchtitan_rl.orchestration.records import TokenCounts
 
@@ -55,37 +59,6 @@ def test_a_batch_whose_own_account_does_not_add_up_is_refused() -> None:
         )
 
 
-def test_more_tokens_cannot_be_masked_than_were_trained() -> None:
-    with pytest.raises(LedgerError, match="11 tokens masked by the loss, of 10"):
-        ledger_with(a=10).train(
-            ["a"], TokenCounts(generated=10, trained=10), masked_by_loss={"icepop": 11}
-        )
-
-
-def test_a_group_leaves_once() -> None:
-    ledger = ledger_with(a=10)
-    ledger.train(["a"], TokenCounts(generated=10, trained=10))
-    with pytest.raises(LedgerError, match="group a is not in the buffer"):
-        ledger.train(["a"], TokenCounts(generated=0, trained=0))
-    with pytest.raises(LedgerError, match="group a is not in the buffer"):
-        ledger.discard("a", "zero_variance")
-    with pytest.raises(LedgerError, match="group a is not in the buffer"):
-        ledger.generate("a", 1)
-
-
-def test_a_group_is_neither_admitted_nor_trained_twice_at_once() -> None:
-    ledger = ledger_with(a=10)
-    with pytest.raises(LedgerError, match="admitted twice"):
-        ledger.admit("a")
-    with pytest.raises(LedgerError, match="trained twice"):
-        ledger.train(["a", "a"], TokenCounts(generated=20, trained=20))
-
-
-def test_no_more_tokens_are_discarded_than_a_group_has() -> None:
-    with pytest.raises(LedgerError, match="it has 10"):
-        ledger_with(a=10).discard_tokens("a", "rolled_back", 11)
-
-
 def test_a_resumed_group_that_reports_its_tokens_again_is_counted_once() -> None:
     ledger = ledger_with(a=10, b=5)
     resumed = TokenLedger()
@@ -94,17 +67,6 @@ def test_a_resumed_group_that_reports_its_tokens_again_is_counted_once() -> None
     assert (resumed.tokens_of("a"), resumed.tokens_of("b")) == (12, 5)
     assert resumed.totals().tokens_generated == 17
     assert resumed.totals().groups_admitted == 2
-
-
-def test_a_resumed_account_goes_on_where_it_was() -> None:
-    ledger = ledger_with(a=10, b=5, c=3)
-    ledger.train(["a"], TokenCounts(generated=10, trained=8, discarded={"env_error": 2}))
-    ledger.discard("b", "zero_variance")
-    resumed = TokenLedger()
-    resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
-    assert resumed.totals() == ledger.totals()
-    resumed.train(["c"], TokenCounts(generated=3, trained=3))
-    assert resumed.totals().tokens_trained == 11
 
 
 def test_a_saved_account_that_does_not_add_up_is_refused() -> None:
@@ -147,3 +109,23 @@ def test_whatever_happens_the_account_adds_up_and_a_refused_call_changes_nothing
         except LedgerError:
             assert ledger.state_dict() == before
         require_sums(ledger.totals())
+
+
+def test_a_comparison_that_still_runs_is_recorded_before_the_last_one(tmp_path: Path) -> None:
+    async def work() -> list[int]:
+        simulation = Simulation(Plan(), tmp_path)
+        reconciliation = simulation.controller._reconciliation
+        original, delays = simulation.router.account, [10.0, 1.0]
+
+        async def slow() -> Any:
+            await asyncio.sleep(delays.pop(0))
+            return await original()
+
+        simulation.router.account = slow  # type: ignore[method-assign]
+        reconciliation.start(0, 0)
+        await asyncio.sleep(1.0)
+        reconciliation.start(0, 0)  # no second one while the first runs
+        await reconciliation.finish(3, 3)
+        return [record.step for record in simulation.recorder.accounts]
+
+    assert run_virtually(work()) == [0, 3]

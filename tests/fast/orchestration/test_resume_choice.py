@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 import shutil
+import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fast.orchestration.test_journal import FIRST, append
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.errors import CheckpointError, ConfigError
 from torchtitan_rl.orchestration.consumer import StopRequested
-from torchtitan_rl.orchestration.journal import Journal
-from torchtitan_rl.orchestration.journal_directory import JournalDirectory
-from torchtitan_rl.orchestration.recovery import choose_checkpoint
-from torchtitan_rl.orchestration.saved_run import GROUPS
+from torchtitan_rl.orchestration.journal import JOURNAL, Journal
+from torchtitan_rl.orchestration.saved_run import (
+    GROUPS,
+    POSITION,
+    choose_checkpoint,
+    read_position,
+)
+from torchtitan_rl.rollout.records import to_bytes
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
-    read_document,
     seal,
 )
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
@@ -52,7 +53,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def chosen(run_dir: Path) -> tuple[int | None, tuple[str, ...]]:
     found = choose_checkpoint(
-        CheckpointDirectory(run_dir / "checkpoints"), JournalDirectory(run_dir / "journal")
+        CheckpointDirectory(run_dir / "checkpoints"), Journal(run_dir / JOURNAL)
     )
     return found.step, found.passed_over
 
@@ -61,21 +62,15 @@ def steps(run_dir: Path) -> list[int]:
     return CheckpointDirectory(run_dir / "checkpoints").steps()
 
 
+def attached(path: Path, name: str, content: bytes) -> None:
+    """An attachment of a checkpoint has another content."""
+    (path / "attachments" / name).write_bytes(content)
+    seal(path, {})
+
+
 def changed(path: Path, **fields: Any) -> None:
-    """The document of a checkpoint says something else."""
-    document = read_document(path) | fields
-    seal(path, document)
-
-
-def attached(path: Path, content: bytes) -> None:
-    (path / "attachments" / GROUPS).write_bytes(content)
-    changed(path)
-
-
-def append_turn_out_of_order(run_dir: Path, step: int) -> None:
-    journal = Journal(run_dir / "journal" / f"step-{step:06d}.jsonl")
-    append(journal, "e0/p0/r0", 7, FIRST)
-    journal.close()
+    """The position in a checkpoint says something else."""
+    attached(path, POSITION, to_bytes(replace(read_position(path), **fields)))
 
 
 def test_the_newest_checkpoint_is_chosen_where_everything_of_it_fits(run_dir: Path) -> None:
@@ -88,20 +83,14 @@ def another_step(path: Path) -> None:
 
 
 def more_generated(path: Path) -> None:
-    ledger = read_document(path)["ledger"]
+    ledger = dict(read_position(path).ledger)
     changed(path, ledger=ledger | {"generated": ledger["generated"] + 1})
-
-
-def groups_of_another_format(path: Path) -> None:
-    content = (path / "attachments" / GROUPS).read_bytes()
-    attached(path, content.replace(b'"format":2', b'"format":99'))
 
 
 MISFITS: dict[str, Callable[[Path], None]] = {
     "tokens generated": more_generated,
-    "document is of step 77": another_step,
-    "format 99": groups_of_another_format,
-    "not as this version writes it": lambda path: attached(path, b"{\n"),
+    "attachments are of step 77": another_step,
+    "not as this version writes it": lambda path: attached(path, GROUPS, b"{\n"),
 }
 
 
@@ -120,45 +109,33 @@ def test_a_newest_checkpoint_that_does_not_fit_is_passed_over_loudly_and_kept(
     assert chosen(run_dir) == (older, ())
 
 
-def test_a_turn_of_a_rollout_that_ended_before_the_checkpoint_does_not_spoil_it(
-    run_dir: Path,
-) -> None:
-    """Item 1 of issue 12: `JournalError` at each resume of a checkpoint written like that."""
-    _, newest = steps(run_dir)
-    append_turn_out_of_order(run_dir, newest)
-    assert chosen(run_dir) == (newest, ())
+def test_a_checkpoint_of_the_format_before_is_refused_and_nothing_is_changed(run_dir: Path) -> None:
+    newest = run_dir / "checkpoints" / f"step-{steps(run_dir)[-1]:06d}"
+    (newest / "attachments" / POSITION).unlink()
+    (newest / "attachments" / GROUPS).rename(newest / "attachments" / "groups.jsonl")
+    seal(newest, {"extra": {"step": 3}})
+    before = tree(run_dir)
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume: .* earlier version"):
+        chosen(run_dir)
+    assert tree(run_dir) == before
 
 
 def test_where_no_checkpoint_fits_all_are_kept_and_it_is_said(run_dir: Path) -> None:
     before = steps(run_dir)
     for step in before:
         another_step(run_dir / "checkpoints" / f"step-{step:06d}")
-    with pytest.raises(CheckpointError, match=r"document is of step 77.*document is of step 77"):
+    with pytest.raises(CheckpointError, match=r"are of step 77.*are of step 77"):
         chosen(run_dir)
     assert steps(run_dir) == before
 
 
 def test_a_damaged_journal_costs_its_turns_and_no_checkpoint(run_dir: Path) -> None:
     _, newest = steps(run_dir)
-    (run_dir / "journal" / f"step-{newest:06d}.jsonl").write_bytes(b"00000000 {}\n" * 3)
+    (run_dir / JOURNAL).write_bytes(b"00000000 {}\n" * 3)
     step, (message,) = chosen(run_dir)
     assert step == newest
-    assert "line is damaged" in message
+    assert "file is not a database" in message
     assert "sampled again" in message
-
-
-def test_a_rejected_checkpoint_goes_when_a_newer_one_is_complete(run_dir: Path) -> None:
-    directory = CheckpointDirectory(run_dir / "checkpoints")
-    older, newest = steps(run_dir)
-    rejected = directory.reject(directory.path(newest))
-    directory.prune(keep=1)
-    assert rejected.exists()
-    path = directory.path(newest + 1)
-    (directory.path(older)).rename(path)
-    changed(path, step=newest + 1)
-    directory.prune(keep=1)
-    assert not rejected.exists()
-    assert json.loads((path / MARKER).read_text())["step"] == newest + 1
 
 
 def cut_short(path: Path) -> None:
@@ -172,7 +149,7 @@ def without_marker(path: Path) -> None:
 
 def put_aside(path: Path) -> None:
     """As a run before this one did, which had an older one to go on from."""
-    path.rename(path.with_name(path.name + ".torn"))
+    path.rename(path.with_name(path.name + ".rejected"))
 
 
 def tree(run_dir: Path) -> dict[Path, bytes]:
@@ -200,17 +177,6 @@ def test_a_run_of_which_every_checkpoint_is_damaged_is_refused_and_nothing_is_ch
     assert tree(run_dir) == before
 
 
-def test_one_torn_and_one_that_does_not_fit_are_refused_together(run_dir: Path) -> None:
-    older, newest = steps(run_dir)
-    directory = CheckpointDirectory(run_dir / "checkpoints")
-    cut_short(directory.path(newest))
-    another_step(directory.path(older))
-    before = tree(run_dir)
-    with pytest.raises(CheckpointError, match=r"groups\.jsonl has .* bytes; .*is of step 77"):
-        chosen(run_dir)
-    assert tree(run_dir) == before
-
-
 def test_a_run_killed_in_the_middle_of_its_first_checkpoint_goes_on_from_its_journal(
     run_dir: Path,
 ) -> None:
@@ -231,26 +197,27 @@ def test_the_one_before_a_torn_second_checkpoint_of_a_step_is_gone_on_from(run_d
     cut_short(path)
     step, (message,) = chosen(run_dir)
     assert step == newest
-    assert "groups.jsonl has" in message
+    assert f"{GROUPS} has" in message
     assert directory.steps()[-1] == newest
-    assert path.with_name(f"{path.name}.torn").exists()
+    assert path.with_name(f"{path.name}.rejected").exists()
 
 
 def test_a_journal_that_cannot_be_read_just_now_is_refused_and_nothing_is_changed(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, newest = steps(run_dir)
-    opened = Path.open
+    connect = sqlite3.connect
 
-    def broken(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path == run_dir / "journal" / f"step-{newest:06d}.jsonl":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return opened(path, *arguments, **options)
+    def broken(*arguments: Any, **options: Any) -> Any:
+        connect(*arguments, **options).close()
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+        raise error
 
     before = tree(run_dir)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", broken)
-        with pytest.raises(CheckpointError, match=r"journal of .* cannot be read: .*Input/output"):
+        patch.setattr(sqlite3, "connect", broken)
+        with pytest.raises(CheckpointError, match=r"journal of .* cannot be read: .*disk I/O"):
             chosen(run_dir)
     assert tree(run_dir) == before
     assert chosen(run_dir) == (newest, ())

@@ -7,7 +7,6 @@ from torchtitan_rl.errors import DeadlineError
 from torchtitan_rl.orchestration.watchdog import (
     WaitRegistry,
     Watchdog,
-    describe_activities,
     describe_group,
     describe_replicas,
 )
@@ -34,13 +33,13 @@ class Run:
             say=self.said.append,
             notes=lambda: ["replica0 serving, 2 requests"],
         )
-        self.watchdog.look()
+        self.watchdog.poll()
 
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + self.watchdog.tick_s)
-            self.watchdog.look()
+            self.watchdog.poll()
 
 
 def activity(rollout_id: str, *, since_s: float, turn: int = 2) -> RolloutActivity:
@@ -52,7 +51,7 @@ def activity(rollout_id: str, *, since_s: float, turn: int = 2) -> RolloutActivi
 def test_a_quiet_period_is_reported_with_the_chain_of_waits() -> None:
     run = Run()
     run.activities = [activity("e0/p9/r0", since_s=1030), activity("e0/p12/r3", since_s=1002)]
-    run.watchdog.look()
+    run.watchdog.poll()
     with run.waits.track(
         "trainer waits for a full batch", details=lambda: "3 of 16 groups finished"
     ):
@@ -80,15 +79,6 @@ def test_a_long_wait_is_reported_once_per_period_until_something_moves() -> None
     assert len(run.said) == 3
 
 
-def test_progress_keeps_the_run_alive_however_long_one_wait_takes() -> None:
-    run = Run()
-    with run.waits.track("trainer waits for a full batch"):
-        for _ in range(50):
-            run.pass_time(30)
-            run.progress += 1
-    assert run.said == []
-
-
 def test_a_rollout_that_begins_something_new_is_progress() -> None:
     run = Run()
     run.activities = [activity("e0/p9/r0", since_s=0), activity("e0/p12/r3", since_s=900)]
@@ -107,12 +97,6 @@ def test_at_the_deadline_the_run_ends_with_the_chain() -> None:
         run.pass_time(301)
 
 
-def test_a_hang_without_any_listed_wait_ends_as_well() -> None:
-    run = Run()
-    with pytest.raises(DeadlineError, match="replica0 serving"):
-        run.pass_time(301)
-
-
 def test_a_wait_with_a_limit_of_its_own_may_take_as_long_as_that_and_no_longer() -> None:
     run = Run()
     with run.waits.track("trainer waits for its optimizer step", limit_s=1000):
@@ -121,20 +105,10 @@ def test_a_wait_with_a_limit_of_its_own_may_take_as_long_as_that_and_no_longer()
             run.pass_time(5)
 
 
-def test_a_wait_over_its_limit_ends_the_run_although_others_move() -> None:
-    run = Run()
-    with run.waits.track("replica0 waits for weights", limit_s=40):
-        for _ in range(4):
-            run.pass_time(10)
-            run.progress += 1
-        with pytest.raises(DeadlineError, match="replica0 waits for weights"):
-            run.pass_time(10)
-
-
 def test_time_in_which_the_process_was_stopped_is_not_quiet() -> None:
     run = Run()
     run.now += 100_000
-    run.watchdog.look()
+    run.watchdog.poll()
     assert run.said == []
 
 
@@ -151,19 +125,6 @@ def test_a_wait_is_listed_exactly_while_it_is_open() -> None:
         fail_while_waiting()
     assert names == ["a waits for b", "c waits for d"]
     assert waits.open() == ()
-
-
-def test_equal_waits_of_two_tasks_close_each_their_own() -> None:
-    now = 0.0
-    waits = WaitRegistry(clock=lambda: now)
-    first, second = (
-        waits.track("group waits for a replica"),
-        waits.track("group waits for a replica"),
-    )
-    with first:
-        now = 5.0
-        second.__enter__()
-    assert [wait.since_s for wait in waits.open()] == [5.0]
 
 
 def test_at_the_deadline_the_loops_end_and_a_hanging_environment_is_named() -> None:
@@ -228,10 +189,6 @@ def test_a_group_is_described_by_its_rollout_that_has_waited_longest() -> None:
     text = describe_group("e0/p1", activities, 10)
     assert text == "group e0/p1: 2 rollouts run; e0/p1/r0, turn 2, environment step for 5 s"
     assert describe_group("e0/p2", activities, 10) == "group e0/p2 has no running rollout"
-
-
-def test_without_rollouts_there_is_nothing_to_describe() -> None:
-    assert describe_activities([], 10) == ""
 
 
 def test_replicas_are_described_with_state_and_load() -> None:

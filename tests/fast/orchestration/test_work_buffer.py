@@ -10,7 +10,7 @@ from tests.support import turns
 from tests.support.rollouts import PROBLEM
 from tests.support.turns import rollout, turn
 from torchtitan_rl.orchestration.capacity import capacity_errors, derive_capacity
-from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
+from torchtitan_rl.orchestration.ledger import TokenLedger, require_sums
 from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.orchestration.work_buffer import (
     Entry,
@@ -104,17 +104,6 @@ def test_a_slow_group_is_overtaken_by_as_many_as_the_window_says_and_no_more() -
     assert taken(work, version=1) == ["g0", "g3"]
 
 
-def test_slots_are_freed_when_the_batch_is_trained_and_not_before() -> None:
-    work = buffer(groups_per_step=2, staleness=0)
-    for name in fill(work):
-        work.finish(group(name))
-    work.take(0)
-    assert not work.has_room
-    train(work)
-    assert work.has_room
-    assert len(work) == 0
-
-
 def test_over_admission_at_staleness_0_restarts_the_late_ones_and_waits_for_them_next() -> None:
     work = buffer(groups_per_step=2, staleness=0, window=0.5)  # three start
     fill(work)
@@ -133,46 +122,12 @@ def test_over_admission_at_staleness_0_restarts_the_late_ones_and_waits_for_them
     assert taken(work, version=1) == ["g0", "g3"]
 
 
-def test_a_finished_group_that_was_not_needed_at_staleness_0_is_restarted_too() -> None:
-    work = buffer(groups_per_step=2, staleness=0, window=0.5)
-    for name in fill(work):
-        work.finish(group(name))
-    work.take(0)
-    assert train(work) == ("g2",)
-
-
 def test_a_token_that_is_too_old_is_refused_at_consumption() -> None:
     work = buffer(groups_per_step=1, staleness=1)
     fill(work, version=3)
     work.finish(group("g0", version=1))
     with pytest.raises(StalenessError, match=r"g0.*version 1.*at 3"):
         work.take(3)
-
-
-def test_an_unknown_state_change_is_refused() -> None:
-    work = buffer(groups_per_step=1, staleness=0)
-    work.admit("g0", PROBLEM, version=0)
-    with pytest.raises(ValueError, match="waiting, not running"):
-        work.finish(group("g0"))
-    with pytest.raises(ValueError, match="no room"):
-        work.admit("g1", PROBLEM, version=0)
-    work = buffer(groups_per_step=2, staleness=0)
-    work.admit("g0", PROBLEM, version=0)
-    with pytest.raises(LedgerError, match="admitted twice"):
-        work.admit("g0", PROBLEM, version=0)
-
-
-def test_a_batch_with_other_tokens_than_the_ledger_has_is_not_finished() -> None:
-    work = buffer(groups_per_step=1, staleness=0)
-    fill(work)
-    work._ledger.generate("g0", 1)
-    work.finish(group("g0"))
-    work.take(0)
-    with pytest.raises(LedgerError, match="1 tokens were generated"):
-        train(work)
-    assert work.counts()[GroupState.BATCHED] == 1
-    work.finish_batch(TokenCounts(generated=1, trained=1))
-    assert work._ledger.groups_trained == 1
 
 
 @given(

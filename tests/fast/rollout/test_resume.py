@@ -18,7 +18,7 @@ from tests.support.resuming import (
     sampled_tokens,
     stops,
     stops_by_tokens,
-    through_json,
+    through_bytes,
 )
 from tests.support.rollouts import PROBLEM
 from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
@@ -158,7 +158,7 @@ def test_a_rollout_whose_last_recorded_turn_ended_it_needs_no_environment():
         entry = RecordedRollout(rollout_id=rollout_id)
         for index, turn, state in lines:
             entry = with_turn(entry, index, turn, state)
-        recorded.append(through_json(entry))
+        recorded.append(through_bytes(entry))
     after = Run(lambda: pytest.fail("an environment was made"))
     assert contents(after.whole(recorded)) == whole
     assert after.turns == []
@@ -176,7 +176,7 @@ def test_a_snapshot_inside_on_turn_can_be_resumed():
     run, snapshots = Run(Replaying), []
 
     def on_turn(*_):
-        snapshots.append(tuple(map(through_json, run.rollouter.snapshot("g"))))
+        snapshots.append(tuple(map(through_bytes, run.rollouter.snapshot("g"))))
 
     group = asyncio.run(run.rollouter.run_group("g", PROBLEM, size=SIZE, seed=7, on_turn=on_turn))
     assert len(snapshots) == 6

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.episodes import batch_of, branching_episodes, make_episode
 from torchtitan_rl.token_sets import pack_kept
 from torchtitan_rl.training.batch import TrainingBatch, predicted_mask, trained_mask
-from torchtitan_rl.training.packing import Share, cut, num_rows, rank_share, split_evenly
+from torchtitan_rl.training.packing import Share, cut, num_rows, rank_share
 from torchtitan_rl.training.trees import Microbatch, SortedEpisodes, lay_out, padded, sort_episodes
 from torchtitan_rl.types import Episode, KeptRun
 
@@ -249,26 +249,6 @@ def test_a_large_tree_is_cut_where_the_parts_share_least() -> None:
     members = sort_episodes(batch, trained_mask(batch), share_prefixes=True)
     assert cut(members, 60) == [range(3), range(3, 6)]
     assert cut(members, 100) == [range(6)]
-
-
-def test_several_ranks_get_even_shares() -> None:
-    episodes = [
-        make_episode([g, *range(10, 30), *[100 + i] * 8], [j > 20 for j in range(29)])
-        for g in range(8)
-        for i in range(4)
-    ]
-    batch = batch_of(episodes, row_len=64)
-    of_ranks = shares(batch, max_tokens=10_000, num_ranks=3)
-    sizes = [sum(len(part.token_ids_T) for part in share.parts) for share in of_ranks]
-    assert max(sizes) < 1.2 * sum(sizes) / 3
-    alone = shares(batch, max_tokens=10_000)[0].num_computed
-    assert sum(sizes) < 1.1 * alone
-
-
-def test_pieces_of_one_tree_in_one_microbatch_share_again() -> None:
-    members = SortedEpisodes(indices=(0, 1, 2), lengths=(9, 9, 9), shared=(0, 5, 5))
-    assert members.num_computed([0, 2]) == 13
-    assert split_evenly(members, 100, 1) == [[0, 1, 2]]
 
 
 def test_padding_is_trees_of_one_token() -> None:

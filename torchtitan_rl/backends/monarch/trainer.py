@@ -81,9 +81,9 @@ class TrainerActor(Actor):
         self._attachments = attachments
 
     @concurrent_endpoint
-    async def save_checkpoint(self, path: Path, state: dict[str, Any], version: int) -> None:
+    async def save_checkpoint(self, path: Path, version: int) -> None:
         attachments, self._attachments = self._attachments, {}
-        await self._work(self._trainer.save_checkpoint, path, state, attachments, version)
+        await self._work(self._trainer.save_checkpoint, path, attachments, version)
 
     @concurrent_endpoint
     async def finish_checkpoint(self) -> None:
@@ -130,18 +130,12 @@ class MonarchTrainer:
         return await self._run("publish", keep, what="publishing of weights")
 
     async def save_checkpoint(
-        self,
-        path: Path,
-        state: dict[str, Any],
-        attachments: Mapping[str, bytes] | None = None,
-        *,
-        version: int,
+        self, path: Path, attachments: Mapping[str, bytes], *, version: int
     ) -> None:
         await self.finish_checkpoint()
         what = f"checkpoint {path}"
-        if attachments:
-            await self._call(self._leader.attach.call_one(dict(attachments)), what)
-        await self._on_all("save_checkpoint", path, state, version, what=what)
+        await self._call(self._leader.attach.call_one(dict(attachments)), what)
+        await self._on_all("save_checkpoint", path, version, what=what)
         # One wait for all who ask: the ranks tell a failure once.
         self._writing = asyncio.ensure_future(self._write(what))
         self._writing.add_done_callback(retrieve)  # who awaits it gets its error
@@ -159,8 +153,8 @@ class MonarchTrainer:
     async def _write(self, what: str) -> None:
         await self._on_all("finish_checkpoint", what=f"writing of {what}")
 
-    async def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        return await self._run("load_checkpoint", path, what=f"loading of {path}")
+    async def load_checkpoint(self, path: Path) -> None:
+        await self._run("load_checkpoint", path, what=f"loading of {path}")
 
     async def offload(self) -> None:
         await self._run("offload")

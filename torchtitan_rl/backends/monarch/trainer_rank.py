@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -84,13 +83,12 @@ class TrainerRank:
         shared = self._shared
         return None if shared is None else shared.publish(version, tensors, keep=keep)
 
-    def save_checkpoint(
-        self, path: Path, state: dict[str, Any], attachments: Mapping[str, bytes], version: int
-    ) -> None:
+    def save_checkpoint(self, path: Path, attachments: Mapping[str, bytes], version: int) -> None:
         """Collective; returns when everything is copied.
 
         Raises:
-            CheckpointError: the weights are not those of ``version``, which ``state`` belongs to.
+            CheckpointError: the weights are not those of ``version``, which ``attachments`` belong
+                to.
         """
         if self._trainer.version != version:
             raise CheckpointError(
@@ -98,16 +96,16 @@ class TrainerRank:
                 f"run is at version {version}; a step ended after its deadline"
             )
         with self._tracer.span("stage checkpoint"):
-            self._trainer.save_checkpoint(path, state, attachments)
+            self._trainer.save_checkpoint(path, attachments)
 
     def finish_checkpoint(self) -> None:
         """Called in another thread, while other methods may run."""
         with self._tracer.span("write checkpoint", track="checkpoint"):
             self._trainer.finish_checkpoint()
 
-    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+    def load_checkpoint(self, path: Path) -> None:
         with self._tracer.span("load checkpoint"):
-            return self._trainer.load_checkpoint(path)
+            self._trainer.load_checkpoint(path)
 
     def offload(self) -> None:
         with self._tracer.span("offload"):

@@ -1,8 +1,7 @@
 """The trainer's state on disk: sharded tensors by torch's distributed checkpoint, and our files.
 
 A checkpoint holds model and optimizer (readable by any parallel layout), each rank's random state,
-the caller's attachments, and the marker with the version and the caller's document (see
-`training/checkpoint_files.py`).
+the caller's attachments, and the marker with the version (see `training/checkpoint_files.py`).
 
 A thread of each rank writes while training goes on. Invariants: what is written is the state at the
 call of `CheckpointWriter.save`; the threads use a process group of their own, in which nothing else
@@ -76,7 +75,6 @@ class CheckpointWriter:
         optimizer: PolicyOptimizer,
         *,
         version: int,
-        extra: Mapping[str, Any],
         attachments: Mapping[str, bytes],
     ) -> None:
         """Copy everything to CPU memory and return; ``path`` appears once all of it is written.
@@ -100,7 +98,7 @@ class CheckpointWriter:
             _state(model, optimizer), checkpoint_id=temporary, process_group=self._group
         )
         assert isinstance(tensors, Future)
-        document = {"version": version, "ranks": dist.get_world_size(), "extra": extra}
+        document = {"version": version, "ranks": dist.get_world_size()}
         with self._lock:
             self._pending = self._thread.submit(
                 self._write, path, tensors, random, attachments, document
@@ -168,8 +166,8 @@ class CheckpointWriter:
         return _together(phase, f"checkpoint {path} was not written", self._group)
 
 
-def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> tuple[int, dict[str, Any]]:
-    """Read a checkpoint into model and optimizer; returns (version, extra). Collective.
+def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> int:
+    """Read a checkpoint into model and optimizer; returns its version. Collective.
 
     Random states are restored only if there are as many ranks as wrote them.
 
@@ -192,7 +190,7 @@ def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> tuple[int,
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"])
-    return document["version"], document["extra"]
+    return int(document["version"])
 
 
 def _check(path: Path) -> dict[str, torch.Tensor] | None:

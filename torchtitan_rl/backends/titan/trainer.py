@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -204,19 +204,15 @@ class PolicyTrainer:
         finally:
             dist.barrier()
 
-    def save_checkpoint(
-        self, path: Path, extra: dict[str, Any], attachments: Mapping[str, bytes] | None = None
-    ) -> None:
-        """Copy model, optimizer, schedule, random state, version, ``extra`` (for JSON) and rank 0's
-        ``attachments``, and write them to ``path`` in the background: see `CheckpointWriter.save`.
-        """
+    def save_checkpoint(self, path: Path, attachments: Mapping[str, bytes] | None = None) -> None:
+        """Copy model, optimizer, schedule, random state, version and rank 0's ``attachments``, and
+        write them to ``path`` in the background: see `CheckpointWriter.save`."""
         self._require()
         self._writer.save(
             Path(path),
             self._model,
             self._optimizer,
             version=self._version,
-            extra=extra,
             attachments=attachments or {},
         )
 
@@ -228,17 +224,16 @@ class PolicyTrainer:
         """
         self._writer.finish()
 
-    def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Resume from a checkpoint of this or another parallel layout; returns its ``extra``.
+    def load_checkpoint(self, path: Path) -> None:
+        """Resume from a checkpoint of this or another parallel layout.
 
         Raises:
             CheckpointError: as `load_state`, or a checkpoint that was being written failed.
         """
         self._memory.require()
         self._writer.finish()
-        self._version, extra = load_state(Path(path), self._model, self._optimizer)
+        self._version = load_state(Path(path), self._model, self._optimizer)
         self._is_between_updates = False
-        return extra
 
     def offload(self) -> None:
         """Move everything to host memory and free the device's until `onload`; meanwhile only

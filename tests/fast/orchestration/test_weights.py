@@ -12,31 +12,31 @@ import pytest
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import TrainerLostError, WeightSyncError
-from torchtitan_rl.orchestration.weight_feed import FinishedStep, WeightFeed
+from torchtitan_rl.orchestration.weights import PublishedStep, WeightDelivery
 from torchtitan_rl.routing.pins import PinnedReplica
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 
 
-def finished(step: int, version: int, *, has_weights: bool) -> FinishedStep:
+def finished(step: int, version: int, *, has_weights: bool) -> PublishedStep:
     handle = SharedMemoryHandle(version=version, path="", num_bytes=0) if has_weights else None
-    return FinishedStep(step=step, version=version, handle=handle)
+    return PublishedStep(step=step, version=version, handle=handle)
 
 
-def make_feed(root: Path, plan: Plan) -> tuple[Simulation, WeightFeed]:
+def make_weights(root: Path, plan: Plan) -> tuple[Simulation, WeightDelivery]:
     """Versions 1 to 3 are readable."""
     simulation = Simulation(plan, root)
     simulation.trainer.readable |= {1, 2, 3}
-    return simulation, simulation.controller._feed
+    return simulation, simulation.controller._weights
 
 
 def versions_after(
-    steps: list[FinishedStep], root: Path, plan: Plan | None = None
+    steps: list[PublishedStep], root: Path, plan: Plan | None = None
 ) -> tuple[set[int], list[int]]:
     """What the replicas hold when all steps, queued at once, are closed; and the pulls done."""
 
     async def work() -> tuple[set[int], list[int]]:
-        parts, feed = make_feed(root, plan or Plan())
+        parts, feed = make_weights(root, plan or Plan())
         for step in steps:
             feed.put(step)
         running = asyncio.create_task(feed.run())
@@ -45,23 +45,13 @@ def versions_after(
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        pulled = [sync.version for sync in feed.take_syncs()]
+        pulled = [sync.version for sync in feed.pop_syncs()]
         assert not feed.needed_versions
         evaluated = [(one.step, one.version) for one in parts.recorder.evaluations]
         assert evaluated == ([] if plan is None else [(0, 0), (2, 1)])
         return set(parts.router.versions().values()), pulled
 
     return run_virtually(work())
-
-
-def test_a_version_is_not_passed_over_for_a_later_step_without_weights(tmp_path: Path) -> None:
-    steps = [finished(1, 1, has_weights=True), finished(2, 1, has_weights=False)]
-    assert versions_after(steps, tmp_path) == ({1}, [1])
-
-
-def test_a_version_is_passed_over_where_a_newer_one_waits(tmp_path: Path) -> None:
-    steps = [finished(number, number, has_weights=True) for number in (1, 2, 3)]
-    assert versions_after(steps, tmp_path) == ({3}, [3])
 
 
 def test_the_weights_before_a_step_without_any_are_pulled_for_its_evaluation(
@@ -101,7 +91,7 @@ def test_the_weights_of_a_resumed_run_stay_readable_until_its_evaluation_has_a_r
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
-        _, feed = make_feed(tmp_path, Plan())
+        _, feed = make_weights(tmp_path, Plan())
         handle = SharedMemoryHandle(version=2, path="", num_bytes=0)
         await feed.resume(handle)
         assert feed.needed_versions == {2}
@@ -165,4 +155,6 @@ def test_the_loss_of_the_trainer_is_the_error_of_a_run_whose_replicas_cannot_fet
             await simulation.run()
         return simulation.recorder.said
 
-    assert any("weight feed: WeightSyncError: no replica" in line for line in run_virtually(work()))
+    assert any(
+        "weight delivery: WeightSyncError: no replica" in line for line in run_virtually(work())
+    )

@@ -1,0 +1,301 @@
+"""Brings each published version to the replicas while the next step runs, and starts evaluations;
+and who uses devices that trainer and replicas share.
+
+| mode | replicas during a step | after it |
+|---|---|---|
+| `RUNNING` | keep running | they pull the new weights |
+| `ABORTED` | requests are cut, engines are empty | requests continue under the new weights |
+| `ASLEEP` | as `ABORTED`, and replicas free the devices | the trainer offloads, replicas wake up |
+
+Invariants of `WeightDelivery`: evaluations are pinned in the order of their steps. A version is
+skipped only when a newer one is queued already and no evaluation needs it; it is then released.
+
+Invariants of `DeviceSharing`: from the moment a step begins until the trainer releases the devices,
+emptied engines stay empty, even if weights are brought to them in that time. With `ASLEEP` no
+replica steps then, and the trainer's state is on the devices only then. One switch runs at a time,
+and none within a pull.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from torchtitan_rl.orchestration.config import ControllerConfig
+from torchtitan_rl.orchestration.evaluation import Evaluator
+from torchtitan_rl.orchestration.run_state import RunState
+from torchtitan_rl.routing.weights import SyncReport
+from torchtitan_rl.weights.config import WeightSyncConfig
+from torchtitan_rl.weights.handle import WeightHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedStep:
+    """``version`` is that of the weights after the step, and ``handle`` leads to them; None where
+    the step had nothing to train on, so that the weights are those of the step before."""
+
+    step: int
+    version: int
+    handle: WeightHandle | None
+
+
+class WeightDelivery:
+    """The queue of finished steps between trainer and replicas, and the loop that empties it."""
+
+    def __init__(
+        self,
+        config: WeightSyncConfig,
+        state: RunState,
+        *,
+        evaluator: Evaluator,
+        devices: DeviceSharing,
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._evaluator = evaluator
+        self._devices = devices
+        self._queue: asyncio.Queue[PublishedStep] = asyncio.Queue()
+        self._num_open = 1  # queued and running steps, and the evaluation before the first
+        self._has_failed = False
+        self._needed: dict[int, PublishedStep] = {}  # by version: the last step that needs it
+        self._initial: PublishedStep | None = None  # of a resumed run
+        self._newest: PublishedStep | None = None  # the newest with a handle, until its sync begins
+        self._syncs: list[SyncReport] = []
+
+    @property
+    def needed_versions(self) -> frozenset[int]:
+        """Published versions that replicas still have to read: they must stay readable."""
+        return frozenset(self._needed)
+
+    @property
+    def is_idle(self) -> bool:
+        """Every queued step is done, and no evaluation runs."""
+        return self._num_open == 0 and not self._evaluator.is_running
+
+    def pop_syncs(self) -> tuple[SyncReport, ...]:
+        """Reports of the syncs that ended since the last call."""
+        syncs, self._syncs = tuple(self._syncs), []
+        return syncs
+
+    def needs_evaluation(self, step: int) -> bool:
+        """Whether an evaluation of this step is due."""
+        return self._evaluator.is_due(step)
+
+    def put(self, step: PublishedStep) -> None:
+        """Queue a step whose weights, if any, have just been published."""
+        self._num_open += 1
+        if step.handle is None and self._newest is not None and self.needs_evaluation(step.step):
+            step = replace(step, handle=self._newest.handle)  # it has not been synced yet
+        if step.handle is not None:
+            self._needed[step.handle.version] = step
+            if self._newest is not None and not self.needs_evaluation(self._newest.step):
+                self._release(self._newest)
+            self._newest = step
+        self._queue.put_nowait(step)
+
+    async def resume(self, handle: WeightHandle) -> None:
+        """Bring the weights that a resumed run begins with to the replicas.
+
+        They stay readable until the evaluation of their step, if it is due, has its replica.
+        """
+        self._initial = PublishedStep(step=self._state.step, version=handle.version, handle=handle)
+        self._needed[handle.version] = self._initial
+        await self._sync(handle)
+
+    async def run(self) -> None:
+        """Deal with one queued step after another, until cancelled.
+
+        Raises:
+            WeightSyncError: no replica is left.
+        """
+        try:
+            if self._evaluator.is_due(self._state.step):
+                await self._evaluator.start(self._state.step, self._state.version)
+            if self._initial is not None:
+                self._release(self._initial)
+            while True:
+                self._num_open -= 1
+                self._state.notify()
+                await self._deliver(await self._queue.get())
+        except BaseException:
+            self._has_failed = True
+            self._state.notify()
+            raise
+
+    async def flush(self) -> None:
+        """Wait until every queued step is done and every evaluation has ended, or `run` failed."""
+        await self._state.wait_until(
+            lambda: self._num_open == 0 or self._has_failed,
+            "the end waits for the last weights to reach the replicas",
+        )
+        await self._evaluator.finish()
+
+    async def _deliver(self, finished: PublishedStep) -> None:
+        await self._devices.wait_until_released()
+        needs_evaluation = self.needs_evaluation(finished.step)
+        is_newest = finished is self._newest
+        if finished.handle is not None and (needs_evaluation or is_newest):
+            if is_newest:
+                self._newest = None
+            self._syncs.append(await self._sync(finished.handle))
+        if needs_evaluation:
+            await self._evaluator.start(finished.step, finished.version)
+        self._release(finished)
+
+    def _release(self, finished: PublishedStep) -> None:
+        self._needed = {v: step for v, step in self._needed.items() if step is not finished}
+
+    async def _sync(self, handle: WeightHandle) -> SyncReport:
+        # On shared devices a lagging replica would be put to sleep with half-pulled weights.
+        lag_timeout_s = None if self._devices.devices_are_shared else self._config.lag_timeout_s
+        waiting = f"version {handle.version} waits for the replicas to pull it"
+        with self._state.recorder.phase("sync"), self._state.waits.track(waiting):
+            async with self._devices.to_replicas():
+                report = await self._state.parts.router.sync_weights(
+                    handle,
+                    mode=self._config.mode,
+                    order=self._config.order,
+                    lag_timeout_s=lag_timeout_s,
+                )
+        self._state.notify()
+        return report
+
+
+class DuringStep(StrEnum):
+    """What replicas do while the trainer takes a step."""
+
+    RUNNING = "running"
+    ABORTED = "aborted"
+    ASLEEP = "asleep"
+
+
+def during_step(config: ControllerConfig) -> DuringStep:
+    """``schedule.in_flight``, except that replicas on shared devices always sleep."""
+    is_colocated = config.placement == "colocated"
+    return DuringStep.ASLEEP if is_colocated else DuringStep(config.schedule.in_flight)
+
+
+class DeviceSharing:
+    """Who has the shared devices: the replicas first. The consumer takes them for the trainer and
+    releases them; `WeightDelivery` then hands them to the replicas."""
+
+    def __init__(self, during_step: DuringStep, state: RunState) -> None:
+        self._during_step = during_step
+        self._state = state
+        self._router = state.parts.router
+        self._trainer = state.parts.trainer
+        self._switching = asyncio.Lock()
+        self._trainer_is_loaded = False
+        self._is_released = True
+        self._engines_are_empty = False
+        self._switch_s = 0.0
+
+    @property
+    def devices_are_shared(self) -> bool:
+        return self._during_step is DuringStep.ASLEEP
+
+    @property
+    def trainer_holds_devices(self) -> bool:
+        """The shared devices are the trainer's, and it has not released them."""
+        return self._trainer_is_loaded and not self._is_released
+
+    @property
+    def trainer_can_save(self) -> bool:
+        """False on shared devices after a step without an update: the replicas still have them."""
+        return self.trainer_holds_devices or not self.devices_are_shared
+
+    @property
+    def engines_are_empty(self) -> bool:
+        """No request runs on an engine, and none will before the next weights."""
+        return self._engines_are_empty
+
+    def pop_switch_s(self) -> float:
+        """Seconds spent on switching devices since the last call."""
+        seconds, self._switch_s = self._switch_s, 0.0
+        return seconds
+
+    async def prepare_step(self) -> None:
+        """Make the replicas ready for a step of the trainer."""
+        if self._during_step is DuringStep.ABORTED:
+            self._is_released = False
+            async with self._switching:
+                # Evaluations continue, so that their seeded answers do not depend on timing.
+                await self._router.pause("abort", pinned=False)
+                self._engines_are_empty = True
+        await self.take_devices()
+
+    async def take_devices(self) -> None:
+        """Where devices are shared: put the replicas to sleep and load the trainer's state."""
+        if not self.devices_are_shared:
+            return
+        self._is_released = False  # before the lock, so that a waiting `to_replicas` gives way
+        with (
+            self._state.recorder.phase("switch"),
+            self._state.waits.track("the trainer waits for devices"),
+        ):
+            async with self._switching:
+                if self._trainer_is_loaded:
+                    # A switch to the replicas may have failed after it offloaded.
+                    await self._trainer.onload()
+                    return
+                self._trainer_is_loaded = self._engines_are_empty = True
+                with self._timed():
+                    await self._router.sleep()
+                    await self._trainer.onload()
+
+    def release(self) -> None:
+        """The trainer does not need the devices for now."""
+        if not self._is_released:
+            self._is_released = True
+            self._state.notify()
+
+    async def wait_until_released(self) -> None:
+        """Wait until the replicas may have the devices."""
+        await self._state.wait_until(
+            lambda: self._is_released, "new weights wait for the trainer to leave the devices"
+        )
+
+    @asynccontextmanager
+    async def to_replicas(self) -> AsyncIterator[None]:
+        """Bring new weights to the replicas inside the block; afterwards their requests continue.
+
+        If another step begins before the end of the block, or the block raises, engines stay as
+        they are until the next call.
+        """
+        if not self.devices_are_shared:
+            yield
+            if self._during_step is DuringStep.ABORTED:
+                async with self._switching:
+                    if self._is_released:
+                        await self._resume_engines()
+            return
+        while True:
+            await self.wait_until_released()
+            async with self._switching:
+                if not self._is_released:
+                    continue
+                if self._trainer_is_loaded:
+                    await self._wake_up()
+                yield
+                await self._resume_engines()
+                return
+
+    async def _resume_engines(self) -> None:
+        await self._router.resume()
+        self._engines_are_empty = False
+
+    async def _wake_up(self) -> None:
+        with self._state.recorder.phase("switch"), self._timed():
+            await self._trainer.offload()
+            await self._router.wake_up()
+            self._trainer_is_loaded = False
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started_s = time.monotonic()
+        yield
+        self._switch_s += time.monotonic() - started_s
