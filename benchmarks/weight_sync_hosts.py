@@ -36,9 +36,9 @@ from benchmarks.report import heading, medians, print_table, write_report
 from benchmarks.weight_sync import POLICIES
 from benchmarks.weight_sync_copies import TcpCopy
 from benchmarks.weight_sync_hosts_parts import Publisher, Setting, worker_hosts
-from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.backends.monarch.runtime import supervise
 from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.launch.interfaces import free_port
 
 
 def main() -> None:

@@ -25,12 +25,12 @@ from monarch.actor import Actor, attach_to_workers, concurrent_endpoint, current
 
 from benchmarks.weight_sync_session import ROW_LEN
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, local_host, start_command
-from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.backends.monarch.rdma import RdmaOffers, RdmaReader
 from torchtitan_rl.backends.monarch.runtime import spawn_processes, stop_processes
-from torchtitan_rl.backends.monarch.weight_host import weight_host
+from torchtitan_rl.backends.monarch.weight_replicator import weight_replicator
 from torchtitan_rl.backends.specs import WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.launch.interfaces import free_port
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.distribution import WeightDistribution
@@ -158,7 +158,7 @@ class ReaderSide(Actor):
 class FetchingHosts:
     def __init__(self, hosts: Hosts, indices: Sequence[int], work_dir: Path) -> None:
         self._fetchers = {
-            index: weight_host(
+            index: weight_replicator(
                 ProcessGroup(name=f"weights{index}", ranks=1, threads=1, host=index),
                 WeightHostSpec(
                     name=f"host {index}",

@@ -20,7 +20,7 @@ from benchmarks.weight_sync_copies import MemoryCopy, TcpCopy
 from benchmarks.weight_sync_trace import read_traces, seconds_of, seconds_together, standstill_s
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.monarch.weight_host import WeightHost, weight_host
+from torchtitan_rl.backends.monarch.weight_replicator import WeightReplicator, weight_replicator
 from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec, WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.generation.commands import Pull, ReadStats
@@ -247,8 +247,8 @@ async def _processes(
         await asyncio.gather(replica.close(), *(host.close() for host in hosts.values()))
 
 
-def _weight_host(spec: GeneratorSpec) -> WeightHost:
-    return weight_host(
+def _weight_host(spec: GeneratorSpec) -> WeightReplicator:
+    return weight_replicator(
         ProcessGroup(name="weights0", ranks=1, threads=1),
         WeightHostSpec(
             name="host 0",

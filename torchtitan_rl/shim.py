@@ -1,7 +1,7 @@
 """A process between a caller and its command, which kills everything the command started.
 
-Run as a script (``python -I -S shim.py LINK PROGRAM ARG...``), never imported; it imports little,
-so that it starts in milliseconds. It kills everything
+Run as a script (``python -I -S shim.py LINK PROGRAM ARG...``); it imports little, so that it starts
+in milliseconds. It kills everything
 
 - when the command has ended, and left processes;
 - when the calling process has died;

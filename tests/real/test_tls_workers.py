@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.real.runs import ROOT, TINY
-from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.commands import cli
-from torchtitan_rl.launch import key_folder
 from torchtitan_rl.launch.addresses import Address
+from torchtitan_rl.launch.interfaces import free_port
+from torchtitan_rl.launch.keys import create
 from torchtitan_rl.launch.probe import probe_errors
 
 CLI = (sys.executable, "-m", "torchtitan_rl.commands.cli")
@@ -23,14 +23,14 @@ CLI = (sys.executable, "-m", "torchtitan_rl.commands.cli")
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ours") / "keys"
-    key_folder.create(folder, ["127.0.0.1", "127.0.0.2"], days=30)
+    create(folder, ["127.0.0.1", "127.0.0.2"], days=30)
     return folder
 
 
 @pytest.fixture(scope="module")
 def other_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("theirs") / "keys"
-    key_folder.create(folder, ["127.0.0.1", "127.0.0.3"], days=30)
+    create(folder, ["127.0.0.1", "127.0.0.3"], days=30)
     return folder
 
 

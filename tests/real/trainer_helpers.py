@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tests.support.episodes import random_set
-from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.launch.interfaces import free_port
 from torchtitan_rl.token_sets import kept_bits, kept_runs
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig

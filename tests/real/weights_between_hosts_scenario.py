@@ -34,14 +34,14 @@ from tests.real.models import tiny_model
 from tests.real.trainer_helpers import CONFIG, MAX_STEPS, random_batch
 from tests.support.worker_hosts import worker_hosts
 from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, local_host, start_command
-from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.backends.monarch.rdma import RdmaOffers
 from torchtitan_rl.backends.monarch.runtime import ProcessMesh, spawn_processes, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.monarch.weight_host import WeightHost
+from torchtitan_rl.backends.monarch.weight_replicator import WeightReplicator
 from torchtitan_rl.backends.specs import TrainerSpec, WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.launch.interfaces import free_port
 from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.weights.config import Transport, WeightSyncConfig
 from torchtitan_rl.weights.distribution import WeightDistribution
@@ -68,7 +68,7 @@ class ReaderActor(Actor):
 class Stopping:
     """A `HostFetcher` whose process stops, as if its host were cut off, once it is read from."""
 
-    def __init__(self, host: WeightHost, mesh: ProcessMesh) -> None:
+    def __init__(self, host: WeightReplicator, mesh: ProcessMesh) -> None:
         self._host = host
         self._mesh = mesh
         self.fetch = host.fetch
@@ -119,8 +119,8 @@ async def main(root: Path) -> None:
     with worker_hosts(2) as addresses:
         hosts = Hosts([local_host(0), *await attached(addresses)])
         meshes: dict[int, ProcessMesh] = {}
-        fetchers = {index: weight_host(hosts, index, root, meshes) for index in HOSTS}
-        again = weight_host(hosts, 1, root, meshes)
+        fetchers = {index: weight_replicator(hosts, index, root, meshes) for index in HOSTS}
+        again = weight_replicator(hosts, 1, root, meshes)
         readers = {
             index: [spawn_reader(hosts[index].mesh, f"reader{index}{n}") for n in range(READERS)]
             for index in HOSTS
@@ -218,7 +218,7 @@ async def lose_a_fetcher(weights: WeightDistribution, process: Ending) -> int:
 
 
 async def cut_off_a_source(
-    weights: WeightDistribution, source: Stopping, again: WeightHost
+    weights: WeightDistribution, source: Stopping, again: WeightReplicator
 ) -> list[int]:
     """Host 1 is stopped while host 2 reads from it, and given up. Returns what both have then."""
     weights.replace(1, source)
@@ -240,7 +240,9 @@ async def publish(version: int, *, damages: bool = False) -> RemoteMemoryHandle:
     return await publisher.publish.call_one(version)
 
 
-def weight_host(hosts: Hosts, index: int, root: Path, meshes: dict[int, ProcessMesh]) -> WeightHost:
+def weight_replicator(
+    hosts: Hosts, index: int, root: Path, meshes: dict[int, ProcessMesh]
+) -> WeightReplicator:
     async def spawn() -> ProcessMesh:
         group = ProcessGroup(name=f"weights{index}", ranks=1, threads=1, host=index)
         meshes[index] = await spawn_processes(group, log_dir=root, hosts=hosts)
@@ -253,7 +255,7 @@ def weight_host(hosts: Hosts, index: int, root: Path, meshes: dict[int, ProcessM
         weight_sync=WeightSyncConfig(timeout_s=_TIMEOUT_S),
         trace_dir=None,
     )
-    return WeightHost(spec, spawn)
+    return WeightReplicator(spec, spawn)
 
 
 async def attached(addresses: Sequence[str]) -> list[Host]:

@@ -26,7 +26,7 @@ def main() -> int:
         case ["launch", *words]:
             from torchtitan_rl.commands.console import exit_code_of
             from torchtitan_rl.commands.launcher import launch
-            from torchtitan_rl.launch.node import Node, without_torchrun
+            from torchtitan_rl.launch.meeting import Node, without_torchrun
 
             node = Node.of(os.environ)
             rest = without_torchrun(os.environ)

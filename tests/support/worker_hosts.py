@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.launch.interfaces import free_port
 
 _WORKER = "torchtitan_rl.backends.monarch.worker_loop"
 

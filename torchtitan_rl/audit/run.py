@@ -27,8 +27,8 @@ from torchtitan_rl.audit.rules import (
 )
 from torchtitan_rl.config.checks.paths import IDENTITY_FILE, SETTINGS_FILE
 from torchtitan_rl.config.manifest import FIXES, MANIFEST, compare_with_manifest
-from torchtitan_rl.config.run_lock import lock_errors
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.lease import lock_errors
 from torchtitan_rl.observability.sinks import read_rows
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.config.checks.paths import existing_parent
 from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.launch import LaunchConfig
@@ -18,12 +17,9 @@ from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.addresses import LOCAL, Address
-from torchtitan_rl.launch.listening import why_not_listen
-from torchtitan_rl.launch.lives import accepts, find_lives
+from torchtitan_rl.launch.interfaces import accepts, free_port, why_not_listen
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
-from torchtitan_rl.launch.probe import probe_errors
-from torchtitan_rl.launch.silence import CONTROLLER_LOST_S
-from torchtitan_rl.launch.tls import own_folder
+from torchtitan_rl.launch.workers import CONTROLLER_LOST_S, find_lives
 
 if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.hosts import Hosts
@@ -53,6 +49,9 @@ class Attachment:
                     f"launch.address is '{own}': this process cannot listen there ({why}); give "
                     "an address of this machine, and a free port"
                 )
+            from torchtitan_rl.launch.keys import own_folder  # loads cryptography
+            from torchtitan_rl.launch.probe import probe_errors
+
             set_monarch_environment(launch.keys, own, field="launch.keys")
             lives = find_lives(far)
             workers = [Address.parse(text) for text in lives.values()]

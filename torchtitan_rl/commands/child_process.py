@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 
-from torchtitan_rl.sandbox.kernel import PR_SET_PDEATHSIG, prctl
+from torchtitan_rl.processes import end_with_parent
 
 
 class ChildProcess:
@@ -45,7 +45,7 @@ class ChildProcess:
             stdout=PIPE if ready_at else None,
             env={**os.environ, **environment},
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
         )
         child = cls(process, ready_at)
         try:
@@ -94,7 +94,3 @@ class ChildProcess:
             await self._process.wait()
         if self._printing is not None:
             self._printing.cancel()
-
-
-def _end_with_parent() -> None:
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -30,9 +30,9 @@ from torchtitan_rl.config.evaluate import (
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.manifest import remove_manifest, write_manifest
 from torchtitan_rl.config.options import parse_options, split_options
-from torchtitan_rl.config.run_lock import hold_run, unwritable
 from torchtitan_rl.errors import CheckpointError, OutputError, TorchtitanRLError
 from torchtitan_rl.files import replace_file
+from torchtitan_rl.launch.lease import hold_run, unwritable
 from torchtitan_rl.observability.console import Console, EvaluationState
 from torchtitan_rl.observability.evaluation_results import (
     PICTURE_MISSING,

@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError("--hosts: give the machines of a run, or --add for more of one")
     if not 2 <= options.days <= _MAX_DAYS:
         raise ConfigError(f"--days is {options.days}: give 2 to {_MAX_DAYS}")
-    from torchtitan_rl.launch.key_folder import AUTHORITY_KEY, add, create, valid_until
+    from torchtitan_rl.launch.keys import AUTHORITY_KEY, add, create, valid_until
 
     make = add if options.add else create
     folders = make(options.output, options.add or options.hosts, days=options.days)

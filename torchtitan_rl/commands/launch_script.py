@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import tyro
 
@@ -40,7 +40,12 @@ from torchtitan_rl.launch.scripts import (
 )
 
 _T = TypeVar("_T")
-_KINDS = ("slurm", "kubernetes", "ssh", "docker-compose")
+_KINDS: dict[str, tuple[type[Any], Callable[[Job, Any], str]]] = {
+    "slurm": (SlurmOptions, slurm_script),
+    "kubernetes": (KubernetesOptions, kubernetes_manifest),
+    "ssh": (SshOptions, ssh_script),
+    "docker-compose": (ComposeOptions, compose_file),
+}
 _USAGE = f"""\
 usage: torchtitan-rl launch-script KIND CONFIG --hosts 4x8 --keys DIR [options]
                                    [-- options of the run]
@@ -121,19 +126,10 @@ def main(words: Sequence[str]) -> int:
 def _script(
     kind: str, config: Path, words: list[str], run_options: list[str], *, command: str
 ) -> str:
-    def render(options: type[_Options[_T]], renderer: Callable[[Job, _T], str]) -> str:
-        found = parse_options(options, words, prog=f"torchtitan-rl launch-script {kind} CONFIG")
-        return renderer(_job(config, found.common, run_options, command), found.own)
-
-    match kind:
-        case "slurm":
-            return render(_Options[SlurmOptions], slurm_script)
-        case "kubernetes":
-            return render(_Options[KubernetesOptions], kubernetes_manifest)
-        case "ssh":
-            return render(_Options[SshOptions], ssh_script)
-        case _:
-            return render(_Options[ComposeOptions], compose_file)
+    own, render = _KINDS[kind]
+    options: type[_Options[Any]] = _Options[own]  # type: ignore[valid-type]
+    found = parse_options(options, words, prog=f"torchtitan-rl launch-script {kind} CONFIG")
+    return render(_job(config, found.common, run_options, command), found.own)
 
 
 def _job(config: Path, common: LaunchScriptOptions, run_options: list[str], command: str) -> Job:

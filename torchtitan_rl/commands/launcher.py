@@ -1,6 +1,6 @@
 """One of the launchers of a run on several nodes, which torchrun starts.
 
-The launchers meet in the store of torchrun (`launch/interfaces.py`). Each starts a worker; rank 0
+The launchers meet in the store of torchrun (`launch/meeting.py`). Each starts a worker; rank 0
 also the controller, which attaches to all workers in the order of their ranks. Every
 launcher exits with the controller's exit code.
 
@@ -38,17 +38,15 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from torchtitan_rl.aio import cancel_all, retrieve, wait_within
-from torchtitan_rl.backends.monarch.ports import free_port
 from torchtitan_rl.commands.child_process import ChildProcess
 from torchtitan_rl.commands.console import DryRun, StopSignals
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import Address, ip_of
-from torchtitan_rl.launch.interfaces import Joining, Round, listening_host
-from torchtitan_rl.launch.lives import MEMORY_VARIABLE
-from torchtitan_rl.launch.node import RESUME_COMMAND, Node, resume_options
-from torchtitan_rl.launch.silence import BEAT_S, CONTROLLER_LOST_S, Silence
+from torchtitan_rl.launch.interfaces import free_port, listening_host
+from torchtitan_rl.launch.meeting import RESUME_COMMAND, Joining, Node, Round, resume_options
+from torchtitan_rl.launch.workers import BEAT_S, CONTROLLER_LOST_S, MEMORY_VARIABLE, Heartbeat
 
 _LEAVE_S = 10.0  # for the other launchers to read how the run ended
 PROGRAM = (sys.executable, "-P", "-m", "torchtitan_rl.commands.cli")
@@ -157,11 +155,11 @@ class _Launcher:
                 kind = "refused" if isinstance(error, ConfigError) else "failed"
                 await self._say(f"{kind}/{self._node.rank}", error)
             self._signals.stop_cleanly = stop_asked.set
-            silence = Silence(time.monotonic())
+            heartbeat = Heartbeat(time.monotonic())
             while (end := await self._hear("end")) is None:
                 if stop_asked.is_set():
                     await self._say("stop", self._signals.received[0])
-                if silence.look(time.monotonic(), await self._hear("beat")) > CONTROLLER_LOST_S:
+                if heartbeat.look(time.monotonic(), await self._hear("beat")) > CONTROLLER_LOST_S:
                     raise LauncherError(f"node {self._node.rank}: the launcher of rank 0 is gone")
                 await asyncio.sleep(POLL_S)
             await self._say(f"left/{self._node.rank}", "")

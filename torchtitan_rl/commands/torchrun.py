@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from torchtitan_rl.commands.cli import main as cli
 from torchtitan_rl.commands.console import exit_code_of
 from torchtitan_rl.config.loader import split_config
-from torchtitan_rl.launch.node import Node, resume_options, without_torchrun
+from torchtitan_rl.launch.meeting import Node, resume_options, without_torchrun
 
 _USAGE = """\
 usage: torchrun --nnodes=N --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500

@@ -17,10 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.agents.task import environment_factory
-from torchtitan_rl.backends.monarch.processes import collect_less, stay_on_cores
 from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
-from torchtitan_rl.commands.losses import Losses
+from torchtitan_rl.commands.failure_handling import FailureHandling
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.config.checks.launch import start_errors, unused_options
 from torchtitan_rl.config.hf_model import read_architecture
@@ -30,7 +29,7 @@ from torchtitan_rl.config.plan import replica_name
 from torchtitan_rl.config.prepare import PreparedRun, claim_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, OutputError, RunTakenOverError
-from torchtitan_rl.launch.node import RESUME_COMMAND
+from torchtitan_rl.launch.meeting import RESUME_COMMAND
 from torchtitan_rl.observability.console import STEP_WORDS, format_seconds, usual_step_s
 from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
@@ -41,6 +40,7 @@ from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.run_state import Claim, Parts, Trainer
 from torchtitan_rl.orchestration.saved_run import choose_checkpoint
+from torchtitan_rl.processes import collect_less, stay_on_cores
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
@@ -188,7 +188,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         recorder.say(line)
     tokenizer = await asyncio.to_thread(_load_tokenizer, prepared)
     recorder.decode_by(tokenizer.decode)
-    losses = Losses(prepared, run.hosts, recorder)
+    losses = FailureHandling(prepared, run.hosts, recorder)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(losses.watching())
         with recorder.phase("start"):

@@ -18,14 +18,14 @@ from pathlib import Path
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import Address, address_errors
-from torchtitan_rl.launch.listening import why_not_listen
-from torchtitan_rl.launch.lives import (
+from torchtitan_rl.launch.interfaces import why_not_listen
+from torchtitan_rl.launch.monarch_environment import set_monarch_environment
+from torchtitan_rl.launch.workers import (
     MEMORY_VARIABLE,
     NUM_LIFE_PORTS,
-    WorkerLives,
+    WorkerSupervisor,
     stopped_by_signals,
 )
-from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 
 _LIFE = "torchtitan_rl.backends.monarch.worker_loop"
 
@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> int:
     if why := why_not_listen(own):
         raise ConfigError(f"--address is '{own}': {why}")
     set_monarch_environment(options.keys, own, field="--keys")
-    lives = WorkerLives(
+    lives = WorkerSupervisor(
         life_command,
         options.address,
         memory=_memory(own),

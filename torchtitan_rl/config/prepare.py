@@ -46,10 +46,9 @@ from torchtitan_rl.config.manifest import MANIFEST, remove_manifest
 from torchtitan_rl.config.plan import ProcessPlan, plan_processes
 from torchtitan_rl.config.policies import find_policy, is_elsewhere
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.config.run_lock import hold_run, lock_errors, unwritable
 from torchtitan_rl.errors import CheckpointError, ConfigError
 from torchtitan_rl.files import replace_file
-from torchtitan_rl.launch.lease import Lease
+from torchtitan_rl.launch.lease import Lease, hold_run, lock_errors, unwritable
 from torchtitan_rl.orchestration.saved_run import read_position
 from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.training.checkpoint_files import MARKER

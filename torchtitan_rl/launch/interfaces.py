@@ -1,33 +1,18 @@
-"""The address that a node listens on: of the interface that is named, else of the one that leads to
-the other nodes.
-
-The launchers of a run meet in torchrun's store, on which they agree anew after every restart.
-
-The store outlives a restart, so it still has what the launchers of before wrote, and torchrun's
-restart counts differ between nodes. Therefore each launcher draws a nonce, and rank 0 a token for
-the round:
-
-| who | writes | until |
-|---|---|---|
-| every other rank | ``node/R = nonce`` | rank 0's ``round`` has its nonce |
-| rank 0 | ``round = token, {R: nonce}`` of the nonces it sees | all have answered with its token |
-| every other rank | ``joined/R = token`` | |
-
-From then on all keys begin with the token, which no launcher of another round knows:
-``host/R``, ``address/R``, ``refused/R``, ``failed/R``, ``beat``, ``stop``, ``end``, ``left/R``.
-"""
+"""Which of its addresses a machine uses, which ports are free there, and what listens elsewhere."""
 
 from __future__ import annotations
 
-import json
-import secrets
+import ipaddress
+import random
 import socket
-from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
 
 import psutil
 
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.addresses import Address
+
+_CONNECT_S = 2.0
 
 
 def listening_host(interface: str, towards: str) -> str:
@@ -41,7 +26,13 @@ def listening_host(interface: str, towards: str) -> str:
         ConfigError: there is no such interface, or no way to ``towards``.
     """
     if not interface:
-        return _source_address(towards)
+        try:
+            return _address_towards(towards)
+        except OSError as error:
+            raise ConfigError(
+                f"no way to {towards} ({error.strerror}): give an address of this node by "
+                "--launch.interface"
+            ) from error
     found = psutil.net_if_addrs()
     if interface in found:
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -63,114 +54,85 @@ def listening_host(interface: str, towards: str) -> str:
     return interface
 
 
-def _source_address(towards: str) -> str:
-    """Where packets to ``towards`` leave this node; none is sent."""
+def interface_towards(host: str) -> str:
+    """The name of the interface through which ``host``, an IP address or a name, is reached; empty
+    if it is not known."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+        own = ipaddress.ip_address(_address_towards(host))
+    except (OSError, ValueError):
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                held = ipaddress.ip_address(one.address)
+                if held == own or (own.is_loopback and held.is_loopback):
+                    return name
+    return ""
+
+
+def _address_towards(host: str) -> str:
+    """Where packets to ``host`` leave this machine; none is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as route:
+        route.connect(address)
+        return str(route.getsockname()[0])
+
+
+def why_no_connection(address: Address, timeout_s: float = _CONNECT_S) -> Exception | None:
+    """Why no connection can be made there now; None if something listens. Blocks."""
+    try:
+        socket.create_connection((address.host, address.port), timeout=timeout_s).close()
+    except (OSError, UnicodeError) as error:  # of a name that cannot be one
+        return error
+    return None
+
+
+def accepts(address: str) -> bool:
+    """Whether something listens there. Blocks."""
+    return why_no_connection(Address.parse(address)) is None
+
+
+def why_not_listen(address: Address) -> str:
+    """What the system says against listening there; empty if nothing does."""
+    try:
+        family, kind, *_, place = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
     except OSError as error:
-        raise ConfigError(
-            f"no way to {towards} ({error.strerror}): give an address of this node by "
-            "--launch.interface"
-        ) from error
+        return error.strerror or str(error)
+    return ""
 
 
-_PREFIX = "torchtitan_rl"
+_LOWEST = 15_000
+_DEFAULT_EPHEMERAL = 32_768
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-class Store(Protocol):
-    """What is used of torch's ``TCPStore``."""
+def free_port(host: str = "127.0.0.1") -> int:
+    """A free port below those that the system gives to connections and to servers that ask for any:
+    until its own process binds it, only one that asks for this very number could take it.
 
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-
-@dataclass(slots=True)
-class Joining:
-    """One launcher that wants to meet the others; call `look` until it returns the round."""
-
-    store: Store
-    rank: int
-    num_nodes: int
-    _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    _proposed: dict[str, str] | None = None
-
-    def look(self) -> Round | None:
-        return self._lead() if self.rank == 0 else self._follow()
-
-    def missing(self) -> list[int]:
-        """The ranks that it still waits for."""
-        if self.rank:
-            return [0]
-        return [
-            rank for rank in self._others() if _read(self.store, f"joined/{rank}") != self._nonce
-        ]
-
-    def _lead(self) -> Round | None:
-        seen = {str(rank): _read(self.store, f"node/{rank}") for rank in self._others()}
-        nonces = {rank: nonce for rank, nonce in seen.items() if nonce}
-        if nonces != self._proposed:
-            self._proposed = nonces
-            _write(self.store, "round", json.dumps({"token": self._nonce, "nodes": nonces}))
-        return None if self.missing() else Round(self.store, self._nonce, self.num_nodes)
-
-    def _follow(self) -> Round | None:
-        _write(self.store, f"node/{self.rank}", self._nonce)
-        text = _read(self.store, "round")
-        if text is None:
-            return None
-        proposed = json.loads(text)
-        if proposed["nodes"].get(str(self.rank)) != self._nonce:
-            return None
-        token = str(proposed["token"])
-        _write(self.store, f"joined/{self.rank}", token)
-        return Round(self.store, token, self.num_nodes)
-
-    def _others(self) -> range:
-        return range(1, self.num_nodes)
+    Raises:
+        OSError: there is none.
+    """
+    candidates = list(range(_LOWEST, first_ephemeral_port()))
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no port from {_LOWEST} to {candidates[-1]} is free on {host}")
 
 
-@dataclass(slots=True)
-class Round:
-    """What the launchers tell each other, from the moment that they have met to the run's end."""
-
-    store: Store
-    token: str
-    num_nodes: int
-    _beats: int = 0
-
-    def say(self, name: str, value: object) -> None:
-        _write(self.store, f"{self.token}/{name}", str(value))
-
-    def hear(self, name: str) -> str | None:
-        return _read(self.store, f"{self.token}/{name}")
-
-    def hear_of_nodes(self, name: str) -> list[str | None]:
-        """By rank; None where a node has not said it."""
-        return [self.hear(f"{name}/{rank}") for rank in range(self.num_nodes)]
-
-    def beat(self) -> None:
-        """Rank 0 says that it is alive."""
-        self._beats += 1
-        self.say("beat", self._beats)
-
-    def is_repeated(self) -> bool:
-        """For rank 0, once a round: whether an earlier round came as far. torchrun does not count
-        the restarts that follow when a node comes back."""
-        before = _read(self.store, "started")
-        _write(self.store, "started", self.token)
-        return before is not None
-
-
-def _write(store: Store, key: str, value: str) -> None:
-    store.set(f"{_PREFIX}/{key}", value)
-
-
-def _read(store: Store, key: str) -> str | None:
-    key = f"{_PREFIX}/{key}"
-    return store.get(key).decode() if store.check([key]) else None
+def first_ephemeral_port() -> int:
+    """The lowest port that the system gives out by itself, and at least one above our own range."""
+    try:
+        first = int(_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = _DEFAULT_EPHEMERAL
+    return max(first, _LOWEST + 1)

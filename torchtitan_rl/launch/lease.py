@@ -1,17 +1,15 @@
-"""The lease on a run's folder: `lease.py` on files, for storage that several hosts share.
+"""One run at a time in a run's folder: `hold_run` holds the folder's lock and its lease.
 
-The entries are files ``run.lease/000001.json``, made exclusively, so that of two hosts one gets the
-number. Each is changed by its owner alone, in place: a full disk does not stop the beats. Before a
-look, a file is made in the folder and removed again: NFS clients answer from a cache for up to a
-minute, except after a change of their own.
+The *lock* is the kernel's (`flock` on ``run.lock``): it is free the moment its process ends,
+however it ends. What the file says about its holder is for messages only. On storage that several
+hosts share, locks may not reach the other hosts. There the *lease* decides, and only waits where
+the last owner was on another host and did not release it.
 
-Who may write into a run's folder, where hosts share it: the rules, without clocks and files.
-
-Each owner adds an *entry* with the next number; the one with the highest number owns the folder.
-Only one contender can add a number. An owner changes its entry every ``beat_s`` and looks for
-higher numbers; it acts until ``valid_s`` after it began its last look. A contender adds the next
-number once it has seen the newest entry unchanged for ``silence_s``, then waits for ``settle_s``
-before it acts.
+Each owner of the lease adds an *entry* with the next number, a file ``run.lease/000001.json`` that
+is made exclusively; the entry with the highest number owns the folder. An owner changes its entry
+every ``beat_s`` and looks for higher numbers; it acts until ``valid_s`` after it began its last
+look. A contender adds the next number once it has seen the newest entry unchanged for
+``silence_s``, then waits for ``settle_s`` before it acts.
 
 Invariant: once an owner acts, none with a lower number does. The last look of an earlier owner
 began before the entry was added, so its time is up when the contender has waited. Each host
@@ -22,6 +20,8 @@ measures durations by its own clock, and no two clocks are compared; ``settle_s`
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -30,12 +30,135 @@ import socket
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torchtitan_rl.errors import OutputError, RunTakenOverError
+from torchtitan_rl.errors import ConfigError, OutputError, RunTakenOverError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+LEASE_FOLDER = "run.lease"
+_LOCK_ATTEMPTS = 5  # `lock_errors` of another process holds the lock for a moment
+_LOCK_PAUSE_S = 0.05
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by some network file systems
+_NAME = re.compile(r"(\d{6,})\.json")
+_POLL_S = 0.5
+_JOIN_S = 5.0  # the storage may be out of reach
+_ENTRY_BYTES = 512  # always, so that a change needs no room
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@contextmanager
+def hold_run(run_dir: Path) -> Iterator[Lease]:
+    """Make the folder and hold its lock and its lease. Processes that are started in between do not
+    hold them.
+
+    Raises:
+        ConfigError: another process holds them, or the folder cannot be written to.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise unwritable(run_dir, error) from error
+    held = os.fstat(file)
+    os.register_at_fork(after_in_child=lambda: _close_copy(file, held))
+    lease = Lease(run_dir)
+    try:
+        try:
+            lease.acquire(has_kernel_lock=_lock(file, attempts=_LOCK_ATTEMPTS))
+            about = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+            os.ftruncate(file, 0)
+            os.pwrite(file, about, 0)
+        except RunInUseError as error:
+            raise ConfigError(_in_use(run_dir, str(error))) from error
+        except BlockingIOError as error:
+            raise ConfigError(_in_use(run_dir, _holder(run_dir))) from error
+        except OSError as error:
+            raise unwritable(run_dir, error) from error
+        yield lease
+    finally:
+        lease.release()
+        os.close(file)
+
+
+def lock_errors(run_dir: Path) -> list[str]:
+    """A message if another process runs in the folder now. Changes nothing; where an owner may be
+    alive on another host, it takes some seconds."""
+    try:
+        file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        Lease(run_dir).require_silence(has_kernel_lock=_lock(file))
+    except RunInUseError as error:
+        return [_in_use(run_dir, str(error))]
+    except BlockingIOError:
+        return [_in_use(run_dir, _holder(run_dir))]
+    except OSError as error:
+        return unwritable(run_dir, error).errors
+    finally:
+        os.close(file)
+    return []
+
+
+def unwritable(run_dir: Path, error: OSError) -> ConfigError:
+    """A run cannot begin in its folder."""
+    return ConfigError(
+        f"output_dir is {run_dir.parent}: {run_dir} cannot be written to ({error.strerror}); make "
+        "room, or give another"
+    )
+
+
+def _lock(file: int, *, attempts: int = 1) -> bool:
+    """Take the lock; False if the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if attempt == attempts:
+                raise
+            time.sleep(_LOCK_PAUSE_S)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            break
+    return False
+
+
+def _holder(run_dir: Path) -> str:
+    try:
+        about = json.loads((run_dir / LOCK_FILE).read_text())
+        return f"process {about['pid']} on {about['host']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it is being written
+        return "another process"
+
+
+def _in_use(run_dir: Path, holder: str) -> str:
+    return (
+        f"name is {run_dir.name}: {holder} runs in {run_dir}; wait for it, end it, or give another "
+        "name"
+    )
+
+
+def _close_copy(file: int, held: os.stat_result) -> None:
+    """In a forked child, which would keep the lock beyond its parent's end."""
+    with suppress(OSError):
+        now = os.fstat(file)
+        if (now.st_dev, now.st_ino) == (held.st_dev, held.st_ino):
+            os.close(file)
+
+
+class RunInUseError(Exception):
+    """Another process owns the folder; the message names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,36 +183,28 @@ class Entry:
     process: str = "another process"
     is_released: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """Try to add entry ``number``. Whoever succeeds waits for ``settle_s``, looks once more, and
-    owns the folder."""
-
-    number: int
-    settle_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Look again soon. ``process`` may own the folder."""
-
-    process: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """``process`` owns the folder."""
-
-    process: str
+    @classmethod
+    def parse(cls, number: int, content: bytes) -> Entry:
+        try:
+            about = json.loads(content)
+            return cls(
+                number=number,
+                content=content,
+                token=about["token"],
+                place=about["place"],
+                process=f"process {about['pid']} on {about['host']}",
+                is_released=about["released"],
+            )
+        except (ValueError, KeyError, TypeError):  # it is being written
+            return cls(number=number, content=content)
 
 
 class Contender:
-    """Decides what to do for what it sees.
+    """Decides when a process may add the next entry. No clocks and no files.
 
     Args:
         dead_place: entries of this place are of dead owners, because the lock of the kernel there,
-            which ends with its process, is ours. Empty where there is no such lock.
+            which ends with its process, is ours. Empty if there is no such lock.
     """
 
     def __init__(self, times: LeaseTimes, *, dead_place: str = "") -> None:
@@ -98,22 +213,26 @@ class Contender:
         self._seen: Entry | None = None
         self._since_s = 0.0
 
-    def see(self, newest: Entry | None, now_s: float) -> Take | Wait | Refused:
-        if newest is None:
-            return Take(1, 0.0)
-        if newest.is_released or (self._dead_place and newest.place == self._dead_place):
-            return Take(newest.number + 1, 0.0)
+    def see(self, newest: Entry | None, now_s: float) -> float | None:
+        """How long to wait after adding the next entry, in seconds; None: do not add it yet, but
+        look again soon.
+
+        Raises:
+            RunInUseError: ``newest`` has changed, so its owner is alive.
+        """
+        if newest is None or newest.is_released:
+            return 0.0
+        if self._dead_place and newest.place == self._dead_place:
+            return 0.0
         if self._seen is None:
             self._seen, self._since_s = newest, now_s
         if newest != self._seen:
-            return Refused(newest.process)
-        if now_s - self._since_s >= self._times.silence_s:
-            return Take(newest.number + 1, self._times.settle_s)
-        return Wait(newest.process)
+            raise RunInUseError(newest.process)
+        return self._times.settle_s if now_s - self._since_s >= self._times.silence_s else None
 
 
 class Ownership:
-    """What the owner of entry ``number`` may do. ``is_lost`` is final."""
+    """What the owner of an entry may do. ``is_lost`` is final. No clocks and no files."""
 
     def __init__(self, number: int, token: str, times: LeaseTimes) -> None:
         self.number = number
@@ -125,102 +244,97 @@ class Ownership:
 
     def looked(self, newest: Entry | None, *, began_s: float) -> None:
         """``newest`` was read after ``began_s``."""
-        if newest is None or (newest.number, newest.token) != (self.number, self._token):
-            self.is_lost = True
-            was_removed = newest is None or newest.number < self.number
-            self.successor = "" if was_removed or newest is None else newest.process
-        else:
+        if newest is not None and (newest.number, newest.token) == (self.number, self._token):
             self._valid_until_s = began_s + self._valid_s
+            return
+        self.is_lost = True
+        if newest is not None and newest.number >= self.number:
+            self.successor = newest.process
 
     def may_act(self, now_s: float) -> bool:
         """If not, and it is not lost: look first."""
         return not self.is_lost and now_s < self._valid_until_s
 
 
-logger = logging.getLogger(__name__)
-
-LEASE_FOLDER = "run.lease"
-_NAME = re.compile(r"(\d{6,})\.json")
-_POLL_S = 0.5
-_LOST_POLL_S = 0.5
-_JOIN_S = 5.0  # the storage may be out of reach
-_TIMES = LeaseTimes()
-_ENTRY_BYTES = 512  # always, so that a change needs no room
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class RunInUseError(Exception):
-    """Another process owns the folder; the message says which."""
-
-
 class Lease:
-    """Owns a folder from `acquire` to `release`, with a thread that beats."""
+    """Owns a folder from `acquire` to `release`, with a thread that beats. An entry is changed in
+    place, by its owner alone: a full disk does not stop the beats."""
 
-    def __init__(self, run_dir: Path, times: LeaseTimes = _TIMES) -> None:
+    def __init__(self, run_dir: Path, times: LeaseTimes = LeaseTimes()) -> None:
         self._times = times
+        self._run_dir = run_dir
         self._folder = run_dir / LEASE_FOLDER
         self._token = uuid.uuid4().hex
         self._place = _place(run_dir)
         self._owned: Ownership | None = None
         self._beats = 0
-        self._lock = threading.Lock()
+        self._looking = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="run lease", daemon=True)
 
     def acquire(self, *, has_kernel_lock: bool) -> None:
-        """Returns at once where no owner can be alive, else after half a minute of silence.
+        """Returns at once if no owner can be alive, else after half a minute of silence.
 
         Args:
             has_kernel_lock: we hold a lock that an owner in the same place would hold.
 
         Raises:
-            RunInUseError: another process owns it.
+            RunInUseError: another process owns the folder.
             OSError: the folder cannot be read or written to.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        dead_place = self._place if has_kernel_lock else ""
-        contender = Contender(self._times, dead_place=dead_place)
-        is_told = False
+        contender, has_warned = self._contender(has_kernel_lock), False
         while True:
             _refresh(self._folder)
-            match contender.see(read_newest(self._folder), now_s()):
-                case Refused(process):
-                    raise RunInUseError(process)
-                case Wait(process):
-                    if not is_told:
-                        self._say_waiting(process)
-                        is_told = True
-                    time.sleep(_POLL_S)
-                case Take(number, settle_s):
-                    if self._add(number):
-                        return self._settle(settle_s)
-
-    def _settle(self, settle_s: float) -> None:
+            newest = read_newest(self._folder)
+            settle_s = contender.see(newest, now_s())
+            if settle_s is None:
+                if not has_warned and newest is not None:
+                    logger.warning(
+                        "%s may still run in %s: waiting up to %.0f s to see whether it does",
+                        *(newest.process, self._run_dir),
+                        self._times.silence_s + self._times.settle_s,
+                    )
+                has_warned = True
+                time.sleep(_POLL_S)
+            elif self._add(1 if newest is None else newest.number + 1):
+                break
         self._thread.start()
         time.sleep(settle_s)
         try:
             self.check()
         except RunTakenOverError as error:
             raise RunInUseError(error.successor or "another process") from error
-        self._remove_older()
+        for number, path in _files(self._folder).items():
+            if number < self._own.number:
+                with suppress(OSError):
+                    path.unlink()
+
+    def require_silence(self, *, has_kernel_lock: bool) -> None:
+        """Look for some seconds whether an owner beats; changes nothing. See `acquire`.
+
+        Raises:
+            RunInUseError: another process owns the folder.
+        """
+        contender, end_s = self._contender(has_kernel_lock), now_s() + 2 * self._times.beat_s
+        with suppress(OSError):
+            while contender.see(read_newest(self._folder), now_s()) is None and now_s() < end_s:
+                time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Call it before a write that an owner alone may make. Costs nothing while the beats go on.
+        """Call it before a write that only an owner may make. Costs nothing while the beats go on.
 
         Raises:
             RunTakenOverError: another process owns the folder.
-            OutputError: that cannot be found out.
+            OutputError: the folder cannot be read, so the owner is unknown.
         """
-        assert self._owned is not None
-        if self._owned.may_act(now_s()):
+        if self._own.may_act(now_s()):
             return
-        with self._lock:
-            try:
-                self._look()
-            except OSError as error:
-                raise OutputError(f"{self._folder} cannot be read: {error}") from error
-        if self._owned.is_lost:
-            raise RunTakenOverError(self._folder.parent, self._owned.successor)
+        try:
+            self._look()
+        except OSError as error:
+            raise OutputError(f"{self._folder} cannot be read: {error}") from error
+        self._require_owned()
 
     async def wait_until_lost(self) -> None:
         """
@@ -228,12 +342,11 @@ class Lease:
             RunTakenOverError: another process has taken the folder over.
         """
         while True:
-            await asyncio.sleep(_LOST_POLL_S)
-            if self._owned is not None and self._owned.is_lost:
-                raise RunTakenOverError(self._folder.parent, self._owned.successor)
+            await asyncio.sleep(_POLL_S)
+            self._require_owned()
 
     def release(self) -> None:
-        """The next owner need not wait."""
+        """End the lease; the next owner need not wait."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
@@ -241,51 +354,52 @@ class Lease:
             with suppress(OSError):
                 self._write(is_released=True)
 
+    @property
+    def _own(self) -> Ownership:
+        assert self._owned is not None
+        return self._owned
+
+    def _require_owned(self) -> None:
+        if self._own.is_lost:
+            raise RunTakenOverError(self._run_dir, self._own.successor)
+
+    def _contender(self, has_kernel_lock: bool) -> Contender:
+        return Contender(self._times, dead_place=self._place if has_kernel_lock else "")
+
     def _beat_on(self) -> None:
-        while not self._ended.wait(self._times.beat_s):
-            with self._lock, suppress(OSError):  # `check` tells the caller, if it lasts
+        while not self._own.is_lost and not self._ended.wait(self._times.beat_s):
+            with suppress(OSError):  # `check` raises it, if it lasts
                 self._look()
-            assert self._owned is not None
-            if self._owned.is_lost:
-                return
 
     def _look(self) -> None:
-        assert self._owned is not None
-        began_s = now_s()
-        _refresh(self._folder)
-        self._owned.looked(read_newest(self._folder), began_s=began_s)
-        if not self._owned.is_lost:
-            self._beats += 1
-            with suppress(OSError):  # the look is what counts; a beat keeps contenders away
-                self._write()
-
-    def _say_waiting(self, process: str) -> None:
-        logger.warning(
-            "%s may still run in %s: waiting up to %.0f s to see whether it does",
-            process,
-            self._folder.parent,
-            self._times.silence_s + self._times.settle_s,
-        )
+        with self._looking:
+            began_s = now_s()
+            _refresh(self._folder)
+            self._own.looked(read_newest(self._folder), began_s=began_s)
+            if not self._own.is_lost:
+                self._beats += 1
+                with suppress(OSError):  # the look is what counts; a beat keeps contenders away
+                    self._write()
 
     def _add(self, number: int) -> bool:
         """Whether the number was free."""
+        path = self._path(number)
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            os.close(os.open(self._folder / _file_name(number), flags, 0o644))
+            os.close(os.open(path, flags, 0o644))
         except FileExistsError:
             return False
         self._owned = Ownership(number, self._token, self._times)
         try:
             self._write()
         except OSError:
-            (self._folder / _file_name(number)).unlink()
+            path.unlink()
             with suppress(OSError):  # other entries are there
                 self._folder.rmdir()
             raise
         return True
 
     def _write(self, *, is_released: bool = False) -> None:
-        assert self._owned is not None
         about = {
             "token": self._token,
             "place": self._place,
@@ -295,37 +409,13 @@ class Lease:
             "released": is_released,
         }
         content = json.dumps(about).encode().ljust(_ENTRY_BYTES - 1) + b"\n"
-        path = self._folder / _file_name(self._owned.number)
-        with open(path, "r+b", buffering=0) as file:  # closing it sends it to the server
+        # Closing the file sends it to the server.
+        with open(self._path(self._own.number), "r+b", buffering=0) as file:
             while content:  # a full disk takes a part first
                 content = content[file.write(content) :]
 
-    def _remove_older(self) -> None:
-        assert self._owned is not None
-        for number, path in _files(self._folder).items():
-            if number < self._owned.number:
-                with suppress(OSError):
-                    path.unlink()
-
-
-def beating_owner(run_dir: Path, *, has_kernel_lock: bool) -> str:
-    """The process elsewhere that owns the folder and beats; empty where none does. Changes nothing.
-    Where an owner may be alive, it takes some seconds. See `Lease.acquire`."""
-    folder = run_dir / LEASE_FOLDER
-    contender = Contender(_TIMES, dead_place=_place(run_dir) if has_kernel_lock else "")
-    end_s = now_s() + 2 * _TIMES.beat_s
-    while now_s() < end_s:
-        try:
-            newest = read_newest(folder)
-        except OSError:
-            return ""
-        match contender.see(newest, now_s()):
-            case Refused(process):
-                return process
-            case Take():
-                return ""
-        time.sleep(_POLL_S)
-    return ""
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06d}.json"
 
 
 def read_newest(folder: Path) -> Entry | None:
@@ -336,32 +426,14 @@ def read_newest(folder: Path) -> Entry | None:
     """
     while files := _files(folder):
         number = max(files)
-        try:
-            content = files[number].read_bytes()
-        except FileNotFoundError:  # a later owner removed it
-            continue
-        return _entry(number, content)
+        with suppress(FileNotFoundError):  # a later owner removed it
+            return Entry.parse(number, files[number].read_bytes())
     return None
 
 
 def now_s() -> float:
     """Goes on while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _entry(number: int, content: bytes) -> Entry:
-    try:
-        about: dict[str, Any] = json.loads(content)
-        return Entry(
-            number=number,
-            content=content,
-            token=about["token"],
-            place=about["place"],
-            process=f"process {about['pid']} on {about['host']}",
-            is_released=about["released"],
-        )
-    except (ValueError, KeyError, TypeError):  # it is being written
-        return Entry(number=number, content=content)
 
 
 def _files(folder: Path) -> dict[int, Path]:
@@ -372,11 +444,9 @@ def _files(folder: Path) -> dict[int, Path]:
     return {int(name[1]): path for name, path in named if name}
 
 
-def _file_name(number: int) -> str:
-    return f"{number:06d}.json"
-
-
 def _refresh(folder: Path) -> None:
+    """Make the next look a fresh one: NFS clients answer from a cache for up to a minute, except
+    after a change of their own."""
     path = folder / f".look-{uuid.uuid4().hex}"
     with suppress(OSError):  # a full disk is a local one, or makes looks slower
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
@@ -384,8 +454,8 @@ def _refresh(folder: Path) -> None:
 
 
 def _place(run_dir: Path) -> str:
-    """This boot of this machine, and the mounted file system. A file system of a container's own
-    (FUSE) has locks of its own too. Empty where it is not known."""
+    """This boot of this machine, and the mounted file system; empty if they are not known. A file
+    system of a container's own (FUSE) has locks of its own too."""
     try:
         parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
         return f"{_BOOT_ID.read_text().strip()} {parent.stat().st_dev}"

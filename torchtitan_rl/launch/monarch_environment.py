@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 from torchtitan_rl.launch.addresses import Address
-from torchtitan_rl.launch.tls import tls_environment
 
 _ALWAYS = {
     "MONARCH_FILE_LOG": "error",  # it has no limit
@@ -45,4 +44,6 @@ def set_monarch_environment(keys: Path | None, own: Address, *, field: str) -> N
     for name, value in _FAST_FAILURES.items():
         os.environ.setdefault(name, value)
     if own.scheme == "tls" and keys is not None:
+        from torchtitan_rl.launch.keys import tls_environment  # loads cryptography
+
         os.environ |= tls_environment(keys, host=own.host, field=field)

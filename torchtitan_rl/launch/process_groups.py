@@ -10,12 +10,12 @@ is known (`take_port`), so that no one else can be found there.
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.launch.interfaces import interface_towards
 from torchtitan_rl.launch.own_user import accept_own_user
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -50,27 +50,6 @@ def listen_privately() -> None:
     accept_own_user(_torch_library(), "accept", "accept4")
     if _listeners:
         _stores.append(_serve_store(host, _listeners.pop()))
-
-
-def interface_towards(host: str) -> str:
-    """The name of the interface through which ``host``, an IP address or a name, is reached; empty
-    where it is not known."""
-    import psutil
-
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as route:
-            route.connect(address)  # sends nothing
-            own = ipaddress.ip_address(route.getsockname()[0])
-    except (OSError, ValueError):
-        return ""
-    for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                held = ipaddress.ip_address(one.address)
-                if held == own or (own.is_loopback and held.is_loopback):
-                    return name
-    return ""
 
 
 def _torch_library() -> str:

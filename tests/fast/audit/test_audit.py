@@ -26,7 +26,7 @@ from torchtitan_rl.config.manifest import remove_manifest, write_manifest
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.prepare import write_identity
 from torchtitan_rl.config.run import MetricsConfig
-from torchtitan_rl.config.run_lock import hold_run
+from torchtitan_rl.launch.lease import hold_run
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal

@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan_rl.commands.cli import COMMANDS, main
 from torchtitan_rl.commands.torchrun import main as launch
-from torchtitan_rl.config.run_lock import hold_run
+from torchtitan_rl.launch.lease import hold_run
 
 ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "configs" / "alphabet_sort_tiny.py")

@@ -15,7 +15,7 @@ from tests.support.replicas import GatedReplica, settle
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.run import RunProcesses
-from torchtitan_rl.commands.losses import Losses
+from torchtitan_rl.commands.failure_handling import FailureHandling
 from torchtitan_rl.commands.train import _export, _Run
 from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
 from torchtitan_rl.config.prepare import PreparedRun
@@ -77,7 +77,7 @@ class Run:
         )
         self.router = GeneratorRouter([GatedReplica("replica0"), GatedReplica("replica1")])
         recorder = SimpleNamespace(say=self.said.append, trace_dir=None)
-        self.losses = Losses(self.prepared, None, cast(RunRecorder, recorder))
+        self.losses = FailureHandling(self.prepared, None, cast(RunRecorder, recorder))
 
     @asynccontextmanager
     async def going(self) -> AsyncIterator[None]:

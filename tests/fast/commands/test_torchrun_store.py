@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan_rl.commands.launcher import connect
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.node import Node
+from torchtitan_rl.launch.meeting import Node
 
 
 def free_port(host: str, family: socket.AddressFamily) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.launch.lives import life_addresses
-from torchtitan_rl.launch.silence import NEXT_LIFE_S, Attempts
+from torchtitan_rl.launch.workers import NEXT_LIFE_S, Attempts, life_addresses
 
 A, B, C = life_addresses("tcp://10.0.0.2:26600")[:3]
 

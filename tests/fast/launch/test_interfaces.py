@@ -1,11 +1,23 @@
-"""The address that a node listens on."""
+"""The addresses of this machine, free ports, and what listens elsewhere."""
 
 from __future__ import annotations
 
+import socket
+
+import psutil
 import pytest
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.interfaces import listening_host
+from torchtitan_rl.launch import interfaces
+from torchtitan_rl.launch.addresses import Address
+from torchtitan_rl.launch.interfaces import (
+    accepts,
+    first_ephemeral_port,
+    free_port,
+    interface_towards,
+    listening_host,
+    why_not_listen,
+)
 
 
 def test_it_is_where_the_way_to_the_others_begins() -> None:
@@ -25,3 +37,40 @@ def test_what_is_not_of_this_node_is_refused() -> None:
         listening_host("192.0.2.1", "127.0.0.1")
     with pytest.raises(ConfigError, match=r"no way to no\.such\.host\.invalid"):
         listening_host("", "no.such.host.invalid")
+
+
+def test_the_interface_to_this_machine_is_its_loopback_one() -> None:
+    name = interface_towards("127.0.0.1")
+    assert "127.0.0.1" in {address.address for address in psutil.net_if_addrs()[name]}
+    assert interface_towards("127.0.0.9") == interface_towards("localhost") == name
+    assert interface_towards("not a name") == ""
+
+
+def test_a_free_port_can_be_listened_at_and_a_taken_one_accepts_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address(scheme="tcp", host="127.0.0.1", port=server.getsockname()[1])
+        assert why_not_listen(address) == "Address already in use"
+        assert accepts(str(address))
+    assert why_not_listen(address) == ""
+    assert not accepts(str(address))
+
+
+def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
+    far = Address(scheme="tls", host="192.0.2.1", port=26600)
+    assert why_not_listen(far) == "Cannot assign requested address"
+    assert why_not_listen(Address(scheme="tls", host="no.such.invalid", port=1))
+
+
+def test_the_system_gives_a_free_port_to_no_one_else() -> None:
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 1
+    assert max(ports) < first_ephemeral_port()
+
+
+def test_what_another_process_holds_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        port = free_port()
+        taken.bind(("127.0.0.1", port))
+        monkeypatch.setattr(interfaces, "_LOWEST", port)
+        monkeypatch.setattr(interfaces, "first_ephemeral_port", lambda: port + 2)
+        assert free_port() == port + 1

@@ -10,8 +10,7 @@ import pytest
 
 from torchtitan_rl.commands.cli import main
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch import key_folder
-from torchtitan_rl.launch.tls import tls_environment
+from torchtitan_rl.launch.keys import add, create, tls_environment
 
 HOSTS = ("10.0.0.1", "node3,10.0.0.3", "fd00::2")
 
@@ -87,11 +86,11 @@ def test_quiet_keys_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_keys_are_not_overwritten_and_later_hosts_get_theirs(keys: Path) -> None:
     with pytest.raises(ConfigError, match="exists; give another, or --add"):
-        key_folder.create(keys, ["10.0.0.9"], days=30)
+        create(keys, ["10.0.0.9"], days=30)
     assert main(["keys", "--add", "10.0.0.4", "--output", str(keys)]) == 0
     assert tls_environment(keys, host="10.0.0.4")
     with pytest.raises(ConfigError, match=r"10.0.0.4 exists"):
-        key_folder.add(keys, ["10.0.0.4"], days=30)
+        add(keys, ["10.0.0.4"], days=30)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_certificates_out_of_their_time_are_refused(keys: Path, days: float, mes
 
 
 def test_files_that_do_not_belong_together_are_refused(keys: Path, tmp_path: Path) -> None:
-    key_folder.create(tmp_path / "other", ["10.0.0.1"], days=30)
+    create(tmp_path / "other", ["10.0.0.1"], days=30)
     folder = tmp_path / "mixed"
     folder.mkdir()
     for name, source in {"cert": keys, "key": tmp_path / "other", "ca": tmp_path / "other"}.items():

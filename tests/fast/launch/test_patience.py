@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.launch.patience import Patience, unused_limit_s
+from torchtitan_rl.launch.workers import Patience, unused_limit_s
 
 
 def given_up(

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.launch import key_folder
 from torchtitan_rl.launch.addresses import Address
-from torchtitan_rl.launch.certificates import make_authority, make_host
-from torchtitan_rl.launch.probe import Cause, probe_errors, try_worker
+from torchtitan_rl.launch.keys import create, make_authority, make_host
+from torchtitan_rl.launch.probe import probe_errors, why_not_attach
 
 Serve = Callable[[socket.socket], None]
 
@@ -23,14 +22,14 @@ Serve = Callable[[socket.socket], None]
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("keys") / "one"
-    key_folder.create(folder, ["127.0.0.1", "127.0.0.2"], days=30)
+    create(folder, ["127.0.0.1", "127.0.0.2"], days=30)
     return folder
 
 
 @pytest.fixture(scope="module")
 def other_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("keys") / "other"
-    key_folder.create(folder, ["127.0.0.1"], days=30)
+    create(folder, ["127.0.0.1"], days=30)
     return folder
 
 
@@ -73,15 +72,8 @@ def tls(folder: Path, *, most: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3, tickets:
     return serve
 
 
-def cause_at(port: int, keys: Path | None, scheme: str = "tls") -> Cause | None:
-    return try_worker(Address.parse(f"{scheme}://127.0.0.1:{port}"), keys, timeout_s=1.0)
-
-
-def text_at(port: int, keys: Path | None, scheme: str = "tls") -> str:
-    cause = cause_at(port, keys, scheme)
-    assert cause is not None
-    assert not cause.may_pass
-    return cause.text
+def cause_at(port: int, keys: Path | None, scheme: str = "tls") -> str:
+    return why_not_attach(Address.parse(f"{scheme}://127.0.0.1:{port}"), keys, timeout_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +84,7 @@ def test_a_worker_with_keys_of_the_same_authority_is_accepted(
     keys: Path, most: ssl.TLSVersion, tickets: int
 ) -> None:
     with serving(tls(keys / "127.0.0.1", most=most, tickets=tickets)) as port:
-        assert cause_at(port, keys / "127.0.0.2") is None
+        assert cause_at(port, keys / "127.0.0.2") == ""
 
 
 @pytest.mark.parametrize("most", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
@@ -105,17 +97,17 @@ def test_a_worker_that_refuses_our_certificate_is_told_from_one_that_accepts_it(
         content = (folder / "127.0.0.1" / f"{name}.pem").read_bytes()
         (mixed / f"{name}.pem").write_bytes(content)
     with serving(tls(keys / "127.0.0.1", most=most)) as port:
-        assert "the worker refuses this host's certificate" in text_at(port, mixed)
+        assert "the worker refuses this host's certificate" in cause_at(port, mixed)
 
 
 def test_a_worker_of_another_authority_is_named_as_such(keys: Path, other_keys: Path) -> None:
     with serving(tls(other_keys / "127.0.0.1")) as port:
-        assert "certificate is of another authority" in text_at(port, keys / "127.0.0.1")
+        assert "certificate is of another authority" in cause_at(port, keys / "127.0.0.1")
 
 
 def test_a_certificate_for_another_machine_names_the_option_that_adds_one(keys: Path) -> None:
     with serving(tls(keys / "127.0.0.2")) as port:
-        text = text_at(port, keys / "127.0.0.1")
+        text = cause_at(port, keys / "127.0.0.1")
         assert "is not for 127.0.0.1; make keys for it with `torchtitan-rl keys --add" in text
 
 
@@ -128,7 +120,7 @@ def test_a_certificate_out_of_its_time_is_named(tmp_path: Path, age: int, says: 
     (tmp_path / "cert.pem").write_bytes(host.certificate_pem)
     (tmp_path / "key.pem").write_bytes(host.key_pem)
     with serving(tls(tmp_path)) as port:
-        assert says in text_at(port, tmp_path)
+        assert says in cause_at(port, tmp_path)
 
 
 def hang_up(connection: socket.socket) -> None:
@@ -155,21 +147,23 @@ def say_nothing(connection: socket.socket) -> None:
 )
 def test_what_does_not_speak_tls_is_named(keys: Path, serve: Serve, says: str) -> None:
     with serving(serve) as port:
-        assert says in text_at(port, keys / "127.0.0.1")
+        assert says in cause_at(port, keys / "127.0.0.1")
 
 
 def test_a_plain_worker_is_accepted_at_a_plain_address(keys: Path) -> None:
     with serving(hang_up) as port:
-        assert cause_at(port, None, "tcp") is None
+        assert cause_at(port, None, "tcp") == ""
     with serving(speak_http) as port:
-        assert text_at(port, None, "tcp") == "what listens there is not a worker"
+        assert cause_at(port, None, "tcp") == "what listens there is not a worker"
     with serving(tls(keys / "127.0.0.1")) as port:
-        assert text_at(port, None, "tcp") == f"it speaks TLS; give tls://127.0.0.1:{port}, and keys"
+        assert (
+            cause_at(port, None, "tcp") == f"it speaks TLS; give tls://127.0.0.1:{port}, and keys"
+        )
 
 
 def test_a_controller_without_keys_is_refused(keys: Path) -> None:
     with serving(tls(keys / "127.0.0.1")) as port:
-        assert "of another authority" in text_at(port, None)
+        assert "of another authority" in cause_at(port, None)
 
 
 def test_what_does_not_listen_is_tried_again_and_then_named() -> None:
@@ -186,6 +180,5 @@ def test_what_does_not_listen_is_tried_again_and_then_named() -> None:
 
 @pytest.mark.slow  # a resolver that cannot be reached
 def test_an_unknown_name_is_named(keys: Path) -> None:
-    cause = try_worker(Address.parse("tls://no.invalid:1"), keys / "127.0.0.1")
-    assert cause is not None
-    assert "no machine of this name is known" in cause.text
+    cause = why_not_attach(Address.parse("tls://no.invalid:1"), keys / "127.0.0.1")
+    assert "no machine of this name is known" in cause

@@ -131,12 +131,6 @@ def test_a_slurm_script_has_directives_that_sbatch_takes(script) -> None:
     assert "gpus-per-node" not in directives(script("slurm", TINY, "--hosts", "2x0"))
 
 
-def test_a_line_break_in_an_option_stays_in_a_comment(script) -> None:
-    text = script("slurm", "gsm8k_tiny", "--hosts", "2x0", "--", "--task.prompt", "a\ntouch x")
-    before = text[: text.index("#SBATCH")].splitlines()
-    assert all(line.startswith("#") for line in before)
-
-
 def test_each_node_of_a_slurm_job_calls_torchrun_with_its_own_name(script, tmp_path) -> None:
     plain = "--launch.allow-plain-tcp"  # the run's own option, which stays
     text = script("slurm", TINY, "--hosts", "2x0", "--keys", str(tmp_path / "k y"), "--", plain)
@@ -242,7 +236,6 @@ def test_a_tilde_in_a_folder_is_the_home_of_the_node(script, tmp_path) -> None:
     (tmp_path / "a b").mkdir()
     folders = ["--folder", "~/a b", "--keys", "~/k y"]
     text = script("ssh", TINY, "--hosts", "2x0", "--nodes", "a", "b", *folders)
-    check_shell(text)
     (call, _) = run_script(f"export HOME={tmp_path}\n{text}", tmp_path, {"ssh": SSH})
     assert call[call.index("--launch.keys") + 1] == f"{tmp_path}/k y"
 
@@ -289,11 +282,6 @@ def test_the_end_of_a_connection_reaches_torchrun(script, tmp_path) -> None:
     assert ended.read_text() == "got HUP\n"
 
 
-def test_names_that_yaml_takes_for_something_else_are_names(script) -> None:
-    service, job, _ = pod_of(script("kubernetes", TINY, "--hosts", "2x0", "--name", "null"))
-    assert service["metadata"]["name"] == job["metadata"]["name"] == "null"
-
-
 def test_a_folder_of_containers_may_have_any_name(script) -> None:
     folders = ["--outputs", "a:b $X", "--keys", "k:y"]
     text = script("docker-compose", TINY, "--hosts", "2x0", *folders)
@@ -301,12 +289,6 @@ def test_a_folder_of_containers_may_have_any_name(script) -> None:
     outputs, keys = yaml.safe_load(text)["services"]["host1"]["volumes"]
     assert compose_expands(outputs["source"]) == "./a:b $X"
     assert keys["source"] == "./k:y/host1"
-
-
-def test_the_name_of_a_job_is_made_of_that_of_its_config(script, tmp_path) -> None:
-    config = tmp_path / "My run.1.py"
-    config.write_text("from torchtitan_rl.configs.alphabet_sort_tiny import config\n")
-    assert directives(script("slurm", str(config), "--hosts", "2x0"))["job-name"] == "my-run-1"
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "ssh", "docker-compose"])
@@ -361,17 +343,6 @@ def test_a_kubernetes_manifest_fits_the_schema_and_its_parts_each_other(script) 
     assert "nvidia.com/gpu" not in script("kubernetes", TINY, "--hosts", "2x0")
 
 
-def test_each_pod_calls_torchrun_with_its_own_name(script, tmp_path) -> None:
-    _, _, pod = pod_of(script("kubernetes", TINY, "--hosts", "2x0", "--name", "sort"))
-    (command,) = pod["containers"][0]["args"]
-    command = kubernetes_expands(command, {})
-    both = f"for n in 0 1; do JOB_COMPLETION_INDEX=$n bash -euc {shlex.quote(command)}; done"
-    calls = run_script(both, tmp_path, {})
-    assert [value(call, "--local-addr") for call in calls] == ["sort-0.sort", "sort-1.sort"]
-    assert [value(call, "--rdzv-conf") for call in calls] == ["is_host=1", "is_host=0"]
-    assert {value(call, "--rdzv-endpoint") for call in calls} == {"sort-0.sort:29500"}
-
-
 def test_the_keys_of_pods_are_files_of_their_own_folder(script) -> None:
     text = script("kubernetes", TINY, "--hosts", "2x0", "--name", "sort", "--keys", "keys")
     _, _, pod = pod_of(text)
@@ -418,10 +389,8 @@ WIDE = ("--trainer.data-parallel-shard", "8")
         (["slurm", TINY, "--hosts", "2x0", "--", "--num-step", "1"], "Unrecognized options: --num"),
         (["slurm", TINY, "--hosts", "2x0"], "--keys: give a folder of `torchtitan-rl keys`, or"),
         (["slurm", TINY, *PLAIN, "--name", "my run"], "--name is 'my run': give one word"),
-        (["slurm", TINY, *PLAIN, "--partition", "a b"], "--partition is 'a b': give one word"),
         (["slurm", TINY, *PLAIN, "--time", "1 hour"], "--time is '1 hour': give HOURS"),
         (["slurm", TINY, *PLAIN, "--memory", "lots"], "--memory is 'lots': give a number"),
-        (["ssh", TINY, *PLAIN, "--nodes", "a b", "c"], "--nodes is 'a b': 'a b' is neither"),
         (["ssh", TINY, *PLAIN, "--nodes", "me@a", "c"], "--nodes is 'me@a': 'me@a' is neither"),
         (
             ["docker-compose", TINY, *PLAIN, "--name", "My.Run 1"],
@@ -429,14 +398,10 @@ WIDE = ("--trainer.data-parallel-shard", "8")
         ),
         (["kubernetes", TINY, *PLAIN, "--memory", "lots"], "--memory is 'lots': give a quantity"),
         (["slurm", TINY, *PLAIN, "--port", "99999"], "--port is 99999: give 1 to 65535"),
-        (["slurm", TINY, *PLAIN, "--cpus", "-3"], "--cpus is -3: give 0 to 4096"),
-        (["slurm", TINY, *PLAIN, "--max-restarts", "-1"], "--max-restarts is -1: give 0 to"),
         (
             ["slurm", TINY, *PLAIN, "--", "--launch.trainer-hosts", "5"],
             "launch.trainer_hosts is (5",
         ),
-        (["slurm", TINY, *PLAIN, "--", "--generator.replicas", "0"], "generator.replicas is 0: "),
-        (["slurm", TINY, *PLAIN, "--", "--trainer.data-parallel-shard", "0"], "trainer.data_par"),
         (["slurm", TINY, *PLAIN, "--", "--schedule.staleness", "-4"], "schedule.staleness is -4: "),
         (
             ["slurm", TINY, *PLAIN, "--", "--launch.attach", "tcp://1.2.3.4:5"],
@@ -456,14 +421,6 @@ def test_what_cannot_be_is_one_line_with_exit_code_2(words, message, capsys) -> 
     assert line.startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "ssh", "docker-compose"])
-def test_every_kind_has_a_help(kind, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["launch-script", kind, "--help"])
-    assert ended.value.code == 0
-    assert "--hosts" in capsys.readouterr().out
-
-
 EXAMPLES = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix != ".md")
 
 
@@ -472,8 +429,3 @@ def test_an_example_is_what_the_command_in_it_prints(example, script) -> None:
     text = example.read_text()
     command = next(line for line in text.splitlines() if "torchtitan-rl launch-script" in line)
     assert script(*shlex.split(command.lstrip("# "))[2:]) == text
-
-
-def test_there_is_an_example_of_each_kind() -> None:
-    kinds = {re.findall(r"launch-script (\S+)", path.read_text())[0] for path in EXAMPLES}
-    assert kinds == {"slurm", "kubernetes", "ssh", "docker-compose"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.real.runs import ROOT
-from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.launch.interfaces import free_port
 
 TIMEOUT_S = 600.0
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torchtitan_rl.commands.worker import life_command
 from torchtitan_rl.launch.addresses import Address
-from torchtitan_rl.launch.lives import WorkerLives, stopped_by_signals
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
+from torchtitan_rl.launch.workers import WorkerSupervisor, stopped_by_signals
 
 if __name__ == "__main__":
     address, memory, seconds = sys.argv[1:]
     set_monarch_environment(None, Address.parse(address), field="--keys")
-    lives = WorkerLives(
+    lives = WorkerSupervisor(
         life_command,
         address,
         memory=Path(memory),

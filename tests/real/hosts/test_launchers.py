@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.real.hosts.nodes import Nodes, wait_until
-from torchtitan_rl.launch.lives import MEMORY_VARIABLE
+from torchtitan_rl.launch.workers import MEMORY_VARIABLE
 
 WORDS = ("tests.support.scripted_program", "launch", "alphabet_sort_tiny", "--num-steps", "2")
 PLAIN = "--launch.allow-plain-tcp"

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from tests.real.hosts.harness import Host, HostProcess, make_hosts, namespaces_are_allowed, python
-from torchtitan_rl.launch.lives import life_addresses
-from torchtitan_rl.launch.silence import CONTROLLER_LOST_S, HOST_LOST_S
+from torchtitan_rl.launch.workers import CONTROLLER_LOST_S, HOST_LOST_S, life_addresses
 
 LOST_WITHIN_S = 15.0  # what users are promised; Monarch itself is quicker, in general
 LIFE = "torchtitan_rl.backends.monarch.worker_loop"

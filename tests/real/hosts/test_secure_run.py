@@ -11,7 +11,7 @@ import pytest
 
 from tests.real.hosts.harness import Host, make_hosts, namespaces_are_allowed, python
 from tests.real.runs import options, read_metrics, require_audit
-from torchtitan_rl.launch import key_folder
+from torchtitan_rl.launch.keys import create
 
 _CLI = python("-m", "torchtitan_rl.commands.cli")
 _TIMEOUT_S = 600.0
@@ -44,7 +44,7 @@ def test_a_run_over_tls_listens_on_the_given_addresses_alone(tmp_path: Path) -> 
     """Its trainer has a rank on each host, which is allowed by name."""
     run_dir, keys = tmp_path / "run", tmp_path / "keys"
     with make_hosts(2) as (here, there):
-        key_folder.create(keys, [here.address, there.address], days=30)
+        create(keys, [here.address, there.address], days=30)
         address = f"tls://{there.address}:26600"
         log = tmp_path / "worker.log"
         words = [*_CLI, "worker", "--address", address, "--keys", str(keys)]

@@ -12,7 +12,7 @@ from signal import SIGINT, SIGTERM
 import pytest
 
 from tests.real.runs import ONE_REPLICA, Run, options, read_rollouts, require_audit, train, weights
-from torchtitan_rl.backends.monarch.ports import free_port
+from torchtitan_rl.launch.interfaces import free_port
 
 STEPS = ("--num-steps", "2", "--checkpoint.export-hf", "--metrics.rollouts-per-step", "1000")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.launch.addresses import Address
-from torchtitan_rl.launch.lives import find_lives
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
+from torchtitan_rl.launch.workers import find_lives
 
 STARTED_S = time.monotonic()
 

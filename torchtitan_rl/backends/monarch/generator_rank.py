@@ -8,13 +8,13 @@ import sys
 import threading
 import traceback
 
-from torchtitan_rl.backends.monarch.processes import collect_less
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.rank import build_loop
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.server import EngineServer
 from torchtitan_rl.launch.process_groups import listen_privately
 from torchtitan_rl.observability.trace import EngineTrace, Tracer, host_label
+from torchtitan_rl.processes import collect_less
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 from torchtitan_rl.weights.staging import WeightStaging
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.checks.machine import machine_facts
 from torchtitan_rl.config.checks.paths import cannot_write
 from torchtitan_rl.config.hosts import HostFacts
@@ -23,7 +22,7 @@ from torchtitan_rl.config.loader import installed
 from torchtitan_rl.config.manifest import policy_digest
 from torchtitan_rl.config.policies import resolve_checkpoint
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.launch.lives import (
+from torchtitan_rl.launch.workers import (
     ADDRESS_VARIABLE,
     claim_life,
     note_beat,
@@ -31,6 +30,7 @@ from torchtitan_rl.launch.lives import (
     note_run_end,
 )
 from torchtitan_rl.observability.trace import FilePiece, file_sizes, read_new
+from torchtitan_rl.processes import Processes
 
 _LAST_ANSWER_S = 1.0  # for it to be sent
 

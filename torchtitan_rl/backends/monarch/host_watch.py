@@ -19,7 +19,7 @@ from torchtitan_rl.aio import cancel_all, first_of, retrieve
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.errors import ConfigError, HostsBusyError
-from torchtitan_rl.launch.silence import BEAT_S, HOST_LOST_S, Silence
+from torchtitan_rl.launch.workers import BEAT_S, HOST_LOST_S, Heartbeat
 from torchtitan_rl.observability.trace import (
     FileCopies,
     RoundTrip,
@@ -145,7 +145,7 @@ class HostWatch:
     async def _beat_until_lost(self, host: Host) -> str:
         """Why it is lost."""
         loop = asyncio.get_running_loop()
-        silence, num_answers = Silence(loop.time()), 0
+        heartbeat, num_answers = Heartbeat(loop.time()), 0
         round_trips: deque[RoundTrip] = deque(maxlen=_NUM_ROUND_TRIPS)
         beat: asyncio.Task[RoundTrip] | None = None
         try:
@@ -159,7 +159,7 @@ class HostWatch:
                     beat, num_answers = None, num_answers + 1
                     self._note_answer(host.index)
                     await self._note_clock(host.index, round_trips)
-                silent_s = silence.look(loop.time(), num_answers)
+                silent_s = heartbeat.look(loop.time(), num_answers)
                 if silent_s >= HOST_LOST_S:
                     return f"no answer for {silent_s:.0f} s"
                 if beat is None:

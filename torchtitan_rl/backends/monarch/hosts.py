@@ -36,15 +36,15 @@ from monarch.actor import (
 
 from torchtitan_rl.backends.monarch.closed import PYTHON_VARIABLE
 from torchtitan_rl.backends.monarch.host_agent import HostAgent, HostAnswer
-from torchtitan_rl.backends.monarch.processes import Processes
 from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts
 from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.loader import differences
 from torchtitan_rl.config.manifest import digest_limit_s
 from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
-from torchtitan_rl.launch.lives import accepts, listening
-from torchtitan_rl.launch.silence import Attempts
+from torchtitan_rl.launch.interfaces import accepts
+from torchtitan_rl.launch.workers import Attempts, listening
+from torchtitan_rl.processes import Processes
 
 logger = logging.getLogger(__name__)
 

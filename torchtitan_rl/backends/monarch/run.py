@@ -16,7 +16,7 @@ from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_repli
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import all_of, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.monarch.weight_host import WeightHost, weight_host
+from torchtitan_rl.backends.monarch.weight_replicator import WeightReplicator, weight_replicator
 from torchtitan_rl.backends.specs import (
     EndpointSpec,
     GeneratorSpec,
@@ -49,7 +49,7 @@ class RunProcesses:
     prepared: PreparedRun
     hosts: Hosts
     weights: WeightDistribution
-    weight_hosts: dict[int, WeightHost]
+    weight_hosts: dict[int, WeightReplicator]
     trace_dir: Path | None
 
     async def restart(self, first: str, name: str) -> MonarchReplica:
@@ -181,7 +181,7 @@ async def _start(
 
 def _weight_hosts(
     prepared: PreparedRun, hosts: Hosts, trace_dir: Path | None
-) -> tuple[Transport, dict[int, WeightHost]]:
+) -> tuple[Transport, dict[int, WeightReplicator]]:
     """How weights reach the replicas, and what fetches them, by host."""
     config, replicas, trainer = prepared.config, prepared.plan.replicas, prepared.plan.trainer
     assert trainer is not None
@@ -197,9 +197,9 @@ def _weight_hosts(
 
 def _weight_host(
     prepared: PreparedRun, hosts: Hosts, host: int, trace_dir: Path | None
-) -> WeightHost:
+) -> WeightReplicator:
     config = prepared.config
-    return weight_host(
+    return weight_replicator(
         ProcessGroup(name=f"weights{host}", ranks=1, threads=1, host=host),
         WeightHostSpec(
             name=f"host {host}",
@@ -212,7 +212,7 @@ def _weight_host(
     )
 
 
-async def _close_weights(weights: WeightDistribution, hosts: Collection[WeightHost]) -> None:
+async def _close_weights(weights: WeightDistribution, hosts: Collection[WeightReplicator]) -> None:
     await weights.close()
     await asyncio.gather(*(host.close() for host in hosts))
 

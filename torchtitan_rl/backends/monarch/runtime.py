@@ -7,10 +7,12 @@ only records it, because every caller of a lost process gets an error of its own
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,12 +30,12 @@ from monarch.actor import (
 from torchtitan_rl.aio import deadline
 from torchtitan_rl.backends.monarch.closed import log_to_stderr
 from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, start_command
-from torchtitan_rl.backends.monarch.processes import stay_on_cores
 from torchtitan_rl.config.hosts import host_name
 from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
 from torchtitan_rl.launch.process_groups import take_port
 from torchtitan_rl.observability.trace import HOST_VARIABLE
+from torchtitan_rl.processes import stay_on_cores
 
 logger = logging.getLogger(__name__)
 
@@ -247,6 +249,19 @@ async def call(awaitable: Awaitable[_T], *, what: str, timeout_s: float | None =
         raise ProcessLostError(f"{what} failed: {error}") from error
     except SupervisionError as error:
         raise ProcessLostError(f"{what}: {error}") from error
+
+
+class ActorThread:
+    """The one thread in which an actor works, so that its event loop always answers."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """The function's result; its calls run one after another."""
+        # Monarch finds the actor to act for in a context variable.
+        work = functools.partial(contextvars.copy_context().run, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 async def all_of(*work: Coroutine[Any, Any, None]) -> None:

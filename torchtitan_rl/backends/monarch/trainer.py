@@ -8,21 +8,19 @@ controller, so that collectives line up.
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.aio import cancel_all, retrieve
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
+    ActorThread,
     ProcessLostError,
     ProcessMesh,
     call,
@@ -38,26 +36,19 @@ from torchtitan_rl.weights.handle import WeightHandle
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-
 _CLOSE_TIMEOUT_S = 60.0
 _LAST_WRITE_TIMEOUT_S = 300.0
 
 
 class TrainerActor(Actor):
-    """One rank of the trainer. Work runs in one thread, so that the actor always answers, and one
-    only, since each thread that computes would have OMP threads of its own."""
+    """One rank of the trainer, see `TrainerRank`. Work runs in one thread, so that the actor always
+    answers, and one only, since each thread that computes would have OMP threads of its own."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
         self._rank = int(os.environ.get("RANK", "0"))  # alone without it
         self._attachments: dict[str, bytes] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
-
-    async def _work(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        # Monarch finds the actor to act for in a context variable.
-        work = functools.partial(contextvars.copy_context().run, function, *arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        self._work = ActorThread("trainer").run
 
     @concurrent_endpoint
     async def start(self, transport: Transport) -> None:
@@ -66,9 +57,32 @@ class TrainerActor(Actor):
         self._trainer = await self._work(TrainerRank, self._spec, self._rank, transport)
 
     @concurrent_endpoint
-    async def run(self, method: str, *arguments: Any) -> Any:
-        """A method of `TrainerRank`."""
-        return await self._work(getattr(self._trainer, method), *arguments)
+    async def train_step(self, batch: TrainingBatch) -> StepOutput:
+        return await self._work(self._trainer.train_step, batch)
+
+    @concurrent_endpoint
+    async def publish(self, keep: frozenset[int]) -> WeightHandle | None:
+        return await self._work(self._trainer.publish, keep)
+
+    @concurrent_endpoint
+    async def load_checkpoint(self, path: Path) -> None:
+        await self._work(self._trainer.load_checkpoint, path)
+
+    @concurrent_endpoint
+    async def offload(self) -> None:
+        await self._work(self._trainer.offload)
+
+    @concurrent_endpoint
+    async def onload(self) -> None:
+        await self._work(self._trainer.onload)
+
+    @concurrent_endpoint
+    async def export_hf(self, path: Path) -> None:
+        await self._work(self._trainer.export_hf, path)
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await self._work(self._trainer.close)
 
     @concurrent_endpoint
     async def stay(self) -> None:
@@ -118,26 +132,28 @@ class MonarchTrainer:
 
     async def start(self, transport: Transport) -> None:
         """Build the model; weights will be published by way of ``transport``."""
-        await self._on_all("start", transport, what="start")
+        await self._ask("start", lambda rank: rank.start.call(transport))
 
     async def wait_until_lost(self) -> None:
         raise TrainerLostError(await asyncio.shield(self._lost))
 
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
-        return await self._run("train_step", batch, what="optimizer step")
+        return await self._ask("optimizer step", lambda rank: rank.train_step.call(batch))
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
-        return await self._run("publish", keep, what="publishing of weights")
+        return await self._ask("publishing of weights", lambda rank: rank.publish.call(keep))
 
     async def save_checkpoint(
         self, path: Path, attachments: Mapping[str, bytes], *, version: int
     ) -> None:
         await self.finish_checkpoint()
         what = f"checkpoint {path}"
-        await self._call(self._leader.attach.call_one(dict(attachments)), what)
-        await self._on_all("save_checkpoint", path, version, what=what)
+        await self._wait(self._leader.attach.call_one(dict(attachments)), what)
+        await self._ask(what, lambda rank: rank.save_checkpoint.call(path, version))
         # One wait for all who ask: the ranks tell a failure once.
-        self._writing = asyncio.ensure_future(self._write(what))
+        self._writing = asyncio.ensure_future(
+            self._ask(f"writing of {what}", lambda rank: rank.finish_checkpoint.call())
+        )
         self._writing.add_done_callback(retrieve)  # who awaits it gets its error
 
     async def finish_checkpoint(self) -> None:
@@ -150,20 +166,17 @@ class MonarchTrainer:
             if writing.done() and self._writing is writing:
                 self._writing = None
 
-    async def _write(self, what: str) -> None:
-        await self._on_all("finish_checkpoint", what=f"writing of {what}")
-
     async def load_checkpoint(self, path: Path) -> None:
-        await self._run("load_checkpoint", path, what=f"loading of {path}")
+        await self._ask(f"loading of {path}", lambda rank: rank.load_checkpoint.call(path))
 
     async def offload(self) -> None:
-        await self._run("offload")
+        await self._ask("offload", lambda rank: rank.offload.call())
 
     async def onload(self) -> None:
-        await self._run("onload")
+        await self._ask("onload", lambda rank: rank.onload.call())
 
     async def export_hf(self, path: Path) -> None:
-        await self._run("export_hf", path, what=f"export to {path}")
+        await self._ask(f"export to {path}", lambda rank: rank.export_hf.call(path))
 
     async def close(self) -> None:
         """Let the ranks finish a checkpoint and clean up (published weights, above all), then end
@@ -174,22 +187,13 @@ class MonarchTrainer:
         except (CheckpointError, TrainerLostError, DeadlineError, TimeoutError) as error:
             logger.warning("the last checkpoint is lost: %s", error)
         try:
-            closed = self._answers("run", "close")
+            closed = self._answer(lambda rank: rank.close.call())
             await call(closed, what="close of the trainer", timeout_s=_CLOSE_TIMEOUT_S)
         except (ProcessLostError, DeadlineError, CheckpointError):
             pass  # the processes end below, whatever state they are in
         finally:
             await cancel_all(self._watching)
             await asyncio.gather(*map(stop_processes, self._meshes))
-
-    async def _answers(self, endpoint: str, *arguments: Any) -> list[Any]:
-        """Of all ranks, in their order; the error of the first that fails."""
-        calls = [getattr(part, endpoint).call(*arguments) for part in self._parts]
-        return [answer for part in await asyncio.gather(*calls) for answer in part.values()]
-
-    async def _on_all(self, endpoint: str, *arguments: Any, what: str) -> list[Any]:
-        answers: list[Any] = await self._call(self._answers(endpoint, *arguments), what)
-        return answers
 
     def lose(self, cause: str) -> None:
         """A process or a host of its ranks is lost: every call that runs, and every later one,
@@ -198,15 +202,26 @@ class MonarchTrainer:
             self._lost.set_result(cause)
 
     async def _watch(self, part: Any) -> None:
-        """A process that dies while nobody calls it is noticed, too."""
+        """Notice a process that dies while no call runs, too."""
         try:
             await call(part.stay.call(), what="trainer")
         except (ProcessLostError, DeadlineError) as error:
             self.lose(str(error))
 
-    async def _call(self, answers: Any, what: str) -> Any:
+    async def _ask(self, what: str, ask: Callable[[Any], Any]) -> Any:
+        """Rank 0's answer, once all ranks have answered; the others' are the same, or None. ``ask``
+        calls the actors of one host. Raises the error of the first that fails."""
+        return await self._wait(self._answer(ask), what)
+
+    async def _answer(self, ask: Callable[[Any], Any]) -> Any:
+        answers = await asyncio.gather(
+            *map(ask, self._parts)
+        )  # or the error of the first that fails
+        return next(iter(answers[0].values()))
+
+    async def _wait(self, answer: Any, what: str) -> Any:
         calling = asyncio.ensure_future(
-            call(answers, what=f"trainer: {what}", timeout_s=self._timeout_s)
+            call(answer, what=f"trainer: {what}", timeout_s=self._timeout_s)
         )
         calling.add_done_callback(retrieve)  # also where this call is cancelled
         try:
@@ -218,7 +233,3 @@ class MonarchTrainer:
             raise TrainerLostError(str(error)) from error
         finally:
             calling.cancel()
-
-    async def _run(self, method: str, *arguments: Any, what: str = "") -> Any:
-        """Rank 0's answer; the others' are the same, or None."""
-        return (await self._on_all("run", method, *arguments, what=what or method))[0]

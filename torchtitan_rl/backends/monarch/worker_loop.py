@@ -1,21 +1,20 @@
 """The process of one life of a worker: ``python -m torchtitan_rl.backends.monarch.worker_loop
-ADDRESS``. It serves the controller that attaches to it; `launch.lives` starts and ends it."""
+ADDRESS``. It serves the controller that attaches to it; `launch.workers` starts and ends it."""
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import sys
 from contextlib import suppress
 
-from torchtitan_rl.launch.lives import accepts
+from torchtitan_rl.launch.interfaces import accepts
+from torchtitan_rl.processes import end_with_parent
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 _POLL_S = 0.1
 
 
 def main() -> int:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     from monarch.actor import start_worker_loop_forever
     from monarch.config import configure
 

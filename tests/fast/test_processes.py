@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchtitan_rl.backends.monarch.processes import Processes
+from torchtitan_rl.processes import Processes
 
 SLEEPS = "import time; print('ready', flush=True); time.sleep(600)"
 
@@ -32,16 +32,9 @@ def child() -> Iterator[subprocess.Popen[str]]:
 def test_a_stopped_process_does_not_end_by_itself_and_is_killed(
     child: subprocess.Popen[str],
 ) -> None:
-    async def scenario() -> None:
-        processes = Processes([child.pid])
-        os.kill(child.pid, signal.SIGSTOP)
-        assert not await processes.wait(0.1)
-        assert processes.kill() == [child.pid]
-        assert await processes.wait(20)
-        assert processes.kill() == []
-        processes.close()
-
-    asyncio.run(scenario())
+    processes = Processes([child.pid])
+    os.kill(child.pid, signal.SIGSTOP)
+    assert asyncio.run(processes.end(0.1)) == [child.pid]
     assert child.wait() == -signal.SIGKILL
 
 
@@ -51,6 +44,4 @@ def test_one_that_has_exited_is_not_killed_again_whoever_has_its_number(
     processes = Processes([child.pid])
     child.kill()
     child.wait()
-    assert processes.alive() == []
-    assert processes.kill() == []
-    processes.close()
+    assert asyncio.run(processes.end(0.1)) == []

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from torchtitan_rl.launch.lives import claim_life, life_addresses, listening
+from torchtitan_rl.launch.workers import claim_life, life_addresses, listening
 from torchtitan_rl.weights.shm_cleanup import GUARD_NAME
 
 ROOT = Path(__file__).parents[3]
@@ -25,9 +25,9 @@ ADDRESS = "tcp://127.0.0.2:26600"
 WORKER = """
 import sys
 from pathlib import Path
-from torchtitan_rl.launch.lives import WorkerLives, stopped_by_signals
+from torchtitan_rl.launch.workers import WorkerSupervisor, stopped_by_signals
 
-lives = WorkerLives(
+lives = WorkerSupervisor(
     lambda address: [sys.executable, "-c", sys.argv[1], address],
     sys.argv[2],
     memory=Path(sys.argv[3]),
@@ -44,7 +44,7 @@ with stopped_by_signals(lives):
 # and does as it is told.
 LIFE = """
 import os, subprocess, sys, time
-from torchtitan_rl.launch.lives import note_beat, note_run_end
+from torchtitan_rl.launch.workers import note_beat, note_run_end
 subprocess.Popen(["sh", "-c", "sleep 1000 & setsid sleep 1000 &"]).wait()
 print("lives at", sys.argv[1], os.getpid(), flush=True)
 {}
@@ -222,13 +222,13 @@ def test_the_addresses_that_listen_are_found():
 
 
 def test_a_life_serves_one_run(start):
-    claims = "from torchtitan_rl.launch.lives import claim_life\n"
+    claims = "from torchtitan_rl.launch.workers import claim_life\n"
     worker = start(f"{claims}print(claim_life(), claim_life(), flush=True)\ntime.sleep(1000)")
     worker.until(lambda text: "True False" in text)
 
 
 def test_a_life_whose_run_moves_is_followed_by_one_at_the_next_port(start):
-    moves = "from torchtitan_rl.launch.lives import note_move\n"
+    moves = "from torchtitan_rl.launch.workers import note_move\n"
     worker = start(f"{moves}if sys.argv[1] == {ADDRESS!r}: note_move()\ntime.sleep(1000)")
     text = worker.until(lambda text: len(addresses(text)) == 2)
     assert addresses(text) == list(life_addresses(ADDRESS)[:2])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _LAST_LINES = 5
 
 
-class Losses:
+class FailureHandling:
     """Watches the hosts of a run while `watching` is open, and its replicas in `restarting`."""
 
     def __init__(self, prepared: PreparedRun, hosts: Hosts | None, recorder: RunRecorder) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import functools
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
+    ActorThread,
     ProcessLostError,
     ProcessMesh,
     call,
@@ -30,18 +29,16 @@ from torchtitan_rl.errors import DeadlineError
 from torchtitan_rl.weights.handle import Fetched, RemoteMemoryHandle, RemoteSource
 from torchtitan_rl.weights.remote import WeightReceiver
 
-_T = TypeVar("_T")
-
 _CLOSE_S = 10.0
 _START_S = 60.0
 
 
-class WeightHostActor(Actor):
+class WeightReplicatorActor(Actor):
     """Fetches versions one after another, in one thread."""
 
     def __init__(self, spec: WeightHostSpec) -> None:
         self._spec = spec
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._work = ActorThread("weights").run
 
     @concurrent_endpoint
     async def start(self) -> None:
@@ -75,13 +72,8 @@ class WeightHostActor(Actor):
             host=spec.name,
         )
 
-    async def _work(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        # Monarch finds the actor to act for in a context variable.
-        work = functools.partial(contextvars.copy_context().run, function, *arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-
-class WeightHost:
+class WeightReplicator:
     """A `HostFetcher`, in a process that ``spawn`` starts on the host."""
 
     def __init__(self, spec: WeightHostSpec, spawn: Callable[[], Awaitable[ProcessMesh]]) -> None:
@@ -102,7 +94,7 @@ class WeightHost:
             if self._actor is None:
                 await self._end()  # one that did not start, or that cannot work
                 self._mesh = await self._spawn()
-                actor: Any = self._mesh.mesh.spawn("weights", WeightHostActor, self._spec)
+                actor: Any = self._mesh.mesh.spawn("weights", WeightReplicatorActor, self._spec)
                 await call(
                     actor.start.call_one(), what=f"{self._spec.name}: start", timeout_s=_START_S
                 )
@@ -115,7 +107,10 @@ class WeightHost:
             return await self._fetch(handle, parent)
 
     async def offer(self, version: int) -> RemoteSource:
-        return await self._call("offer", version, what=f"{self._spec.name}: offer of {version}")
+        await self.start()
+        offer = self._actor.offer.call_one(version)
+        what = f"{self._spec.name}: offer of {version}"
+        return await call(offer, what=what, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
         if self._actor is not None:
@@ -129,7 +124,8 @@ class WeightHost:
         await self.start()
         mesh = self._mesh
         try:
-            return await self._call("fetch", handle, parent, what=what)
+            fetch = self._actor.fetch.call_one(handle, parent)
+            return await call(fetch, what=what, timeout_s=self._timeout_s)
         except ProcessLostError:
             if self._mesh is mesh:  # else another fetch has replaced it
                 await self._end()
@@ -139,20 +135,15 @@ class WeightHost:
                 self._actor = None  # its only thread may read from a lost host until the time-out
             raise
 
-    async def _call(self, endpoint: str, *arguments: Any, what: str) -> Any:
-        await self.start()
-        answer = getattr(self._actor, endpoint).call_one(*arguments)
-        return await call(answer, what=what, timeout_s=self._timeout_s)
-
     async def _end(self) -> None:
         mesh, self._mesh, self._actor = self._mesh, None, None
         if mesh is not None:
             await stop_processes(mesh)
 
 
-def weight_host(
+def weight_replicator(
     group: ProcessGroup, spec: WeightHostSpec, hosts: Hosts | None = None
-) -> WeightHost:
-    """A `WeightHost` for the group's host; `WeightHost.start` starts its process."""
+) -> WeightReplicator:
+    """A `WeightReplicator` for the group's host; `WeightReplicator.start` starts its process."""
     spawn = functools.partial(spawn_processes, group, log_dir=spec.log_dir, hosts=hosts)
-    return WeightHost(spec, spawn)
+    return WeightReplicator(spec, spawn)

@@ -1,22 +1,34 @@
-"""A worker's lives: one process, with all its descendants, for each run that uses this host.
+"""A machine's worker: `WorkerSupervisor` runs one *life* of it, a process with all its descendants,
+for each run that uses the machine.
 
-A life ends when its run has ended, when it is given up (see `patience`), when the process ends by
-itself, or when the worker is told to stop. Then every process that it started is killed, whoever
-their parents are by now, and a new life begins.
+A life ends when its run has ended, when it is given up (see `Patience`), when the process ends by
+itself, or when the worker is told to stop. Then every process that it started is killed, and the
+next life begins.
 
 Neither a controller nor the processes of its run can connect to an address again that they lost
 (Monarch 0.7). So the life after one that did not end with its run has the next of the worker's
-addresses: same host, next port, the first one after the last; see `life_addresses`. Which one that
-is outlives the worker, in a file: the one that is started in its place begins there.
+addresses: same host, next port, the first one after the last (`life_addresses`). A file keeps which
+one that is for a worker that is started again. The controller finds the address by trying all of
+them (`listening`), and `Attempts` decides where and when it attaches.
 
-Invariant: two lives never overlap, and nothing of a life outlives it, except for a process that the
-kernel does not end (state D), which the worker names.
+A run's machines and its controller notice the loss of each other by their silence (`Heartbeat`):
+
+| who | hears nothing for | then |
+|---|---|---|
+| controller | ``HOST_LOST_S`` | it gives the host's replicas up; a trainer there ends the run |
+| host | ``CONTROLLER_LOST_S`` | the processes of the run on this host are ended |
+
+Beats come every ``BEAT_S``. A controller that stands still for 10 to 20 s (a garbage collection, a
+suspended laptop) loses nothing, and a killed one leaves nothing behind after a minute.
+
+Invariants: two lives never overlap, and nothing of a life outlives it, except for a process that
+the kernel does not end (state D), which the worker names. Time in which a listener itself stood
+still does not count as the other's silence.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -27,7 +39,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -36,9 +48,129 @@ import psutil
 
 from torchtitan_rl.files import replace_file
 from torchtitan_rl.launch.addresses import Address
-from torchtitan_rl.launch.patience import UNUSED_S, Patience, unused_limit_s
-from torchtitan_rl.launch.silence import CONTROLLER_LOST_S
+from torchtitan_rl.processes import adopt_orphans, end_descendants
 from torchtitan_rl.weights.shm_cleanup import GUARD_NAME, remove_leftovers
+
+BEAT_S = 2.0
+HOST_LOST_S = 12.0
+CONTROLLER_LOST_S = 40.0
+_MAX_GAP_S = 2 * BEAT_S  # between two looks; what is longer is the listener's own stop
+
+
+class Heartbeat:
+    """How long nothing was heard, for a listener that looks every few seconds or more often."""
+
+    def __init__(self, now_s: float) -> None:
+        self._seen_s = now_s
+        self._sign: object = None
+        self.silent_s = 0.0
+
+    def look(self, now_s: float, sign: object) -> float:
+        """Seconds since ``sign`` has changed, as far as this listener was running."""
+        self.silent_s += min(now_s - self._seen_s, _MAX_GAP_S)
+        self._seen_s = now_s
+        if sign != self._sign:
+            self._sign, self.silent_s = sign, 0.0
+        return self.silent_s
+
+
+NEXT_LIFE_S = CONTROLLER_LOST_S + 10.0
+"""Until a worker that was lost listens on its next address; before, the old one is not tried."""
+_PAUSE_S = 30.0
+_MAX_PAUSE_S = 480.0
+
+
+@dataclass(slots=True)
+class _Tried:
+    not_before_s: float
+    num_failures: int = 0  # in a row
+
+
+class Attempts:
+    """Where and when one host is attached again, from its first loss to the end of the run.
+
+    An address that was not used before is tried at once. One that was used is tried again, too,
+    because a long run may use all of them. After an attempt that failed there are pauses.
+    """
+
+    def __init__(self) -> None:
+        self._tried: dict[str, _Tried] = {}
+
+    def choose(self, now_s: float, listening: Sequence[str]) -> str | None:
+        """Which of these addresses is to be tried now: unused ones first."""
+        for address in listening:
+            if address not in self._tried:
+                return address
+        due = [one for one in listening if self._tried[one].not_before_s <= now_s]
+        return min(due, key=lambda one: self._tried[one].not_before_s, default=None)
+
+    def note_loss(self, now_s: float, address: str) -> None:
+        """The host, which was attached there, is lost."""
+        self._tried[address] = _Tried(now_s + NEXT_LIFE_S)
+
+    def note_failure(self, now_s: float, address: str) -> float:
+        """It was not attached there. Returns for how many seconds it is not tried there again."""
+        tried = self._tried.setdefault(address, _Tried(now_s))
+        pause_s = min(_PAUSE_S * 2.0 ** min(tried.num_failures, 8), _MAX_PAUSE_S)
+        tried.num_failures += 1
+        tried.not_before_s = now_s + pause_s
+        return pause_s
+
+
+UNUSED_S = 60.0
+_MAX_UNUSED_S = 300.0
+_ATTACHING_S = 60.0  # longer than any attempt of a controller
+
+
+def unused_limit_s(num_unused: int, first_s: float = UNUSED_S) -> float:
+    """How long a life that a lost run may look for waits, after so many that waited in vain.
+
+    >>> [unused_limit_s(number) for number in range(5)]
+    [60.0, 120.0, 240.0, 300.0, 300.0]
+    """
+    return min(first_s * 2.0 ** min(num_unused, 8), _MAX_UNUSED_S)
+
+
+class Patience:
+    """When a life is given up; its worker looks every half second.
+
+    | the life | is given up after |
+    |---|---|
+    | its controller was heard | 40 s without another beat |
+    | not yet, and the run that was lost before may look for it | 1 minute; 2, 4, 5, 5... in a row |
+    | not yet, and there is no such run | - |
+
+    The second row is for the controller that looks for this host and could not attach it here: it
+    may not be able to try again at the same address. A life that is being attached gets a minute
+    more.
+
+    ``unused_s`` is how long it waits for its first beat; None: for as long as it takes.
+    """
+
+    def __init__(
+        self, now_s: float, *, unused_s: float | None, silence_s: float = CONTROLLER_LOST_S
+    ) -> None:
+        self._silence = Heartbeat(now_s)
+        self._unused_s = unused_s
+        self._silence_s = silence_s
+
+    def look(self, now_s: float, heard: str, is_contacted: Callable[[], bool]) -> str:
+        """Why the life is given up now; empty where it is not.
+
+        Args:
+            heard: differs for each beat of the controller; empty before the first.
+            is_contacted: whether anything has a connection to this life.
+        """
+        silent_s = self._silence.look(now_s, heard)
+        if heard:
+            is_over = silent_s >= self._silence_s
+            return f"nothing was heard from the controller for {silent_s:.0f} s" if is_over else ""
+        if self._unused_s is None or silent_s < self._unused_s:
+            return ""
+        if silent_s < self._unused_s + _ATTACHING_S and is_contacted():
+            return ""
+        return f"the run that was lost did not come back for {silent_s:.0f} s"
+
 
 NUM_LIFE_PORTS = 100
 """How many ports a worker may use, from the one of its address on: as many as a run can lose it."""
@@ -52,7 +184,6 @@ _GUARD_S = 5.0  # for published weights to be removed
 _END_S = 30.0  # for killed processes to end
 _QUICK_S = 5.0  # a life that ends sooner did not listen
 _MAX_FAILURES = 16  # of such lives in a row
-_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 _TRY_S = 2.0  # to connect
 _NUM_TRIES = 32  # at once
@@ -86,11 +217,6 @@ def find_lives(workers: Sequence[str]) -> dict[str, str]:
     with ThreadPoolExecutor(min(16, len(workers)), thread_name_prefix="workers") as pool:
         found = pool.map(listening, workers)
         return {worker: [*there, worker][0] for worker, there in zip(workers, found, strict=True)}
-
-
-def accepts(address: str) -> bool:
-    """Whether something listens there. Blocks."""
-    return _accepts(_ips(address), address)
 
 
 def _ips(address: str) -> list[str]:
@@ -153,7 +279,7 @@ class _End(Enum):
     FAILED = auto()  # the process ended before one came
 
 
-class WorkerLives:
+class WorkerSupervisor:
     """Runs ``command(address)`` again and again until `stop`.
 
     ``memory`` is the file that outlives the worker; ``say`` gets a line for each life's end.
@@ -187,7 +313,7 @@ class WorkerLives:
 
     def run(self) -> int:
         """All lives; returns 0 once stopped, 1 where no address can be listened on."""
-        _adopt_orphans()
+        adopt_orphans()
         self._others = psutil.Process().children()
         remembered = self._remembered()
         index, num_failures = remembered or 0, 0
@@ -252,7 +378,8 @@ class WorkerLives:
                 cause = self._watch(process, sign, index, patience)
             finally:
                 has_failed = process.poll() is not None
-                left = end_descendants(self._end_s, self._others)
+                left = end_descendants(self._end_s, self._others, may_finish=_is_guard)
+                remove_leftovers()
             if left:
                 pids = ", ".join(map(str, left))
                 self._say(f"{address}: processes that were killed do not end: {pids}")
@@ -307,54 +434,9 @@ def _is_contacted(pid: int, port: int) -> bool:
     return False
 
 
-def end_descendants(within_s: float, others: Sequence[psutil.Process] = ()) -> list[int]:
-    """Kill all descendants of this process, which must have adopted orphans, until none is left, or
-    for so long; returns the ids of those that are left. ``others`` are spared with theirs: a shell
-    may have given this process children of its own, such as the reader of its output.
-
-    The guards of published weights, which end by themselves once they have removed them, get a few
-    seconds for it.
-    """
-    started_s = time.monotonic()
-    while (children := _children(others)) and time.monotonic() - started_s < within_s:
-        spares_guards = time.monotonic() - started_s < _GUARD_S
-        for process in children:
-            with contextlib.suppress(psutil.Error):
-                if not (spares_guards and GUARD_NAME in process.cmdline()):
-                    process.kill()
-        _reap()
-        time.sleep(0.05)
-    _reap()
-    remove_leftovers()
-    return [process.pid for process in children]
-
-
-def _children(others: Sequence[psutil.Process]) -> list[psutil.Process]:
-    spared = set(others)
-    for one in others:
-        with contextlib.suppress(psutil.Error):
-            spared.update(one.children(recursive=True))
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if process not in spared and _is_running(process)]
-
-
-def _is_running(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _adopt_orphans() -> None:
-    """Descendants whose parents end become children of this process, not of init."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+def _is_guard(process: psutil.Process, age_s: float) -> bool:
+    """The guards of published weights end by themselves once they have removed them."""
+    return age_s < _GUARD_S and GUARD_NAME in process.cmdline()
 
 
 @contextmanager
@@ -366,7 +448,7 @@ def _sign_file() -> Iterator[Path]:
 
 
 @contextmanager
-def stopped_by_signals(lives: WorkerLives) -> Iterator[list[int]]:
+def stopped_by_signals(lives: WorkerSupervisor) -> Iterator[list[int]]:
     """SIGINT and SIGTERM stop ``lives``; yields the list of those that came."""
     received: list[int] = []
 
