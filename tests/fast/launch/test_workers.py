@@ -33,7 +33,7 @@ lives = WorkerSupervisor(
     memory=Path(sys.argv[3]),
     say=lambda line: print(line, flush=True),
     silence_s=float(sys.argv[5]),
-    unused_s=0.5,
+    unused_s=1.0,
     end_s=float(sys.argv[4]),
 )
 with stopped_by_signals(lives):
@@ -157,7 +157,7 @@ def test_a_life_with_a_connection_is_not_given_up_yet(start):
     )
     worker.until(lambda text: "ready" in text)
     with socket.create_connection(("127.0.0.2", 26601)):
-        time.sleep(2.0)
+        time.sleep(2.5)
         assert len(addresses(worker.log.read_text())) == 1
     worker.until(lambda text: len(addresses(text)) == 2)
 
