@@ -1,8 +1,8 @@
 """``torchtitan-rl worker --address A``: makes this machine a host of runs, one after the other.
 
 It serves the controllers that attach to its address (``--launch.attach A``) until it is stopped.
-Each run has a life of the worker to itself, see `launch.lives`: whatever it started here ends with
-it, also where its controller is gone.
+Each run has a life of the worker to itself (`launch.workers`): what the run started here ends with
+it, also if its controller is gone.
 """
 
 from __future__ import annotations

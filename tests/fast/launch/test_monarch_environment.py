@@ -32,7 +32,7 @@ def environment() -> Iterator[None]:
 def test_monarch_sees_losses_soon_unless_the_user_says_otherwise(tmp_path: Path) -> None:
     os.environ[IDLE] = "120s"
     set_monarch_environment(None, OWN, field="launch.keys")
-    assert os.environ[WATCHDOG] == "15s"  # as `launch.silence` has it for hosts
+    assert os.environ[WATCHDOG] == "15s"  # as `launch.workers` has it for hosts
     assert os.environ[IDLE] == "120s"
 
 

@@ -1,4 +1,5 @@
-"""Lives of a worker, with small processes instead of Monarch's."""
+"""Lives of a worker, with small processes instead of Monarch's; when they are given up, where a lost
+host is attached again, and what counts as silence."""
 
 from __future__ import annotations
 
@@ -16,7 +17,19 @@ from typing import Any
 import psutil
 import pytest
 
-from torchtitan_rl.launch.workers import claim_life, life_addresses, listening
+from torchtitan_rl.launch.workers import (
+    BEAT_S,
+    CONTROLLER_LOST_S,
+    HOST_LOST_S,
+    NEXT_LIFE_S,
+    Attempts,
+    Heartbeat,
+    Patience,
+    claim_life,
+    life_addresses,
+    listening,
+    unused_limit_s,
+)
 from torchtitan_rl.weights.shm_cleanup import GUARD_NAME
 
 ROOT = Path(__file__).parents[3]
@@ -238,3 +251,122 @@ def test_a_life_whose_run_moves_is_followed_by_one_at_the_next_port(start):
 def test_outside_of_a_worker_there_is_no_life_to_claim():
     assert claim_life()
     assert claim_life()
+
+
+def given_up(
+    patience: Patience, *, beats: int = 0, contacted_s: float = 0.0, within_s: int = 2000
+) -> tuple[int, str]:
+    """After how many seconds, and why, with a beat in each of the first ones; one look a second."""
+    for now_s in range(1, within_s):
+        heard = str(min(now_s, beats)) if beats else ""
+        if cause := patience.look(now_s, heard, lambda: now_s < contacted_s):  # noqa: B023
+            return now_s, cause
+    return 0, ""
+
+
+def test_a_controller_that_was_heard_and_is_silent_for_forty_seconds_is_gone() -> None:
+    for unused_s in (None, 60.0):
+        at_s, cause = given_up(Patience(0.0, unused_s=unused_s), beats=100)
+        assert at_s == 140
+        assert cause == "nothing was heard from the controller for 40 s"
+
+
+def test_where_no_run_was_lost_the_first_controller_is_waited_for() -> None:
+    assert given_up(Patience(0.0, unused_s=None)) == (0, "")
+
+
+def test_where_a_run_was_lost_it_is_not_waited_for_forever() -> None:
+    at_s, cause = given_up(Patience(0.0, unused_s=60.0))
+    assert at_s == 61  # the first look counts from 0
+    assert cause == "the run that was lost did not come back for 60 s"
+
+
+def test_who_is_attaching_gets_a_minute_more() -> None:
+    assert given_up(Patience(0.0, unused_s=60.0), contacted_s=75.0)[0] == 75
+    assert given_up(Patience(0.0, unused_s=60.0), contacted_s=1e6)[0] == 121
+
+
+def test_lives_that_are_not_used_in_a_row_wait_longer_and_longer_within_a_limit() -> None:
+    limits = [unused_limit_s(number) for number in range(100)]
+    assert limits[:5] == [60.0, 120.0, 240.0, 300.0, 300.0]
+    assert max(limits) == 300.0
+
+
+A, B, C = life_addresses("tcp://10.0.0.2:26600")[:3]
+
+
+def test_an_address_that_was_not_used_is_tried_at_once() -> None:
+    attempts = Attempts()
+    attempts.note_loss(0.0, A)
+    assert attempts.choose(0.0, [A]) is None
+    assert attempts.choose(0.0, [A, B]) == B
+    assert attempts.choose(0.0, []) is None
+
+
+def test_where_it_was_lost_it_is_tried_again_once_its_worker_could_have_moved() -> None:
+    attempts = Attempts()
+    attempts.note_loss(100.0, A)
+    assert attempts.choose(100.0 + NEXT_LIFE_S - 1, [A]) is None
+    assert attempts.choose(100.0 + NEXT_LIFE_S, [A]) == A
+
+
+def test_an_attempt_that_failed_is_repeated_with_growing_pauses() -> None:
+    attempts, now_s, pauses = Attempts(), 0.0, []
+    attempts.note_loss(now_s, A)
+    for _ in range(7):
+        assert attempts.choose(now_s, [B]) == B
+        pauses.append(attempts.note_failure(now_s, B))
+        assert attempts.choose(now_s + pauses[-1] - 1, [B]) is None
+        now_s += pauses[-1]
+    assert pauses == [30, 60, 120, 240, 480, 480, 480]
+
+
+def test_after_a_failure_the_next_port_is_tried_first() -> None:
+    attempts = Attempts()
+    attempts.note_loss(0.0, A)
+    attempts.note_failure(60.0, B)
+    assert attempts.choose(1000.0, [A, B, C]) == C
+
+
+def test_of_used_addresses_the_one_that_was_tried_last_is_the_last() -> None:
+    attempts = Attempts()
+    attempts.note_loss(0.0, A)
+    attempts.note_failure(200.0, B)
+    assert attempts.choose(1000.0, [B, A]) == A
+
+
+def test_an_address_that_was_attached_after_failures_begins_anew() -> None:
+    attempts = Attempts()
+    for _ in range(5):
+        attempts.note_failure(0.0, A)
+    attempts.note_loss(1000.0, A)
+    assert attempts.note_failure(2000.0, A) == 30.0
+
+
+def listen(silence: Heartbeat, start_s: float, signs: list[object]) -> list[float]:
+    """One look a second."""
+    return [silence.look(start_s + second, sign) for second, sign in enumerate(signs, start=1)]
+
+
+def test_silence_is_the_time_since_the_sign_changed():
+    assert listen(Heartbeat(0.0), 0.0, [1, 1, 1, 2, 2]) == [0, 1, 2, 0, 1]
+
+
+def test_a_beat_that_never_comes_is_silence_from_the_first_look_on():
+    silence = Heartbeat(100.0)
+    assert listen(silence, 100.0, [None] * 3) == [1, 2, 3]
+
+
+def test_a_listener_that_was_stopped_does_not_count_its_own_stop():
+    silence = Heartbeat(0.0)
+    silence.look(1.0, "beat")
+    assert silence.look(3601.0, "beat") <= 2 * BEAT_S
+    assert silence.look(3602.0, "next beat") == 0
+
+
+def test_a_controller_may_stand_still_for_twenty_seconds_and_is_gone_within_a_minute():
+    assert 20 + 2 * BEAT_S < CONTROLLER_LOST_S < 55
+
+
+def test_a_lost_host_is_noticed_within_fifteen_seconds_and_no_sooner_than_several_beats():
+    assert 3 * BEAT_S < HOST_LOST_S <= 15 - BEAT_S

@@ -56,7 +56,7 @@ _AGENT_TIMEOUT_S = 15.0  # on top of the time that the agent itself may take
 _ATTACH_ERRORS = (OSError, ActorError, SupervisionError, RuntimeError, ValueError)
 # Without the folder it is started in (-P): others may have put modules there.
 _START = f'exec "${PYTHON_VARIABLE}" -P -m torchtitan_rl.backends.monarch.bootstrap_main'
-_CA: Any = "trust_all_connections"  # as Monarch has it; see `launch.tls` for who is trusted
+_CA: Any = "trust_all_connections"  # as Monarch has it; see `launch.keys` for who is trusted
 
 
 class Ending(Protocol):
