@@ -3,7 +3,6 @@ how often Python's garbage collector runs in them."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import select
@@ -48,6 +47,8 @@ class Processes:
         return [pid for pid, handle in self._handles.items() if not _has_exited(handle)]
 
     async def _have_exited(self, within_s: float) -> bool:
+        import asyncio  # which the processes that a worker starts need not wait for
+
         end_s = time.monotonic() + within_s
         while self._alive():
             if time.monotonic() >= end_s:

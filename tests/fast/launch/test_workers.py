@@ -1,5 +1,5 @@
-"""Lives of a worker, with small processes instead of Monarch's; when they are given up, where a lost
-host is attached again, and what counts as silence."""
+"""Lives of a worker, with small processes instead of Monarch's; when they are given up; where a
+lost host is attached again; what counts as silence."""
 
 from __future__ import annotations
 
