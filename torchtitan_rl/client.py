@@ -11,15 +11,16 @@ It needs httpx and nothing else of this package: the file can be copied into a w
 
     Client("http://trainer:8000/v1", api_key="KEY").work(solve)
 
-`Client` blocks; `AsyncClient` has the same methods for ``await``. A request that got no answer, or
-one that says to try again later, is sent again with the same ``Idempotency-Key``, so that nothing
-happens twice.
+`Client` blocks; `AsyncClient` has the same methods for ``await``, and both run the same coroutines.
+A request that got no answer, or one that says to try again later, is sent again with the same
+``Idempotency-Key``, so that nothing happens twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import logging
 import math
@@ -27,8 +28,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import httpx
@@ -117,56 +119,8 @@ class Lease(Session[_T]):
         return self._post("return", outcome="failed", cause=cause[:1000])
 
 
-class _Connection:
-    """What both clients share: address, keys, and the meaning of answers."""
-
-    def __init__(self, base_url: str | None, api_key: str | None) -> None:
-        found = base_url or os.environ.get("OPENAI_BASE_URL")
-        if not found:
-            raise ValueError("give base_url, such as http://127.0.0.1:8000/v1, or OPENAI_BASE_URL")
-        self.base_url = found.rstrip("/")
-        self.api_key = api_key or os.environ.get("TORCHTITAN_RL_API_KEY", "")
-
-    def request(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The arguments of httpx' ``request``; they stay the same when it is sent again."""
-        headers = {"Idempotency-Key": uuid.uuid4().hex}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        given = {key: value for key, value in (body or {}).items() if value is not None}
-        content = json.dumps(given).encode() if body is not None else None
-        if content is not None:
-            headers["Content-Type"] = "application/json"
-        return {
-            "method": method,
-            "url": f"{self.base_url}{path}",
-            "headers": headers,
-            "content": content,
-        }
-
-    def session(self, session_id: str, send: _Send[_T]) -> Session[_T]:
-        return Session(
-            session_id=session_id,
-            base_url=self.base_url,
-            api_key=f"{self.api_key or 'agent'}:{session_id}",
-            send=send,
-        )
-
-    def lease(self, answer: Answer, send: _Send[_T]) -> Lease[_T] | None:
-        if not answer:
-            return None
-        names = ("model", "problem_id", "data", "lease_s")
-        session = self.session(answer["session_id"], send)
-        return Lease(
-            session_id=session.session_id,
-            base_url=session.base_url,
-            api_key=session.api_key,
-            send=send,
-            **{name: answer[name] for name in names},
-        )
-
-
-class Client:
-    """Blocking. ``http`` is a client of yours, with its proxies and certificates.
+class AsyncClient:
+    """For ``await``. ``http`` is a client of yours, with its proxies and certificates.
 
     ``base_url`` ends in ``/v1``; without one it is ``OPENAI_BASE_URL``. Without a key it is
     ``TORCHTITAN_RL_API_KEY``. ``patience_s`` is how long to try where the endpoint does not answer,
@@ -179,31 +133,40 @@ class Client:
         *,
         api_key: str | None = None,
         patience_s: float = 60.0,
-        http: httpx.Client | None = None,
+        http: httpx.AsyncClient | None = None,
     ) -> None:
-        self._connection = _Connection(base_url, api_key)
+        found = base_url or os.environ.get("OPENAI_BASE_URL")
+        if not found:
+            raise ValueError("give base_url, such as http://127.0.0.1:8000/v1, or OPENAI_BASE_URL")
+        self._base_url = found.rstrip("/")
+        self._api_key = api_key or os.environ.get("TORCHTITAN_RL_API_KEY", "")
         self._patience_s = patience_s
-        self._http = http or httpx.Client(timeout=_MAX_WAIT_S + 30.0)
+        self._http: Any = http or self._new_http(timeout=_MAX_WAIT_S + 30.0)
 
-    def open_session(self, session_id: str | None = None) -> Session[Answer]:
+    async def open_session(self, session_id: str | None = None) -> Session[Awaitable[Answer]]:
         """Open a session, under an id of its own unless one is given."""
-        opened = self.send("POST", "/sessions", {"session_id": session_id})
-        return self._connection.session(opened["session_id"], self.send)
+        opened = await self.send("POST", "/sessions", {"session_id": session_id})
+        return self.session(opened["session_id"])
 
-    def session(self, session_id: str) -> Session[Answer]:
+    def session(self, session_id: str) -> Session[Awaitable[Answer]]:
         """A session that is open, for example to give it its reward."""
-        return self._connection.session(session_id, self.send)
+        return Session(session_id=session_id, **self._connection(session_id))
 
-    def lease(
+    async def lease(
         self, *, problem_id: str | None = None, worker: str = "", wait_s: float = 20.0
-    ) -> Lease[Answer] | None:
+    ) -> Lease[Awaitable[Answer]] | None:
         """Lease a problem of a training run; None where none came within ``wait_s``."""
         body = {"problem_id": problem_id, "worker": worker, "wait_s": min(wait_s, _MAX_WAIT_S)}
-        return self._connection.lease(self.send("POST", "/problems/lease", body), self.send)
+        answer = await self.send("POST", "/problems/lease", body)
+        if not answer:
+            return None
+        names = ("session_id", "model", "problem_id", "data", "lease_s")
+        known = {name: answer[name] for name in names}
+        return Lease(**known, **self._connection(answer["session_id"]))
 
-    def work(
+    async def work(
         self,
-        solve: Callable[[Lease[Answer]], float | None],
+        solve: Callable[[Lease[Awaitable[Answer]]], Awaitable[float | None]],
         *,
         worker: str = "",
         keeps_on: Callable[[], bool] = lambda: True,
@@ -222,93 +185,6 @@ class Client:
         number = 0
         while keeps_on():
             try:
-                lease = self.lease(worker=worker)
-            except (EndpointError, httpx.TransportError) as error:
-                if _endpoint_has_ended(error, number):
-                    return number
-                raise
-            if lease is None:
-                continue
-            number += 1
-            with _kept(lease), _lost_leases_are_logged(lease):
-                try:
-                    reward = solve(lease)
-                    reward = None if reward is None else _number(reward)
-                except Exception as error:
-                    logger.exception("problem %s failed", lease.problem_id)
-                    lease.failed(repr(error))
-                    continue
-                if reward is None:
-                    lease.done()
-                else:
-                    lease.reward(reward)
-        return number
-
-    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """One request, sent again where it got no answer.
-
-        Raises:
-            EndpointError: it was refused.
-            httpx.TransportError: the endpoint does not answer.
-        """
-        request = self._connection.request(method, path, body)
-        for pause_s in _pauses(self._patience_s):
-            with contextlib.suppress(httpx.TransportError):
-                response = self._http.request(**request)
-                if response.status_code not in _RETRIED:
-                    return _answer(response)
-            time.sleep(pause_s)
-        return _answer(self._http.request(**request))
-
-    def close(self) -> None:
-        self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class AsyncClient:
-    """`Client` for ``await``."""
-
-    def __init__(
-        self,
-        base_url: str | None = None,
-        *,
-        api_key: str | None = None,
-        patience_s: float = 60.0,
-        http: httpx.AsyncClient | None = None,
-    ) -> None:
-        self._connection = _Connection(base_url, api_key)
-        self._patience_s = patience_s
-        self._http = http or httpx.AsyncClient(timeout=_MAX_WAIT_S + 30.0)
-
-    async def open_session(self, session_id: str | None = None) -> Session[Awaitable[Answer]]:
-        opened = await self.send("POST", "/sessions", {"session_id": session_id})
-        return self._connection.session(opened["session_id"], self.send)
-
-    def session(self, session_id: str) -> Session[Awaitable[Answer]]:
-        return self._connection.session(session_id, self.send)
-
-    async def lease(
-        self, *, problem_id: str | None = None, worker: str = "", wait_s: float = 20.0
-    ) -> Lease[Awaitable[Answer]] | None:
-        body = {"problem_id": problem_id, "worker": worker, "wait_s": min(wait_s, _MAX_WAIT_S)}
-        answer = await self.send("POST", "/problems/lease", body)
-        return self._connection.lease(answer, self.send)
-
-    async def work(
-        self,
-        solve: Callable[[Lease[Awaitable[Answer]]], Awaitable[float | None]],
-        *,
-        worker: str = "",
-        keeps_on: Callable[[], bool] = lambda: True,
-    ) -> int:
-        number = 0
-        while keeps_on():
-            try:
                 lease = await self.lease(worker=worker)
             except (EndpointError, httpx.TransportError) as error:
                 if _endpoint_has_ended(error, number):
@@ -317,27 +193,42 @@ class AsyncClient:
             if lease is None:
                 continue
             number += 1
-            async with _kept_async(lease):
-                with _lost_leases_are_logged(lease):
-                    try:
-                        reward = await solve(lease)
-                        reward = None if reward is None else _number(reward)
-                    except Exception as error:
-                        logger.exception("problem %s failed", lease.problem_id)
-                        await lease.failed(repr(error))
-                        continue
-                    await (lease.done() if reward is None else lease.reward(reward))
+            with self._kept(lease), _lost_leases_are_logged(lease):
+                try:
+                    reward = await _result(solve(lease))
+                    reward = None if reward is None else _number(reward)
+                except Exception as error:
+                    logger.exception("problem %s failed", lease.problem_id)
+                    await _result(lease.failed(repr(error)))
+                    continue
+                await _result(lease.done() if reward is None else lease.reward(reward))
         return number
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        request = self._connection.request(method, path, body)
+        """One request, sent again where it got no answer.
+
+        Raises:
+            EndpointError: it was refused.
+            httpx.TransportError: the endpoint does not answer.
+        """
+        headers = {"Idempotency-Key": uuid.uuid4().hex}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        content = None
+        if body is not None:
+            given = {key: value for key, value in body.items() if value is not None}
+            content = json.dumps(given).encode()
+            headers["Content-Type"] = "application/json"
+        ask = partial(
+            self._http.request, method, f"{self._base_url}{path}", headers=headers, content=content
+        )
         for pause_s in _pauses(self._patience_s):
             with contextlib.suppress(httpx.TransportError):
-                response = await self._http.request(**request)
+                response = await _result(ask())
                 if response.status_code not in _RETRIED:
                     return _answer(response)
-            await asyncio.sleep(pause_s)
-        return _answer(await self._http.request(**request))
+            await _result(self._sleep(pause_s))
+        return _answer(await _result(ask()))
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -347,6 +238,123 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    def _connection(self, session_id: str) -> dict[str, Any]:
+        api_key = f"{self._api_key or 'agent'}:{session_id}"
+        return {"base_url": self._base_url, "api_key": api_key, "send": self._session_send}
+
+    async def _beat(self, lease: Lease[Any], pause: Callable[[float], Any]) -> None:
+        """Send heartbeats until ``pause`` returns True, or the lease is lost."""
+        while not await _result(pause(lease.lease_s / 3)):
+            try:
+                await _result(lease.heartbeat())
+            except EndpointError:
+                return
+            except httpx.TransportError:
+                continue
+
+    # All waiting is done by these; they block in `Client`.
+
+    _new_http: Callable[..., Any] = httpx.AsyncClient
+    _sleep: Callable[[float], Any] = staticmethod(asyncio.sleep)
+
+    def _session_send(self, *request: Any) -> Any:
+        return self.send(*request)
+
+    @contextlib.contextmanager
+    def _kept(self, lease: Lease[Any]) -> Iterator[None]:
+        beating = asyncio.ensure_future(self._beat(lease, asyncio.sleep))
+        try:
+            yield
+        finally:
+            beating.cancel()
+
+
+class _Blocking(AsyncClient):
+    """Its coroutines never suspend."""
+
+    _new_http = httpx.Client
+    _sleep = staticmethod(time.sleep)
+
+    def _session_send(self, *request: Any) -> Any:
+        return _run(self.send(*request))
+
+    @contextlib.contextmanager
+    def _kept(self, lease: Lease[Any]) -> Iterator[None]:
+        is_over = threading.Event()
+        beating = self._beat(lease, is_over.wait)
+        threading.Thread(target=_run, args=(beating,), name="heartbeats", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+
+class Client:
+    """`AsyncClient`, blocking."""
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        api_key: str | None = None,
+        patience_s: float = 60.0,
+        http: httpx.Client | None = None,
+    ) -> None:
+        given: Any = http
+        self._client = _Blocking(base_url, api_key=api_key, patience_s=patience_s, http=given)
+
+    def open_session(self, session_id: str | None = None) -> Session[Answer]:
+        session: Session[Answer] = _run(self._client.open_session(session_id))
+        return session
+
+    def session(self, session_id: str) -> Session[Answer]:
+        return Session(session_id=session_id, **self._client._connection(session_id))
+
+    def lease(
+        self, *, problem_id: str | None = None, worker: str = "", wait_s: float = 20.0
+    ) -> Lease[Answer] | None:
+        leasing = self._client.lease(problem_id=problem_id, worker=worker, wait_s=wait_s)
+        lease: Lease[Answer] | None = _run(leasing)
+        return lease
+
+    def work(
+        self,
+        solve: Callable[[Lease[Answer]], float | None],
+        *,
+        worker: str = "",
+        keeps_on: Callable[[], bool] = lambda: True,
+    ) -> int:
+        blocking: Any = solve
+        number: int = _run(self._client.work(blocking, worker=worker, keeps_on=keeps_on))
+        return number
+
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        answer: Answer = _run(self._client.send(method, path, body))
+        return answer
+
+    def close(self) -> None:
+        self._client._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _result(found: Any) -> Any:
+    """What a blocking call returned, or what an asynchronous one will."""
+    return await found if inspect.isawaitable(found) else found
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that never suspends."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a blocking client has waited for an event loop")
 
 
 def _number(reward: Any) -> float:
@@ -385,43 +393,6 @@ def _answer(response: httpx.Response) -> Answer:
     error = body.get("error", {}) if isinstance(body, dict) else {}
     code = str(error.get("code") or "http_error")
     raise EndpointError(response.status_code, code, str(error.get("message", response.text[:500])))
-
-
-@contextlib.contextmanager
-def _kept(lease: Lease[Answer]) -> Iterator[None]:
-    """Sends heartbeats from a thread until it is left, or the lease is lost."""
-    is_over = threading.Event()
-
-    def beat() -> None:
-        while not is_over.wait(lease.lease_s / 3):
-            try:
-                lease.heartbeat()
-            except EndpointError:
-                return
-            except httpx.TransportError:
-                continue
-
-    threading.Thread(target=beat, name="heartbeats", daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
-
-
-@contextlib.asynccontextmanager
-async def _kept_async(lease: Lease[Awaitable[Answer]]) -> AsyncIterator[None]:
-    async def beat() -> None:
-        while True:
-            await asyncio.sleep(lease.lease_s / 3)
-            with contextlib.suppress(httpx.TransportError):
-                await lease.heartbeat()
-
-    beating = asyncio.ensure_future(beat())
-    try:
-        yield
-    finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
 
 
 def _endpoint_has_ended(error: Exception, num_leased: int) -> bool:

@@ -28,11 +28,10 @@ from torchtitan_rl.agents.agent import RemoteAgent
 from torchtitan_rl.agents.env import AgentEnv, AgentHost
 from torchtitan_rl.agents.queue import ProblemQueue
 from torchtitan_rl.client import AsyncClient, Client, EndpointError
-from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
-from torchtitan_rl.serving.config import EndpointConfig
-from torchtitan_rl.serving.context import session_id
+from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.link import ControllerLink
+from torchtitan_rl.serving.middleware import session_id
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import Problem, RolloutGroup
 

@@ -18,8 +18,8 @@ from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
+from torchtitan_rl.serving.config import Keys
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import Problem, Rollout

@@ -22,8 +22,7 @@ from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.address import Keys
-from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.weights.shm import SharedMemoryPublisher

@@ -10,8 +10,7 @@ from typing import Any
 from tests.support.endpoints import LinkedEndpoint
 from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.serving.bridge import EndpointBridge
-from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import SystemStatus
+from torchtitan_rl.serving.link import ControllerLink, SystemStatus
 
 
 @asynccontextmanager

@@ -41,11 +41,8 @@ from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.config import Constraints
-from torchtitan_rl.serving.messages import (
-    Refusal,
-    RefusedError,
-    SystemStatus,
-)
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import SystemStatus
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress, VersionRun
 
 MAX_MODEL_LEN = 512
@@ -76,9 +73,9 @@ class Happenings:
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
         name = request.session_id or ""
-        closed = Refusal(status=409, message=f"session {name}", code="session_closed")
+        closed = RefusedError(409, "session_closed", f"session {name}")
         if name == "closed" or (name == "closed-to-one" and request.request_id.startswith("0_")):
-            raise RefusedError(closed)
+            raise closed
         if name == "lost":
             raise ReplicaError("replica0 died of /some/path")
         if name == "relabelled":
@@ -87,7 +84,7 @@ class Happenings:
             return await self._cut(request, on_progress)
         completion = await self._router.generate(request, on_progress)
         if name == "closed-late":
-            raise RefusedError(closed)
+            raise closed
         if name == "counted":
             self.num_sampled += len(completion.token_ids)
         return completion

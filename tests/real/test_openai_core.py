@@ -40,9 +40,9 @@ from torchtitan_rl.backends.vllm.openai_constraints import (
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, RouterCore, generation_request
 from torchtitan_rl.channel import Call, End, Submission
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.serving.context import session_id
-from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import Outputs, Refusal, RequestEnd
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import ControllerLink, RequestEnd
+from torchtitan_rl.serving.middleware import session_id
 from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
 
 
@@ -50,7 +50,7 @@ from torchtitan_rl.types import Completion, FinishReason, Progress, VersionRun
 class RecordedLink:
     """A link whose controller says ``batches``."""
 
-    batches: list[Outputs]
+    batches: list[list[Progress | RequestEnd]]
     submitted: list[Submission] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ class RecordedLink:
     def abort(self, request_ids: list[str]) -> None:
         self.aborted.extend(request_ids)
 
-    async def next_outputs(self) -> Outputs:
+    async def next_outputs(self) -> list[Progress | RequestEnd]:
         if not self.batches:
             raise EOFError
         return self.batches.pop(0)
@@ -113,7 +113,7 @@ def progress_of(completion: Completion, start: int, end: int) -> Progress:
 
 
 @st.composite
-def deliveries(draw: st.DrawFn) -> tuple[list[Completion], list[Outputs]]:
+def deliveries(draw: st.DrawFn) -> tuple[list[Completion], list[list[Progress | RequestEnd]]]:
     """Completions, and batches that bring them in any split, repeats and gaps included."""
     done = [draw(completions(f"r{n}")) for n in range(draw(st.integers(1, 4)))]
     num_batches = draw(st.integers(1, 5))
@@ -128,10 +128,7 @@ def deliveries(draw: st.DrawFn) -> tuple[list[Completion], list[Outputs]]:
                     start = draw(st.integers(0, len(completion.token_ids) - 1))
                     end = draw(st.integers(start + 1, len(completion.token_ids)))
                     progress[batch].append(progress_of(completion, start, end))
-    batches = [
-        Outputs(progress=tuple(some), ends=tuple(ended))
-        for some, ended in zip(progress, ends, strict=True)
-    ]
+    batches = [[*some, *ended] for some, ended in zip(progress, ends, strict=True)]
     return done, batches
 
 
@@ -190,7 +187,7 @@ def test_a_stop_string_is_left_to_vllm_to_find_in_the_last_tokens() -> None:
 
     async def play() -> list[Any]:
         end = End(call_id="r", result=completion)
-        core = RouterCore(RecordedLink([Outputs(ends=(end,))]))  # type: ignore[arg-type]
+        core = RouterCore(RecordedLink([[end]]))  # type: ignore[arg-type]
         await core.add_request_async(core_request("r"))
         return await outputs_of(core)
 
@@ -205,11 +202,11 @@ def test_a_refusal_fails_its_request_once_and_what_is_late_is_dropped() -> None:
     failed = []
 
     async def play() -> tuple[list[Any], list[str]]:
-        refusal = Refusal(status=503, message="gone", code="lost")
-        ends = (End(call_id="a", error=refusal),)
-        link = RecordedLink([Outputs(ends=ends), Outputs(ends=ends)])
+        refusal = RefusedError(503, "lost", "gone")
+        ends: list[Any] = [End(call_id="a", error=refusal)]
+        link = RecordedLink([ends, ends])
         core = RouterCore(link)  # type: ignore[arg-type]
-        core.fail = lambda name, error: failed.append((name, error.http_status, error.code))
+        core.fail = lambda name, error: failed.append((name, error.http_status, error.refusal.code))
         await core.add_request_async(core_request("a"))
         outputs = await outputs_of(core)
         core.abort(["a", "never"])
@@ -274,7 +271,7 @@ def test_logprobs_are_left_out_where_neither_a_client_nor_a_session_wants_them()
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (RefusedRequest(Refusal(status=429, message="later", code="busy")), 429),
+        (RefusedRequest(RefusedError(429, "busy", "later")), 429),
         (EngineDeadError(), 503),
         (EngineGenerateError("of /home/secret"), 500),
         (RuntimeError("of /home/secret"), 500),

@@ -22,9 +22,8 @@ from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.bridge import EndpointBridge
-from torchtitan_rl.serving.context import requests_of_response
-from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import SystemStatus
+from torchtitan_rl.serving.link import ControllerLink, SystemStatus
+from torchtitan_rl.serving.report import choices_of_response
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -175,9 +174,9 @@ def test_the_requests_of_a_response_are_found_by_its_id(endpoints, path, body, n
     endpoints.script.request_ids.clear()
     response_id = endpoints.ask(path, body).json()["id"]
     asked = list(endpoints.script.request_ids)
-    found = [requests_of_response(asked, response_id, choice) for choice in range(num_choices + 1)]
-    assert [len(requests) for requests in found] == [1] * num_choices + [0]
-    assert {request for requests in found for request in requests} == set(asked)
+    choices = choices_of_response(asked, response_id)
+    assert sorted(choices.values()) == list(range(num_choices))
+    assert set(choices) == set(asked)
 
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}

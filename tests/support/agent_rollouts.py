@@ -8,7 +8,7 @@ from tests.support.agents import Hosted
 from tests.support.resuming import SeededGenerate
 from tests.support.rollouts import PROBLEM, make_rollouter
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.errors import RefusedError
 
 
 class SlowGenerate(SeededGenerate):
@@ -36,7 +36,7 @@ def only(agent, **options):
 
 
 def refusal(error: RefusedError) -> tuple[int, str]:
-    return error.refusal.status, error.refusal.code
+    return error.status, error.code
 
 
 CLOSED = (400, "session_closed")

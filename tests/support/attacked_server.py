@@ -16,9 +16,8 @@ import time
 from fastapi import FastAPI, Request, Response
 
 from torchtitan_rl.backends.monarch.http_server import ConnectionLimits, HttpServer
-from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
-from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.link import ControllerLink
 
 

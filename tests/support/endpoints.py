@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.backends.specs import EndpointSpec
-from torchtitan_rl.channel import Submission
+from torchtitan_rl.channel import End, Submission
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.serving.address import Keys
-from torchtitan_rl.serving.config import EndpointConfig
-from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import (
+from torchtitan_rl.serving.config import EndpointConfig, Keys
+from torchtitan_rl.serving.link import (
+    ControllerLink,
     RequestEnd,
     SystemStatus,
     ToController,
@@ -140,7 +139,9 @@ async def ends_of(link: ControllerLink, number: int) -> dict[str, RequestEnd]:
     """The next so many ends, by id; each id once."""
     ends: dict[str, RequestEnd] = {}
     while len(ends) < number:
-        for end in (await link.next_outputs()).ends:
+        for end in await link.next_outputs():
+            if not isinstance(end, End):
+                continue
             request_id = str(end.call_id)
             assert request_id not in ends
             ends[request_id] = end

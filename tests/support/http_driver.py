@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from torchtitan_rl.serving import context
+from torchtitan_rl.serving.middleware import session_id
 
 CHAT = "/v1/chat/completions"
 
@@ -114,7 +114,7 @@ class Call:
 
     def __init__(self, body: bytes) -> None:
         self.body = body
-        self.session_id = context.session_id.get()
+        self.session_id = session_id.get()
         self.is_aborted = asyncio.Event()
         self._parts: asyncio.Queue[tuple[int, bytes, bool]] = asyncio.Queue()
 

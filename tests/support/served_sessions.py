@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.agents import TokenRouter
-from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.sessions import Sessions
 
 TIMEOUT_S = 60.0
@@ -18,7 +18,7 @@ def make(router: TokenRouter | None = None, **options) -> Sessions:
 async def refused(work) -> tuple[int, str]:
     with pytest.raises(RefusedError) as caught:
         await work
-    return caught.value.refusal.status, caught.value.refusal.code
+    return caught.value.status, caught.value.code
 
 
 CLOSED = (400, "session_closed")

@@ -36,7 +36,7 @@ from torchtitan_rl.aio import uninterrupted
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.rollout.calls import call
 from torchtitan_rl.rollout.records import problem_to_json
-from torchtitan_rl.serving.address import ADMIN_KEY, API_KEY
+from torchtitan_rl.serving.config import ADMIN_KEY, API_KEY
 from torchtitan_rl.types import Problem
 
 _SECRETS = (API_KEY, ADMIN_KEY)  # which commands do not inherit

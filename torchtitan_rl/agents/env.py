@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -43,9 +43,8 @@ from torchtitan_rl.rollout.calls import summary
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.episodes import previous_turns
 from torchtitan_rl.rollout.tree import LimitReachedError, TurnTree
-from torchtitan_rl.serving.context import choices_of_response, requests_of_response
-from torchtitan_rl.serving.messages import RefusedError, refused
-from torchtitan_rl.serving.session_report import SessionEnding
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.report import SessionEnding
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import (
     CONSTRAINTS,
@@ -308,7 +307,7 @@ class AgentEnv:
         self._check(request.sampling)
         name = request.request_id
         if name in self._answers:
-            raise refused(400, "invalid_request", f"request {name!r} is running already")
+            raise RefusedError(400, "invalid_request", f"request {name!r} is running already")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
         def answer(completion: Completion) -> bool:
@@ -339,17 +338,16 @@ class AgentEnv:
             del self._answers[name]
             self._record_use()
 
-    def reward_response(self, response_id: str, choice: int | None, reward: float) -> int:
-        """`SessionDriver`: give the branches of a response a reward of their own."""
-        found = requests_of_response(self._turn_ids, response_id, choice)
-        for request_id in found:
+    @property
+    def request_ids(self) -> list[str]:
+        """See `SessionDriver`."""
+        return list(self._turn_ids)
+
+    def reward_turns(self, request_ids: Collection[str], reward: float) -> None:
+        """`SessionDriver`: give the branches with these turns a reward of their own."""
+        for request_id in request_ids:
             assert self._turns is not None
             self._turns.reward(self._turn_ids[request_id], reward)
-        return len(found)
-
-    def choices_of(self, response_id: str) -> list[int]:
-        """`SessionDriver`: the choices of a response."""
-        return choices_of_response(self._turn_ids, response_id)
 
     def close_session(self, reward: float | None) -> None:
         """`SessionDriver`: a reward ends the rollout, without one the agent may still return
@@ -444,7 +442,7 @@ class AgentEnv:
     def _closed(self) -> RefusedError:
         self._counts["refused_requests"] += 1
         message = f"session {self._session_id!r} is closed: its rollout is over"
-        return refused(400, "session_closed", message)
+        return RefusedError(400, "session_closed", message)
 
     def _check(self, sampling: SamplingParams) -> None:
         """Refuse what would change the distribution and cannot be ignored; count the rest."""
@@ -460,7 +458,7 @@ class AgentEnv:
                 f"{', '.join(sorted(unsupported))}: not in a training session, for its loss would "
                 "not know the sampling distribution; leave it out"
             )
-            raise refused(400, "invalid_request", message)
+            raise RefusedError(400, "invalid_request", message)
         truncations = (sampling.top_p < 1.0, sampling.top_k > 0, sampling.min_p > 0.0)
         self._counts["ignored_options"] += sum(truncations) + len(options - CONSTRAINTS)
 

@@ -34,7 +34,8 @@ from torchtitan_rl.aio import STOOD_STILL_S
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.rollout.records import problem_to_json
 from torchtitan_rl.rollout.tree import TurnTree
-from torchtitan_rl.serving.messages import CommandName, Handler, RefusedError, refused
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import CommandName, Handler
 
 MAX_WAITING_WORKERS = 4096
 
@@ -191,7 +192,7 @@ class ProblemQueue:
 
     async def _next(self, problem_id: str | None, wait_s: float) -> _Entry | None:
         if len(self._workers) >= MAX_WAITING_WORKERS:
-            raise refused(429, "too_many_workers", "too many workers wait: try again later")
+            raise RefusedError(429, "too_many_workers", "too many workers wait: try again later")
         worker: asyncio.Future[_Entry] = asyncio.get_running_loop().create_future()
         self._workers[worker] = problem_id
         try:
@@ -260,7 +261,7 @@ def _problem_id(entry: _Entry) -> str:
 
 def _lost(session_id: str) -> RefusedError:
     message = f"{session_id!r} is no lease, or it has ended: its problem may have another worker"
-    return refused(409, "lease_lost", message)
+    return RefusedError(409, "lease_lost", message)
 
 
 def _now() -> float:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.serving.address import Keys
-from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 

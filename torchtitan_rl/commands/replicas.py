@@ -17,7 +17,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.run import EnvironmentFactory
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.weight_loading import WeightLoader
 
 _T = TypeVar("_T")

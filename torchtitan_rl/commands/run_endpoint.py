@@ -15,12 +15,10 @@ from torchtitan_rl.agents.env import AgentHost, AgentThread
 from torchtitan_rl.agents.queue import ProblemQueue
 from torchtitan_rl.aio import first_of
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.address import Keys
-from torchtitan_rl.serving.bridge import BridgeCounts
-from torchtitan_rl.serving.config import EndpointConfig
-from torchtitan_rl.serving.messages import Endpoint
+from torchtitan_rl.serving.bridge import BridgeCounts, Endpoint
+from torchtitan_rl.serving.config import EndpointConfig, Keys
+from torchtitan_rl.serving.report import SessionEnding
 from torchtitan_rl.serving.service import EndpointService
-from torchtitan_rl.serving.session_report import SessionEnding
 from torchtitan_rl.serving.sessions import Sessions
 
 _T = TypeVar("_T")

@@ -21,7 +21,7 @@ from torchtitan_rl.commands.console import DryRun, StopSignals, print_error, run
 from torchtitan_rl.config.options import parse_options
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.context import EpisodesFile
+from torchtitan_rl.serving.report import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.serving.weight_loading import WeightLoader

@@ -45,7 +45,7 @@ from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.files import replace_file
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.rollout.task import Split
-from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.config import Keys
 from torchtitan_rl.training.checkpoint_files import MARKER
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
 from torchtitan_rl.types import Problem

@@ -50,7 +50,7 @@ from torchtitan_rl.errors import CheckpointError, ConfigError
 from torchtitan_rl.files import replace_file
 from torchtitan_rl.launch.lease import Lease, hold_run, lock_errors, unwritable
 from torchtitan_rl.orchestration.saved_run import read_position
-from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.config import Keys
 from torchtitan_rl.training.checkpoint_files import MARKER
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem

@@ -18,8 +18,7 @@ from torchtitan_rl.config.plan import ProcessPlan, plan_serving
 from torchtitan_rl.config.policies import find_policy
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.serving.address import Keys
-from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.config import EndpointConfig, Keys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The controller's end of its connection to the endpoint's process: runs requests and commands.
+"""Runs the requests and commands of an endpoint's clients in the controller.
 
 Results leave at once after a silence, where no other request runs, and for commands; else together
 with all others of the last interval.
@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,26 +34,47 @@ from torchtitan_rl.errors import (
     GenerationTimeoutError,
     InvalidRequestError,
 )
-from torchtitan_rl.serving.messages import (
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import (
     Command,
     CommandName,
     Counted,
-    Endpoint,
     Handler,
-    Refusal,
-    RefusedError,
     SystemStatus,
     ToController,
     ToEndpoint,
-    refused,
 )
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 logger = logging.getLogger(__name__)
 
-_CLOSING = Refusal(status=503, message="the system is shutting down", code="shutting_down")
-_CANCELLED = Refusal(status=503, message="the request was cancelled", code="cancelled")
 _LAST_DELIVERY_S = 5.0
+
+
+class Endpoint(Protocol):
+    """The endpoint's process, for the controller."""
+
+    @property
+    def base_url(self) -> str:
+        """Such as ``http://127.0.0.1:8000/v1``."""
+        ...
+
+    async def poll(self) -> tuple[ToController, ...]:
+        """Wait for the next messages.
+
+        Raises:
+            EndpointLostError: the endpoint's process is gone, has failed, or is closed.
+        """
+        ...
+
+    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None: ...
+
+    async def drain(self, grace_s: float) -> None:
+        """Accept no new connection; running requests may end within ``grace_s``, while polls and
+        deliveries continue. Then all are refused."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class Complete(Protocol):
@@ -136,8 +157,9 @@ class EndpointBridge:
         """Wait until the endpoint has received the system's status."""
         await self._is_ready.wait()
 
-    async def run(self) -> None:
-        """Run until this is cancelled or a part fails; what still runs then is refused.
+    async def run(self, **others: Coroutine[Any, Any, None]) -> None:
+        """Run until this is cancelled or a part fails; what still runs then is refused. ``others``
+        are further parts.
 
         Raises:
             EndpointLostError: the endpoint's process is gone, or a loop was cancelled from within.
@@ -145,7 +167,7 @@ class EndpointBridge:
         """
         is_lost = False
         try:
-            await self._connection.run(status=self._status())
+            await self._connection.run(status=self._status(), **others)
         except EndpointLostError:
             is_lost = True
             raise
@@ -238,7 +260,7 @@ class EndpointBridge:
     async def _answer(self, command: Command) -> Mapping[str, Any]:
         handler = self._handlers.get(command.name)
         if handler is None:
-            raise refused(404, "not_available", f"{command.name} is not available here")
+            raise RefusedError(404, "not_available", f"{command.name} is not available here")
         return await handler(command.arguments)
 
     def _on_command_done(self, number: CallId, task: asyncio.Future[Mapping[str, Any]]) -> None:
@@ -248,33 +270,33 @@ class EndpointBridge:
         body = task.result() if refusal is None else None
         self._connection.put(End(call_id=number, result=body, error=refusal), is_urgent=True)
 
-    def _refusal(self, task: asyncio.Future[Any]) -> Refusal | None:
+    def _refusal(self, task: asyncio.Future[Any]) -> RefusedError | None:
         """The refusal for a failed or cancelled task; None where it has a result."""
         if task.cancelled():
-            return _CLOSING if self._is_closing else _CANCELLED
+            if self._is_closing:
+                return RefusedError(503, "shutting_down", "the system is shutting down")
+            return RefusedError(503, "cancelled", "the request was cancelled")
         error = task.exception()
         if error is None or isinstance(error, Exception):
             return None if error is None else _refusal_of(error)
         raise error
 
 
-def _refusal_of(error: Exception) -> Refusal:
+def _refusal_of(error: Exception) -> RefusedError:
     """The refusal that a client gets for an error: no internals; unexpected ones are logged."""
     match error:
         case RefusedError():
-            return error.refusal
+            return error
         case InvalidRequestError():
-            return Refusal(status=400, message=str(error), code="invalid_request")
+            return RefusedError(400, "invalid_request", str(error))
         case GenerationTimeoutError():
-            message = "the request was not completed in time"
-            return Refusal(status=504, message=message, code="timeout")
+            return RefusedError(504, "timeout", "the request was not completed in time")
         case GenerationError():
             logger.warning("a client's request failed: %s", error)
-            message = "no replica could complete the request"
-            return Refusal(status=503, message=message, code="no_replica")
+            return RefusedError(503, "no_replica", "no replica could complete the request")
         case _:
             logger.error("a client's request failed unexpectedly", exc_info=error)
-            return Refusal(status=500, message="internal error", code="internal_error")
+            return RefusedError(500, "internal_error", "internal error")
 
 
 def _compacted(messages: tuple[ToEndpoint, ...]) -> tuple[ToEndpoint, ...]:

@@ -1,117 +1,174 @@
-"""Errors as OpenAI error objects: ``{"error": {"message", "type", "param", "code"}}``.
+"""Errors of the endpoint, and how clients get them.
 
-The endpoint's layers raise `HttpError`. An exception that escapes the application, and every 500
-that it answers, becomes one sentence with an incident id; the traceback, or the application's own
-message, is in the log (standard error) under that id. Other errors of the application pass as they
-are: its exception handlers make error objects.
-
-Invariants: a response that has begun is never followed by another; one whose application failed
-after that stays unfinished, so the server cuts the connection and the client sees that it is short.
+Every error is an OpenAI error object: ``{"error": {"message", "type", "param", "code"}}``. Those of
+``/v1/messages`` have Anthropic's shape, with our code and param:
+``{"type": "error", "error": {"type", "message", "code", "param"}}``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.responses import JSONResponse
-from starlette.types import Message, Scope, Send
+from torchtitan_rl.errors import TorchtitanRLError
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Scope, Send
 
 logger = logging.getLogger(__name__)
 
+MESSAGES_PATH = "/v1/messages"
 _MAX_LOGGED_BYTES = 2000
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 
 
-class HttpError(Exception):
-    """A request that the endpoint refuses by itself."""
+class RefusedError(TorchtitanRLError):
+    """A client's request is refused: an HTTP status, a code such as ``session_closed``, and a
+    message without internals. It can be pickled."""
 
     def __init__(
         self,
         status: int,
+        code: str,
         message: str,
         *,
-        code: str,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, code, message)
         self.status = status
-        self.message = message
         self.code = code
+        self.message = message
         self.param = param
-        self.headers = headers
+        self.headers = headers or {}
 
-    def response(self) -> JSONResponse:
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI error object."""
         if self.status == HTTPStatus.TOO_MANY_REQUESTS:
             kind = "rate_limit_error"
         else:
             kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return JSONResponse({"error": error}, self.status, self.headers)
+        inner = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": inner}
 
 
-class OpenAIErrors:
-    """ASGI middleware for HTTP requests; it passes any ``receive`` on to the layers inside.
+def anthropic_error(error: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """Anthropic's shape of the inner object of an OpenAI error."""
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    inner = {
+        "type": kind,
+        "message": str(error["message"]),
+        "code": error.get("code"),
+        "param": error.get("param"),
+    }
+    return {"type": "error", "error": inner}
 
-    ``replaces_500``: the 500s that ``app`` answers itself are replaced too.
+
+async def answer_errors(
+    scope: Scope,
+    send: Send,
+    handle: Callable[[Send], Awaitable[None]],
+    *,
+    replaces_500: bool = True,
+) -> None:
+    """Call ``handle`` with a ``send``, and answer what it raises.
+
+    An exception, and (with ``replaces_500``) every 500 that ``handle`` sends, becomes one sentence
+    with an incident id. The traceback, or the message that was sent, is logged under that id. Other
+    errors that ``handle`` sends pass as they are, in the shape of their route.
+
+    Invariants: a response that has begun is never followed by another; one whose application failed
+    after that stays unfinished, so the server cuts the connection and the client sees that it is
+    short.
     """
-
-    def __init__(
-        self, app: Callable[[Scope, Any, Send], Awaitable[None]], *, replaces_500: bool = True
-    ) -> None:
-        self._app = app
-        self._replaces_500 = replaces_500
-
-    async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
-        answer = _Answer(scope, receive, send, replaces_500=self._replaces_500)
-        try:
-            await self._app(scope, receive, answer.send)
-        except HttpError as error:
-            if answer.has_begun:
-                raise
-            await error.response()(scope, receive, send)
-        except Exception:
-            # Starlette raises again what its own handler has answered: then it is only logged.
-            answer.log("failed with an exception", exc_info=True)
-            if not answer.has_begun:
-                await answer.send_internal_error()
+    answer = _Answer(scope, send, replaces_500=replaces_500)
+    try:
+        await handle(answer.send)
+    except RefusedError as error:
+        if answer.has_begun:
+            raise
+        await answer.send_error(error)
+    except Exception:
+        # Starlette raises again what its own handler has answered: then it is only logged.
+        answer.log("failed with an exception", exc_info=True)
+        if not answer.has_begun:
+            await answer.send_internal_error()
 
 
 class _Answer:
-    """Passes on what the application sends, but replaces a 500."""
+    """Passes on what an application sends, but holds an error back to replace or translate it."""
 
-    def __init__(self, scope: Scope, receive: Any, send: Send, *, replaces_500: bool) -> None:
+    def __init__(self, scope: Scope, send: Send, *, replaces_500: bool) -> None:
         self._scope = scope
-        self._receive = receive
         self._send = send
         self._replaces_500 = replaces_500
+        path = scope["path"]
+        self._is_anthropic = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
         self._incident = uuid.uuid4().hex[:12]
-        self._replaced_body: bytearray | None = None
+        self._held: Message | None = None  # the start of an error
+        self._body = bytearray()  # of that error
         self.has_begun = False
 
     async def send(self, message: Message) -> None:
-        if self._replaced_body is not None:
-            await self._replace(message, self._replaced_body)
-        elif self._replaces_500 and message.get("status") == HTTPStatus.INTERNAL_SERVER_ERROR:
-            self._replaced_body = bytearray()
+        if self._held is not None:
+            self._body += message.get("body", b"")
+            if not self.has_begun and not message.get("more_body", False):
+                await self._send_held(self._held)
+        elif self._is_replaced(message) or (self._is_anthropic and message.get("status", 0) >= 400):
+            self._held = message
         else:
             self.has_begun = True
             await self._send(message)
 
-    async def _replace(self, message: Message, body: bytearray) -> None:
-        body += message.get("body", b"")[: _MAX_LOGGED_BYTES - len(body)]
-        if not self.has_begun and not message.get("more_body", False):
-            self.has_begun = True
-            self.log(f"was answered 500: {bytes(body)!r}")
+    def _is_replaced(self, start: Message) -> bool:
+        return self._replaces_500 and start.get("status") == HTTPStatus.INTERNAL_SERVER_ERROR
+
+    async def _send_held(self, start: Message) -> None:
+        body = bytes(self._body)
+        if self._is_replaced(start):
+            self.log(f"was answered 500: {body[:_MAX_LOGGED_BYTES]!r}")
             await self.send_internal_error()
+            return
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # another body passes as it is
+            body = json.dumps(anthropic_error(json.loads(body)["error"], start["status"])).encode()
+        headers = [pair for pair in start["headers"] if pair[0].lower() != b"content-length"]
+        await self._respond(start["status"], headers, body)
+
+    async def send_error(self, error: RefusedError) -> None:
+        content = error.body()
+        if self._is_anthropic:
+            content = anthropic_error(content["error"], error.status)
+        headers = {"content-type": "application/json", **error.headers}
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._respond(error.status, pairs, json.dumps(content).encode())
 
     async def send_internal_error(self) -> None:
         message = f"The server failed to answer this request (incident {self._incident})."
-        error = HttpError(500, message, code="internal_error")
-        await error.response()(self._scope, self._receive, self._send)
+        await self.send_error(RefusedError(500, "internal_error", message))
+
+    async def _respond(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        self.has_begun = True
+        headers = [*headers, (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
 
     def log(self, what: str, *, exc_info: bool = False) -> None:
         method, path = self._scope["method"], self._scope["path"]

@@ -1,12 +1,16 @@
-"""The endpoint process's end of its connection to the controller.
+"""The messages between the endpoint's process and the controller, and the process's end of their
+connection.
 
-Clients' requests and commands are gathered on the HTTP server's thread until the controller polls;
-a delivery of the controller, on any thread, reaches that thread in one callback per batch.
+The endpoint's process tokenizes, detokenizes and serves HTTP; the controller's has the router and
+the sessions. Requests and commands of clients are calls of the endpoint; the controller answers
+with their progress and their ends. They are gathered on the HTTP server's thread until the
+controller polls; a delivery of the controller, on any thread, reaches that thread in one callback.
 
 Invariants: a request that is submitted and not aborted has exactly one end, and a command exactly
-one answer or error, also where the controller is lost (it has not polled for a while), the endpoint
-has failed or the link is closed. An aborted or ended request gets no further messages. A problem
-that is leased for a caller who is gone is given back. The controller's next poll raises a failure.
+one answer or error, also where the controller is lost (it has delivered nothing for a while, not
+even the system's status), the endpoint has failed or the link is closed. An aborted or ended
+request gets no further messages. A problem that is leased for a caller who is gone is given back.
+The controller's polls raise a failure, and the end of the link.
 """
 
 from __future__ import annotations
@@ -15,73 +19,109 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox, Submission
 from torchtitan_rl.errors import EndpointLostError, one_line
-from torchtitan_rl.serving.messages import (
-    GAUGE_PREFIX,
-    Command,
-    CommandEnd,
-    CommandName,
-    Counted,
-    Outputs,
-    Refusal,
-    RefusedError,
-    RequestEnd,
-    SystemStatus,
-    ToController,
-    ToEndpoint,
-)
-from torchtitan_rl.types import Progress
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.types import Completion, Progress
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 1.0  # a poll without messages returns after this time
+CommandName = Literal[
+    "session.open",  # {"session_id"?} -> {"session_id"}
+    "session.close",  # {"session_id", "reward"?} -> what the session came to, episodes included
+    "session.reward_branch",  # {"session_id", "response_id", "choice"?, "reward"} -> as read
+    "session.read",  # {"session_id"} -> its state and counts
+    "problem.lease",  # {"problem_id"?, "worker"?, "wait_s"?} -> the lease; {} without a problem
+    "problem.heartbeat",  # {"session_id"}
+    "problem.return",  # {"session_id", "outcome": "done", "failed" or "unused", "cause"}
+    "pause",  # {"mode"}
+    "resume",
+    "load",  # {"path", "version"?, "mode"} -> {"version", "replicas", "lost", "stall_s"}
+    "versions",  # -> {"newest": int, "replicas": {name: version}, "states": {name: state}}
+]
+
+Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+"""Answers commands of one name, from arguments to the body; it may raise `RefusedError`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """Any other operation for a client, answered once."""
+
+    name: CommandName
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemStatus:
+    """For ``/health`` and ``/metrics``. ``gauges`` have Prometheus names."""
+
+    is_healthy: bool
+    cause: str = ""  # if it is not healthy
+    newest_version: int = 0
+    gauges: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Something happened to a client's request that only the endpoint's process sees."""
+
+    name: str  # of a counter, such as "missing_calls"
+
+
+RequestEnd = End[Completion, RefusedError]
+"""The completion is whole, also after progress."""
+
+CommandEnd = End[Mapping[str, Any], RefusedError]
+"""The result is JSON-able."""
+
+ToController = Call[Submission] | Call[Command] | Abort | Counted
+"""Requests are called by their own ids, commands by numbers."""
+
+ToEndpoint = Progress | End[Any, RefusedError] | SystemStatus
+
+GAUGE_PREFIX = "torchtitan_rl_"
 _COMMAND_S = 120.0
-_PAUSE_S = 900.0
+_PAUSE_S = 900.0  # a pause or a load may take minutes
+_NUM_LOOKS = 8  # for the controller, before it is lost
 _STARTING = SystemStatus(is_healthy=False, cause="the controller has not answered yet")
-_LOST = Refusal(status=503, message="the system does not answer", code="controller_lost")
-FAILED = Refusal(status=503, message="the endpoint has failed", code="endpoint_failed")
-_CLOSED = Refusal(status=503, message="the endpoint is shutting down", code="shutting_down")
+_LOST = (503, "controller_lost", "the system does not answer")
+FAILED = (503, "endpoint_failed", "the endpoint has failed")
+_CLOSED = (503, "shutting_down", "the endpoint is shutting down")
 
 
 class ControllerLink:
     """Connects the HTTP server's event loop with a controller that polls and delivers.
 
-    ``lost_after_s``: a controller that has not polled for this time is lost until it polls again.
+    ``lost_after_s``: a controller that has delivered nothing for this time is lost until it
+    delivers again. The time in which this process is stopped does not count.
     """
 
-    def __init__(
-        self, *, lost_after_s: float = 60.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._lost_after_s = lost_after_s
-        self._clock = clock
+    def __init__(self, *, lost_after_s: float = 60.0) -> None:
+        self._look_s = lost_after_s / _NUM_LOOKS
         self._outbox: Outbox[ToController] = Outbox()
-        # Shared by both threads, under the lock:
-        self._lock = threading.Lock()
-        self._last_poll_s = clock()
         self._loop: asyncio.AbstractEventLoop | None = None
         # Of the HTTP server's thread alone:
         self._pending: set[CallId] = set()
         self._answers: dict[CallId, asyncio.Future[Mapping[str, Any]]] = {}
-        self._outputs: Outbox[Progress | RequestEnd] = Outbox()
+        self._outputs: asyncio.Queue[Progress | RequestEnd] = asyncio.Queue()
         self._status = _STARTING
         self._gauges: list[Callable[[], Mapping[str, float]]] = []
         self._numbers = itertools.count()
-        self._watch: asyncio.TimerHandle | None = None
-        self._refuses: Refusal | None = None
+        self._num_looks = 0  # since the last delivery
+        self._looking: asyncio.TimerHandle | None = None
+        self._refuses: tuple[int, str, str] | None = None  # what a `RefusedError` is made of
         self._is_over = False  # failed or closed: it refuses everything for good
 
     # On the HTTP server's thread.
 
     def attach(self) -> None:
         """Called once, before all else, on the event loop that uses this side."""
-        with self._lock:
-            self._loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._look_for_controller()
 
     def submit(self, request: Submission) -> None:
@@ -89,7 +129,7 @@ class ControllerLink:
         request_id = request.request.request_id
         self._pending.add(request_id)
         if self._refuses is not None:
-            self._outputs.put(End(call_id=request_id, error=self._refuses))
+            self._outputs.put_nowait(End(call_id=request_id, error=RefusedError(*self._refuses)))
         else:
             self._outbox.put(Call(call_id=request_id, payload=request))
 
@@ -97,28 +137,29 @@ class ControllerLink:
         """Abort requests whose clients are gone; `next_outputs` does not give their ends. Unknown
         and ended ids are ignored."""
         known = [request_id for request_id in request_ids if request_id in self._pending]
-        if not known:
-            return
-        self._pending.difference_update(known)
-        self._outbox.put(*(Abort(call_id=request_id) for request_id in known))
+        if known:
+            self._pending.difference_update(known)
+            self._outbox.put(*(Abort(call_id=request_id) for request_id in known))
 
-    async def next_outputs(self) -> Outputs:
+    async def next_outputs(self) -> list[Progress | RequestEnd]:
         """Wait for progress or ends, and take all there is. For one caller at a time."""
-        progress: list[Progress] = []
-        ends: list[RequestEnd] = []
-        for message in await self._outputs.take():
+        outputs: list[Progress | RequestEnd] = []
+        message = await self._outputs.get()
+        while True:
             if isinstance(message, Progress):
                 if message.request_id in self._pending:
-                    progress.append(message)
+                    outputs.append(message)
             elif message.call_id in self._pending:
                 self._pending.remove(message.call_id)
-                ends.append(message)
-        return Outputs(progress=tuple(progress), ends=tuple(ends))
+                outputs.append(message)
+            if self._outputs.empty():
+                return outputs
+            message = self._outputs.get_nowait()
 
     async def command(
         self, name: CommandName, arguments: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> Mapping[str, Any]:
-        """The controller's answer. A pause or a load may take minutes; other commands end soon.
+        """The controller's answer.
 
         A lease is aborted where its caller no longer waits; any other command is completed.
 
@@ -126,7 +167,7 @@ class ControllerLink:
             RefusedError: the controller refused it, is lost, or did not answer in time.
         """
         if self._refuses is not None:
-            raise RefusedError(self._refuses)
+            raise RefusedError(*self._refuses)
         if timeout_s is None:
             timeout_s = _PAUSE_S if name in ("pause", "load") else _COMMAND_S
         number = next(self._numbers)
@@ -145,7 +186,7 @@ class ControllerLink:
             if not isinstance(error, TimeoutError):
                 raise
             message = f"{name} was not answered within {timeout_s:.0f} s"
-            raise RefusedError(Refusal(status=504, message=message, code="timeout")) from error
+            raise RefusedError(504, "timeout", message) from error
 
     def count(self, name: str) -> None:
         """Have the controller count something that happened to a request."""
@@ -161,75 +202,66 @@ class ControllerLink:
         status = dataclasses.replace(self._status, gauges={**self._status.gauges, **own})
         if self._refuses is None:
             return status
-        return dataclasses.replace(status, is_healthy=False, cause=self._refuses.message)
+        return dataclasses.replace(status, is_healthy=False, cause=self._refuses[2])
 
     def fail(self, cause: str) -> None:
         """The endpoint has failed: refuse all requests and commands, and fail the controller's
-        next poll with ``cause``, which clients do not get. No effect after `close`."""
-        if self._is_over:
-            return
-        logger.error("the endpoint has failed: %s", cause)
-        self._end_all(FAILED)
-        self._outbox.fail(EndpointLostError(f"the endpoint has failed: {cause}"))
+        polls with ``cause``, which clients do not get. No effect after `close`."""
+        if not self._is_over:
+            logger.error("the endpoint has failed: %s", cause)
+            self._end_all(FAILED, f"the endpoint has failed: {cause}")
 
     def close(self) -> None:
-        """Refuse all waiting and all later requests and commands. Again: no effect."""
-        self._end_all(_CLOSED)
+        """The HTTP server ends: refuse all waiting and all later requests and commands, and fail
+        the controller's polls. No effect after `fail`, or a second time."""
+        if not self._is_over:
+            self._end_all(_CLOSED, "the HTTP server has ended; see the endpoint's log")
 
     # From the controller's calls, on any thread.
 
     async def poll(self) -> tuple[ToController, ...]:
-        """Clients' requests and commands; waits about a second for them. One caller at a time.
+        """Wait for requests and commands of clients, and take them. One caller at a time.
 
         Raises:
-            EndpointLostError: the endpoint has failed.
+            EndpointLostError: the endpoint has failed, or is closed.
         """
-        self._note_poll()
-        messages = await self._outbox.take(_POLL_S)
-        self._note_poll()
-        return messages
+        return await self._outbox.take()
 
     def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
         """Pass a batch to the HTTP server's thread, without waiting for it."""
-        with self._lock:
-            loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._take, messages)
-
-    def _note_poll(self) -> None:
-        with self._lock:
-            self._last_poll_s = self._clock()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._take, messages)
 
     # Helpers, on the HTTP server's thread.
 
     def _take(self, messages: tuple[ToEndpoint, ...]) -> None:
+        self._num_looks = 0
+        if not self._is_over:
+            self._refuses = None
         try:
-            self._take_all(messages)
+            for message in messages:
+                self._take_one(message)
         except Exception as error:  # the lost batch may have ends that clients wait for
             logger.exception("a delivery could not be taken")
             self.fail(f"a delivery could not be taken: {one_line(error)}")
 
-    def _take_all(self, messages: tuple[ToEndpoint, ...]) -> None:
-        outputs: list[Progress | RequestEnd] = []
-        for message in messages:
-            match message:
-                case Progress() | End(call_id=str()):
-                    outputs.append(message)
-                case End(call_id=number):
-                    self._answer(number, message)
-                case SystemStatus():
-                    self._status = message
-                case _:
-                    raise TypeError(f"not a message to the endpoint: {message!r}")
-        if outputs:
-            self._outputs.put(*outputs)
+    def _take_one(self, message: ToEndpoint) -> None:
+        match message:
+            case Progress() | End(call_id=str()):
+                self._outputs.put_nowait(message)
+            case End(call_id=number):
+                self._answer(number, message)
+            case SystemStatus():
+                self._status = message
+            case _:
+                raise TypeError(f"not a message to the endpoint: {message!r}")
 
     def _answer(self, number: CallId, end: CommandEnd) -> None:
         future = self._answers.pop(number, None)
         if future is None:
             return
         if end.error is not None:
-            future.set_exception(RefusedError(end.error))
+            future.set_exception(end.error)
         else:
             future.set_result(end.result or {})
 
@@ -241,32 +273,29 @@ class ControllerLink:
             self._outbox.put(Call(call_id=next(self._numbers), payload=command))
 
     def _look_for_controller(self) -> None:
-        """Check regularly that it still polls."""
-        self._watch = asyncio.get_running_loop().call_later(
-            self._lost_after_s / 8, self._look_for_controller
-        )
-        with self._lock:
-            silent_s = self._clock() - self._last_poll_s
-        if silent_s <= self._lost_after_s:
-            self._refuses = None
-        elif self._refuses is None:
+        """Count how often it had delivered nothing."""
+        loop = asyncio.get_running_loop()
+        self._looking = loop.call_later(self._look_s, self._look_for_controller)
+        self._num_looks += 1
+        if self._num_looks > _NUM_LOOKS and self._refuses is None:
             self._fail_all(_LOST)
 
-    def _end_all(self, refusal: Refusal) -> None:
+    def _end_all(self, refusal: tuple[int, str, str], cause: str) -> None:
         """Refuse everything from now on."""
-        if self._watch is not None:
-            self._watch.cancel()
-        if not self._is_over:
-            self._is_over = True
-            self._fail_all(refusal)
+        self._is_over = True
+        if self._looking is not None:
+            self._looking.cancel()
+        self._fail_all(refusal)
+        self._outbox.fail(EndpointLostError(cause))
 
-    def _fail_all(self, refusal: Refusal) -> None:
+    def _fail_all(self, refusal: tuple[int, str, str]) -> None:
         self._refuses = refusal
         # The callers are gone; a controller that polls again ends the requests that it has.
         self._outbox.discard(lambda message: isinstance(message, Call))
         self._outbox.put(*(Abort(call_id=request_id) for request_id in self._pending))
-        # Where a request has ended already, that end comes first and this one is ignored.
-        self._outputs.put(*(End(call_id=name, error=refusal) for name in self._pending))
+        for request_id in self._pending:
+            # Where a request has ended already, that end comes first and this one is ignored.
+            self._outputs.put_nowait(End(call_id=request_id, error=RefusedError(*refusal)))
         for answer in self._answers.values():
-            answer.set_exception(RefusedError(refusal))
+            answer.set_exception(RefusedError(*refusal))
         self._answers.clear()

@@ -3,53 +3,51 @@
 Two requests of one session, method, path and query are the same where they have
 
 - the same ``Idempotency-Key``; with another body the key is refused (422);
-- the same ``X-Request-Id`` and body (proxies also send ids that several requests share);
 - the same body from the same address, where the client says that it retries, as the official
   clients do (``x-stainless-retry-count`` of 1 or more). Equal bodies alone do not count: a client
-  may want several samples. Among several equal attempts a retry repeats one that lost its client,
-  else one that was refused or failed (the retry runs), else a running one, else one that was
-  delivered whole.
+  may want several samples. Among several equal runs a retry repeats one that lost its client, else
+  one that was refused or failed (the retry runs), else a running one, else one that was delivered
+  whole.
 
 The response, streamed or not, is replayed from its beginning and followed to its end. A failed one
-(not 2xx, or unfinished) is never replayed once it has ended. A run with such an identity is aborted
-``grace_s`` after its last client has left. Without an identity, or where an official client already
-reads a stream (which it never retries), a disconnect aborts at once: the application receives
+(not 2xx, or unfinished) is never replayed once it has ended. A run that may be repeated is aborted
+``grace_s`` after its last client has left. Any other, and one of which an official client already
+reads a stream (which it never retries), is aborted at once: the application receives
 ``http.disconnect``. A repetition that arrives during an abort waits for its end.
 
-Invariants: at most one run of an identity is running, and after one that succeeded none starts
-within ``keep_s`` of its end or its last repetition. A lack of memory leads to refusals, never to a
-second run: a repetition whose answer was dropped is a 410, and with ``max_remembered`` identities a
-request with a new one is a 429.
+Invariants: at most one run of an ``Idempotency-Key`` is running, and after one that succeeded none
+starts within ``keep_s`` of its end or its last repetition. A lack of memory leads to refusals,
+never to a second run: a repetition whose answer was dropped is a 410, and with ``max_remembered``
+runs a request that would need another one is a 429.
 
-Memory: a running attempt keeps its response. Responses of ended ones are dropped where they take
-more than ``max_kept_bytes`` together: delivered ones first, then oldest first. Of failed attempts
-the newest ``max_failed`` are kept, without their response, so that their retry runs.
-
-One run of a request whose response is recorded, so that clients can follow it from its start.
+Memory: a run keeps its response. Responses of ended runs are dropped, oldest first, where they take
+more than ``max_kept_bytes`` together. Of failed runs the newest ``max_failed`` are remembered,
+without their response, so that their retry runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from starlette.types import Message, Scope, Send
 
-from torchtitan_rl.serving import context
-from torchtitan_rl.serving.body import BufferedRequest, Handler
-from torchtitan_rl.serving.errors import HttpError
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.middleware import BufferedRequest, session_id
+
+Handler = Callable[[Scope, BufferedRequest, Send], Awaitable[None]]
 
 _REPLAYED = (b"x-replayed", b"true")
+_MAX_KEY_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryOptions:
     """``keep_s``: an official client whose connection was cut silently repeats its request after
-    its own timeout of 600 s. A remembered identity takes about 1 KB."""
+    its own timeout of 600 s. A remembered run takes about 1 KB."""
 
     grace_s: float = 10.0  # the official clients pause for at most 8 s between two attempts
     keep_s: float = 900.0
@@ -59,36 +57,25 @@ class RetryOptions:
 
 
 class Retries:
-    """Layer between `BufferedBody` and `Admission`: queued attempts can be followed, too."""
+    """Runs requests with ``handler``, which answers errors itself."""
 
-    def __init__(
-        self,
-        handler: Handler,
-        options: RetryOptions,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        call_later: Callable[[float, Callable[[], None]], object] | None = None,  # the loop's
-    ) -> None:
+    def __init__(self, handler: Handler, options: RetryOptions) -> None:
         self._handler = handler
         self._options = options
-        self._clock = clock
-        self._call_later = call_later
-        self._running: set[Attempt] = set()
-        # Ended attempts with the time of their end or last repetition, oldest first. OrderedDict
-        # finds its first item at once, where a dict that has lost many searches for it.
-        self._succeeded: OrderedDict[Attempt, float] = OrderedDict()
-        self._failed: OrderedDict[Attempt, float] = OrderedDict()
-        self._by_key: dict[Key, list[Attempt]] = {}  # all of the above
-        # Succeeded ones whose response is kept, by whether it was delivered; oldest first.
-        self._kept: dict[bool, OrderedDict[Attempt, None]]
-        self._kept = {True: OrderedDict(), False: OrderedDict()}
+        self._running: dict[_Run, asyncio.Task[None]] = {}
+        # Ended runs with the time of their end or last repetition, oldest first. OrderedDict finds
+        # its first item at once, where a dict that has lost many searches for it.
+        self._succeeded: OrderedDict[_Run, float] = OrderedDict()
+        self._failed: OrderedDict[_Run, float] = OrderedDict()
+        self._kept: OrderedDict[_Run, None] = OrderedDict()  # succeeded ones with a response
         self._kept_bytes = 0
+        self._by_key: dict[bytes, list[_Run]] = {}  # all of the above
         self.num_replayed = 0
 
     @property
     def num_kept(self) -> int:
         """Answers that can be given again."""
-        return sum(map(len, self._kept.values()))
+        return len(self._kept)
 
     @property
     def num_remembered(self) -> int:
@@ -100,258 +87,207 @@ class Retries:
         if identity is None:
             await self._handler(scope, request, send)
             return
-        while (attempt := self._find(identity)) is not None and attempt.is_ending:
-            if not await request.unless_gone(attempt.ended()):
+        while (run := self._find(identity)) is not None and run.is_ending:
+            if not await request.unless_gone(run.ended()):
                 return
-        if attempt is None:
-            attempt = self._start(identity, scope, request)
-            await self._follow(attempt, request, send)
+        if run is None:
+            await self._follow(self._start(identity, scope, request), request, send)
             return
-        attempt.num_retries += 1
-        if attempt in self._succeeded:
-            self._succeeded[attempt] = self._clock()
-            self._succeeded.move_to_end(attempt)
-        if attempt.is_dropped:
-            raise HttpError(
-                410,
-                "This request was run, and its answer is no longer kept. It is not run again.",
-                code="answer_gone",
-            )
+        run.num_retries += 1
+        if run in self._succeeded:
+            self._succeeded[run] = _now()
+            self._succeeded.move_to_end(run)
+        if run.is_dropped:
+            message = "This request was run, and its answer is no longer kept. It is not run again."
+            raise RefusedError(410, "answer_gone", message)
         self.num_replayed += 1
-        await self._follow(attempt, request, send, _REPLAYED)
+        await self._follow(run, request, send, _REPLAYED)
 
     async def close(self) -> None:
-        """Abort all running attempts, and wait for their ends."""
-        tasks = [attempt.task for attempt in self._running if attempt.task is not None]
+        """Abort all runs, and wait for their ends."""
+        tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _find(self, identity: Identity) -> Attempt | None:
-        """The attempt that ``identity`` repeats; None where it has to run.
+    def _find(self, identity: Identity) -> _Run | None:
+        """The run that a request repeats; None where it has to run.
 
         Raises:
-            HttpError: 422, its idempotency key was used with another body.
+            RefusedError: 422, its idempotency key was used with another body.
         """
         self._forget_old()
-        for key in identity.keys:
-            for attempt in self._by_key.get(key, ()):
-                if attempt.is_failed:
-                    continue
-                if attempt.identity.digest != identity.digest:
-                    raise HttpError(
-                        422,
-                        "This Idempotency-Key was used with another body.",
-                        code="idempotency_key_reused",
-                        param="Idempotency-Key",
-                    )
-                return attempt
-        if not identity.is_retry or identity.retry_key is None:
+        runs = self._by_key.get(identity.key, ())
+        if identity.is_named:
+            for run in runs:
+                if run.identity.digest != identity.digest:
+                    message = "This Idempotency-Key was used with another body."
+                    code = "idempotency_key_reused"
+                    raise RefusedError(422, code, message, param="Idempotency-Key")
+                return run
+        if not identity.is_retry:
             return None
-        equal = self._by_key.get(identity.retry_key, ())
-        likeliest = min(equal, key=Attempt.rank, default=None)
-        if likeliest is not None and likeliest.is_failed:
+        likeliest = min(runs, key=_Run.rank, default=None)
+        if likeliest is not None and likeliest.has_failed:
             self._forget(likeliest)  # this run replaces it
             return None
         return likeliest
 
-    def _start(self, identity: Identity, scope: Scope, request: BufferedRequest) -> Attempt:
+    def _start(self, identity: Identity, scope: Scope, request: BufferedRequest) -> _Run:
         """Raises:
-        HttpError: 429, no more identities can be remembered.
+        RefusedError: 429, no more runs can be remembered.
         """
         if self.num_remembered >= self._options.max_remembered:
-            raise HttpError(
-                429,
-                f"{self.num_remembered} requests that may be repeated are remembered: "
-                "try again later.",
-                code="too_many_remembered",
-                headers={"retry-after": "10"},
+            message = (
+                f"{self.num_remembered} requests that may be repeated are remembered: try again "
+                "later."
             )
-        attempt = Attempt(identity)
-        self._running.add(attempt)
-        for key in identity.all_keys:
-            self._by_key.setdefault(key, []).append(attempt)
+            headers = {"retry-after": "10"}
+            raise RefusedError(429, "too_many_remembered", message, headers=headers)
+        run = _Run(identity)
+        self._by_key.setdefault(identity.key, []).append(run)
         # A task of its own, so that it outlives its client; it inherits the session's id.
-        attempt.task = asyncio.create_task(self._run(attempt, scope, request.body))
-        request.held.hold()
-        attempt.task.add_done_callback(lambda _: request.held.release())
-        return attempt
+        task = self._running[run] = asyncio.create_task(self._run(run, scope, request.body))
+        request.hold()
+        task.add_done_callback(lambda _: request.release())
+        return run
 
-    async def _run(self, attempt: Attempt, scope: Scope, body: bytes) -> None:
+    async def _run(self, run: _Run, scope: Scope, body: bytes) -> None:
         try:
-            await self._handler(scope, BufferedRequest(body, attempt.gone), attempt.record)
+            await self._handler(scope, BufferedRequest(body, run.gone), run.record)
         finally:
-            attempt.end()
-            self._running.discard(attempt)
-            self._keep(attempt)
+            run.end()
+            del self._running[run]
+            self._remember(run)
 
-    async def _follow(
-        self, attempt: Attempt, request: BufferedRequest, send: Send, *headers: tuple[bytes, bytes]
-    ) -> None:
-        attempt.num_followers += 1
-        try:
-            if await request.unless_gone(attempt.replay(send, headers=headers)):
-                if not attempt.has_begun:
-                    raise HttpError(503, "The request was cancelled.", code="cancelled")
-                self._note_delivered(attempt)
-        finally:
-            attempt.num_followers -= 1
-            if not attempt.num_followers and not attempt.has_ended:
-                self._abort_later(attempt)
-
-    def _abort_later(self, attempt: Attempt) -> None:
-        """Abort an attempt without followers: at once, or when its grace is over."""
-        if attempt.has_begun and not attempt.identity.keys:
-            self._forget(attempt)  # its client will not retry it
-            attempt.abandon()
-            return
-        attempt.num_departures += 1
-        departure = attempt.num_departures
-
-        def end_grace() -> None:
-            if not attempt.num_followers and attempt.num_departures == departure:
-                attempt.abandon()
-
-        call_later = self._call_later or asyncio.get_running_loop().call_later
-        call_later(self._options.grace_s, end_grace)
-
-    def _keep(self, attempt: Attempt) -> None:
-        if attempt.is_failed:
-            attempt.drop()
-            if attempt.identity.retry_key is None:
-                self._forget(attempt)
-            elif not attempt.is_forgotten:
-                self._failed[attempt] = self._clock()
-        elif not attempt.is_forgotten:
-            attempt.compact()
-            self._succeeded[attempt] = self._clock()
-            self._kept[attempt.is_delivered][attempt] = None
-            self._kept_bytes += attempt.num_bytes
+    def _remember(self, run: _Run) -> None:
+        if run.has_failed:
+            run.drop()
+            if run.identity.is_named:
+                self._forget(run)
+            elif not run.is_forgotten:
+                self._failed[run] = _now()
+        elif not run.is_forgotten:
+            run.compact()
+            self._succeeded[run] = _now()
+            self._kept[run] = None
+            self._kept_bytes += run.num_bytes
             while self._kept_bytes > self._options.max_kept_bytes:
-                self._drop_answer(next(iter(self._kept[True] or self._kept[False])))
+                self._drop_answer(next(iter(self._kept)))
         self._forget_old()
 
-    def _note_delivered(self, attempt: Attempt) -> None:
-        attempt.is_delivered = True
-        if attempt in self._kept[False]:
-            del self._kept[False][attempt]
-            self._kept[True][attempt] = None
+    async def _follow(
+        self, run: _Run, request: BufferedRequest, send: Send, *headers: tuple[bytes, bytes]
+    ) -> None:
+        run.num_followers += 1
+        if run.grace is not None:
+            run.grace.cancel()
+        try:
+            if await request.unless_gone(run.replay(send, headers)):
+                if not run.has_begun:
+                    raise RefusedError(503, "cancelled", "The request was cancelled.")
+                run.is_delivered = True
+        finally:
+            run.num_followers -= 1
+            if not run.num_followers and not run.has_ended:
+                self._abort_later(run)
 
-    def _drop_answer(self, attempt: Attempt) -> None:
-        del self._kept[attempt.is_delivered][attempt]
-        self._kept_bytes -= attempt.num_bytes
-        attempt.drop()
+    def _abort_later(self, run: _Run) -> None:
+        """Abort a run without followers: at once, or when its grace is over."""
+        if run.has_begun and not run.identity.is_named:
+            self._forget(run)  # its client will not retry it
+            run.abandon()
+        else:
+            loop = asyncio.get_running_loop()
+            run.grace = loop.call_later(self._options.grace_s, run.abandon)
+
+    def _drop_answer(self, run: _Run) -> None:
+        del self._kept[run]
+        self._kept_bytes -= run.num_bytes
+        run.drop()
 
     def _forget_old(self) -> None:
-        too_old_s = self._clock() - self._options.keep_s
-        for ended, max_ended in ((self._succeeded, None), (self._failed, self._options.max_failed)):
+        too_old_s = _now() - self._options.keep_s
+        for ended, most in ((self._succeeded, None), (self._failed, self._options.max_failed)):
             while ended:
                 oldest, ended_s = next(iter(ended.items()))
-                if ended_s >= too_old_s and (max_ended is None or len(ended) <= max_ended):
+                if ended_s >= too_old_s and (most is None or len(ended) <= most):
                     break
                 self._forget(oldest)
 
-    def _forget(self, attempt: Attempt) -> None:
-        if attempt.is_forgotten:
+    def _forget(self, run: _Run) -> None:
+        if run.is_forgotten:
             return
-        attempt.is_forgotten = True
-        self._failed.pop(attempt, None)
-        self._succeeded.pop(attempt, None)
-        if attempt in self._kept[attempt.is_delivered]:
-            self._drop_answer(attempt)
-        for key in attempt.identity.all_keys:
-            attempts = self._by_key[key]
-            attempts.remove(attempt)
-            if not attempts:
-                del self._by_key[key]
-
-
-Key = bytes  # a digest: thousands of identities are remembered
-
-_MAX_KEY_BYTES = 255
+        run.is_forgotten = True
+        self._failed.pop(run, None)
+        self._succeeded.pop(run, None)
+        if run in self._kept:
+            self._drop_answer(run)
+        runs = self._by_key[run.identity.key]
+        runs.remove(run)
+        if not runs:
+            del self._by_key[run.identity.key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The keys by which a repeated request is recognized.
+    """By what a repeated request is recognized. Of equal requests that are not named, only one
+    whose client says that it retries is a repetition."""
 
-    ``keys`` hold for every request that has one of them, ``retry_key`` only for requests whose
-    client says that it retries. Both include session, method, path and query.
-    """
-
+    key: bytes  # a digest: thousands are remembered. It includes session, method, path and query
     digest: bytes  # of the body
-    keys: tuple[Key, ...] = ()
-    retry_key: Key | None = None
+    is_named: bool  # by an Idempotency-Key
     is_retry: bool = False
-
-    @property
-    def all_keys(self) -> tuple[Key, ...]:
-        return self.keys if self.retry_key is None else (*self.keys, self.retry_key)
 
 
 def identify(scope: Scope, body: bytes) -> Identity | None:
     """The identity of a request; None where no header says that it may be repeated.
 
     Raises:
-        HttpError: 400, the idempotency key is empty or too long.
+        RefusedError: 400, the idempotency key is empty or too long.
     """
     if scope["method"] not in ("POST", "DELETE"):
         return None
     headers = {name.lower(): value for name, value in scope["headers"]}
-    idempotency_key = headers.get(b"idempotency-key")
-    request_id = headers.get(b"x-request-id", b"")[:_MAX_KEY_BYTES]
-    retry_count = headers.get(b"x-stainless-retry-count", b"")
-    if idempotency_key is None and not request_id and not retry_count.isdigit():
+    name = headers.get(b"idempotency-key")
+    count = headers.get(b"x-stainless-retry-count", b"")
+    if name is None and not count.isdigit():
         return None
-    if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_BYTES:
-        raise HttpError(
-            400,
-            f"An Idempotency-Key has 1 to {_MAX_KEY_BYTES} bytes.",
-            code="invalid_idempotency_key",
-            param="Idempotency-Key",
-        )
     digest = hashlib.sha256(body).digest()
-    place = (
-        context.session_id.get(),
-        scope["method"],
-        scope["path"],
-        scope.get("query_string", b""),
-    )
-    if idempotency_key is not None:  # it alone decides
-        return Identity(digest=digest, keys=(_key("key", idempotency_key, place),))
-    address = (scope.get("client") or ("",))[0]
-    return Identity(
-        digest=digest,
-        keys=(_key("id", request_id, digest, place),) if request_id else (),
-        retry_key=_key("body", digest, place, address) if retry_count.isdigit() else None,
-        is_retry=retry_count.isdigit() and retry_count.strip(b"0") != b"",
-    )
+    place = session_id.get(), scope["method"], scope["path"], scope.get("query_string", b"")
+    if name is None:
+        address = (scope.get("client") or ("",))[0]
+        is_retry = count.strip(b"0") != b""
+        key = _digest("body", digest, place, address)
+        return Identity(key=key, digest=digest, is_named=False, is_retry=is_retry)
+    if not 0 < len(name) <= _MAX_KEY_BYTES:
+        message = f"An Idempotency-Key has 1 to {_MAX_KEY_BYTES} bytes."
+        raise RefusedError(400, "invalid_idempotency_key", message, param="Idempotency-Key")
+    return Identity(key=_digest("key", name, place), digest=digest, is_named=True)
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
-    """A recorded run: `record` is the application's ``send``; followers get a replay.
+class _Run:
+    """A recorded run: `record` is the application's ``send``, and followers get a replay.
 
-    An attempt fails when it ends without a whole 2xx response, or after the application was told
-    that its client is gone, because that response is for no client. A failed attempt is replayed
-    only to clients that already follow it.
+    It has failed when it ends without a whole 2xx response, or after the application was told that
+    its client is gone, because that response is for no client.
     """
 
     identity: Identity
-    task: asyncio.Task[None] | None = None
     num_followers: int = 0
-    num_departures: int = 0  # of followers that left before its end
     num_retries: int = 0
     num_bytes: int = 0
-    is_abandoned: bool = False  # it is to end, for its clients are gone
+    grace: asyncio.TimerHandle | None = None  # since its last follower has left
+    is_abandoned: bool = False  # its clients are gone, and it is to end
     is_delivered: bool = False  # whole, to at least one follower
     has_ended: bool = False
     is_dropped: bool = False  # it has ended, and its response is no longer kept
     is_forgotten: bool = False  # by `Retries`
-    _messages: list[Message] = field(default_factory=list)
+    _has_told_app: bool = False  # that it is abandoned
     _status: int = 0
     _is_whole: bool = False
-    _has_told_app: bool = False  # that it is abandoned
+    _messages: list[Message] = field(default_factory=list)
     _changed: asyncio.Event | None = field(default_factory=asyncio.Event)  # None once it has ended
 
     @property
@@ -360,10 +296,9 @@ class Attempt:
         return self._status != 0
 
     @property
-    def is_failed(self) -> bool:
-        return self.has_ended and (
-            self._has_told_app or not (self._is_whole and 200 <= self._status < 300)
-        )
+    def has_failed(self) -> bool:
+        is_good = self._is_whole and 200 <= self._status < 300 and not self._has_told_app
+        return self.has_ended and not is_good
 
     @property
     def is_ending(self) -> bool:
@@ -371,8 +306,8 @@ class Attempt:
         return self.is_abandoned and not self.has_ended
 
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key: the attempt that a retry most likely repeats comes first."""
-        if self.is_failed or self.is_ending:
+        """Sort key: the run that a retry most likely repeats comes first."""
+        if self.has_failed or self.is_ending:
             likelihood = 1
         elif not self.num_followers and not self.is_delivered:
             likelihood = 0
@@ -390,7 +325,7 @@ class Attempt:
         self._notify()
 
     def abandon(self) -> None:
-        """Have `gone` return, because all clients are gone."""
+        """Have `gone` return."""
         self.is_abandoned = True
         self._notify()
 
@@ -409,20 +344,23 @@ class Attempt:
         self.has_ended = True
         self._notify()
 
-    def replay(
-        self, send: Send, *, headers: tuple[tuple[bytes, bytes], ...]
-    ) -> Coroutine[None, None, None]:
+    def _notify(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+        self._changed = None if self.has_ended else asyncio.Event()
+
+    def replay(self, send: Send, headers: tuple[tuple[bytes, bytes], ...]) -> Awaitable[None]:
         """Send the response from its start to its end. ``headers`` are added."""
         # Bound now, not at the first await: the recording may be dropped in between.
         return self._replay(self._messages, send, headers)
 
     async def _replay(
-        self, recorded: list[Message], send: Send, headers: tuple[tuple[bytes, bytes], ...]
+        self, messages: list[Message], send: Send, headers: tuple[tuple[bytes, bytes], ...]
     ) -> None:
         num_sent = 0
         while True:
             changed = self._changed
-            for message in recorded[num_sent:]:
+            for message in messages[num_sent:]:
                 num_sent += 1
                 if message["type"] == "http.response.start":
                     message = {**message, "headers": [*message.get("headers", ()), *headers]}
@@ -432,7 +370,7 @@ class Attempt:
             await changed.wait()
 
     def compact(self) -> None:
-        """Join the messages of an ended attempt, because thousands of small ones take more room."""
+        """Join the messages of an ended run, because thousands of small ones take more room."""
         body = b"".join(message.get("body", b"") for message in self._messages[1:])
         # A new list: a running replay still reads the old one.
         self._messages = [
@@ -441,17 +379,15 @@ class Attempt:
         ]
 
     def drop(self) -> None:
-        """Free the response of an ended attempt; running replays keep theirs."""
+        """Free the response of an ended run; running replays keep theirs."""
         self.is_dropped = True
         self._messages = []
         self.num_bytes = 0
-        self.task = None
-
-    def _notify(self) -> None:
-        if self._changed is not None:
-            self._changed.set()
-        self._changed = None if self.has_ended else asyncio.Event()
 
 
-def _key(*parts: object) -> Key:
+def _digest(*parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,35 +1,33 @@
-"""Runs an endpoint: its bridge, its status, the administrators' commands and a clean end.
+"""Runs an endpoint in the controller: its bridge, the system's status, the administrators' commands
+and a clean end.
+
+Reading the status never waits: engines are asked in the background, and their last answers are
+reported.
 
 Invariant: when the ``async with`` is left, no request of a client runs.
-
-The system's state for ``/health`` and ``/metrics``: replicas, engines, requests, sessions.
-
-Reading never waits: engines are asked in the background, and their last answers are reported.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from torchtitan_rl.aio import cancel_all, retrieve
 from torchtitan_rl.errors import EndpointLostError, GenerationError, TorchtitanRLError
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.bridge import BridgeCounts, EndpointBridge
-from torchtitan_rl.serving.messages import (
-    GAUGE_PREFIX,
-    CommandName,
-    Endpoint,
-    Handler,
-    SystemStatus,
-    refused,
-)
+from torchtitan_rl.serving.bridge import BridgeCounts, Endpoint, EndpointBridge
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import GAUGE_PREFIX, CommandName, Handler, SystemStatus
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import EngineStats
 
 logger = logging.getLogger(__name__)
+
+_ASK_TIMEOUT_S = 30.0  # a dead process is known after ten
+_ASK_INTERVAL_S = 1.0
 
 
 class EndpointService:
@@ -50,16 +48,19 @@ class EndpointService:
         grace_s: float = 5.0,
     ) -> None:
         self._endpoint = endpoint
+        self._router = router
+        self._sessions = sessions
         self._grace_s = grace_s
-        self._status = StatusReader(router, lambda: self.counts.gauges(), sessions.counts)
+        self._engines: Mapping[str, EngineStats] = {}
+        self._num_failed_readings = 0
         self._bridge = EndpointBridge(
             endpoint,
             complete=sessions.complete,
             handlers={**_router_handlers(router), **sessions.handlers(), **(handlers or {})},
-            status=self._status.read,
+            status=self._status,
             interval_s=interval_s,
         )
-        self._tasks: list[asyncio.Task[None]] = []
+        self._running: asyncio.Task[None]
 
     @property
     def counts(self) -> BridgeCounts:
@@ -71,32 +72,34 @@ class EndpointService:
         Raises:
             Exception: as `run_until_lost`.
         """
-        self._tasks = [
-            asyncio.create_task(self._bridge.run(), name="endpoint bridge"),
-            asyncio.create_task(self._status.ask_engines(), name="endpoint status"),
-        ]
+        self._running = asyncio.create_task(self._run(), name="endpoint bridge")
+        self._running.add_done_callback(retrieve)
         ready = asyncio.create_task(self._bridge.ready())
         try:
-            await asyncio.wait([ready, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ready, self._running], return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
                 await self.run_until_lost()
         except BaseException:
-            await self._stop()
+            await cancel_all([self._running])
             raise
         finally:
             ready.cancel()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        bridge = self._tasks[0]
+        running = self._running
         try:
-            if not (bridge.done() and _is_lost(bridge)):
-                # Without a bridge no running request can end normally.
-                await self._endpoint.drain(0.0 if bridge.done() else self._grace_s)
+            if not running.done():
+                await self._endpoint.drain(self._grace_s)
+            elif running.cancelled() or not isinstance(running.exception(), EndpointLostError):
+                await self._endpoint.drain(0.0)  # no running request can end normally
         except EndpointLostError as lost:
             logger.warning("the endpoint did not end cleanly: %s", lost)
         finally:
-            await self._stop()
+            await cancel_all([running])
+
+    async def _run(self) -> None:
+        await self._bridge.run(engines=self._ask_engines())
 
     async def run_until_lost(self) -> None:
         """Never returns.
@@ -105,17 +108,42 @@ class EndpointService:
             EndpointLostError: the endpoint's process is gone, or has failed.
             Exception: the error of a task of the service; no more requests are served.
         """
-        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            if not task.cancelled():
-                task.result()
-        names = ", ".join(task.get_name() for task in done)
-        raise EndpointLostError(f"a part of the service has ended: {names}")
+        await asyncio.wait([self._running])
+        if self._running.cancelled():
+            raise EndpointLostError("the service has ended: the endpoint's bridge was cancelled")
+        self._running.result()
 
-    async def _stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
+    async def _ask_engines(self) -> None:
+        """Ask until this is cancelled. A replica that does not answer is only counted; the router
+        decides whether it is lost."""
+        while True:
+            try:
+                async with asyncio.timeout(_ASK_TIMEOUT_S):
+                    self._engines = await self._router.stats()
+            except (TorchtitanRLError, TimeoutError):
+                self._engines = {}
+                self._num_failed_readings += 1
+            await asyncio.sleep(_ASK_INTERVAL_S)
+
+    def _status(self) -> SystemStatus:
+        router, cause = self._router, ""
+        try:
+            router.require_unreserved()
+        except GenerationError:
+            cause = "no replica is left"  # the causes are in the controller's log, not for clients
+        gauges = {
+            **_replica_gauges(router),
+            **_engine_gauges(self._engines),
+            "failed_engine_readings": self._num_failed_readings,
+            **self.counts.gauges(),
+            **self._sessions.counts(),
+        }
+        return SystemStatus(
+            is_healthy=not cause,
+            cause=cause,
+            newest_version=router.newest_version,
+            gauges={GAUGE_PREFIX + name: float(value) for name, value in gauges.items()},
+        )
 
 
 def _router_handlers(router: GeneratorRouter) -> dict[CommandName, Handler]:
@@ -129,7 +157,7 @@ def _router_handlers(router: GeneratorRouter) -> dict[CommandName, Handler]:
             await router.pause(arguments["mode"])
         except GenerationError as error:  # a `wait` may take minutes
             message = "generation was resumed before all replicas had stopped"
-            raise refused(409, "resumed", message) from error
+            raise RefusedError(409, "resumed", message) from error
         return {"is_paused": True, "mode": arguments["mode"]}
 
     async def resume(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -146,84 +174,37 @@ def _router_handlers(router: GeneratorRouter) -> dict[CommandName, Handler]:
     return {"pause": pause, "resume": resume, "versions": versions}
 
 
-def _is_lost(bridge: asyncio.Task[None]) -> bool:
-    return not bridge.cancelled() and isinstance(bridge.exception(), EndpointLostError)
+def _replica_gauges(router: GeneratorRouter) -> dict[str, float]:
+    states = router.states()
+    gauges: dict[str, float] = {
+        "newest_version": router.newest_version,
+        "replicas": len(states),
+        "replicas_live": sum(state != Phase.DEAD for state in states.values()),
+    }
+    for name, version in router.versions().items():
+        gauges[_of_replica("replica_version", name)] = version
+    for name, tokens in router.outstanding_tokens().items():
+        gauges[_of_replica("replica_outstanding_tokens", name)] = tokens
+    return gauges
 
 
-_ASK_TIMEOUT_S = 30.0  # a dead process is known after ten
-
-Counts = Callable[[], Mapping[str, float]]
-
-
-class StatusReader:
-    """``counts`` add gauges of their own, whose names get the common prefix."""
-
-    def __init__(self, router: GeneratorRouter, *counts: Counts) -> None:
-        self._router = router
-        self._counts = counts
-        self._engines: Mapping[str, EngineStats] = {}
-        self._num_failed = 0
-
-    async def ask_engines(self, interval_s: float = 1.0) -> None:
-        """Ask until this is cancelled. A replica that does not answer is only counted; the router
-        decides whether it is lost."""
-        while True:
-            try:
-                async with asyncio.timeout(_ASK_TIMEOUT_S):
-                    self._engines = await self._router.stats()
-            except (TorchtitanRLError, TimeoutError):
-                self._engines = {}
-                self._num_failed += 1
-            await asyncio.sleep(interval_s)
-
-    def read(self) -> SystemStatus:
-        gauges = {
-            **self._replica_gauges(),
-            **_engine_gauges(self._engines),
-            "failed_engine_readings": float(self._num_failed),
-        }
-        for count in self._counts:
-            gauges.update(count())
-        cause = self._cause()
-        return SystemStatus(
-            is_healthy=not cause,
-            cause=cause,
-            newest_version=self._router.newest_version,
-            gauges={GAUGE_PREFIX + name: float(value) for name, value in gauges.items()},
-        )
-
-    def _cause(self) -> str:
-        try:
-            self._router.require_unreserved()
-        except GenerationError:
-            return "no replica is left"  # the causes are in the controller's log, not for clients
-        return ""
-
-    def _replica_gauges(self) -> dict[str, float]:
-        states = self._router.states()
-        gauges = {
-            "newest_version": float(self._router.newest_version),
-            "replicas": float(len(states)),
-            "replicas_live": float(sum(state != Phase.DEAD for state in states.values())),
-        }
-        for name, version in self._router.versions().items():
-            gauges[_of_replica("replica_version", name)] = float(version)
-        for name, tokens in self._router.outstanding_tokens().items():
-            gauges[_of_replica("replica_outstanding_tokens", name)] = float(tokens)
-        return gauges
+_ENGINE_GAUGES = {
+    "engine_running_requests": "running",
+    "engine_waiting_requests": "waiting",
+    "engine_kv_use": "kv_use",
+    "engine_preemptions": "preemptions",
+    "engine_generated_tokens": "generated_tokens",
+    "engine_tokens_per_second": "tokens_per_second",
+    "engine_steps": "steps",
+}
 
 
 def _engine_gauges(engines: Mapping[str, EngineStats]) -> dict[str, float]:
-    gauges = {}
-    for name, stats in engines.items():
-        gauges[_of_replica("engine_running_requests", name)] = float(stats.running)
-        gauges[_of_replica("engine_waiting_requests", name)] = float(stats.waiting)
-        gauges[_of_replica("engine_kv_use", name)] = stats.kv_use
-        gauges[_of_replica("engine_preemptions", name)] = float(stats.preemptions)
-        gauges[_of_replica("engine_generated_tokens", name)] = float(stats.generated_tokens)
-        gauges[_of_replica("engine_tokens_per_second", name)] = stats.tokens_per_second
-        gauges[_of_replica("engine_steps", name)] = float(stats.steps)
-    return gauges
+    return {
+        _of_replica(gauge, name): getattr(stats, field)
+        for name, stats in engines.items()
+        for gauge, field in _ENGINE_GAUGES.items()
+    }
 
 
 def _of_replica(name: str, replica: str) -> str:

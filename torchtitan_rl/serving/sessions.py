@@ -7,7 +7,9 @@
 
 Invariants: a session ends exactly once, and refuses all later requests (``session_closed``). An
 open session without requests and rewards ends after the timeout. Of an ended session only the id
-and the counts are kept. Used on one event loop only; no locks, no tasks of its own.
+and the counts are kept. A request whose caller is gone, or whose session ends, is aborted at the
+router; its tokens are recorded as an unseen turn, and masked. The tokens of one session, and of all
+sessions together, are bounded. Used on one event loop only; no locks, no tasks of its own.
 """
 
 from __future__ import annotations
@@ -15,30 +17,50 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torchtitan_rl.serving.messages import CommandName, Handler, RefusedError, refused
-from torchtitan_rl.serving.session_recording import (
-    TURN_TOKENS,
-    Router,
-    SessionRecording,
-    TokenBudget,
-    most_tokens,
-    session_closed,
+from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.rollout.calls import is_cancelled
+from torchtitan_rl.routing.continuation import reported
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import CommandName, Handler
+from torchtitan_rl.serving.report import (
+    SessionCounts,
+    SessionEnding,
+    SessionReport,
+    SessionTurn,
+    choices_of_response,
+    session_report,
 )
-from torchtitan_rl.serving.session_report import SessionCounts, SessionEnding, SessionReport
-from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
+from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 _DRIVEN = "torchtitan-rollout-"  # begins the ids of driven sessions, which clients cannot open
 MAX_ENDED = 100_000  # ended sessions that are remembered
 MAX_HELD_TOKENS = 1 << 24  # of the prompts and completions of one session; about 0.6 GB
 MAX_TOTAL_TOKENS = 1 << 26  # of all open sessions together; about 2.5 GB
+TURN_TOKENS = 64  # what a turn costs on top of its tokens, in tokens
+STOP_TIMEOUT_S = 10.0  # for the router to return what it aborted
+
+
+class Router(Protocol):
+    """The part of the router that sessions use."""
+
+    async def generate(
+        self, request: GenerationRequest, on_progress: OnProgress | None = None, /
+    ) -> Completion: ...
+
+    async def abort(self, request_ids: Collection[str], /) -> None: ...
 
 
 class SessionDriver(Protocol):
     """The rollout that a session belongs to."""
+
+    @property
+    def request_ids(self) -> Iterable[str]:
+        """Of its turns."""
+        ...
 
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None, /
@@ -50,16 +72,8 @@ class SessionDriver(Protocol):
         """
         ...
 
-    def reward_response(self, response_id: str, choice: int | None, reward: float, /) -> int:
-        """Give the branches of a response, or of one of its choices, a reward of their own.
-
-        Returns:
-            The number of turns found.
-        """
-        ...
-
-    def choices_of(self, response_id: str, /) -> list[int]:
-        """The choices of a response; none where there is no such response."""
+    def reward_turns(self, request_ids: Collection[str], reward: float, /) -> None:
+        """Give the branches with these turns a reward of their own."""
         ...
 
     def close_session(self, reward: float | None, /) -> None:
@@ -147,7 +161,7 @@ class Sessions:
         if session is None:
             session = self._new(session_id, num_tokens=most_tokens(request))
         if session.is_closing:
-            raise session_closed(session.session_id)
+            raise _closed(session.session_id)
         if session.recording is not None:
             return await session.recording.complete(request, on_progress)
         assert session.driver is not None
@@ -164,7 +178,7 @@ class Sessions:
         """
         session_id = session_id or secrets.token_hex(16)
         if session_id in self._open:
-            raise refused(400, "session_exists", f"session {session_id!r} is open already")
+            raise RefusedError(400, "session_exists", f"session {session_id!r} is open already")
         return self._new(session_id).session_id
 
     def drive(self, driver: SessionDriver) -> str:
@@ -205,12 +219,15 @@ class Sessions:
             raise self._missing(session_id)
         part = session.driver or session.recording
         assert part is not None
-        if not part.reward_response(response_id, choice, reward):
+        choices = choices_of_response(part.request_ids, response_id)
+        rewarded = [name for name, index in choices.items() if choice in (None, index)]
+        if not rewarded:
             message = f"session {session_id!r} has no response {response_id!r}"
-            if choices := part.choices_of(response_id):
-                known = f"{choices[0]} to {choices[-1]}" if len(choices) > 1 else f"{choices[0]}"
-                message = f"response {response_id!r} has no choice {choice} ({known})"
-            raise refused(404, "response_not_found", message)
+            if known := sorted(set(choices.values())):
+                span = f"{known[0]} to {known[-1]}" if len(known) > 1 else f"{known[0]}"
+                message = f"response {response_id!r} has no choice {choice} ({span})"
+            raise RefusedError(404, "response_not_found", message)
+        part.reward_turns(rewarded, reward)
         return session.report()
 
     def read(self, session_id: str) -> SessionReport:
@@ -272,17 +289,17 @@ class Sessions:
         self, session_id: str, driver: SessionDriver | None = None, *, num_tokens: int = TURN_TOKENS
     ) -> _Session:
         if session_id in self._ended:
-            raise session_closed(session_id, self._ended[session_id])
+            raise _closed(session_id, self._ended[session_id])
         if self._is_closed:
-            raise refused(503, "shutting_down", "the server is shutting down")
+            raise RefusedError(503, "shutting_down", "the server is shutting down")
         if driver is None and session_id.startswith(_DRIVEN):
-            raise session_closed(session_id)  # of a rollout before the run was resumed
+            raise _closed(session_id)  # of a rollout before the run was resumed
         session = _Session(session_id, driver=driver)
         if driver is None:
             self._budget.require(num_tokens)
             if len(self._open) >= self._max_sessions:
                 message = f"{len(self._open)} sessions are open: close some, or try again later"
-                raise refused(429, "too_many_sessions", message)
+                raise RefusedError(429, "too_many_sessions", message)
             session.recording = SessionRecording(
                 session_id,
                 self._router,
@@ -334,12 +351,12 @@ class Sessions:
         except OSError as error:
             session.is_closing = False
             message = f"the session is still open, for its episodes could not be written: {error}"
-            raise refused(503, "episodes_not_written", message) from error
+            raise RefusedError(503, "episodes_not_written", message) from error
 
     def _missing(self, session_id: str) -> RefusedError:
         if session_id in self._open or session_id in self._ended:
-            return session_closed(session_id, self._ended.get(session_id))
-        return refused(404, "session_not_found", f"there is no session {session_id!r}")
+            return _closed(session_id, self._ended.get(session_id))
+        return RefusedError(404, "session_not_found", f"there is no session {session_id!r}")
 
 
 def _without_part(session_id: str) -> str:
@@ -349,3 +366,164 @@ def _without_part(session_id: str) -> str:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+class TokenBudget:
+    """Limits the tokens of all open sessions together."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.num_tokens = 0
+
+    def require(self, num_tokens: int = TURN_TOKENS) -> None:
+        """Raises:
+        RefusedError: ``num_tokens`` do not fit.
+        """
+        if self.num_tokens + num_tokens > self._max_tokens:
+            message = (
+                f"all sessions together hold {self.num_tokens} of {self._max_tokens} tokens and "
+                f"{num_tokens} more do not fit: close some, or try again later"
+            )
+            raise RefusedError(429, "sessions_full", message)
+
+
+class SessionRecording:
+    """The turns of one open session. ``on_change`` is called whenever its report has changed.
+
+    A request reserves the most tokens that it may need (without the kept ones, which are reserved
+    when they are known), and releases the rest at its end; the session's end releases all.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        router: Router,
+        budget: TokenBudget,
+        *,
+        max_held_tokens: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._session_id = session_id
+        self._router = router
+        self._budget = budget
+        self._max_held_tokens = max_held_tokens
+        self._on_change = on_change
+        self._held_tokens = 0  # prompts and completions
+        self._reserved_tokens = 0  # of the budget
+        self._is_freed = False
+        self.turns: list[SessionTurn] = []
+        self.running: dict[str, tuple[SessionTurn, asyncio.Task[Completion]]] = {}
+
+    def report(self, ending: SessionEnding | None, reward: float | None) -> SessionReport:
+        return session_report(self._session_id, self.turns, ending=ending, reward=reward)
+
+    async def complete(
+        self, request: GenerationRequest, on_progress: OnProgress | None
+    ) -> Completion:
+        """Complete a request as the session's next turn.
+
+        Raises:
+            RefusedError: the session or all sessions are full, or it was closed meanwhile.
+            GenerationError: as the router says.
+        """
+        if request.request_id in self.running:
+            message = f"request {request.request_id!r} is running already"
+            raise RefusedError(400, "invalid_request", message)
+        num_tokens = len(request.prompt_token_ids)
+        if self._held_tokens + num_tokens > self._max_held_tokens:
+            message = f"session {self._session_id!r} holds as many tokens as it may: close it"
+            raise RefusedError(400, "session_full", message)
+        self._budget.require(most_tokens(request))
+        self._held_tokens += num_tokens
+        self._reserve(most_tokens(request))
+        turn = SessionTurn.of(request)
+        self.turns.append(turn)
+        sampling = asyncio.ensure_future(self._sample(turn, request, on_progress))
+        self.running[request.request_id] = (turn, sampling)
+        try:
+            completion = await asyncio.shield(sampling)
+        except asyncio.CancelledError as error:
+            if not is_cancelled():  # the sampling was cancelled, by `stop`, and not this caller
+                raise _closed(self._session_id) from error
+            turn.is_seen = False
+            self._on_change()
+            await asyncio.shield(self.stop([request.request_id]))
+            raise
+        if not turn.is_seen:
+            raise _closed(self._session_id)
+        return completion
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [turn.request_id for turn in self.turns]
+
+    def reward_turns(self, request_ids: Collection[str], reward: float) -> None:
+        for turn in self.turns:
+            if turn.request_id in request_ids:
+                turn.branch_reward = reward
+
+    async def stop(self, request_ids: Collection[str]) -> None:
+        """Abort requests, and wait until their turns are recorded."""
+        stopped = [self.running[name] for name in request_ids if name in self.running]
+        tasks = [task for _, task in stopped]
+        for turn, _ in stopped:
+            turn.is_seen = False
+        if not tasks:
+            return
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._router.abort(list(request_ids))
+                await asyncio.wait(tasks)
+        except TimeoutError:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def free(self) -> None:
+        """The session has ended: return what it has reserved, and reserve nothing more."""
+        self._reserve(-self._reserved_tokens)
+        self._is_freed = True
+
+    async def _sample(
+        self, turn: SessionTurn, request: GenerationRequest, on_progress: OnProgress | None
+    ) -> Completion:
+        def note(progress: Progress) -> None:
+            # Kept for a router that does not return an aborted request in time.
+            turn.partial.append(replace(progress, top_logprobs=()))
+            if on_progress is not None and turn.is_seen:
+                on_progress(progress)
+
+        self._on_change()
+        try:
+            completion = await self._router.generate(request, None if on_progress is None else note)
+            turn.completion = replace(completion, top_logprobs=())  # for the client alone
+            turn.partial.clear()
+            self._held_tokens += turn.num_held
+            return completion
+        except asyncio.CancelledError:  # the router did not return the aborted request in time
+            turn.completion = reported(request.request_id, turn.partial)
+            raise
+        except Exception as error:
+            is_expected = isinstance(error, GenerationError)
+            turn.lost_cause = "generation_error" if is_expected else "internal_error"
+            raise
+        finally:
+            del self.running[request.request_id]
+            self._reserve(turn.num_held - request.sampling.max_tokens)
+            self._on_change()
+
+    def _reserve(self, num_tokens: int) -> None:
+        if not self._is_freed:
+            self._reserved_tokens += num_tokens
+            self._budget.num_tokens += num_tokens
+
+
+def _closed(session_id: str, report: SessionReport | None = None) -> RefusedError:
+    how = f" ({report.ending.value})" if report is not None and report.ending else ""
+    message = f"session {session_id!r} is closed{how}; begin another one"
+    return RefusedError(400, "session_closed", message)
+
+
+def most_tokens(request: GenerationRequest) -> int:
+    """The most tokens that a turn may hold."""
+    return TURN_TOKENS + len(request.prompt_token_ids) + request.sampling.max_tokens

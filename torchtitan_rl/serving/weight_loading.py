@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.rope_fields import with_flat_rope
 from torchtitan_rl.routing.weights import SyncMode, SyncReport
-from torchtitan_rl.serving.messages import CommandName, Handler, refused
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import CommandName, Handler
 from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
@@ -65,22 +66,22 @@ class WeightLoader:
                 is being loaded.
         """
         if self._loading.locked():
-            raise refused(409, "loading", "another checkpoint is being loaded")
+            raise RefusedError(409, "loading", "another checkpoint is being loaded")
         async with self._loading:
             newest = self._router.newest_version
             version = newest + 1 if version is None else version
             if version <= newest:
                 message = f"version {version} is not newer than {newest}, which is served"
-                raise refused(409, "version_not_newer", message)
+                raise RefusedError(409, "version_not_newer", message)
             try:
                 tensors = await asyncio.to_thread(_read, Path(path), self._served)
             except (OSError, ValueError) as error:
-                raise refused(400, "wrong_checkpoint", f"{path}: {error}") from error
+                raise RefusedError(400, "wrong_checkpoint", f"{path}: {error}") from error
             try:
                 handle = await asyncio.to_thread(self._publisher.publish, version, tensors)
                 report = await self._router.sync_weights(handle, mode=mode)
             except WeightSyncError as error:
-                raise refused(503, "not_loaded", f"{path}: {error}") from error
+                raise RefusedError(503, "not_loaded", f"{path}: {error}") from error
         return {
             "version": version,
             "replicas": dict(self._router.versions()),

@@ -20,7 +20,7 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import outcome_rewards, rollout_to_episodes
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
-from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.types import Progress, RolloutGroup, RolloutStatus
 
 

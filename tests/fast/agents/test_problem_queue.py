@@ -22,7 +22,7 @@ from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.observability.metrics import check_names
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import Problem, RolloutGroup, RolloutStatus
 

@@ -25,7 +25,7 @@ from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.monarch_environment import _FAST_FAILURES
-from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.config import Keys
 
 
 def test_what_native_code_writes_is_dropped_and_what_the_command_says_is_not(

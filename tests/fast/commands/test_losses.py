@@ -25,7 +25,7 @@ from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.run_state import Unshared
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.config import Keys
 
 DEAD, SERVING = Phase.DEAD, Phase.SERVING
 

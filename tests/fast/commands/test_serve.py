@@ -7,8 +7,7 @@ import pytest
 
 from torchtitan_rl.commands.cli import main
 from torchtitan_rl.config.checks.endpoint import endpoint_errors, known_parsers
-from torchtitan_rl.serving.address import Keys, listen, reachable
-from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.config import EndpointConfig, Keys, listen, reachable
 
 POLICY = str(Path(__file__).parents[3] / "experiments" / "alphabet_sort" / "policy")
 

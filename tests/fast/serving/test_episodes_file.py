@@ -12,8 +12,8 @@ import pytest
 from tests.support.agents import asked
 from tests.support.served_sessions import make
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.serving.context import EpisodesFile
-from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.report import EpisodesFile
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def test_a_full_disk_loses_no_session_and_leaves_no_half_line(tmp_path):
             room = path.stat().st_size + 10
             with files_of_at_most(room), pytest.raises(RefusedError) as error:
                 await sessions.close("second", 1.0)
-            assert error.value.refusal.code == "episodes_not_written"
+            assert error.value.code == "episodes_not_written"
             assert path.stat().st_size == room - 10
             assert sessions.counts()["sessions_open"] == 1
             return await sessions.close("second", 1.0)

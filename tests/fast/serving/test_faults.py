@@ -20,12 +20,11 @@ from tests.support.replicas import GatedReplica
 from tests.support.virtual_clock import VirtualLoop
 from torchtitan_rl.channel import End, Submission
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
-from torchtitan_rl.serving.config import EndpointConfig
-from torchtitan_rl.serving.context import close_at_end, session_id
-from torchtitan_rl.serving.link import FAILED, ControllerLink
-from torchtitan_rl.serving.messages import RequestEnd
+from torchtitan_rl.serving.config import EndpointConfig, Keys
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import FAILED, ControllerLink, RequestEnd
+from torchtitan_rl.serving.middleware import close_at_end, session_id
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import (
@@ -132,7 +131,7 @@ class FrontEnd:
     async def pieces(self, streams: bool) -> AsyncIterator[Any]:
         self.num_asked += 1
         if self.is_dead:
-            yield End(call_id="", error=FAILED)
+            yield End(call_id="", error=RefusedError(*FAILED))
             return
         request_id = f"chat-{self.num_asked}"
         events = self.waiting[request_id] = asyncio.Queue()
@@ -155,11 +154,9 @@ class FrontEnd:
 
     async def take_outputs(self) -> None:
         while True:
-            outputs = await self.link.next_outputs()
-            for progress in outputs.progress:
-                self.pass_on(progress.request_id, progress)
-            for end in outputs.ends:
-                self.pass_on(str(end.call_id), end)
+            for one in await self.link.next_outputs():
+                name = one.call_id if isinstance(one, End) else one.request_id
+                self.pass_on(str(name), one)
 
     def pass_on(self, request_id: str, event: Progress | RequestEnd) -> None:
         if request_id in self.waiting:
@@ -168,7 +165,7 @@ class FrontEnd:
     def outputs_ended(self, task: asyncio.Task[None]) -> None:
         self.is_dead = True
         for request_id, events in self.waiting.items():
-            events.put_nowait(End(call_id=request_id, error=FAILED))
+            events.put_nowait(End(call_id=request_id, error=RefusedError(*FAILED)))
         self.link.fail("outputs are no longer taken")
 
 
@@ -207,7 +204,7 @@ class Outcome:
 
 async def play(faults: Faults) -> Outcome:
     """A few seconds of an endpoint's life, and its end."""
-    link = ControllerLink(clock=now, lost_after_s=60.0)
+    link = ControllerLink(lost_after_s=60.0)
     link.attach()
     front = FrontEnd(link)
     replica = TokenReplica("replica0")
@@ -283,10 +280,11 @@ def run(faults: Faults) -> Outcome:
 
 
 def watched(file: str) -> bool:
-    return "/torchtitan_rl/serving/" in file or "/torchtitan_rl/rpc/" in file
+    return "/torchtitan_rl/serving/" in file or "/torchtitan_rl/channel.py" in file
 
 
-_LOOPS = {f"endpoint {name}" for name in ("bridge", "poll", "delivery", "status", "outputs")}
+_PARTS = ("bridge", "poll", "delivery", "status", "engines", "outputs")
+_LOOPS = {f"endpoint {name}" for name in _PARTS}
 
 
 def check(outcome: Outcome, faults: Faults) -> None:

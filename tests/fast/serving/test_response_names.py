@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan_rl.serving.context import requests_of_response
+from torchtitan_rl.serving.report import choices_of_response
 
 TURN, TURN_2 = "chatcmpl-turn-00c0ffee", "chatcmpl-turn-2-00c0ffee"
 CHOICES = [f"{index}_chatcmpl-a-00c0ffee" for index in range(3)]
@@ -29,12 +29,11 @@ SESSION = [TURN, TURN_2, *CHOICES, "resp_1f_0-00c0ffee", "resp_1f2e_0-00c0ffee",
     ],
 )
 def test_a_response_has_the_requests_with_its_exact_id(response_id: str, found: list[str]) -> None:
-    assert requests_of_response(SESSION, response_id) == found
+    assert list(choices_of_response(SESSION, response_id)) == found
 
 
 @pytest.mark.parametrize("response", [[TURN], CHOICES, PROMPTS, BOTH])
 def test_the_choices_of_all_prompts_are_counted_as_in_the_answer(response: list[str]) -> None:
     response_id = {TURN: "chatcmpl-turn", CHOICES[0]: "chatcmpl-a"}.get(response[0], "cmpl-a")
-    for choice, request_id in enumerate(response):
-        assert requests_of_response(response, response_id, choice) == [request_id]
-    assert requests_of_response(response, response_id, len(response)) == []
+    choices = choices_of_response(response, response_id)
+    assert choices == {request_id: choice for choice, request_id in enumerate(response)}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.backends.vllm.openai_responses import ResponseStore
-from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.errors import RefusedError
 
 
 def response(name: str, size: int = 1) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def response(name: str, size: int = 1) -> dict[str, Any]:
 def refusal(store: ResponseStore, owner: str | None, name: str) -> tuple[int, str]:
     with pytest.raises(RefusedError) as error:
         store.conversation(owner, name)
-    return error.value.refusal.status, error.value.refusal.code
+    return error.value.status, error.value.code
 
 
 def test_a_conversation_has_all_inputs_and_outputs_in_order() -> None:

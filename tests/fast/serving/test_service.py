@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.async_tests import on_virtual_clock
-from tests.support.endpoints import LinkedEndpoint, ends_of, now, request
+from tests.support.endpoints import LinkedEndpoint, ends_of, request
 from tests.support.replicas import GatedReplica, handle
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.serve import wait_until_no_replica
@@ -17,10 +17,9 @@ from torchtitan_rl.errors import EndpointLostError, GenerationError
 from torchtitan_rl.generation.commands import EngineCommand, Pause
 from torchtitan_rl.observability.metrics import check_names
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.address import Keys
-from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.config import EndpointConfig, Keys
+from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import RefusedError
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 
@@ -41,7 +40,7 @@ def parts(replica: type[GatedReplica] = GatedReplica) -> Parts:
     """A router over two replicas, and an endpoint that nobody serves yet."""
     replicas = [replica("replica0"), replica("replica1")]
     router = GeneratorRouter(replicas, request_timeout_s=600.0)
-    link = ControllerLink(clock=now)
+    link = ControllerLink()
     link.attach()
     return Parts(replicas, router, link, LinkedEndpoint(link), Sessions(router))
 
@@ -88,7 +87,7 @@ async def test_a_pause_that_a_resume_overtakes_is_a_conflict_and_not_a_lost_repl
     async with system.service():
         with pytest.raises(RefusedError, match="resumed") as caught:
             await system.link.command("pause", {"mode": "wait"})
-        assert caught.value.refusal.status == 409
+        assert caught.value.status == 409
     system.link.close()
 
 

@@ -12,9 +12,8 @@ from tests.support.agents import TokenRouter, asked
 from tests.support.async_tests import on_virtual_clock
 from tests.support.served_sessions import make
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.serving.session_recording import TURN_TOKENS, SessionRecording
-from torchtitan_rl.serving.session_report import TOKEN_BYTES
-from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.serving.report import TOKEN_BYTES
+from torchtitan_rl.serving.sessions import TURN_TOKENS, SessionRecording, Sessions
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY
 from torchtitan_rl.types import Grammar
 

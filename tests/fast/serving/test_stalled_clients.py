@@ -22,11 +22,10 @@ from torchtitan_rl.backends.monarch.http_server import (
     Connections,
     HttpServer,
 )
-from torchtitan_rl.serving.address import Keys
 from torchtitan_rl.serving.app import EndpointApp
-from torchtitan_rl.serving.config import EndpointConfig
-from torchtitan_rl.serving.context import close_at_end
+from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.link import ControllerLink
+from torchtitan_rl.serving.middleware import close_at_end
 from torchtitan_rl.serving.retries import RetryOptions
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.support.async_tests import on_event_loop
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.routing.weights import SyncReport
-from torchtitan_rl.serving.messages import RefusedError
+from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.weight_loading import WeightLoader
 from torchtitan_rl.types import PullReport
 from torchtitan_rl.weights.handle import SharedMemoryHandle
@@ -69,7 +69,7 @@ def checkpoint(folder: Path, config: Any = CONFIG, tensors: Any = TENSORS) -> Pa
 async def refusal(work: Any) -> tuple[int, str, str]:
     with pytest.raises(RefusedError) as caught:
         await work
-    refusal = caught.value.refusal
+    refusal = caught.value
     return refusal.status, refusal.code, refusal.message
 
 

@@ -1,7 +1,7 @@
 """The OpenAI-compatible endpoint in a process of its own: one actor, and the HTTP server in a
 second thread.
 
-The actor is a shell around its `ControllerLink`: the controller's calls poll it and deliver to it.
+The actor passes the controller's calls on to its `ControllerLink`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, EndpointLostError
-from torchtitan_rl.serving.address import reachable
-from torchtitan_rl.serving.messages import ToController, ToEndpoint
+from torchtitan_rl.serving.config import reachable
+from torchtitan_rl.serving.link import ToController, ToEndpoint
 
 if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.http_server import HttpServer
     from torchtitan_rl.serving.link import ControllerLink
 
-_ANSWER_S = 60.0  # deadline of a poll or a delivery
+_DELIVERY_S = 60.0  # the process that does not take one in this time is lost
 _CLOSE_GRACE_S = 15.0  # on top of the time that requests are given to end
 _OTHER_CONNECTIONS = 8192  # than those of running and queued requests: idle, or for a lease
 
@@ -48,7 +48,6 @@ class EndpointActor(Actor):
 
     @concurrent_endpoint
     async def poll(self) -> tuple[ToController, ...]:
-        self._server.require_running()
         return await self._link.poll()
 
     @concurrent_endpoint
@@ -137,20 +136,21 @@ class MonarchEndpoint:
         self._base_url = f"http://{reachable(self._spec.endpoint.host)}:{port}/v1"
 
     async def poll(self) -> tuple[ToController, ...]:
-        return await self._call(self._actor.poll.call_one(), "poll", _ANSWER_S)
+        return await self._call(self._actor.poll.call_one(), "poll")
 
     async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
-        await self._call(self._actor.deliver.call_one(messages), "delivery", _ANSWER_S)
+        await self._call(self._actor.deliver.call_one(messages), "delivery", _DELIVERY_S)
 
     async def drain(self, grace_s: float) -> None:
-        """Stop listening; running requests may end within ``grace_s``, if polls continue."""
+        """Stop listening; running requests may end within ``grace_s``, if polls and deliveries
+        continue."""
         await self._call(self._actor.close.call_one(grace_s), "close", grace_s + _CLOSE_GRACE_S)
 
     async def close(self) -> None:
         """End the process, whatever state it is in."""
         await stop_processes(self._mesh)
 
-    async def _call(self, awaitable: Any, what: str, timeout_s: float) -> Any:
+    async def _call(self, awaitable: Any, what: str, timeout_s: float | None = None) -> Any:
         try:
             return await call(awaitable, what=f"endpoint: {what}", timeout_s=timeout_s)
         except (ProcessLostError, DeadlineError) as error:

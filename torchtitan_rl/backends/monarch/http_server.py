@@ -47,7 +47,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.serving.address import listen
+from torchtitan_rl.serving.config import listen
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,6 @@ class HttpServer:
         self.max_requests = 3 * self._connections.limits.max_connections // 4
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_ended = False
-        self._error: BaseException | None = None
         self._server: uvicorn.Server | None = None
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
@@ -106,12 +105,6 @@ class HttpServer:
         self._thread.start()
         self._started.result()
 
-    def require_running(self) -> None:
-        """Raises `EndpointLostError` where the thread has ended."""
-        if not self._thread.is_alive():
-            why = "" if self._error is None else f": {type(self._error).__name__}: {self._error}"
-            raise EndpointLostError(f"the HTTP server has ended{why}; see the endpoint's log")
-
     def close(self, grace_s: float) -> None:
         """No new connections; requests that run may end until ``grace_s`` is over."""
         if self._loop is not None and not self._loop.is_closed():
@@ -125,7 +118,6 @@ class HttpServer:
         try:
             uvloop.run(self._serve())
         except BaseException as error:
-            self._error = error
             if self._started.done():
                 logger.exception("the HTTP server has failed")
             else:

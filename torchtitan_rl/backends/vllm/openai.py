@@ -71,13 +71,12 @@ from torchtitan_rl.backends.vllm.openai_responses import Responses, kept_respons
 from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
 from torchtitan_rl.rollout.chatml import ContentTokenizer
 from torchtitan_rl.serving.config import Constraints, EndpointConfig
-from torchtitan_rl.serving.errors import HttpError
-from torchtitan_rl.serving.link import FAILED, ControllerLink
-from torchtitan_rl.serving.messages import SystemStatus
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import FAILED, ControllerLink, SystemStatus
+from torchtitan_rl.serving.routes import refused
 
 logger = logging.getLogger(__name__)
 
-_DEAD = HttpError(503, "the endpoint has failed", code="endpoint_failed")
 _SERVED = {
     "/v1/chat/completions",
     "/v1/completions",
@@ -169,7 +168,7 @@ class RouterLLM(AsyncLLM):
             return
         error = None if task.cancelled() else task.exception()
         # vLLM passes an exception on to its requests, but not a cancellation.
-        self.output_processor.propagate_error(RefusedRequest(FAILED))
+        self.output_processor.propagate_error(RefusedRequest(RefusedError(*FAILED)))
         self._link.fail(f"outputs are no longer taken: {error or 'see the endpoint log'}")
 
     def _fail(self, request_id: str, error: RefusedRequest) -> None:
@@ -266,9 +265,9 @@ def _add_health_and_metrics(app: FastAPI, llm: RouterLLM, link: ControllerLink) 
     async def health() -> Response:
         status = link.status()
         if llm.errored:
-            return _DEAD.response()
+            raise RefusedError(*FAILED)
         if not status.is_healthy:
-            return HttpError(503, status.cause, code="unhealthy").response()
+            raise RefusedError(503, "unhealthy", status.cause)
         return JSONResponse({"status": "ok", "policy_version": status.newest_version})
 
     @app.get("/metrics", response_class=Response)
@@ -292,19 +291,20 @@ def _gauges(status: SystemStatus) -> bytes:
 def handle_errors(app: FastAPI) -> None:
     """Install vLLM's error handlers, except for those that show internals or end the server."""
 
-    async def refused(_: Request, error: Any) -> Response:
-        return error.http_error().response()
+    async def answer(request: Request, error: Any) -> Response:
+        return await refused(request, error.refusal)
 
-    async def dead(_: Request, error: Exception) -> Response:
-        return _DEAD.response()
+    async def dead(request: Request, _: Exception) -> Response:
+        return await refused(request, RefusedError(*FAILED))
 
-    async def failed(_: Request, error: Exception) -> Response:
+    async def failed(request: Request, error: Exception) -> Response:
         logger.error("a request failed", exc_info=error)
-        return HttpError(500, "internal error", code="internal_error").response()
+        return await refused(request, RefusedError(500, "internal_error", "internal error"))
 
     init_exception_handler(app)
     app.add_exception_handler(HTTPException, http_exception_handler)
-    app.add_exception_handler(RefusedRequest, refused)
+    app.add_exception_handler(RefusedError, refused)
+    app.add_exception_handler(RefusedRequest, answer)
     app.add_exception_handler(EngineDeadError, dead)
     app.add_exception_handler(EngineGenerateError, failed)
     app.add_exception_handler(Exception, failed)

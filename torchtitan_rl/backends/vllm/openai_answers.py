@@ -19,7 +19,7 @@ from vllm.outputs import CompletionOutput
 
 from torchtitan_rl.backends.vllm.openai_constraints import call_mark, readable_calls
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
-from torchtitan_rl.serving.context import close_at_end
+from torchtitan_rl.serving.middleware import close_at_end
 
 _NO_BEAMS = "beam search is not served"
 LAST_OF_CHOICE = '"finish_reason":"'  # in a chunk; null in the others
@@ -114,7 +114,7 @@ class RefusalErrors:
 
     def create_streaming_error_response(self, message: Any, *args: Any, **options: Any) -> str:
         if isinstance(message, RefusedRequest):
-            return bytes(message.http_error().response().body).decode()
+            return json.dumps(message.refusal.body())
         answer: str = super().create_streaming_error_response(message, *args, **options)  # type: ignore[misc]
         return answer
 

@@ -37,11 +37,9 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
 from torchtitan_rl.channel import Submission
-from torchtitan_rl.serving.auth import is_session_id
-from torchtitan_rl.serving.context import session_id
-from torchtitan_rl.serving.errors import HttpError
-from torchtitan_rl.serving.link import ControllerLink
-from torchtitan_rl.serving.messages import Outputs, Refusal, RequestEnd
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import ControllerLink, RequestEnd
+from torchtitan_rl.serving.middleware import is_session_id, session_id
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
@@ -80,14 +78,11 @@ _FINISH_REASONS = {
 
 
 class RefusedRequest(GracefulHTTPError):
-    """A refusal of the controller, as an error that vLLM's handlers understand."""
+    """A refusal, as an error that vLLM's front end passes on."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: RefusedError) -> None:
         super().__init__(refusal.message, HTTPStatus(refusal.status))
-        self.code = refusal.code
-
-    def http_error(self) -> HttpError:
-        return HttpError(self.http_status, self.message, code=self.code)
+        self.refusal = refusal
 
 
 def refuse_unserved(params: VllmSamplingParams) -> None:
@@ -234,22 +229,20 @@ class RouterCore(EngineCoreClient):
     def shutdown(self, timeout: float | None = None) -> None:
         self.resources.engine_dead = True
 
-    def _take(self, batch: Outputs) -> None:
+    def _take(self, outputs: Sequence[Progress | RequestEnd]) -> None:
         pieces: defaultdict[str, list[Piece]] = defaultdict(list)
-        for progress in batch.progress:
-            if (running := self._running.get(progress.request_id)) is not None:
-                pieces[progress.request_id].extend(_progressed(running, progress))
-        for end in batch.ends:
-            request_id = str(end.call_id)
-            if (running := self._running.pop(request_id, None)) is not None:
-                pieces[request_id].extend(self._ended(running, end))
+        for one in outputs:
+            if isinstance(one, Progress):
+                if (running := self._running.get(one.request_id)) is not None:
+                    pieces[one.request_id].extend(_progressed(running, one))
+                continue
+            request_id = str(one.call_id)
+            running = self._running.pop(request_id, None)
+            if running is not None and one.result is not None:
+                pieces[request_id].extend(_completed(running, one.result))
+            elif running is not None and one.error is not None:
+                self.fail(request_id, RefusedRequest(one.error))
         self._ready.extend(_batches(list(pieces.values())))
-
-    def _ended(self, running: _SentRequest, end: RequestEnd) -> Iterator[Piece]:
-        if end.result is not None:
-            yield from _completed(running, end.result)
-        elif end.error is not None:
-            self.fail(str(end.call_id), RefusedRequest(end.error))
 
 
 def _progressed(running: _SentRequest, progress: Progress) -> Iterator[Piece]:

@@ -30,7 +30,7 @@ from vllm.exceptions import VLLMValidationError
 
 from torchtitan_rl.backends.vllm.openai_answers import LAST_OF_CHOICE, Chat
 from torchtitan_rl.backends.vllm.openai_constraints import is_json_object
-from torchtitan_rl.serving.anthropic_errors import anthropic_error
+from torchtitan_rl.serving.errors import anthropic_error
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": AnthropicErrorResponse} for status in (400, 401, 404, 413, 429, 503)

@@ -32,8 +32,8 @@ from vllm.utils import random_uuid
 from torchtitan_rl.backends.vllm.openai_answers import AnswerStream, RefusalErrors
 from torchtitan_rl.backends.vllm.openai_constraints import call_mark, readable_calls
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, session_of_request
-from torchtitan_rl.serving.context import session_id
-from torchtitan_rl.serving.messages import RefusedError, refused
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.middleware import session_id
 
 _UNSERVED = ("background", "conversation")
 
@@ -78,10 +78,7 @@ class Responses(RefusalErrors, OpenAIServingResponses):
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
         if previous is not None:
-            try:
-                history = self.store.conversation(session, previous)
-            except RefusedError as error:
-                raise RefusedRequest(error.refusal) from error
+            history = self.store.conversation(session, previous)
         whole = [_with_one_text(item) for item in (*history, *items)]
         given = {name: value for name, value in body.items() if value is not None}
         if whole != items or len(given) < len(body):  # vLLM fails at nulls in some places
@@ -160,7 +157,7 @@ async def _until_refused(events: AsyncIterator[Any]) -> AsyncGenerator[Any, None
     except RefusedRequest as error:
         yield ResponseErrorEvent(
             type="error",
-            code=error.code,
+            code=error.refusal.code,
             message=error.message,
             param=None,
             sequence_number=number + 1,
@@ -174,19 +171,13 @@ def kept_responses(store: ResponseStore) -> APIRouter:
     @router.get("/v1/responses/{response_id}")
     async def read_response(response_id: str) -> Response:
         """A response that is still kept."""
-        try:
-            found = store.read(session_id.get(), response_id)
-        except RefusedError as error:
-            raise RefusedRequest(error.refusal) from error
+        found = store.read(session_id.get(), response_id)
         return Response(found, media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str) -> Response:
         """Delete a response that is still kept."""
-        try:
-            store.delete(session_id.get(), response_id)
-        except RefusedError as error:
-            raise RefusedRequest(error.refusal) from error
+        store.delete(session_id.get(), response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     return router
@@ -281,6 +272,6 @@ class ResponseStore:
                 f"response {response_id!r} is no longer kept, because many came after it: "
                 "send the whole conversation as input"
             )
-            raise refused(410, "response_dropped", message)
+            raise RefusedError(410, "response_dropped", message)
         message = f"there is no response {response_id!r} in this session"
-        raise refused(404, "response_not_found", message)
+        raise RefusedError(404, "response_not_found", message)

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.serving.address import Keys, listen
-from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.serving.config import EndpointConfig, Keys, listen
 
 _TABLES = {
     "tool_call_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),

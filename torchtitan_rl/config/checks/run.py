@@ -31,7 +31,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.decision import kv_policy_errors
 from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.orchestration.capacity import capacity_errors
-from torchtitan_rl.serving.address import Keys
+from torchtitan_rl.serving.config import Keys
 
 
 def find_errors(

@@ -1,24 +1,76 @@
-"""The routes of sessions, and of the problems that workers lease in a training run.
+"""The endpoint's own routes: sessions, problems that workers lease in a training run, and
+administration. Each is one command to the controller.
 
-A leased problem is a session: its id, which the lease names, is also that of the lease.
+A leased problem is a session: its id, which the lease names, is also that of the lease. These are
+ordinary FastAPI routes, listed in the OpenAPI document with vLLM's. Clients' input is checked here,
+and only here; a refusal of the controller becomes an error with its status.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from torchtitan_rl.serving.admission import PROBLEMS_PREFIX, SESSIONS_PREFIX
-from torchtitan_rl.serving.auth import checked_session_id
-from torchtitan_rl.serving.messages import refused
-from torchtitan_rl.serving.route_parts import ERRORS, Commands
+from torchtitan_rl.generation.commands import PauseMode
+from torchtitan_rl.routing.weights import SyncMode
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.link import CommandName
+from torchtitan_rl.serving.middleware import (
+    ADMIN_PREFIX,
+    PROBLEMS_PREFIX,
+    SESSIONS_PREFIX,
+    checked_session_id,
+)
 
 MAX_REWARD = 1e30  # JSON numbers may exceed a float32
 MAX_WAIT_S = 60.0  # of a worker for a problem
+MAX_VERSION = 2**31 - 1
+
+
+class Commands(Protocol):
+    """Carries commands to the controller, as `ControllerLink` does."""
+
+    async def command(self, name: CommandName, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raises:
+        RefusedError: the controller refused it.
+        """
+        ...
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorObject
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer} for status in (400, 401, 404, 409, 413, 422, 503)
+}
+
+
+def add_routes(app: FastAPI, commands: Commands) -> None:
+    """Add the routes to ``app`` and its OpenAPI document."""
+    app.add_exception_handler(RefusedError, refused)
+    app.include_router(_sessions(commands))
+    app.include_router(_problems(commands))
+    app.include_router(_admin(commands))
+    app.openapi_schema = None  # the document may have been made before
+
+
+async def refused(_: Request, error: Any) -> Response:
+    """The answer to a `RefusedError`."""
+    return JSONResponse(error.body(), error.status, error.headers)
+
 
 SessionId = Annotated[str, AfterValidator(checked_session_id)]
 
@@ -86,7 +138,49 @@ class LeaseAnswer(BaseModel):
     data: dict[str, Any]
 
 
-def session_routes(commands: Commands) -> APIRouter:
+class AdminAnswer(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class LoadWeights(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(
+        min_length=1, max_length=4096, description="A directory in Hugging Face format."
+    )
+    version: int | None = Field(
+        default=None, ge=1, le=MAX_VERSION, description="Its number; the next one when left out."
+    )
+    mode: SyncMode = Field(
+        default="hot_swap",
+        description="`hot_swap` continues running requests under the new weights; `drain` waits "
+        "until they have ended.",
+    )
+
+
+class LoadAnswer(BaseModel):
+    """The new version, that of each replica, the replicas that were lost by loading it, and the
+    longest time without decoding."""
+
+    model_config = ConfigDict(extra="allow")
+
+    version: int
+    replicas: dict[str, int]
+    lost: list[str]
+    stall_s: float
+
+
+class VersionsAnswer(BaseModel):
+    """The newest policy version, and for each replica the one it serves and its state."""
+
+    model_config = ConfigDict(extra="allow")
+
+    newest: int
+    replicas: dict[str, int]
+    states: dict[str, str]
+
+
+def _sessions(commands: Commands) -> APIRouter:
     # Ids have slashes ("12/r0"), so their part of the path is everything up to the last word.
     router = APIRouter(prefix=SESSIONS_PREFIX, tags=["sessions"], responses=ERRORS)
 
@@ -97,11 +191,11 @@ def session_routes(commands: Commands) -> APIRouter:
         if "problem_id" not in arguments:
             return await commands.command("session.open", arguments)
         if "session_id" in arguments:
-            raise refused(400, "invalid_request", "a problem's session has an id of its own")
+            raise RefusedError(400, "invalid_request", "a problem's session has an id of its own")
         if lease := await commands.command("problem.lease", arguments):
             return lease
         message = f"problem {arguments['problem_id']!r} does not wait for a worker"
-        raise refused(404, "problem_not_found", message)
+        raise RefusedError(404, "problem_not_found", message)
 
     @router.post("/{session_id:path}/reward", response_model=SessionAnswer)
     async def reward_session(session_id: SessionId, request: Reward) -> Any:
@@ -109,7 +203,9 @@ def session_routes(commands: Commands) -> APIRouter:
         `response_id` only the branch with that response gets the reward."""
         arguments: dict[str, Any] = {"session_id": session_id, "reward": request.reward}
         if request.response_id is None and request.choice is not None:
-            raise refused(400, "invalid_request", "choice is one of a response: give response_id")
+            raise RefusedError(
+                400, "invalid_request", "choice is one of a response: give response_id"
+            )
         if request.response_id is not None:
             arguments |= {"response_id": request.response_id, "choice": request.choice}
             answer = dict(await commands.command("session.reward_branch", arguments))
@@ -145,7 +241,7 @@ def session_routes(commands: Commands) -> APIRouter:
     return router
 
 
-def problem_routes(commands: Commands) -> APIRouter:
+def _problems(commands: Commands) -> APIRouter:
     router = APIRouter(prefix=PROBLEMS_PREFIX, tags=["problems"], responses=ERRORS)
 
     @router.post("/lease", response_model=LeaseAnswer, responses={204: {"model": None}})
@@ -175,7 +271,7 @@ async def _lease(
         if leases.done() and (lease := leases.result()):
             unused = {"session_id": lease["session_id"], "outcome": "unused", "cause": ""}
             await commands.command("problem.return", unused)
-        raise refused(499, "client_gone", "the client has left")
+        raise RefusedError(499, "client_gone", "the client has left")
     finally:
         leases.cancel()
         leaves.cancel()
@@ -184,3 +280,31 @@ async def _lease(
 async def _gone(client: Request) -> None:
     while (await client.receive())["type"] != "http.disconnect":
         pass
+
+
+def _admin(commands: Commands) -> APIRouter:
+    router = APIRouter(prefix=ADMIN_PREFIX, tags=["admin"], responses={**ERRORS, 403: ERRORS[401]})
+
+    @router.post("/pause", response_model=AdminAnswer)
+    async def pause(mode: Annotated[PauseMode, Query()] = "keep") -> Any:
+        """Pause generation: keep running requests frozen, abort them to resume later, or let them
+        end."""
+        return await commands.command("pause", {"mode": mode})
+
+    @router.post("/resume", response_model=AdminAnswer)
+    async def resume() -> Any:
+        """Resume generation after a pause."""
+        return await commands.command("resume", {})
+
+    @router.post("/load", response_model=LoadAnswer)
+    async def load(request: LoadWeights) -> Any:
+        """Load another checkpoint of the served model from a directory of the server, as a new
+        policy version. Requests continue meanwhile."""
+        return await commands.command("load", request.model_dump(exclude_none=True))
+
+    @router.get("/versions", response_model=VersionsAnswer)
+    async def versions() -> Any:
+        """Which policy version each replica serves."""
+        return await commands.command("versions", {})
+
+    return router

@@ -1,4 +1,4 @@
-"""The report of a session: its exact turns, its episodes, and the account of its tokens. Pure.
+"""The report of a session: its exact turns, its episodes, and the account of its tokens.
 
 Invariant: tokens generated = trained + masked by rule + discarded by a named cause + pending (only
 while the session is open). Turns are in the order in which their requests began.
@@ -7,13 +7,17 @@ while the session is open). Turns are in the order in which their requests began
 from __future__ import annotations
 
 import base64
+import json
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
+from torchtitan_rl.files import append_line, open_for_append
 from torchtitan_rl.rollout.episodes import (
     num_unseen_tokens,
     outcome_rewards,
@@ -321,3 +325,81 @@ def _without_nonfinite(episode: Episode) -> Episode:
         advantages=kept(episode.advantages, 0.0),
         versions=kept(episode.versions, -1),
     )
+
+
+# Which requests belong to a response, by the names that vLLM gives them. A response has one request
+# for each prompt and each of its ``n`` choices:
+#
+#   response                          request
+#   chatcmpl-ID (chat, messages)      chatcmpl-ID-RANDOM
+#   cmpl-ID                           cmpl-ID-PROMPT-RANDOM
+#   resp_ID                           resp_ID_NUMBER-RANDOM
+#
+# RANDOM is 8 hexadecimal digits; where ``n`` is above 1, the number of the choice and "_" come
+# first. ID may be the client's own (``X-Request-Id``), so a name is read from both of its ends.
+
+_FORMS = [
+    re.compile(rf"(?:(?P<index>\d+)_)?{form}-[0-9a-f]{{8}}", re.DOTALL)
+    for form in (
+        r"(?P<response>chatcmpl-.*)",
+        r"(?P<response>cmpl-.*)-(?P<prompt>\d+)",
+        r"(?P<response>resp_.*)_\d+",
+    )
+]
+
+
+def choices_of_response(request_ids: Iterable[str], response_id: str) -> dict[str, int]:
+    """Those of a session's requests that belong to a response, each with the index of the choice
+    that it is; those of the response's first prompt come first."""
+    names = {request_id: _name(request_id) for request_id in request_ids}
+    found = {key: place for key, (response, *place) in names.items() if response == response_id}
+    per_prompt = 1 + max((index for _, index in found.values()), default=0)
+    return {key: prompt * per_prompt + index for key, (prompt, index) in found.items()}
+
+
+def _name(request_id: str) -> tuple[str, int, int]:
+    """Its response, its prompt, and its index among the choices of that prompt. A request of none
+    of the forms is a response of its own."""
+    for form in _FORMS:
+        if match := form.fullmatch(request_id):
+            parts = match.groupdict()
+            return parts["response"], int(parts.get("prompt") or 0), int(parts["index"] or 0)
+    return request_id, 0, 0
+
+
+class EpisodesFile:
+    """Appends the episodes of rewarded sessions to ``path``, one JSON line each; one writer.
+
+    Invariant: either all lines of a session are in the file or none is, also where the disk is
+    full. After a kill -9 in the middle of them the last, cut line is removed when the file is
+    opened again.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_for_append(path)
+
+    def write(self, report: SessionReport) -> None:
+        """Write one line for each episode, with its session's id, its reward and its temperatures.
+
+        Raises:
+            OSError: nothing of the session was written.
+        """
+        lines = [
+            json.dumps(
+                {"session_id": report.session_id, **episode},
+                separators=(",", ":"),
+                allow_nan=False,
+            )
+            + "\n"
+            for episode in report.to_json()["episodes"]
+        ]
+        append_line(self._file, "".join(lines).encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
