@@ -21,18 +21,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
+
+# isort: split
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
 from torchtitan_rl.backends.titan.checkpoint import SafeLoadPlanner, check_metadata
 from torchtitan_rl.backends.titan.model import PolicyModel
 from torchtitan_rl.config.hf_model import FAMILIES, read_architecture
 from torchtitan_rl.errors import CheckpointError, ConfigError
 from torchtitan_rl.training.checkpoint_files import check_contents
 from torchtitan_rl.weights.image import TensorPart
-
-# isort: split
-
 
 # Files of a checkpoint's directory that an export does not copy: weights of any format, histories.
 _NOT_COPIED = (

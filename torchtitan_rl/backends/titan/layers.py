@@ -1,16 +1,12 @@
-"""torchtitan's norms and rotary embeddings, in fewer passes over memory on the CPU, and with the
-frequencies of Llama 3.1.
+"""torchtitan's norms, rotary embeddings and SwiGLU layers in fewer passes over memory on the CPU;
+the rotary embeddings also with the frequencies of Llama 3.1.
 
-PyTorch has no fused kernels for them on the CPU: norms and rotations were a fifth of a step of a
-small policy, most of it in backward passes that autograd composes from single operations. Compiled
-models and tensors that are split over ranks take torchtitan's way.
+PyTorch has no fused kernels for them on the CPU. Norms and rotations were a fifth of a step of a
+small policy, most of it in backward passes that autograd composes from single operations. The
+SwiGLU layer keeps two of its hidden values, the largest tensors of a step, for the backward pass;
+autograd keeps four. Compiled models and tensors that are split over ranks use torchtitan's layers.
 
-Shapes: H elements that are normalized or rotated together.
-
-torchtitan's SwiGLU layer on the CPU, in fewer passes over its hidden values, the largest tensors
-of a step. Two of them are kept for the backward pass, where autograd keeps four.
-
-Shapes: T tokens, D model dimension, F hidden dimension.
+Shapes: H elements normalized or rotated together, T tokens, D model dimension, F hidden dimension.
 """
 
 from __future__ import annotations
@@ -22,12 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torchtitan.models.common import CosSinRoPE, FeedForward
-from torchtitan.models.common.nn_modules import RMSNorm
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
 
 # isort: split
+from torchtitan.models.common import CosSinRoPE, FeedForward
+from torchtitan.models.common.nn_modules import RMSNorm
 
 
 class CpuRMSNorm(RMSNorm):
@@ -140,9 +136,6 @@ def _rotate(
     out1.addcmul_(x2, s1, value=sign)
     out2.addcmul_(x1, s2, value=-sign)
     return out
-
-
-# isort: split
 
 
 class CpuFeedForward(FeedForward):
