@@ -113,7 +113,8 @@ class WeightDelivery:
             WeightSyncError: no replica is left.
         """
         try:
-            if self._evaluator.is_due(self._state.step):
+            # A step that was taken before this task began is queued, and is evaluated in its turn.
+            if self._queue.empty() and self._evaluator.is_due(self._state.step):
                 await self._evaluator.start(self._state.step, self._state.version)
             if self._initial is not None:
                 self._release(self._initial)
