@@ -56,11 +56,13 @@ from torchtitan_rl.orchestration.records import StepRecord
 PLAIN = "synchronous"
 MODES = {
     PLAIN: ScheduleConfig(staleness=0),
-    "over-admit restart": ScheduleConfig(staleness=0, window=0.5),
-    "over-admit running": ScheduleConfig(staleness=1, window=0.5),
-    "over-admit aborted": ScheduleConfig(staleness=1, window=0.5, in_flight="aborted"),
-    "window S=2": ScheduleConfig(staleness=2, window=1.0),
-    "window S=4": ScheduleConfig(staleness=4, window=1.0),
+    "over-admit restart": ScheduleConfig(staleness=0, max_overtaking_share=0.5),
+    "over-admit running": ScheduleConfig(staleness=1, max_overtaking_share=0.5),
+    "over-admit aborted": ScheduleConfig(
+        staleness=1, max_overtaking_share=0.5, during_training="pause"
+    ),
+    "window S=2": ScheduleConfig(staleness=2, max_overtaking_share=1.0),
+    "window S=4": ScheduleConfig(staleness=4, max_overtaking_share=1.0),
     "async S=1": ScheduleConfig(staleness=1),
     "async S=2": ScheduleConfig(staleness=2),
     "async S=4": ScheduleConfig(staleness=4),

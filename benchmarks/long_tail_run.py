@@ -200,7 +200,7 @@ def run_config(setting: Setting, schedule: ScheduleConfig, *, num_steps: int) ->
             kv_cache_bytes=setting.kv_cache_bytes,
         ),
         weight_sync=WeightSyncConfig(recompute_running_on_pull=not setting.keeps_kv),
-        trainer=TrainerConfig(row_len=longest),
+        trainer=TrainerConfig(max_episode_tokens=longest, max_tokens_per_microbatch=8 * longest),
         evaluation=EvaluationConfig(every=0, num_problems=0),
         checkpoint=CheckpointConfig(every=0),
     )
@@ -233,7 +233,7 @@ def _controller(
             ),
             batcher=EpisodeBatcher(
                 config=rollout,
-                row_len=config.trainer.row_len,
+                row_len=config.trainer.max_episode_tokens,
             ),
             trainer=trainer,
             router=router,

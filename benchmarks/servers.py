@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.training_runs import ROOT
 from torchtitan_rl.backends.vllm.cpu import engine_environment
-from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS
+from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS
 
 _TAG = "TORCHTITAN_RL_BENCHMARK"
 _START_S = 600.0

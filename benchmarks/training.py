@@ -138,8 +138,8 @@ def _trainer(policy: Path, row_len: int, options: argparse.Namespace, *, on: boo
 
 def _config(row_len: int, options: argparse.Namespace, *, on: bool) -> TrainerConfig:
     return TrainerConfig(
-        row_len=row_len,
-        rows_per_microbatch=options.rows,
+        max_episode_tokens=row_len,
+        max_tokens_per_microbatch=row_len * options.rows,
         threads=options.threads,
         share_prefixes=on,
     )

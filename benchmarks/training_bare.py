@@ -19,7 +19,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan_rl.backends.titan.hf import load_hf
 from torchtitan_rl.backends.titan.model import build_model, policy_config
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
-from torchtitan_rl.config.hf_model import read_architecture
+from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.training.config import TrainerConfig
 
 

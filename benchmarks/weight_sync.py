@@ -37,7 +37,7 @@ from benchmarks.plots import bars
 from benchmarks.report import heading, medians, print_table, write_report
 from benchmarks.weight_sync_session import MAX_MODEL_LEN, Measured, Setting, measure
 from torchtitan_rl.backends.monarch.runtime import supervise
-from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.model import resolve_checkpoint
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.weights.config import Transport
 

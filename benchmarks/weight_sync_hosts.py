@@ -37,7 +37,7 @@ from benchmarks.weight_sync import POLICIES
 from benchmarks.weight_sync_copies import TcpCopy
 from benchmarks.weight_sync_hosts_parts import Publisher, Setting, worker_hosts
 from torchtitan_rl.backends.monarch.runtime import supervise
-from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.model import resolve_checkpoint
 from torchtitan_rl.launch.interfaces import free_port
 
 

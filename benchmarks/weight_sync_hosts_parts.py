@@ -84,8 +84,8 @@ class TrainerSide(Actor):
         setting = self._setting
         config = TrainerConfig(
             data_parallel_shard=setting.ranks,
-            row_len=ROW_LEN,
-            rows_per_microbatch=1,
+            max_episode_tokens=ROW_LEN,
+            max_tokens_per_microbatch=ROW_LEN,
             threads=setting.threads,
         )
         self._trainer = PolicyTrainer(Path(setting.policy), config, seed=0, max_steps=1000)

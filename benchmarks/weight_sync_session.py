@@ -287,8 +287,8 @@ def _trainer_spec(
         checkpoint=Path(setting.policy),
         trainer=TrainerConfig(
             data_parallel_shard=setting.trainer_ranks,
-            row_len=ROW_LEN,
-            rows_per_microbatch=1,
+            max_episode_tokens=ROW_LEN,
+            max_tokens_per_microbatch=ROW_LEN,
             threads=setting.threads,
             optimizer=OptimizerConfig(learning_rate=1e-4),
         ),

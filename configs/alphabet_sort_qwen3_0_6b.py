@@ -37,8 +37,8 @@ config = RunConfig(
     generator=GeneratorConfig(replicas=4, max_model_len=1024, max_running_requests=256),
     trainer=TrainerConfig(
         data_parallel_shard=2,
-        row_len=4096,
-        rows_per_microbatch=2,
+        max_episode_tokens=4096,
+        max_tokens_per_microbatch=8192,
         activation_checkpointing="selective",
         optimizer=OptimizerConfig(learning_rate=2e-6, warmup_steps=5),
     ),

@@ -36,8 +36,8 @@ config = RunConfig(
         replicas=1, max_model_len=384, max_running_requests=16, kv_cache_bytes=256 << 20
     ),
     trainer=TrainerConfig(
-        row_len=384,
-        rows_per_microbatch=2,
+        max_episode_tokens=384,
+        max_tokens_per_microbatch=768,
         threads=2,
         optimizer=OptimizerConfig(learning_rate=5e-6),
     ),

@@ -33,8 +33,8 @@ config = RunConfig(
     ),
     generator=GeneratorConfig(replicas=2, max_model_len=256, max_running_requests=64),
     trainer=TrainerConfig(
-        row_len=256,
-        rows_per_microbatch=32,
+        max_episode_tokens=256,
+        max_tokens_per_microbatch=8192,
         threads=2,
         optimizer=OptimizerConfig(learning_rate=3e-4, decay_steps=40, min_lr_factor=0.1),
     ),

@@ -32,8 +32,8 @@ config = RunConfig(
     ),
     generator=GeneratorConfig(replicas=2, max_model_len=320, max_running_requests=64),
     trainer=TrainerConfig(
-        row_len=320,
-        rows_per_microbatch=32,
+        max_episode_tokens=320,
+        max_tokens_per_microbatch=10240,
         threads=2,
         optimizer=OptimizerConfig(learning_rate=4e-4, decay_steps=10, min_lr_factor=0.1),
     ),

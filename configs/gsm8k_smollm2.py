@@ -40,8 +40,8 @@ config = RunConfig(
         replicas=1, max_model_len=512, max_running_requests=16, kv_cache_bytes=256 << 20
     ),
     trainer=TrainerConfig(
-        row_len=512,
-        rows_per_microbatch=2,
+        max_episode_tokens=512,
+        max_tokens_per_microbatch=1024,
         threads=2,
         optimizer=OptimizerConfig(learning_rate=5e-6),
     ),

@@ -32,8 +32,8 @@ config = RunConfig(
     ),
     generator=GeneratorConfig(replicas=2, max_model_len=96, max_running_requests=64),
     trainer=TrainerConfig(
-        row_len=96,
-        rows_per_microbatch=128,
+        max_episode_tokens=96,
+        max_tokens_per_microbatch=12288,
         threads=2,
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=5),
     ),

@@ -32,8 +32,8 @@ config = RunConfig(
     ),
     generator=GeneratorConfig(replicas=2, max_model_len=64, max_running_requests=64),
     trainer=TrainerConfig(
-        row_len=64,
-        rows_per_microbatch=128,
+        max_episode_tokens=64,
+        max_tokens_per_microbatch=8192,
         threads=2,
         optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=30, min_lr_factor=0.1),
     ),

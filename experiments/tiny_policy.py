@@ -63,8 +63,8 @@ def warm_start(
 
     num_steps = config.right_steps + config.careless_steps
     trainer_config = TrainerConfig(
-        row_len=config.row_len,
-        rows_per_microbatch=32,
+        max_episode_tokens=config.row_len,
+        max_tokens_per_microbatch=32 * config.row_len,
         threads=config.threads,
         optimizer=OptimizerConfig(
             learning_rate=config.learning_rate, warmup_steps=50, decay_steps=config.decay_steps

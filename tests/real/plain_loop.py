@@ -27,7 +27,7 @@ async def loop(prepared: PreparedRun) -> None:
     dataset = config.task.dataset("train", seed=config.seed)
     batcher = EpisodeBatcher(
         config=config.rollout,
-        row_len=config.trainer.row_len,
+        row_len=config.trainer.max_episode_tokens,
     )
     async with run_processes(prepared, trace_dir=None) as processes:
         router = GeneratorRouter(processes.replicas)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS
+from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS
 from torchtitan_rl.errors import InvalidRequestError
 from torchtitan_rl.routing.continuation import join, remaining_request
 from torchtitan_rl.types import Completion, GenerationRequest, Progress, SamplingParams, VersionRun

@@ -79,7 +79,14 @@ def test_credit_by_turn_several_updates_and_functions_of_ones_own_equal_a_plain_
 @pytest.mark.soak
 def test_late_groups_at_staleness_0_are_restarted_under_the_new_weights(tmp_path: Path) -> None:
     """As benchmarks.long_tail shows of "over-admit restart", with a real trainer."""
-    more = ("--num-steps", "4", "--evaluation.num-problems", "0", "--schedule.window", "0.5")
+    more = (
+        "--num-steps",
+        "4",
+        "--evaluation.num-problems",
+        "0",
+        "--schedule.max-overtaking-share",
+        "0.5",
+    )
     rows = read_metrics(train(tmp_path, "late", *more))
     assert all(row["policy/staleness_max"] == 0 for row in rows)
     assert rows[-1]["total/tokens_discarded/restarted"] > 0
@@ -89,7 +96,7 @@ def kill_and_resume(root: Path, after_s: float, *schedule: str) -> Path:
     """Kill -9 every process at once; then resume, and compare with what must have happened."""
     more = (
         *("--num-steps", "6", "--checkpoint.every", "2", "--evaluation.every", "2"),
-        *("--schedule.staleness", "2", "--schedule.window", "0.5", *schedule),
+        *("--schedule.staleness", "2", "--schedule.max-overtaking-share", "0.5", *schedule),
         *("--metrics.rollouts-per-step", "100000"),
     )
     run, run_dir = Run(options(root, "run", *more), log=root / "killed.log"), root / "run"
@@ -124,7 +131,7 @@ def test_trap_28_a_killed_run_keeps_its_bound_evaluates_one_version_and_trains_e
     is discarded was sampled under versions after the checkpoint. What the sampler kept goes with
     the tokens all the way: at age 0 the trainer's distribution is the engine's."""
     truncated = ("--rollout.sampling.top-p", "0.95", "--rollout.sampling.top-k", "40")
-    run_dir = kill_and_resume(tmp_path, 3.0, "--schedule.in_flight", "aborted", *truncated)
+    run_dir = kill_and_resume(tmp_path, 3.0, "--schedule.during-training", "pause", *truncated)
     rows = [row for row in read_metrics(run_dir) if "trainer/cut_share" in row]
     assert all(row["trainer/cut_share"] == 1.0 for row in rows)
     on_policy = [row["trainer/age_0/ratio_max"] for row in rows if "trainer/age_0/tokens" in row]
@@ -139,6 +146,6 @@ def test_trap_28_a_killed_run_keeps_its_bound_evaluates_one_version_and_trains_e
 @pytest.mark.soak
 @pytest.mark.parametrize("attempt", range(10))
 def test_a_run_killed_at_any_moment_goes_on(tmp_path: Path, attempt: int) -> None:
-    in_flight = "running" if attempt % 2 else "aborted"
+    mode = "continue" if attempt % 2 else "pause"
     after_s = random.Random(attempt).uniform(0.0, 12.0)
-    kill_and_resume(tmp_path, after_s, "--schedule.in_flight", in_flight)
+    kill_and_resume(tmp_path, after_s, "--schedule.during-training", mode)

@@ -27,7 +27,14 @@ def test_trap_26_at_staleness_0_a_colocated_run_trains_what_a_separate_one_does_
 def test_a_colocated_run_within_a_bound_is_killed_and_goes_on(tmp_path: Path) -> None:
     more = (
         *(*COLOCATED, *ONE_REPLICA),
-        *("--num-steps", "6", "--schedule.staleness", "1", "--schedule.window", "0.5"),
+        *(
+            "--num-steps",
+            "6",
+            "--schedule.staleness",
+            "1",
+            "--schedule.max-overtaking-share",
+            "0.5",
+        ),
         *("--evaluation.every", "2", "--checkpoint.every", "1"),
         *("--metrics.rollouts-per-step", "100000"),
     )

@@ -25,7 +25,8 @@ from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode
 
 SHIPPED = Path(config.policy.checkpoint)
-ROW_LEN = config.trainer.row_len
+ROW_LEN = config.trainer.max_episode_tokens
+SIZES = {"max_episode_tokens": ROW_LEN, "max_tokens_per_microbatch": 32 * ROW_LEN}
 NUM_STEPS = 12
 
 
@@ -60,8 +61,7 @@ def policies(tmp_path_factory) -> dict[str, Path]:
     with trainer(
         SHIPPED,
         max_steps=NUM_STEPS,
-        row_len=ROW_LEN,
-        rows_per_microbatch=32,
+        **SIZES,
         optimizer=OptimizerConfig(learning_rate=1e-3),
     ) as policy_trainer:
         for batch in lessons(NUM_STEPS):
@@ -95,7 +95,7 @@ def test_trap_25_trainer_and_engine_logprobs_differ_by_float32_rounding_alone(
     at most 1.8e-5 and 2.3e-5, 1e-6 in the mean square root), so no exacter trainer would be nearer
     to the engine. A real difference would move the mean."""
     batch = pack([Episode(**rollout["episode"]) for rollout in rollouts[policy]])
-    with trainer(policies[policy], row_len=ROW_LEN, rows_per_microbatch=32) as policy_trainer:
+    with trainer(policies[policy], **SIZES) as policy_trainer:
         trained = policy_trainer.logprobs(batch)[batch.loss_mask].astype(np.float64)
     sampled = batch.logprobs[batch.loss_mask].astype(np.float64)
     exact = float64_logprobs(policies[policy], batch)[batch.loss_mask]

@@ -50,7 +50,7 @@ config = replace(
     ),
     rollout=replace(base.rollout, max_total_tokens=512, step_timeout_s=600.0),
     generator=replace(base.generator, max_model_len=512),
-    trainer=replace(base.trainer, row_len=512),
+    trainer=replace(base.trainer, max_episode_tokens=512),
     endpoint=replace(base.endpoint, enabled=False),
 )
 """

@@ -70,9 +70,16 @@ def test_agents_of_all_libraries_survive_pulls_pauses_and_a_killed_replica(tmp_p
         [
             *libraries,
             *limits,
-            *("--trainer.row-len", "4096", "--rollout.max-turns", "16", "--num-steps", "20"),
+            *(
+                "--trainer.max-episode-tokens",
+                "4096",
+                "--rollout.max-turns",
+                "16",
+                "--num-steps",
+                "20",
+            ),
             *("--rollout.groups-per-step", "8", "--rollout.group-size", "8"),
-            *("--schedule.staleness", "1", "--schedule.in-flight", "aborted"),
+            *("--schedule.staleness", "1", "--schedule.during-training", "pause"),
             *("--evaluation.num-problems", "0", "--metrics.progress", "plain"),
             *("--output-dir", str(tmp_path), "--name", "run"),
         ],

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.real.models import hf_tensors, tiny_model
-from tests.real.trainer_helpers import hf_packed_logprobs, random_batch, trainer
+from tests.real.trainer_helpers import ROW_LEN, hf_packed_logprobs, random_batch, trainer
 from torchtitan_rl.errors import ConfigError, DivergedError
 
 LLAMA3 = {
@@ -99,8 +99,8 @@ def test_a_policy_step_reports_how_far_trainer_and_generator_are_apart(checkpoin
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rows_per_microbatch": 1},
-        {"rows_per_microbatch": 100},
+        {"max_tokens_per_microbatch": ROW_LEN},
+        {"max_tokens_per_microbatch": 100 * ROW_LEN},
         {"activation_checkpointing": "full"},
         {"activation_checkpointing": "selective"},
     ],
@@ -230,7 +230,7 @@ def test_a_batch_without_trained_tokens_or_with_longer_episodes_is_refused(
     batch = random_batch()
     longest = f"an episode of {batch.episode_lengths.max()} tokens"
     with (
-        trainer(checkpoint, row_len=16) as policy_trainer,
+        trainer(checkpoint, max_episode_tokens=16) as policy_trainer,
         pytest.raises(ValueError, match=longest),
     ):
         policy_trainer.train_step(batch)

@@ -114,8 +114,8 @@ def test_loss_gradients_logprobs_and_metrics_equal_those_of_unshared_rows(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rows_per_microbatch": 1},
-        {"rows_per_microbatch": 100},
+        {"max_tokens_per_microbatch": ROW_LEN},
+        {"max_tokens_per_microbatch": 100 * ROW_LEN},
         {"activation_checkpointing": "full"},
         {"activation_checkpointing": "selective"},
     ],

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.real.trainer_helpers import ROW_LEN, hf_packed_logprobs, trainer
-from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.model import resolve_checkpoint
 from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Episode

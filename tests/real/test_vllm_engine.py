@@ -17,7 +17,7 @@ from tests.real.resume_scenarios import LETTERS, REFUSED, TEMPERATURE
 from tests.real.runs import run_module
 from tests.real.trainer_helpers import trainer
 from tests.support import turns
-from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS
+from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.training.grammars import GrammarReplay
 from torchtitan_rl.training.packing import pack_episodes
@@ -302,7 +302,7 @@ def test_trap_25_the_ratio_is_1_at_age_0_whatever_was_cut(
         episodes[name] = replay(episode)
         assert episodes[name].num_trained_tokens == len(done.token_ids)
     batch = pack_episodes(list(episodes.values()), row_len=64, temperature=TEMPERATURE).batch
-    with trainer(root / "tied-old", row_len=64) as policy_trainer:
+    with trainer(root / "tied-old", max_episode_tokens=64) as policy_trainer:
         for name, episode in episodes.items():
             alone = pack_episodes([episode], row_len=64, temperature=TEMPERATURE).batch
             assert alone is not None

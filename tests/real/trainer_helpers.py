@@ -28,8 +28,8 @@ ROW_LEN = 48
 MAX_STEPS = 4
 TIMEOUT_S = 600.0  # of ranks
 CONFIG = TrainerConfig(
-    row_len=ROW_LEN,
-    rows_per_microbatch=2,
+    max_episode_tokens=ROW_LEN,
+    max_tokens_per_microbatch=2 * ROW_LEN,
     threads=1,
     optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=1),
 )

@@ -12,7 +12,7 @@ import pytest
 from tests.support.config_mutations import with_value
 from tests.support.verifiers import needs_verifiers
 from torchtitan_rl import configs
-from torchtitan_rl.config.checks.machine import MachineFacts
+from torchtitan_rl.config.machine import MachineFacts
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.environments.mixture import MixtureTask
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile

@@ -215,8 +215,8 @@ def run_config(plan: Plan) -> RunConfig:
         ),
         schedule=ScheduleConfig(
             staleness=plan.staleness,
-            window=plan.window,
-            in_flight="running" if is_colocated else plan.during_step,
+            max_overtaking_share=plan.window,
+            during_training="pause" if plan.during_step == "aborted" else "continue",
             zero_variance=plan.zero_variance,
             max_empty_batches=plan.max_empty_batches,
             report_wait_s=1_000.0,

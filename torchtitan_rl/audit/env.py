@@ -89,7 +89,7 @@ _MENDS = {
     Mistake.STATE: "save in state_dict all that step depends on, as JSON, and restore all of it in "
     "load_state_dict; or remove both, and rollouts start again when a run is resumed",
     Mistake.PROMPT_LENGTH: "shorten the prompt, leave such problems out, or raise "
-    "rollout.max_total_tokens with generator.max_model_len and trainer.row_len",
+    "rollout.max_total_tokens with generator.max_model_len and trainer.max_episode_tokens",
     Mistake.GENERATION: "see the cause; stop strings and token ids must be of the policy: encode "
     "prompts with the tokenizer that the task is given",
 }

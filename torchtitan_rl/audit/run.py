@@ -25,8 +25,8 @@ from torchtitan_rl.audit.rules import (
     check_rollout,
     errors_against_row,
 )
-from torchtitan_rl.config.checks.paths import IDENTITY_FILE, SETTINGS_FILE
-from torchtitan_rl.config.manifest import FIXES, MANIFEST, compare_with_manifest
+from torchtitan_rl.config.resume import FIXES, MANIFEST, compare_with_manifest
+from torchtitan_rl.config.run_folder import IDENTITY_FILE, SETTINGS_FILE
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.lease import lock_errors
 from torchtitan_rl.observability.sinks import read_rows

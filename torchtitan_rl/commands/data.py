@@ -15,9 +15,8 @@ from statistics import median
 from typing import Any
 
 from torchtitan_rl.agents.task import AgentTask
-from torchtitan_rl.config.loader import load_config, split_config
-from torchtitan_rl.config.options import parse_options
-from torchtitan_rl.config.policies import find_policy
+from torchtitan_rl.config.loader import load_config, parse_options, split_config
+from torchtitan_rl.config.model import find_policy
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.environments.mcp import sharing_servers
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError

@@ -28,18 +28,19 @@ from torchtitan_rl.audit.env import (
     describe_rollout,
     settled,
 )
+from torchtitan_rl.bounds import Positive, PositiveFloat
 from torchtitan_rl.commands.console import StopSignals, print_error, run_command
 from torchtitan_rl.commands.replicas import Replicas
-from torchtitan_rl.config.checks.problems import (
+from torchtitan_rl.config.checks import field_errors
+from torchtitan_rl.config.evaluate import prepare_generation
+from torchtitan_rl.config.loader import load_config, parse_options, split_options
+from torchtitan_rl.config.model import read_architecture
+from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.problems import (
     ProblemsError,
     evaluation_problems,
     find_problems,
 )
-from torchtitan_rl.config.evaluate import prepare_generation
-from torchtitan_rl.config.hf_model import read_architecture
-from torchtitan_rl.config.loader import load_config
-from torchtitan_rl.config.options import parse_options, split_options
-from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.task import Split
@@ -48,25 +49,24 @@ from torchtitan_rl.types import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class EnvCheckConfig:
-    """Roll out a few problems of a configuration's task, show them turn by turn, and name the usual
-    mistakes with their mends. Options with a dot (``--task.digits 3``) change the configuration."""
+    """Roll out a few problems of a configuration's task, show them turn by turn, and report common
+    mistakes with their fixes. Options with a dot (``--task.digits 3``) change the configuration."""
 
     config: Annotated[Positional[str], arg(metavar="CONFIG")]
     """A configuration file, or the name of a ready configuration."""
     policy: Literal["scripted", "real"] = "scripted"
-    """``scripted`` says ``say`` and starts no process; ``real`` is the configuration's policy on a
-    replica."""
+    """``scripted`` answers with ``say`` and starts no process; ``real`` is the configuration's
+    policy on a replica."""
     say: tuple[str, ...] = ("I do not know.",)
-    """What the scripted policy answers, one text for each turn, again from the first after the
-    last."""
-    problems: int = 3
-    """Number of problems, the first ones of the split; each is rolled out twice."""
+    """Answers of the scripted policy, one for each turn; the first one follows the last one."""
+    problems: Positive = 3
+    """Number of problems, the first ones of the split. Each is rolled out twice."""
     split: Split = "train"
-    """Which problems: ``train`` or ``validation``."""
-    max_block_ms: float = 250.0
-    """How long a call of the environment may keep the event loop to itself."""
+    """Which problems to use: ``train`` or ``validation``."""
+    max_block_ms: PositiveFloat = 250.0
+    """Maximum time that a call of the environment may block the event loop, in milliseconds."""
     allow: EnumChoicesFromValues[tuple[Mistake, ...]] = ()
-    """Findings that are meant so and do not count."""
+    """Findings that are intended and do not count as errors."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -84,6 +84,8 @@ def _check(options: EnvCheckConfig, config: RunConfig) -> int:
     is_scripted = options.policy == "scripted"
     if is_scripted and isinstance(config.task, AgentTask):
         raise ConfigError("--policy is scripted: agents ask an endpoint; give --policy real")
+    if wrong := field_errors(options, "--"):
+        raise ConfigError(list(wrong.values()))
     if not options.say:
         raise ConfigError("--say is empty: give a text")
     run = config

@@ -27,9 +27,8 @@ from torchtitan_rl.config.evaluate import (
     prepare_evaluation,
     write_identity,
 )
-from torchtitan_rl.config.loader import load_config
-from torchtitan_rl.config.manifest import remove_manifest, write_manifest
-from torchtitan_rl.config.options import parse_options, split_options
+from torchtitan_rl.config.loader import load_config, parse_options, split_options
+from torchtitan_rl.config.resume import remove_manifest, write_manifest
 from torchtitan_rl.errors import CheckpointError, OutputError, TorchtitanRLError
 from torchtitan_rl.files import replace_file
 from torchtitan_rl.launch.lease import hold_run, unwritable

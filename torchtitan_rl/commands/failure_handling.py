@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from torchtitan_rl.config.hosts import host_name
+from torchtitan_rl.config.machine import host_name
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.errors import ReplicaError, TrainerLostError
 from torchtitan_rl.observability.recorder import RunRecorder

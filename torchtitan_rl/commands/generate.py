@@ -19,15 +19,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Interval
 
 from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.bounds import Count, Name, PositiveShare, Seed, Share, Tokens
 from torchtitan_rl.commands.console import (
     after_last_message,
     divert_everything,
@@ -35,18 +39,17 @@ from torchtitan_rl.commands.console import (
     exit_code_of,
     without_python_output,
 )
-from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
-from torchtitan_rl.config.checks.generator import generator_errors
-from torchtitan_rl.config.checks.paths import output_file_errors
-from torchtitan_rl.config.checks.rules import RULES, Bounds
-from torchtitan_rl.config.options import parse_options
-from torchtitan_rl.config.policies import find_policy, resolve_checkpoint
+from torchtitan_rl.config.checks import field_errors, generator_errors
+from torchtitan_rl.config.loader import parse_options
+from torchtitan_rl.config.model import find_policy, resolve_checkpoint
+from torchtitan_rl.config.run import File
+from torchtitan_rl.config.run_folder import output_file_errors
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
 from torchtitan_rl.generation.config import EngineConfig, GeneratorConfig
-from torchtitan_rl.generation.validation import MAX_SEED, MAX_TEMPERATURE
+from torchtitan_rl.generation.validation import MAX_SEED
 from torchtitan_rl.launch.own_user import use_private_folder
 from torchtitan_rl.launch.process_groups import listen_privately
-from torchtitan_rl.rollout.config import SamplingConfig
+from torchtitan_rl.orchestration.config import MAY_BE_GREEDY
 from torchtitan_rl.rollout.rendering import make_renderer
 from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
 
@@ -60,31 +63,32 @@ _SHARED = tuple(field.name for field in fields(EngineConfig))
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(EngineConfig):
-    """Complete a file of prompts. Sampling options hold where a line does not say otherwise."""
+    """Complete a file of prompts. A line may override the sampling options."""
 
-    model: str
+    model: Name
     """A directory in Hugging Face format, ``package:NAME``, or the name of a model on the Hugging
     Face hub."""
-    input: Path
-    """JSONL file: ``prompt``, ``prompt_token_ids`` or ``messages``, optionally ``id`` and sampling
-    fields such as ``stop``."""
-    output: Path
+    input: File
+    """JSONL file with ``prompt``, ``prompt_token_ids`` or ``messages`` in each line, and optionally
+    ``id`` and sampling fields such as ``stop``."""
+    output: File
     """JSONL file for the answers, in the order of the input."""
-    max_tokens: int = 64
-    """Longest completion, in tokens."""
-    temperature: float = 1.0
+    max_tokens: Tokens = 64
+    """Maximum length of a completion, in tokens."""
+    temperature: Annotated[float, MAY_BE_GREEDY] = 1.0
     """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
-    """Sample from the most probable tokens that have this probability together."""
-    top_k: int = 0
-    """Sample from so many of the most probable tokens; 0 takes all."""
-    min_p: float = 0.0
-    """Leave out tokens less probable than this share of the most probable one's probability."""
+    top_p: PositiveShare = 1.0
+    """Sample from the most likely tokens with this total probability; 1 keeps every token."""
+    top_k: Count = 0
+    """Sample from the most likely ``top_k`` tokens; 0 keeps every token."""
+    min_p: Share = 0.0
+    """Exclude tokens less likely than this share of the most likely token's probability; 0 keeps
+    every token."""
     ignore_eos: bool = False
     """Continue after an end-of-sequence token."""
-    seed: int | None = None
-    """Seed of every line. Default: lines draw from the engine's generator."""
-    engine_seed: int = 0
+    seed: Annotated[int, Interval(ge=-MAX_SEED, le=MAX_SEED)] | None = None
+    """Seed of every line. By default lines draw from the engine's generator."""
+    engine_seed: Seed = 0
     """Seed of the engine's generator."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is the device that the installed vLLM is built for."""
@@ -99,39 +103,24 @@ class GenerateOptions(EngineConfig):
         )
 
     def errors(self) -> list[str]:
-        wrong = field_errors(self, rules={GenerateOptions: _BOUNDS})
-        found = list(wrong.values())
-        sound = with_defaults_for(self, wrong)
-        if "model" not in wrong:
-            found += but_about(wrong, _model_errors(sound))
-        if "input" not in wrong and not os.path.isfile(self.input):
-            found.append(f"input is {self.input}: it is not a file; give a JSONL file of prompts")
-        if "output" not in wrong:
-            found += output_file_errors("output", self.output)
-        return found
-
-
-_BOUNDS = {
-    **RULES[GeneratorConfig],
-    "max_tokens": RULES[SamplingConfig]["max_tokens_per_turn"],
-    "temperature": Bounds(least=0.0, most=MAX_TEMPERATURE),
-    "top_p": Bounds(least=0.0, most=1.0, above=True),
-    "top_k": Bounds(least=0, most=2**31 - 1),
-    "min_p": Bounds(least=0.0, most=1.0),
-    "seed": Bounds(least=-MAX_SEED, most=MAX_SEED),
-    "engine_seed": Bounds(least=0, most=2**32 - 1),
-}
+        """Errors of single options or, where these are right, all others."""
+        if wrong := field_errors(self, "--"):
+            return list(wrong.values())
+        found = _model_errors(self)
+        if not os.path.isfile(self.input):
+            found.append(f"--input is {self.input}: it is not a file; give a JSONL file of prompts")
+        return found + output_file_errors("--output", self.output)
 
 
 def _model_errors(options: GenerateOptions) -> list[str]:
     """Of the model and of the lengths that it allows."""
     try:
-        _, policy = find_policy(options.model, field="model")
+        _, policy = find_policy(options.model, field="--model")
     except ConfigError as error:
         return error.errors
     is_on_cpu = _device(options) == "cpu"
     return [
-        message.removeprefix("generator.").replace(" generator.", " ")
+        re.sub(r"generator\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", message)
         for message in generator_errors(options.generator(), policy, is_on_cpu=is_on_cpu)
     ]
 
@@ -145,7 +134,7 @@ def main(words: Sequence[str]) -> int:
     options = parse_options(GenerateOptions, words, prog="torchtitan-rl generate")
     if errors := options.errors():
         raise ConfigError(errors)
-    model = resolve_checkpoint(options.model, field="model")
+    model = resolve_checkpoint(options.model, field="--model")
     device = _prepare_environment(options)
     rank = int(os.environ.get("RANK", "0"))
     divert_libraries(Path(f"{options.output}{f'.rank{rank}' if rank else ''}.log"))

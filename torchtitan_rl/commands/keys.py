@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_rl.config.hosts import count
-from torchtitan_rl.config.options import parse_options
+from torchtitan_rl.config.loader import parse_options
+from torchtitan_rl.config.machine import count
 from torchtitan_rl.errors import ConfigError
 
 _MAX_DAYS = 3650

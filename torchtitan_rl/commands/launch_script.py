@@ -17,14 +17,12 @@ from typing import Any, Generic, TypeVar
 
 import tyro
 
-from torchtitan_rl.config.checks.fields import field_errors
-from torchtitan_rl.config.checks.launch import launch_errors
-from torchtitan_rl.config.host_plan import plan_on_hosts
-from torchtitan_rl.config.hosts import host_name, made_up_hosts
-from torchtitan_rl.config.loader import load_config, split_config
-from torchtitan_rl.config.options import parse_options
+from torchtitan_rl.config.checks import check_fields
+from torchtitan_rl.config.loader import load_config, parse_options, split_config
+from torchtitan_rl.config.machine import host_name, made_up_hosts
 from torchtitan_rl.config.placement import NoRoomError
-from torchtitan_rl.config.plan import ProcessPlan
+from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts
+from torchtitan_rl.config.room import launch_errors
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.scripts import (
@@ -171,7 +169,8 @@ def _check(run: RunConfig, common: LaunchScriptOptions) -> None:
             shown = " ".join(value) if isinstance(value, tuple) else value
             raise ConfigError(f"launch.{name} is {shown}: the script has its own; {fix}")
     on_hosts = replace(run, launch=replace(run.launch, hosts=common.hosts))
-    if errors := list(field_errors(run).values()) or launch_errors(on_hosts):
+    check_fields(run)
+    if errors := launch_errors(on_hosts):
         raise ConfigError(errors)
 
 

@@ -40,8 +40,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torchtitan_rl.aio import cancel_all, retrieve, wait_within
 from torchtitan_rl.commands.child_process import ChildProcess
 from torchtitan_rl.commands.console import DryRun, StopSignals
-from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.run import LaunchConfig
 from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import Address, ip_of
 from torchtitan_rl.launch.interfaces import free_port, listening_host

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from torchtitan_rl.config.options import parse_options
+from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.errors import ConfigError
 
 _TASK = '''\

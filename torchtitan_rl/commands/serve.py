@@ -18,7 +18,7 @@ from functools import partial
 
 from torchtitan_rl.aio import first_of
 from torchtitan_rl.commands.console import DryRun, StopSignals, print_error, run_command
-from torchtitan_rl.config.options import parse_options
+from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.report import EpisodesFile

@@ -21,12 +21,12 @@ from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
 from torchtitan_rl.commands.failure_handling import FailureHandling
 from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
-from torchtitan_rl.config.checks.launch import start_errors, unused_options
-from torchtitan_rl.config.hf_model import read_architecture
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
-from torchtitan_rl.config.manifest import MANIFEST, write_manifest
+from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.plan import replica_name
 from torchtitan_rl.config.prepare import PreparedRun, claim_run
+from torchtitan_rl.config.resume import MANIFEST, write_manifest
+from torchtitan_rl.config.room import start_errors, unused_options
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, OutputError, RunTakenOverError
 from torchtitan_rl.launch.meeting import RESUME_COMMAND
@@ -281,7 +281,7 @@ def _parts(
         ),
         batcher=EpisodeBatcher(
             config=config.rollout,
-            row_len=config.trainer.row_len,
+            row_len=config.trainer.max_episode_tokens,
             replay_grammars=GrammarReplay(
                 tokenizer, read_architecture(run.prepared.policy_dir).vocab_size
             ),

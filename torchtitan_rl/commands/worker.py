@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_rl.config.options import parse_options
+from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import Address, address_errors
 from torchtitan_rl.launch.interfaces import why_not_listen

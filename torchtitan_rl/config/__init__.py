@@ -1,7 +1,6 @@
 """The configuration of a run; its checks and its plan, made before the first process starts."""
 
-from torchtitan_rl.config.launch import LaunchConfig
-from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
+from torchtitan_rl.config.run import LaunchConfig, MetricsConfig, PolicyConfig, RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.rollout.config import OverlongConfig, RolloutConfig, SamplingConfig

@@ -21,29 +21,32 @@ import xxhash
 from tyro.conf import Positional, arg
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
-from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
-from torchtitan_rl.config.checks.generator import generator_errors
-from torchtitan_rl.config.checks.machine import machine_facts, serving_errors
-from torchtitan_rl.config.checks.paths import IDENTITY_FILE, SETTINGS_FILE, cannot_write
-from torchtitan_rl.config.checks.problems import ProblemsError, evaluation_problems
-from torchtitan_rl.config.checks.resume import (
+from torchtitan_rl.bounds import Positive
+from torchtitan_rl.config.checks import (
+    check_fields,
+    field_errors,
+    generator_errors,
+    start_notes,
+)
+from torchtitan_rl.config.machine import machine_facts
+from torchtitan_rl.config.model import find_policy, is_hub_name, resolve_checkpoint
+from torchtitan_rl.config.plan import plan_serving
+from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.problems import ProblemsError, evaluation_problems
+from torchtitan_rl.config.resume import (
     CONTENTS,
     POLICY,
     TASK,
+    policy_digest,
     policy_fingerprint,
     run_identity,
 )
-from torchtitan_rl.config.checks.rules import Bounds
-from torchtitan_rl.config.checks.timeouts import start_notes
-from torchtitan_rl.config.launch import has_hosts
-from torchtitan_rl.config.manifest import policy_digest
-from torchtitan_rl.config.plan import plan_serving
-from torchtitan_rl.config.policies import find_policy, is_hub_name, resolve_checkpoint
-from torchtitan_rl.config.prepare import PreparedRun
-from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.room import serving_errors
+from torchtitan_rl.config.run import File, RunConfig, has_hosts
+from torchtitan_rl.config.run_folder import IDENTITY_FILE, SETTINGS_FILE, cannot_write
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.files import replace_file
-from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
+from torchtitan_rl.orchestration.config import MAY_BE_GREEDY
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.serving.config import Keys
 from torchtitan_rl.training.checkpoint_files import MARKER
@@ -57,46 +60,40 @@ _COMPARED = (
     "rollout.sampling.max_tokens_per_turn",
     "seed",
 )
-_MAX_COUNT = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluate models on the task of a configuration. Further options with a dot, such as
-    ``--generator.replicas 2`` or ``--task.digits 3``, change the configuration; ``torchtitan-rl
-    train CONFIG --help`` lists them. The same command again continues where it was ended."""
+    """Evaluate models on the task of a configuration.
+
+    Options with a dot, such as ``--generator.replicas 2`` or ``--task.digits 3``, change the
+    configuration; ``torchtitan-rl train CONFIG --help`` lists them. The same command again
+    continues an evaluation that was stopped."""
 
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL_OR_RUN...")]
-    """Directories in Hugging Face format, names of models on the Hugging Face hub,
-    ``package:NAME``, folders of runs (all checkpoints that they keep), or single checkpoints
-    (``outputs/NAME/checkpoints/step-000010``). The first one is what the others are compared
-    with."""
+    """Models to evaluate: directories in Hugging Face format, names of models on the Hugging Face
+    hub, ``package:NAME``, folders of runs (all checkpoints that they keep), or single checkpoints
+    (``outputs/NAME/checkpoints/step-000010``). The others are compared with the first one."""
     config: str
     """A configuration file, or the name of a ready configuration, with the task."""
-    samples: int | None = None
-    """Rollouts of each problem, the k of avg@k and the largest one of pass@k. None:
-    ``evaluation.samples_per_problem``."""
-    problems: int | None = None
-    """Number of problems, the first ones of the split. None: ``evaluation.num_problems``."""
+    samples: Positive | None = None
+    """Rollouts of each problem: the k of avg@k and the largest k of pass@k. By default
+    ``evaluation.samples_per_problem`` of the configuration."""
+    problems: Positive | None = None
+    """Number of problems, the first ones of the split. By default ``evaluation.num_problems``."""
     split: Split = "validation"
-    """Which problems: ``validation`` or ``train``."""
-    temperatures: tuple[float, ...] = ()
-    """Sampling temperatures, each a row of the table: ``--temperatures 0 0.6 1.0``; 0 takes the
-    likeliest token. Without the option: ``evaluation.temperature``."""
-    output: Path | None = None
-    """Folder for the results. None: ``outputs/eval/NAME``, by the name of the configuration."""
-    max_rollouts: int | None = None
-    """Rollouts that run at a time. None: twice as many as the replicas decode at a time."""
+    """Which problems to use: ``validation`` or ``train``."""
+    temperatures: tuple[Annotated[float, MAY_BE_GREEDY], ...] = ()
+    """Sampling temperatures, each a row of the table: ``--temperatures 0 0.6 1.0``; 0 is greedy. By
+    default ``evaluation.temperature``."""
+    output: File | None = None
+    """Folder for the results. By default ``outputs/eval/NAME``, where NAME is that of the
+    configuration."""
+    max_rollouts: Positive | None = None
+    """Maximum number of rollouts that run at the same time. By default twice as many as the
+    replicas decode at the same time."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """Console output; ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere."""
-
-
-_BOUNDS = {
-    "samples": Bounds(least=1, most=_MAX_COUNT),
-    "problems": Bounds(least=1, most=_MAX_COUNT),
-    "max_rollouts": Bounds(least=1, most=_MAX_COUNT),
-    "temperatures": Bounds(least=0.0, most=MAX_TEMPERATURE),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,26 +144,22 @@ def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
             "launch.attach, launch.hosts: only `train` uses several hosts; start this on each "
             "machine, with a part of the models or problems and an --output of its own"
         )
+    check_fields(config)
     machine, keys = machine_facts(), Keys.of()
-    wrong = field_errors(config)
-    if {"policy", "policy.checkpoint", "task"} & wrong.keys():
-        raise ConfigError(list(wrong.values()))
     policy_dir, policy = find_policy(config.policy.checkpoint)
-    sound = with_defaults_for(config, wrong)
-    found = [
-        *generator_errors(sound.generator, policy, is_on_cpu=not machine.cuda_devices),
-        *serving_errors(sound.generator, policy, machine),
-        *agent_errors(sound.task, sound.endpoint, num_rollouts=num_rollouts),
+    errors = [
+        *generator_errors(config.generator, policy, is_on_cpu=not machine.cuda_devices),
+        *serving_errors(config.generator, policy, machine),
+        *agent_errors(config.task, config.endpoint, num_rollouts=num_rollouts),
+        *config.task.errors(),
     ]
-    total = sound.rollout.max_total_tokens
-    if total > sound.generator.max_model_len:
-        found.append(
+    total = config.rollout.max_total_tokens
+    if total > config.generator.max_model_len:
+        errors.append(
             f"rollout.max_total_tokens is {total}: give at most generator.max_model_len "
-            f"({sound.generator.max_model_len})"
+            f"({config.generator.max_model_len})"
         )
-    if not any(name.startswith("task.") for name in wrong):
-        found += config.task.errors()
-    if errors := [*wrong.values(), *but_about(wrong, found)]:
+    if errors:
         raise ConfigError(errors)
     plan = plan_serving(
         config.generator,
@@ -192,6 +185,7 @@ def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvalua
     """
     if errors := _option_errors(options):
         raise ConfigError(errors)
+    check_fields(config)
     folder = (options.output or Path("outputs/eval") / config.name).absolute()
     config = replace(
         config,
@@ -238,16 +232,9 @@ def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvalua
 
 
 def _option_errors(options: EvalConfig) -> list[str]:
-    errors = [
-        error.replace(name, f"--{name.replace('_', '-')}", 1)
-        for name, error in field_errors(options, rules={EvalConfig: _BOUNDS}).items()
-    ]
+    errors = list(field_errors(options, "--").values())
     if not options.models:
         errors.append("MODEL_OR_RUN: give at least one")
-    cold = [one for one in options.temperatures if 0 < one < MIN_TEMPERATURE]
-    errors += [
-        f"--temperatures has {t}: give 0 (greedy) or {MIN_TEMPERATURE} or more" for t in cold
-    ]
     if len({f"{one:g}" for one in options.temperatures}) < len(options.temperatures):
         errors.append("--temperatures: one is given twice; give each one once")
     return errors

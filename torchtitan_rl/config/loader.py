@@ -1,30 +1,44 @@
-"""Reading a configuration: a Python file with a `RunConfig` named ``config``, then the options.
+"""Reads a configuration: a Python file with a `RunConfig` named ``config``, then the options, which
+tyro parses. The ready configurations of the package are found by their names alone:
+``alphabet_sort_tiny``.
 
-The ready configurations of the package are found by their names alone: ``alphabet_sort_tiny``.
-
-What a machine has installed, and how it differs from what another one has.
-
-A run's processes on other hosts unpickle what the controller sends: both sides need the same code.
+Also says what a machine has installed, and how that differs from another machine: a run's processes
+on other hosts unpickle what the controller sends, so both sides need the same code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import io
 import platform
+import re
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
-from torchtitan_rl.config.checks.fields import field_errors
-from torchtitan_rl.config.options import parse_options
+import tyro
+
+from torchtitan_rl.config.checks import field_errors
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, one_line
 from torchtitan_rl.functions import import_file
 
 _READY_DIR = Path(__file__).parents[1] / "configs"
+_RENAMED = {  # options of the last release, accepted until the next one
+    "max_kept_tokens": "max_recorded_candidates",
+    "generator.max_kept_tokens": "generator.max_recorded_candidates",
+    "schedule.window": "schedule.max_overtaking_share",
+    "schedule.in_flight": "schedule.during_training",
+    "trainer.row_len": "trainer.max_episode_tokens",
+    "trainer.rows_per_microbatch": "trainer.max_tokens_per_microbatch",
+}
+_RENAMED_VALUES = {"running": "continue", "aborted": "pause"}  # of schedule.in_flight
 
 
 def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
@@ -51,7 +65,49 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         )
     if not any(name.startswith("task") for name in field_errors(config)):
         config = replace(config, task=config.task.with_all_options())
-    return parse_options(RunConfig, overrides, prog=f"torchtitan-rl train {path}", default=config)
+    trainer = config.trainer
+    words = _with_new_names(
+        overrides,
+        row_len=trainer.max_episode_tokens,
+        rows=trainer.max_tokens_per_microbatch // trainer.max_episode_tokens,
+    )
+    return parse_options(RunConfig, words, prog=f"torchtitan-rl train {path}", default=config)
+
+
+def _with_new_names(words: Sequence[str], *, row_len: int = 0, rows: int = 0) -> list[str]:
+    """The words with the options that have other names now. Says the new names on stderr.
+
+    Raises:
+        ConfigError: the value of such an option is not a whole number, but must be.
+    """
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    waiting = ""  # an old option whose value comes next
+    for word in words:
+        option, has_value, value = word.partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        if waiting:
+            given[waiting], waiting = word, ""
+        elif option.startswith("--") and name in _RENAMED:
+            given |= {name: value} if has_value else {}
+            waiting = "" if has_value else name
+        else:
+            rest.append(word)
+    new = {_RENAMED[name]: value for name, value in given.items()}
+    for name in given:
+        print(f"warning: --{name} is now --{_RENAMED[name]}", file=sys.stderr)
+    if mode := given.get("schedule.in_flight"):
+        new["schedule.during_training"] = _RENAMED_VALUES.get(mode, mode)
+    old_sizes = {"trainer.row_len": row_len, "trainer.rows_per_microbatch": rows}
+    if given.keys() & old_sizes:
+        try:
+            row_len, rows = (int(given.get(name, size)) for name, size in old_sizes.items())
+        except ValueError as error:
+            raise ConfigError(f"{' and '.join(old_sizes)}: {error}") from error
+        new["trainer.max_episode_tokens"] = str(row_len)
+        new["trainer.max_tokens_per_microbatch"] = str(row_len * rows)
+    rest += [word for name, value in new.items() for word in (f"--{name}", value)]
+    return [*rest, *([f"--{_RENAMED[waiting]}"] if waiting else [])]
 
 
 def split_config(words: Sequence[str], *, prog: str) -> tuple[Path, list[str]]:
@@ -136,3 +192,74 @@ def _version(name: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     return "none"
+
+
+_C = TypeVar("_C")
+_BORDER, _RULES = " │|╰╯+", "─-"  # of tyro's boxes; what they are made of goes by the encoding
+
+
+def parse_options(
+    kind: type[_C], words: Sequence[str], *, prog: str, default: _C | None = None
+) -> _C:
+    """A ``kind`` with these options, on top of ``default``.
+
+    Raises:
+        ConfigError: an option is not known, lacks its value, or has one of the wrong type.
+        SystemExit: ``--help`` was asked for.
+    """
+    errors = io.StringIO()
+    if default is None:
+        words = _with_new_names(words)
+    try:
+        with contextlib.redirect_stderr(errors):
+            if default is None:
+                return tyro.cli(kind, args=words, prog=prog)
+            return tyro.cli(kind, args=words, prog=prog, default=default)
+    except SystemExit as ended:
+        if ended.code == 0:
+            raise
+    raise ConfigError(f"{_first_section(errors.getvalue())}; see {prog} --help")
+
+
+def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command's own options, and those of a run's configuration: these have a dot in their names.
+
+    >>> split_options(["model", "--samples", "4", "--generator.replicas", "2"])
+    (['model', '--samples', '4'], ['--generator.replicas', '2'])
+    """
+    own: list[str] = []
+    others: list[str] = []
+    part = own
+    for word in words:
+        if word.startswith("--"):
+            part = others if "." in word.partition("=")[0] else own
+        part.append(word)
+    return own, others
+
+
+def _first_section(box: str) -> str:
+    """The message in tyro's box, in one line: what is unknown, with the options that it suggests,
+    before what is missing."""
+    sections: list[list[str]] = [[]]
+    for line in box.splitlines()[1:]:  # below the title
+        text = line.strip(_BORDER)
+        if not text:
+            continue
+        if set(text) - set(_RULES):
+            sections[-1].append(line[2:].rstrip(_BORDER))
+        elif sections[-1]:
+            sections.append([])
+    begins = {one[0].split()[0]: one for one in sections if one}
+    section = begins.get("Unrecognized", sections[0])
+    message = " ".join(" ".join(section).split()).rstrip(".")
+    if message.startswith("Missing from"):
+        return _missing([line.split()[0] for line in section[1:] if line[:5] != " " * 5])
+    if positional := re.match(r"Missing value for argument '(\w+)'", message):
+        return _missing([positional[1].upper()])
+    words = (line.split()[0].strip(",") for line in begins.get("Perhaps", ()))
+    similar = [word for word in words if word.startswith("--")]
+    return f"{message} (similar: {', '.join(similar)})" if similar else message
+
+
+def _missing(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} missing"

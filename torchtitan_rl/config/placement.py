@@ -9,7 +9,7 @@
   a device of its own.
 * In a colocated run trainer and replicas have the same devices: each fills the hosts of the other
   first.
-* A CPU has room for any number of processes (`checks/launch.py` limits their threads), so replicas
+* A CPU has room for any number of processes (`room.py` limits their threads), so replicas
   are spread evenly, and so is a trainer over the hosts that are chosen for it.
 """
 
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan_rl.config.hosts import HostFacts, count, device_of
+from torchtitan_rl.config.machine import HostFacts, count, device_of
 from torchtitan_rl.config.run import RunConfig
 
 _TRAINER_RANKS = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")

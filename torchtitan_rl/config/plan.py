@@ -1,12 +1,17 @@
-"""Which processes a run has, where they run and with what: decided before any of them starts."""
+"""Which processes a run has, where they run and with what: decided before any of them starts.
+
+The plan of a run on several hosts, made of what they have: see `placement` for who is where.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts, count, host_name
+from torchtitan_rl.config.machine import CONTROLLER_HOST, HostFacts, count, device_of, host_name
+from torchtitan_rl.config.placement import Placement, place
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.serving.config import EndpointConfig
@@ -138,69 +143,34 @@ def replica_name(index: int) -> str:
     return f"replica{index}"
 
 
-def num_devices_needed(config: RunConfig) -> int:
-    """CUDA devices of a run: one for each rank; colocated ones share."""
-    generator = config.generator
-    generating = generator.replicas * generator.tensor_parallel
-    return _together(config, generating, config.trainer.world_size)
-
-
-def num_threads_needed(config: RunConfig) -> int:
-    """Threads that compute on the CPU, in all processes but the controller."""
-    return _together(config, *_threads(config))
-
-
-def _num_threads_at_once(config: RunConfig) -> int:
-    """As `num_threads_needed`, but synchronous phases alternate."""
-    is_synchronous = config.schedule.staleness == 0
-    return max(_threads(config)) if is_synchronous else num_threads_needed(config)
-
-
-def _threads(config: RunConfig) -> tuple[int, int]:
-    """Of generation, and of training."""
-    generator, trainer = config.generator, config.trainer
-    generating = generator.replicas * generator.tensor_parallel * generator.threads
-    return generating, trainer.world_size * trainer.threads
-
-
-def _together(config: RunConfig, generating: int, training: int) -> int:
-    is_colocated = config.placement == "colocated"
-    return max(generating, training) if is_colocated else generating + training
-
-
 def plan_processes(
     config: RunConfig, *, devices: Sequence[str] = (), cores: Sequence[int] = ()
 ) -> ProcessPlan:
-    """Generators take the first devices, the trainer the next or, colocated, the first ones too;
-    without CUDA all share the CPU.
+    """All on this machine: replicas take the first devices, the trainer the next or, colocated, the
+    first ones too; without CUDA all share the CPU.
 
     ``devices`` and ``cores`` are those that this process may use, devices by the names that
-    ``CUDA_VISIBLE_DEVICES`` takes. With ``config.pin_cores`` each group gets its
-    own, as with devices, and the controller stays off the trainer's.
+    ``CUDA_VISIBLE_DEVICES`` takes. With ``config.pin_cores`` each group gets its own, as with
+    devices, and the controller stays off the trainer's.
     """
-    free_cores = cores if config.pin_cores and not devices else ()
-    free = Free(devices=list(devices), cores=list(free_cores))
-    replicas = free.replicas(config.generator, config.seed)
-    is_colocated = config.placement == "colocated"
-    if is_colocated:
-        free = Free(devices=list(devices), cores=list(free_cores))
-    trainer = free.group(
-        "trainer",
-        ranks=config.trainer.world_size,
-        threads=config.trainer.threads,
-        seed=config.seed,
+    here = HostFacts(address="", cuda_devices=tuple(devices), num_cores=len(cores), memory_bytes=0)
+    placement = Placement(
+        replica_hosts=(0,) * config.generator.replicas,
+        trainer_hosts=(0,) * config.trainer.world_size,
     )
-    others = tuple(core for core in cores if core not in trainer.cores)
-    yields = not devices and not trainer.cores and _num_threads_at_once(config) > len(cores)
-    return ProcessPlan(
-        device="cuda" if devices else "cpu",
-        replicas=tuple(replace(group, yields_cores=yields) for group in replicas),
-        trainer=replace(trainer, yields_cores=yields, keeps_memory=not devices),
-        endpoint=endpoint_group(config.endpoint) if config.endpoint.enabled else None,
-        controller_cores=others if trainer.cores else (),
-        is_shared=is_colocated,
-        shares_cores=not devices and sum(_threads(config)) > len(cores),
-    )
+    plan = _plan(config, [here], placement, cores if config.pin_cores and not devices else ())
+    assert plan.trainer is not None
+    others = tuple(core for core in cores if core not in plan.trainer.cores)
+    return replace(plan, hosts=(), controller_cores=others if plan.trainer.cores else ())
+
+
+def plan_on_hosts(config: RunConfig, hosts: Sequence[HostFacts]) -> ProcessPlan:
+    """As `plan_processes`, on hosts of which the controller's machine need not be one.
+
+    Raises:
+        NoRoomError: the hosts have no room for trainer and replicas.
+    """
+    return _plan(config, hosts, place(config, hosts))
 
 
 def plan_serving(
@@ -211,63 +181,113 @@ def plan_serving(
     seed: int,
 ) -> ProcessPlan:
     """Replicas, and an endpoint or none, on the first devices; without CUDA all share the CPU."""
-    free = Free(devices=list(devices), cores=[])
+    free = list(devices)
     return ProcessPlan(
         device="cuda" if devices else "cpu",
-        replicas=free.replicas(generator, seed),
-        endpoint=None if endpoint is None else endpoint_group(endpoint),
+        replicas=tuple(
+            _replica(generator, seed, index, free, []) for index in range(generator.replicas)
+        ),
+        endpoint=None if endpoint is None else _endpoint(endpoint),
     )
 
 
-def endpoint_group(endpoint: EndpointConfig) -> ProcessGroup:
+def threads_on_hosts(config: RunConfig, placement: Placement) -> tuple[Counter[int], Counter[int]]:
+    """Threads that compute on the CPU of each host, for generation and for training."""
+    generator, trainer = config.generator, config.trainer
+    generating, training = Counter[int](), Counter[int]()
+    for host in placement.replica_hosts:
+        generating[host] += generator.tensor_parallel * generator.threads
+    for host in placement.trainer_hosts:
+        training[host] += trainer.threads
+    return generating, training
+
+
+def _plan(
+    config: RunConfig,
+    hosts: Sequence[HostFacts],
+    placement: Placement,
+    cores: Sequence[int] = (),
+) -> ProcessPlan:
+    """``cores`` are given out, with the devices of the hosts; empty: groups share the cores."""
+    devices, free_cores = _free_devices(hosts), list(cores)
+    replicas = [
+        _replica(config.generator, config.seed, index, devices[host], free_cores, host=host)
+        for index, host in enumerate(placement.replica_hosts)
+    ]
+    if config.is_colocated:
+        devices, free_cores = _free_devices(hosts), list(cores)
+    device, rank_hosts = device_of(hosts), placement.trainer_hosts
+    generating, training = threads_on_hosts(config, placement)
+    crowded, shared = set[int](), set[int]()
+    if device == "cpu":
+        are_alternating = config.schedule.staleness == 0 or config.is_colocated
+        at_once = generating | training if are_alternating else generating + training
+        crowded = _crowded_hosts(at_once, hosts)
+        shared = _crowded_hosts(generating + training, hosts) & {*generating} & {*training}
+    trainer = ProcessGroup(
+        name="trainer",
+        ranks=config.trainer.world_size,
+        threads=config.trainer.threads,
+        host=rank_hosts[0],
+        rank_hosts=rank_hosts if len(set(rank_hosts)) > 1 else (),
+        devices=tuple(one for host in rank_hosts for one in _take(devices[host], 1)),
+        cores=_take(free_cores, config.trainer.num_threads),
+        seed=config.seed,
+        yields_cores=not crowded.isdisjoint(rank_hosts),
+        keeps_memory=device == "cpu",
+    )
+    return ProcessPlan(
+        device=device,
+        hosts=tuple(hosts),
+        replicas=tuple(replace(one, yields_cores=one.host in crowded) for one in replicas),
+        trainer=trainer,
+        endpoint=_endpoint(config.endpoint) if config.endpoint.enabled else None,
+        is_shared=config.is_colocated,
+        shares_cores=bool(shared),
+    )
+
+
+def _replica(
+    generator: GeneratorConfig,
+    seed: int,
+    index: int,
+    devices: list[str],
+    cores: list[int],
+    *,
+    host: int = 0,
+) -> ProcessGroup:
+    """Takes its devices and cores from the free ones of its host."""
+    ranks = generator.tensor_parallel
+    return ProcessGroup(
+        name=replica_name(index),
+        ranks=ranks,
+        threads=generator.threads,
+        host=host,
+        devices=_take(devices, ranks),
+        cores=_take(cores, ranks * generator.threads),
+        # Replicas with equal seeds would share their noise; engines take 32 bits.
+        seed=(seed * 1000 + index) % 2**32,
+    )
+
+
+def _endpoint(endpoint: EndpointConfig) -> ProcessGroup:
     return ProcessGroup(name="endpoint", ranks=1, threads=endpoint.threads, host=CONTROLLER_HOST)
 
 
-@dataclass(slots=True)
-class Free:
-    """Devices and cores of one host that no group has yet."""
-
-    devices: list[str]
-    cores: list[int]
-
-    def replicas(self, generator: GeneratorConfig, seed: int) -> tuple[ProcessGroup, ...]:
-        return tuple(self.replica(generator, seed, index) for index in range(generator.replicas))
-
-    def replica(
-        self, generator: GeneratorConfig, seed: int, index: int, *, host: int = 0
-    ) -> ProcessGroup:
-        return self.group(
-            replica_name(index),
-            ranks=generator.tensor_parallel,
-            threads=generator.threads,
-            seed=_replica_seed(seed, index),
-            host=host,
-        )
-
-    def group(
-        self, name: str, *, ranks: int, threads: int, seed: int, host: int = 0
-    ) -> ProcessGroup:
-        return ProcessGroup(
-            name=name,
-            ranks=ranks,
-            threads=threads,
-            host=host,
-            devices=take(self.devices, ranks),
-            cores=take(self.cores, ranks * threads),
-            seed=seed,
-        )
+def _free_devices(hosts: Sequence[HostFacts]) -> list[list[str]]:
+    return [list(host.cuda_devices) for host in hosts]
 
 
-def _replica_seed(seed: int, index: int) -> int:
-    """Replicas with equal seeds would share their noise; engines take 32 bits."""
-    return (seed * 1000 + index) % 2**32
-
-
-def take(free: list[_T], number: int) -> tuple[_T, ...]:
-    """The first ``number``, which are free no longer; none where there are none."""
+def _take(free: list[_T], number: int) -> tuple[_T, ...]:
+    """Remove and return the first ``number``, or fewer if there are fewer."""
     taken = tuple(free[:number])
     del free[:number]
     return taken
+
+
+def _crowded_hosts(threads: Counter[int], hosts: Sequence[HostFacts]) -> set[int]:
+    """Those with more of these threads than cores."""
+    return {host for host, number in threads.items() if number > hosts[host].num_cores}
 
 
 def _describe(group: ProcessGroup) -> str:

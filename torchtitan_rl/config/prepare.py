@@ -1,15 +1,9 @@
 """From a configuration to something that can start: the policy found, the processes planned,
 every error reported. Starts nothing.
-
-What a run's folder says about the run, read before it is resumed.
-
-``identity.json`` is the identity that the run was last started with, so that a run that was killed
-before its first checkpoint, and continues from its journal, can be compared too.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,41 +12,31 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.agents.task import agent_notes
-from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
-from torchtitan_rl.config.checks.launch import host_notes
-from torchtitan_rl.config.checks.machine import (
+from torchtitan_rl.config.checks import check_fields, errors_on_hosts, find_errors, start_notes
+from torchtitan_rl.config.machine import (
+    HostFacts,
     MachineFacts,
-    find_weight_room,
+    count,
     machine_facts,
-    max_rollouts,
-    memory_use,
-    num_published_versions,
+    made_up_hosts,
 )
-from torchtitan_rl.config.checks.paths import IDENTITY_FILE, path_errors
-from torchtitan_rl.config.checks.problems import find_problems
-from torchtitan_rl.config.checks.resume import (
-    resume_changes,
-    resume_errors,
+from torchtitan_rl.config.model import PolicyFacts, find_policy, is_elsewhere
+from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts, plan_processes
+from torchtitan_rl.config.problems import find_problems
+from torchtitan_rl.config.resume import (
+    ResumePoint,
+    compare_with_saved,
+    is_complete,
+    remove_manifest,
     run_identity,
-    step_errors,
+    write_identity,
 )
-from torchtitan_rl.config.checks.run import errors_on_hosts, find_errors
-from torchtitan_rl.config.checks.timeouts import start_notes
-from torchtitan_rl.config.hf_model import PolicyFacts
-from torchtitan_rl.config.host_plan import plan_on_hosts
-from torchtitan_rl.config.hosts import HostFacts, count, made_up_hosts
-from torchtitan_rl.config.launch import has_hosts
-from torchtitan_rl.config.manifest import MANIFEST, remove_manifest
-from torchtitan_rl.config.plan import ProcessPlan, plan_processes
-from torchtitan_rl.config.policies import find_policy, is_elsewhere
-from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.errors import CheckpointError, ConfigError
-from torchtitan_rl.files import replace_file
-from torchtitan_rl.launch.lease import Lease, hold_run, lock_errors, unwritable
-from torchtitan_rl.orchestration.saved_run import read_position
+from torchtitan_rl.config.room import find_weight_room, host_notes, memory_use
+from torchtitan_rl.config.run import RunConfig, has_hosts
+from torchtitan_rl.config.run_folder import path_errors
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.lease import Lease, hold_run, unwritable
 from torchtitan_rl.serving.config import Keys
-from torchtitan_rl.training.checkpoint_files import MARKER
-from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem
 
 
@@ -91,11 +75,11 @@ class PreparedRun:
             f"and {rollout.max_total_tokens} tokens; learning rate "
             f"{config.trainer.optimizer.learning_rate:g}",
             config.capacity.describe(),
-            f"rollouts: at most {max_rollouts(config)} at once, "
+            f"rollouts: at most {config.max_rollouts} at once, "
             f"{config.request_timeout_s:g} s for a request, "
             f"{rollout.rollout_timeout_s:g} s for a rollout",
             f"training: {self._describe_training()}",
-            f"weights: at most {num_published_versions(config)} versions published at a time",
+            f"weights: at most {config.num_published_versions} versions published at a time",
             f"evaluation: {self._describe_evaluation()}",
             f"start: {self._describe_start()}",
             *self.notes,
@@ -112,8 +96,8 @@ class PreparedRun:
             "processes": self.plan,
             "memory_bytes": self.memory_bytes,
             "capacity": self.config.capacity,
-            "max_rollouts": max_rollouts(self.config),
-            "published_versions": num_published_versions(self.config),
+            "max_rollouts": self.config.max_rollouts,
+            "published_versions": self.config.num_published_versions,
             "first_step": 1 + (self.resume_point.step if self.resume_point else 0),
             "notes": self.notes,
         }
@@ -129,11 +113,10 @@ class PreparedRun:
 
     def _describe_training(self) -> str:
         trainer = self.config.trainer
-        tokens = trainer.row_len * trainer.rows_per_microbatch
         shared = "once" if trainer.share_prefixes else "in each (trainer.share_prefixes is off)"
         return (
-            f"at most {tokens:,} tokens in a forward pass of a rank; tokens that several episodes "
-            f"begin with are computed {shared}"
+            f"at most {trainer.max_tokens_per_microbatch:,} tokens in a forward pass of a rank; "
+            f"tokens that several episodes begin with are computed {shared}"
         )
 
     def _describe_evaluation(self) -> str:
@@ -167,50 +150,44 @@ def prepare_run(
     for what the hosts answer.
 
     Raises:
-        ConfigError: with all errors; the task's problems are read where its fields are right.
+        ConfigError: the run cannot start. It has all errors of single fields or, where these are
+            right, all others.
     """
-    machine = machine or machine_facts()
-    keys = Keys.of()
-    wrong = field_errors(config)
-    if {"policy", "task"} & wrong.keys():
-        raise ConfigError(find_errors(config, None, machine, keys))
+    check_fields(config)
+    machine, keys = machine or machine_facts(), Keys.of()
+    notes = agent_notes(config.task, config.endpoint)
     policy_dir: Path | None = None
     policy: PolicyFacts | None = None
     errors: list[str] = []
-    if "policy.checkpoint" not in wrong:
-        try:
-            policy_dir, policy = find_policy(config.policy.checkpoint, is_trained=True)
-        except ConfigError as error:
-            if config.launch.hosts and is_elsewhere(config.policy.checkpoint):
-                policy_dir = Path(config.policy.checkpoint)
-            else:
-                errors = error.errors
+    try:
+        policy_dir, policy = find_policy(config.policy.checkpoint, is_trained=True)
+    except ConfigError as error:
+        if config.launch.hosts and is_elsewhere(config.policy.checkpoint):
+            policy_dir = Path(config.policy.checkpoint)
+        else:
+            errors = error.errors
     errors += find_errors(config, policy, machine, keys)
-    sound = with_defaults_for(config, wrong)
-    problems: tuple[Problem, ...] = ()
-    if not wrong and not config.task.errors():
-        problems, found = find_problems(config)
-        errors += found
-    notes = agent_notes(sound.task, sound.endpoint)
-    if policy is not None and not has_hosts(sound.launch):
-        room = find_weight_room(sound, policy, machine)
-        errors += but_about(wrong, [room.error] if room.error else [])
-        notes += [room.note] if room.note else []
+    problems, found = find_problems(config)
+    errors += found
     identity: dict[str, Any] = {}
     resume_point: ResumePoint | None = None
-    if policy is not None and policy_dir is not None and not {"name", "output_dir"} & wrong.keys():
-        identity = run_identity(sound, policy_dir)
-        resume_point, found, changes = _compare(sound, identity)
-        errors += but_about(wrong, found)
+    if policy is not None and policy_dir is not None:
+        if not has_hosts(config.launch):
+            room = find_weight_room(config, policy, machine)
+            errors += [room.error] if room.error else []
+            notes += [room.note] if room.note else []
+        identity = run_identity(config, policy_dir)
+        resume_point, found, changes = compare_with_saved(config, identity)
+        errors += found
         notes += changes
     if errors or policy_dir is None:
         raise ConfigError(errors)
     plan = _plan(config, policy_dir, policy, machine, ask_hosts)
-    notes += host_notes(config, plan)
+    notes += host_notes(config.launch, plan)
     notes += start_notes(
         config.task,
         step_timeout_s=config.rollout.step_timeout_s,
-        num_rollouts=max_rollouts(config),
+        num_rollouts=config.max_rollouts,
         num_cores=machine.num_cores,
     )
     if policy is None:
@@ -273,89 +250,3 @@ def _plan(
     if errors := errors_on_hosts(config, policy, hosts):
         raise ConfigError(errors)
     return plan_on_hosts(config, hosts)
-
-
-def _compare(
-    config: RunConfig, identity: dict[str, Any]
-) -> tuple[ResumePoint | None, list[str], list[str]]:
-    """What the run's folder holds to be resumed, and errors and notes of a comparison with it."""
-    run_dir = config.run_dir
-    if held := lock_errors(run_dir):
-        return None, held, []
-    saved = find_resume_point(run_dir) if config.checkpoint.resume else None
-    if saved is None:
-        return None, [], []
-    before, notes = saved.identity or {}, []
-    if not before:
-        notes.append(f"{run_dir} does not say what the run was: its configuration is not compared")
-    if changes := resume_changes(before, identity):
-        notes.append(f"changed since the checkpoint: {', '.join(changes)}")
-    if is_complete(saved, config):
-        notes.append(
-            f"{run_dir} is complete: all {saved.step} steps are done; give more by --num-steps"
-        )
-    return saved, [*resume_errors(before, identity), *step_errors(saved.step, config)], notes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumePoint:
-    """``checkpoint`` is the newest complete one; ``identity`` is None where none was saved."""
-
-    checkpoint: Path | None
-    step: int
-    version: int = 0
-    evaluated_step: int | None
-    identity: dict[str, Any] | None
-
-
-def find_resume_point(run_dir: Path) -> ResumePoint | None:
-    """None where there is nothing to resume. Changes nothing."""
-    directory = CheckpointDirectory(run_dir / "checkpoints")
-    launched = _read_identity(run_dir / IDENTITY_FILE)
-    for step in reversed(directory.steps()):
-        try:
-            position = read_position(directory.path(step))
-        except CheckpointError:  # it was removed or damaged just now
-            continue
-        return ResumePoint(
-            checkpoint=directory.path(step),
-            step=step,
-            version=position.version,
-            evaluated_step=position.evaluated_step,
-            identity=dict(position.identity) or launched,
-        )
-    if launched is None:
-        return None
-    return ResumePoint(checkpoint=None, step=0, evaluated_step=None, identity=launched)
-
-
-def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
-    """All or nothing.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    replace_file(run_dir / IDENTITY_FILE, json.dumps(identity, indent=2).encode() + b"\n")
-
-
-def is_complete(saved: ResumePoint, config: RunConfig) -> bool:
-    """Whether nothing is left to do: all steps, the last evaluation, the export, and the list of
-    all files. A run in which no step trained is never complete."""
-    if saved.checkpoint is None or saved.step < config.num_steps or saved.version == 0:
-        return False
-    if not (config.run_dir / MANIFEST).is_file():
-        return False
-    if not config.checkpoint.export_hf:
-        return config.evaluation.num_problems == 0 or saved.evaluated_step == saved.step
-    exported = config.run_dir / "policy" / "config.json"  # written after the last checkpoint
-    return exported.is_file() and (
-        exported.stat().st_mtime >= (saved.checkpoint / MARKER).stat().st_mtime
-    )
-
-
-def _read_identity(path: Path) -> dict[str, Any] | None:
-    try:
-        identity = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return identity if isinstance(identity, dict) else None

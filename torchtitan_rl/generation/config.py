@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from annotated_types import Interval
+
+from torchtitan_rl.bounds import Count, PositiveShare, Ranks, Seconds, Threads, Tokens
 from torchtitan_rl.generation.decision import KvPolicy
 
 
@@ -11,52 +15,67 @@ from torchtitan_rl.generation.decision import KvPolicy
 class EngineConfig:
     """One vLLM engine and the loop that steps it."""
 
-    max_model_len: int = 512
-    """Longest prompt plus completion, in tokens."""
-    max_running_requests: int = 128
-    """Requests that one replica decodes at once; the others wait in its queue."""
-    kv_cache_bytes: int = 128 << 20
-    """KV cache of each rank on a CPU, in bytes. On CUDA see ``gpu_memory_utilization``."""
-    gpu_memory_utilization: float = 0.85
-    """Share of a CUDA device's memory that an engine may use, weights included."""
+    max_model_len: Annotated[int, Interval(ge=2, le=1 << 24)] = 512
+    """Maximum length of a prompt and its completion together, in tokens. Raise it for longer
+    rollouts; each running request may take that much of the KV cache."""
+    max_running_requests: Annotated[int, Interval(ge=1, le=1 << 16)] = 128
+    """Maximum number of requests that one replica decodes at once; the others wait in its queue.
+    Lower it if requests are preempted because the KV cache is full."""
+    kv_cache_bytes: Annotated[int, Interval(ge=1, le=1 << 50)] = 128 << 20
+    """Size of the KV cache of each rank on a CPU, in bytes. CUDA replicas use
+    ``gpu_memory_utilization`` instead."""
+    gpu_memory_utilization: PositiveShare = 0.85
+    """Share of a CUDA device's memory that an engine may use, weights included. Lower it if the
+    device runs out of memory."""
     enable_prefix_caching: bool = True
-    """Compute a prompt that several requests share once."""
-    max_steps_per_decision: int = 4
-    """Engine steps between two checks of the inbox. More steps cost fewer broadcasts between ranks;
-    fewer steps admit new requests sooner."""
-    collective_timeout_s: float = 1800.0
-    """Seconds for one exchange between a replica's ranks."""
-    threads: int = 1
+    """Compute a prompt prefix that several requests share only once."""
+    max_steps_per_decision: Annotated[int, Interval(ge=1, le=1 << 12)] = 4
+    """Engine steps between two checks for new requests. More steps need fewer broadcasts between
+    ranks; fewer steps admit new requests sooner."""
+    collective_timeout_s: Seconds = 1800.0
+    """Deadline of one exchange between a replica's ranks, in seconds."""
+    threads: Threads = 1
     """OpenMP threads of each rank."""
-    max_kept_tokens: int = 4096
-    """Where ``top_p``, ``top_k`` or ``min_p`` cut tokens, the tokens that are left are recorded for
-    the loss, at four bytes each. A token of a larger set (unless it cuts as few) is not trained on,
-    and counted as ``truncated_sampling``. Raise it if that happens often."""
+    max_recorded_candidates: Tokens = 4096
+    """Largest set of candidate tokens that is recorded for the loss, at four bytes each, where
+    ``top_p``, ``top_k`` or ``min_p`` exclude tokens. A token sampled from a larger set is not
+    trained on and counts as ``truncated_sampling``; raise the limit if that happens often."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig(EngineConfig):
     """The replicas that generate: how many, how large, and when one counts as lost."""
 
-    replicas: int = 2
-    """Number of replicas. Each holds the whole policy, on ``tensor_parallel`` ranks with an engine
-    each."""
-    tensor_parallel: int = 1
-    """Ranks of each replica."""
-    heartbeat_s: float = 60.0
-    """Seconds after which an idle replica of several ranks exchanges an empty decision. Keep it
-    well below ``collective_timeout_s``."""
-    request_timeout_s: float | None = None
-    """Seconds for one request, which is one turn. Default: ``rollout.rollout_timeout_s``, or an
-    hour in ``serve``. Set it only where turns are much shorter than rollouts."""
-    stall_timeout_s: float = 120.0
-    """A replica with requests whose engine makes no progress for this time, in seconds, is lost."""
-    max_restarts: int = 2
-    """How often in a row a replica of a training run that is lost is started again; 0: never, as
-    with ``placement colocated`` and in ``serve``. After 10 minutes of service the count begins
-    again. Replicas of a host that is gone wait for it to come back."""
-    start_timeout_s: float = 300.0
-    """Seconds for a replica's start, loading the model included."""
+    replicas: Ranks = 2
+    """Number of replicas, each of which holds the whole policy. Add replicas if the trainer waits
+    for rollouts."""
+    tensor_parallel: Ranks = 1
+    """Number of ranks (CUDA devices or CPU processes) that each replica's weights are split over.
+    Raise it for a policy that does not fit on one device."""
+    heartbeat_s: Seconds = 60.0
+    """Seconds after which the ranks of an idle replica exchange an empty message, so that their
+    connections do not time out. At most half of ``collective_timeout_s``."""
+    request_timeout_s: Seconds | None = None
+    """Deadline of one request (one turn), in seconds. By default that of a rollout,
+    ``rollout.rollout_timeout_s``, or an hour in ``serve``. Set it where turns are much shorter
+    than rollouts."""
+    stall_timeout_s: Seconds = 120.0
+    """Seconds without progress after which a replica that has requests counts as lost. Raise it if
+    single engine steps take that long."""
+    max_restarts: Count = 2
+    """Consecutive restarts of a lost replica in a training run; 0 disables restarts. The count
+    starts again after 10 minutes of service. Replicas of a lost host wait until it is back. Has no
+    effect with ``placement colocated`` and in ``serve``, where no replica is restarted."""
+    start_timeout_s: Seconds = 300.0
+    """Deadline of a replica's start, in seconds. Raise it for models that load slowly."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.replicas * self.tensor_parallel
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_ranks * self.threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

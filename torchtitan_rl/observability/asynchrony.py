@@ -98,7 +98,7 @@ def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> s
             return (
                 f"generation and training wait for each other: the trainer {trainer} of the time "
                 f"and replicas {generator}; where answers differ in length, a larger "
-                "schedule.staleness or schedule.window helps"
+                "schedule.staleness or schedule.max_overtaking_share helps"
             )
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.config.hosts import count
+from torchtitan_rl.config.machine import count
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.observability.asynchrony import EFFICIENCY, Advisor, overlap_of

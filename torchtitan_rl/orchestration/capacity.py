@@ -1,7 +1,7 @@
 """How many groups may be live at once so that no token gets too old, with the proof. Pure.
 
 With P groups a step, staleness cap S and at most K younger groups that may overtake a slow one
-(``schedule.window`` times P), the buffer holds B groups:
+(``schedule.max_overtaking_share`` times P), the buffer holds B groups:
 
     B = (S + 1) P - K        for S >= 1
 
@@ -46,16 +46,21 @@ class Capacity:
         )
 
 
-def derive_capacity(*, groups_per_step: int, staleness: int, window: float) -> Capacity:
-    """The arguments are those of the configuration: ``window`` is a share of ``groups_per_step``.
+def derive_capacity(*, groups_per_step: int, staleness: int, max_share: float) -> Capacity:
+    """The arguments are those of the configuration: ``max_share`` is
+    ``schedule.max_overtaking_share``.
 
     Raises:
         ValueError: `capacity_errors` names the reason.
     """
-    errors = capacity_errors(groups_per_step=groups_per_step, staleness=staleness, window=window)
+    errors = capacity_errors(
+        groups_per_step=groups_per_step,
+        staleness=staleness,
+        max_share=max_share,
+    )
     if errors:
         raise ValueError("; ".join(errors))
-    max_overtakers = int(window * groups_per_step)
+    max_overtakers = int(max_share * groups_per_step)
     if staleness == 0:
         buffer = groups_per_step + max_overtakers
     else:
@@ -68,7 +73,7 @@ def derive_capacity(*, groups_per_step: int, staleness: int, window: float) -> C
     )
 
 
-def capacity_errors(*, groups_per_step: int, staleness: int, window: float) -> list[str]:
+def capacity_errors(*, groups_per_step: int, staleness: int, max_share: float) -> list[str]:
     """One message per error in the fields of a schedule."""
     errors = []
     if groups_per_step < 1:
@@ -77,9 +82,9 @@ def capacity_errors(*, groups_per_step: int, staleness: int, window: float) -> l
         errors.append(f"schedule.staleness is {staleness}: give at least 0 (synchronous)")
     # A larger share leaves no room in the buffer for a whole batch and the groups it overtakes.
     most = staleness / 2 if staleness > 0 else 1.0
-    if not 0.0 <= window <= most:
+    if not 0.0 <= max_share <= most:
         errors.append(
-            f"schedule.window is {window}: give 0 to {most:g} (a share of rollout.groups_per_step, "
-            f"at schedule.staleness {staleness})"
+            f"schedule.max_overtaking_share is {max_share}: give 0 to {most:g} (a share of "
+            f"rollout.groups_per_step, at schedule.staleness {staleness})"
         )
     return errors

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
+from annotated_types import Interval
+
+from torchtitan_rl.bounds import Check, Count, Positive, Seconds
+from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
+
+_VERSIONS = Check(lambda versions: 0 <= versions <= 1024, "give 0 (synchronous) to 1024")
+MAY_BE_GREEDY = Check(
+    lambda temperature: temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE,
+    f"give 0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,32 +27,31 @@ class ScheduleConfig:
     """How far generation may run ahead of training.
 
     The number of groups in flight and the size of the buffer follow from ``staleness`` and
-    ``window``; `orchestration/capacity.py` says how.
+    ``max_overtaking_share``; `orchestration/capacity.py` says how.
     """
 
-    staleness: int = 0
-    """Hard limit on the number of policy versions between sampling a token and training on it (S).
-    0 is synchronous training; 1 or 2 overlap generation with training."""
-    window: float = 0.0
-    """Share of ``rollout.groups_per_step`` that may overtake a slow group. Raise it when a few long
+    staleness: Annotated[int, _VERSIONS] = 0
+    """Maximum number of policy versions between sampling a token and training on it (S). 0 is
+    synchronous training; 1 or 2 overlap generation with training."""
+    max_overtaking_share: Annotated[float, Interval(ge=0.0)] = 0.0
+    """Share of ``rollout.groups_per_step`` that may overtake a slow group. Raise it if a few long
     rollouts hold up each batch."""
-    in_flight: Literal["running", "aborted"] = "running"
-    """What happens during a step to groups that still run: ``running`` lets them continue,
-    ``aborted`` stops them and keeps their tokens until the new weights have arrived (always so on
-    colocated devices)."""
+    during_training: Literal["continue", "pause"] = "continue"
+    """What unfinished rollouts do during a training step: ``continue``, or ``pause`` and keep their
+    tokens until the new weights have arrived. On colocated devices they always pause."""
     zero_variance: Literal["train", "skip", "resample"] = "train"
     """What happens to groups whose rewards are all equal: ``train`` on them, ``skip`` them for
     another problem, or ``resample`` them with other seeds."""
-    max_resamples: int = 1
-    """How many times ``resample`` rolls out one group again."""
-    max_empty_batches: int = 5
-    """Number of consecutive batches without a token to train on after which the run fails; of
-    skipped batches ten times as many, where the dataset chooses by success."""
-    report_wait_s: float = 60.0
-    """Seconds without any change after which the run reports what each part waits for."""
-    max_wait_s: float = 7200.0
-    """Seconds without any change after which the run fails. Raise it when single environment calls
-    or requests take longer."""
+    max_resamples: Count = 1
+    """Maximum number of times that ``resample`` rolls out one group again."""
+    max_empty_batches: Positive = 5
+    """Number of consecutive batches without a token to train on after which the run fails. Ten
+    times as many skipped batches are allowed if the dataset chooses problems by success."""
+    report_wait_s: Seconds = 60.0
+    """Seconds without progress after which the run reports what each part waits for."""
+    max_wait_s: Seconds = 7200.0
+    """Seconds without progress after which the run fails. Raise it if single environment calls or
+    requests take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +59,14 @@ class EvaluationConfig:
     """Evaluation of the policy on the task's validation set: before the first step, every ``every``
     steps, and at the end."""
 
-    every: int = 10
-    """Steps between two evaluations; 0 evaluates only before and after the run."""
-    num_problems: int = 64
+    every: Count = 10
+    """Number of steps between two evaluations; 0 evaluates only before and after the run."""
+    num_problems: Annotated[int, Interval(ge=0, le=1 << 20)] = 64
     """Number of problems, the same each time; 0 turns evaluation off."""
-    samples_per_problem: int = 1
-    """Rollouts per problem; pass@k is reported for k up to this number."""
-    temperature: float = 1.0
-    """Sampling temperature of the evaluation."""
+    samples_per_problem: Annotated[int, Interval(ge=1, le=1 << 12)] = 1
+    """Rollouts of each problem; pass@k is reported for k up to this number."""
+    temperature: Annotated[float, MAY_BE_GREEDY] = 1.0
+    """Sampling temperature of the evaluation; 0 is greedy."""
     placement: Literal["shared", "reserved"] = "shared"
     """``shared`` keeps a replica on its version while it evaluates and also serves training;
     ``reserved`` uses the last replica for evaluation only."""
@@ -71,12 +80,13 @@ class EvaluationConfig:
 class CheckpointConfig:
     """When checkpoints are written and which are kept."""
 
-    every: int = 10
-    """Steps between two checkpoints; 0 writes one only at the end, on a signal and on failure."""
-    keep: int = 2
+    every: Count = 10
+    """Number of steps between two checkpoints; 0 writes one only at the end, on a signal and on
+    failure."""
+    keep: Positive = 2
     """Number of checkpoints to keep; older ones are deleted."""
-    max_failures: int = 3
-    """Number of consecutive checkpoints that could not be written after which the run fails."""
+    max_failures: Positive = 3
+    """Number of consecutive failures to write a checkpoint after which the run fails."""
     resume: bool = False
     """Continue from the newest usable checkpoint in the run's folder."""
     export_hf: bool = True

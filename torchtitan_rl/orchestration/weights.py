@@ -3,15 +3,15 @@ and who uses devices that trainer and replicas share.
 
 | mode | replicas during a step | after it |
 |---|---|---|
-| `RUNNING` | keep running | they pull the new weights |
-| `ABORTED` | requests are cut, engines are empty | requests continue under the new weights |
-| `ASLEEP` | as `ABORTED`, and replicas free the devices | the trainer offloads, replicas wake up |
+| `CONTINUE` | keep running | they pull the new weights |
+| `PAUSE` | requests are cut, engines are empty | requests continue under the new weights |
+| `SLEEP` | as `PAUSE`, and replicas free the devices | the trainer offloads, replicas wake up |
 
 Invariants of `WeightDelivery`: evaluations are pinned in the order of their steps. A version is
 skipped only when a newer one is queued already and no evaluation needs it; it is then released.
 
 Invariants of `DeviceSharing`: from the moment a step begins until the trainer releases the devices,
-emptied engines stay empty, even if weights are brought to them in that time. With `ASLEEP` no
+emptied engines stay empty, even if weights are brought to them in that time. With `SLEEP` no
 replica steps then, and the trainer's state is on the devices only then. One switch runs at a time,
 and none within a pull.
 """
@@ -169,15 +169,15 @@ class WeightDelivery:
 class DuringStep(StrEnum):
     """What replicas do while the trainer takes a step."""
 
-    RUNNING = "running"
-    ABORTED = "aborted"
-    ASLEEP = "asleep"
+    CONTINUE = "continue"
+    PAUSE = "pause"
+    SLEEP = "sleep"
 
 
 def during_step(config: ControllerConfig) -> DuringStep:
-    """``schedule.in_flight``, except that replicas on shared devices always sleep."""
+    """``schedule.during_training``, except that replicas on shared devices always sleep."""
     is_colocated = config.placement == "colocated"
-    return DuringStep.ASLEEP if is_colocated else DuringStep(config.schedule.in_flight)
+    return DuringStep.SLEEP if is_colocated else DuringStep(config.schedule.during_training)
 
 
 class DeviceSharing:
@@ -197,7 +197,7 @@ class DeviceSharing:
 
     @property
     def devices_are_shared(self) -> bool:
-        return self._during_step is DuringStep.ASLEEP
+        return self._during_step is DuringStep.SLEEP
 
     @property
     def trainer_holds_devices(self) -> bool:
@@ -221,7 +221,7 @@ class DeviceSharing:
 
     async def prepare_step(self) -> None:
         """Make the replicas ready for a step of the trainer."""
-        if self._during_step is DuringStep.ABORTED:
+        if self._during_step is DuringStep.PAUSE:
             self._is_released = False
             async with self._switching:
                 # Evaluations continue, so that their seeded answers do not depend on timing.
@@ -269,7 +269,7 @@ class DeviceSharing:
         """
         if not self.devices_are_shared:
             yield
-            if self._during_step is DuringStep.ABORTED:
+            if self._during_step is DuringStep.PAUSE:
                 async with self._switching:
                     if self._is_released:
                         await self._resume_engines()

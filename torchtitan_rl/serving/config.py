@@ -7,8 +7,11 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Interval
+
+from torchtitan_rl.bounds import Check, Count, LongSeconds, Name, OptionalName, Threads
 from torchtitan_rl.errors import EndpointLostError
 
 API_KEY = "TORCHTITAN_RL_API_KEY"
@@ -27,43 +30,44 @@ class EndpointConfig:
 
     enabled: bool = False
     """Start the endpoint in a training run. Agent tasks need it."""
-    host: str = "127.0.0.1"
-    """Address to listen on. Any address but this machine's own needs an API key."""
-    port: int = 0
+    host: Name = "127.0.0.1"
+    """Address to listen on. An address that other machines can reach needs an API key."""
+    port: Annotated[int, Check(lambda port: 0 <= port <= 65535, "give 0 (a free one) to 65535")] = 0
     """Port to listen on; 0 takes a free one."""
-    model_name: str = "policy"
-    """Name of the model that clients ask for."""
-    tool_call_parser: str = ""
+    model_name: Name = "policy"
+    """Name of the model in clients' requests."""
+    tool_call_parser: OptionalName = ""
     """vLLM's name of a tool call parser, such as ``hermes``. Empty: tool calls stay text."""
-    reasoning_parser: str = ""
+    reasoning_parser: OptionalName = ""
     """vLLM's name of a reasoning parser. Empty: reasoning stays text."""
     constraints: Constraints = "free"
-    """Requests that constrain the sampling (strict tools, a required tool, a schema, logit_bias,
-    min_tokens, ...): with ``free`` the policy samples freely, so that every token can be trained
-    on, and they are counted; ``constrained`` applies them, as vLLM does (the default of ``serve``);
-    ``refuse`` answers 400."""
-    chat_template: str = ""
+    """What happens to requests that constrain sampling (strict or required tools, a schema,
+    logit_bias, min_tokens, ...). ``free`` samples freely, so that every token can be trained on,
+    and counts them; ``constrained`` applies the constraints, as vLLM does (the default of
+    ``serve``); ``refuse`` answers 400."""
+    chat_template: OptionalName = ""
     """File with a chat template. Empty: the tokenizer's own."""
-    max_body_bytes: int = 4 << 20
-    """Largest request body, in bytes."""
-    max_n: int = 16
-    """Largest number of completions of one request (``n`` times its prompts)."""
-    max_tokens: int = 0
-    """Longest completion, in tokens; 0 is as many as fit the context."""
-    max_concurrent_requests: int = 256
-    """Requests that run at once; others queue."""
-    max_queued_requests: int = 1024
-    """Requests that queue; others are refused with 429."""
-    interval_s: float = 0.02
-    """Seconds between two batches of messages between the controller and the endpoint."""
-    stream_interval_s: float = 0.05
-    """Seconds between two pieces of a streamed answer. Shorter ones have fewer tokens, and each
-    costs CPU time."""
-    session_timeout_s: float = 600.0
-    """Seconds after which a session without a request or a reward is abandoned."""
-    start_timeout_s: float = 300.0
-    """Seconds that the endpoint's start may take."""
-    threads: int = 1
+    max_body_bytes: Annotated[int, Interval(ge=1024, le=1 << 32)] = 4 << 20
+    """Maximum size of a request body, in bytes."""
+    max_n: Annotated[int, Interval(ge=1, le=1 << 12)] = 16
+    """Maximum number of completions of one request (``n`` times the number of its prompts)."""
+    max_tokens: Count = 0
+    """Maximum length of a completion, in tokens; 0: whatever fits into the context."""
+    max_concurrent_requests: Annotated[int, Interval(ge=1, le=1 << 20)] = 256
+    """Maximum number of requests that run at the same time; others wait in a queue."""
+    max_queued_requests: Count = 1024
+    """Maximum number of requests in the queue; others are refused with 429."""
+    interval_s: Annotated[float, Interval(ge=0.001, le=60.0)] = 0.02
+    """Seconds between two batches of messages between the controller and the endpoint. Shorter
+    intervals reduce latency and take more CPU time."""
+    stream_interval_s: Annotated[float, Interval(ge=0.001, le=60.0)] = 0.05
+    """Seconds between two pieces of a streamed answer. Shorter intervals send fewer tokens at a
+    time and take more CPU time."""
+    session_timeout_s: LongSeconds = 600.0
+    """Seconds without a request or reward after which a session counts as abandoned."""
+    start_timeout_s: LongSeconds = 300.0
+    """Deadline of the endpoint's start, in seconds."""
+    threads: Threads = 1
     """OpenMP threads of the endpoint's process."""
 
 

@@ -3,7 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
+
+from torchtitan_rl.bounds import (
+    MAX_FLOAT,
+    Check,
+    Count,
+    OptionalName,
+    PositiveFloat,
+    Ranks,
+    Seconds,
+    Share,
+    ShareBelowOne,
+    Threads,
+    Tokens,
+    Weight,
+)
+
+_CLIPS_LOW = Check(
+    lambda value: 0.0 < value < 1.0,
+    "give a number between 0 and 1, for 1 - clip_low bounds a ratio from below",
+)
+_BELOW_ON_POLICY = Check(
+    lambda value: 0.0 < value < 1.0,
+    "give a number between 0 and 1, for 1 is the ratio of a token that is on policy",
+)
+_ABOVE_ON_POLICY = Check(
+    lambda value: 1.0 < value <= MAX_FLOAT,
+    "give a finite number above 1, for 1 is the ratio of a token that is on policy",
+)
+_CAPS_WEIGHTS = Check(
+    lambda value: 1.0 <= value <= MAX_FLOAT,
+    "give a finite number of at least 1, which is the weight of a token that is on policy",
+)
+_FITS_EXP = Check(
+    lambda value: 0.0 < value <= 80.0,
+    "give a number above 0 and at most 80; float32 overflows at exp(88)",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,42 +50,45 @@ class LossConfig:
     options of published methods. The defaults are GRPO's clipped surrogate with DAPO's clip-higher
     and token mean."""
 
-    function: str = ""
-    """A loss of your own instead, ``package.module:function`` or ``path/file.py:function``. It gets
-    the other fields, which have the meaning that it gives them."""
+    function: OptionalName = ""
+    """A loss of your own instead, ``package.module:function`` or ``path/file.py:function``. It
+    receives the other fields and decides what they mean."""
     surrogate: Literal["clip", "cispo"] = "clip"
-    """PPO's clipped surrogate, or CISPO's clipped weights on the log-likelihood."""
+    """PPO's clipped surrogate (``clip``), or CISPO's clipped weights on the log-likelihood."""
     ratio: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or geometric mean of the whole sequence (GSPO)."""
-    clip_low: float = 0.2
+    """Ratio of each ``token``, or geometric mean over the whole ``sequence`` (GSPO)."""
+    clip_low: Annotated[float, _CLIPS_LOW] = 0.2
     """The ratio is clipped below 1 - ``clip_low``."""
-    clip_high: float = 0.28
-    """The ratio is clipped above 1 + ``clip_high``. Larger than ``clip_low`` is DAPO's
+    clip_high: PositiveFloat = 0.28
+    """The ratio is clipped above 1 + ``clip_high``. A value larger than ``clip_low`` is DAPO's
     clip-higher."""
     proximal_policy: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
-    """The policy that the ratio is taken against: the one that sampled the tokens, the weights
-    before this step (decoupled PPO), or an interpolation of the two by the tokens' age (A-3PO)."""
+    """Denominator of the ratio: the policy that sampled the tokens (``behaviour``), the weights
+    before this step (``recomputed``, decoupled PPO), or an interpolation of the two by the tokens'
+    age (``interpolated``, A-3PO)."""
     importance_weight: Literal["none", "token", "sequence"] = "none"
-    """Importance weight, proximal / behaviour, of each token or of the whole sequence; for proximal
-    policies other than behaviour."""
-    importance_weight_cap: float = 2.0
+    """Importance weight, proximal / behaviour, of each token or of the whole sequence. Needed with
+    proximal policies other than ``behaviour``."""
+    importance_weight_cap: Annotated[float, _CAPS_WEIGHTS] = 2.0
     """Importance weights are truncated at this value."""
     mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave out tokens, or sequences, whose ratio policy / behaviour is outside ``mask_low`` and
-    ``mask_high``; of a sequence the product, or its ``geometric`` mean."""
-    mask_low: float = 0.5
-    """Smallest ratio policy / behaviour that is trained on."""
-    mask_high: float = 5.0
-    """Largest ratio policy / behaviour that is trained on."""
+    """Leave out tokens or sequences whose ratio policy / behaviour is outside ``mask_low`` to
+    ``mask_high``. The ratio of a sequence is its tokens' product (``sequence``) or geometric mean
+    (``geometric``)."""
+    mask_low: Annotated[float, _BELOW_ON_POLICY] = 0.5
+    """Smallest ratio policy / behaviour that is trained on, if ``mask`` is on."""
+    mask_high: Annotated[float, _ABOVE_ON_POLICY] = 5.0
+    """Largest ratio policy / behaviour that is trained on, if ``mask`` is on."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Mean over tokens (DAPO), mean over sequences (GRPO), or a constant divisor (Dr. GRPO)."""
-    constant_length: int = 0
-    """Number of tokens that each sequence counts as if ``aggregation`` is ``constant``."""
-    kl_coefficient: float = 0.0
-    """Weight of a KL penalty against the initial policy. Above 0, a second model is in memory."""
+    constant_length: Annotated[int, Interval(ge=0, le=1 << 24)] = 0
+    """Number of tokens that each sequence counts as; only with ``aggregation`` ``constant``."""
+    kl_coefficient: Weight = 0.0
+    """Weight of a KL penalty against the initial policy; 0 turns it off. Above 0, a second model is
+    kept in memory."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL divergence (Schulman, "Approximating KL divergence")."""
-    max_log_ratio: float = 20.0
+    max_log_ratio: Annotated[float, _FITS_EXP] = 20.0
     """Log-ratios are clamped to plus or minus this value before each exponential."""
 
 
@@ -55,22 +96,23 @@ class LossConfig:
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
-    learning_rate: float = 1e-6
-    """Peak learning rate. The default is for large models: the small policies of the ready
-    configurations learn nothing with it, and have 2e-4 to 1e-3."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate. The default is for large models; small ones need more: the ready
+    configurations have 2e-4 to 1e-3."""
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moments."""
-    eps: float = 1e-8
+    eps: Annotated[float, Interval(gt=0.0, le=1.0)] = 1e-8
     """AdamW's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: Weight = 0.0
     """AdamW's decoupled weight decay."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
-    decay_steps: int = 0
-    """Last steps, over which the learning rate falls linearly to ``min_lr_factor`` of its peak."""
-    min_lr_factor: float = 0.0
+    warmup_steps: Count = 0
+    """Number of first steps over which the learning rate rises linearly from 0."""
+    decay_steps: Count = 0
+    """Number of last steps over which the learning rate falls linearly to ``min_lr_factor`` of its
+    peak."""
+    min_lr_factor: Share = 0.0
     """Share of the peak learning rate at the end of the decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
 
     def learning_rate_factor(self, step: int, max_steps: int) -> float:
@@ -91,35 +133,40 @@ class TrainerConfig:
     """The trainer. Its number of ranks is ``data_parallel_replicate`` x ``data_parallel_shard`` x
     ``tensor_parallel``."""
 
-    data_parallel_replicate: int = 1
-    """Replicas of the sharded model (HSDP)."""
-    data_parallel_shard: int = 1
-    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
-    tensor_parallel: int = 1
-    """Ranks that each layer is split over."""
-    row_len: int = 512
-    """Number of tokens of a row; at least that of the longest episode."""
-    rows_per_microbatch: int = 8
-    """Rows of one forward and backward pass on each rank, which computes at most this many times
-    ``row_len`` tokens, and the logits of as many. Lower it when memory runs out."""
+    data_parallel_replicate: Ranks = 1
+    """Number of copies of the sharded model, each trained on a part of the batch (HSDP)."""
+    data_parallel_shard: Ranks = 1
+    """Number of ranks that parameters, gradients and optimizer state are sharded over (FSDP2).
+    Raise it for a policy that does not fit on one device."""
+    tensor_parallel: Ranks = 1
+    """Number of ranks that each layer is split over."""
+    max_episode_tokens: Tokens = 512
+    """Maximum length of an episode, in tokens; at least ``rollout.max_total_tokens``."""
+    max_tokens_per_microbatch: Tokens = 4096
+    """Maximum number of tokens that a rank computes in one forward and backward pass; at least
+    ``max_episode_tokens``. Lower it if memory runs out."""
     share_prefixes: bool = True
-    """Compute tokens that several episodes begin with once: the prompt of siblings, the history of
-    branches, a common system prompt. Loss and gradient are the same up to rounding."""
+    """Compute tokens that several episodes begin with only once: the prompt of siblings, the
+    history of branches, a common system prompt. Loss and gradient are equal up to rounding."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass to save memory."""
+    """Recompute activations in the backward pass: saves memory and takes time."""
     compile: bool = False
-    """Compile the model with ``torch.compile``. On the CPU a step of a small policy takes a tenth
-    less, which pays in runs of several hundred steps: each begins with 10 to 40 s of compiling."""
-    threads: int = 2
+    """Compile the model with ``torch.compile``. On a CPU a step of a small policy takes a tenth
+    less, but each run compiles for 10 to 40 s first: worth it from several hundred steps on."""
+    threads: Threads = 2
     """OpenMP threads of each rank."""
-    updates_per_batch: int = 1
-    """Optimizer updates of each step: the batch is cut into so many minibatches of whole groups. At
-    most ``rollout.groups_per_step``."""
-    step_timeout_s: float = 1800.0
-    """Deadline of one training step, and of a collective between the ranks, in seconds."""
+    updates_per_batch: Annotated[int, Interval(ge=1, le=1 << 16)] = 1
+    """Number of optimizer updates in each step, each on a minibatch of whole groups; at most
+    ``rollout.groups_per_step``."""
+    step_timeout_s: Seconds = 1800.0
+    """Deadline of one training step, and of each exchange between the ranks, in seconds."""
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     @property
     def world_size(self) -> int:
         return self.data_parallel_replicate * self.data_parallel_shard * self.tensor_parallel
+
+    @property
+    def num_threads(self) -> int:
+        return self.world_size * self.threads

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, Literal
 
+from annotated_types import Interval
+
+from torchtitan_rl.bounds import Seconds
 from torchtitan_rl.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,23 +21,22 @@ class WeightSyncConfig:
     """``hot_swap`` continues running requests under the new weights; ``drain`` waits until they
     have ended."""
     transport: Literal["auto", "shared_memory", "rdma"] = "auto"
-    """``auto`` is shared memory on the trainer's host and RDMA to the other hosts, over Monarch's
-    own channels where there is no RDMA hardware; ``rdma`` is RDMA on every host."""
-    fan_out: int = 2
+    """``auto`` is shared memory on the trainer's host and RDMA to the other hosts, through
+    Monarch's own channels where there is no RDMA hardware; ``rdma`` is RDMA on every host."""
+    fan_out: Annotated[int, Interval(ge=0, le=1 << 16)] = 2
     """Number of hosts that read a version from one source at the same time. Hosts that have a
-    version are sources for the others, so that many hosts fetch in a tree. 0: all from the
-    trainer."""
+    version become sources, so that many hosts fetch in a tree; 0: all read from the trainer."""
     reset_prefix_cache_on_pull: bool = True
-    """False serves new requests from prefixes that were cached under older weights."""
+    """Discard cached prefixes that older weights computed. False serves new requests from them."""
     recompute_running_on_pull: bool = True
-    """False keeps the KV cache that running requests computed under older weights."""
+    """Recompute the KV cache of running requests under the new weights. False keeps it."""
     order: Literal["together", "one_by_one"] = "together"
     """Whether all replicas pull at the same time or one after the other."""
-    lag_timeout_s: float = 30.0
-    """Longest time that a weight sync waits for slow replicas, in seconds; they pull later. The
-    next sync begins after this one. Colocated runs wait without this limit."""
-    timeout_s: float = 300.0
-    """Deadline of one replica's pull, in seconds; a replica that misses it is dead."""
+    lag_timeout_s: Seconds = 30.0
+    """Maximum time that a weight sync waits for slow replicas, in seconds; they pull later.
+    Colocated runs wait without this limit."""
+    timeout_s: Seconds = 300.0
+    """Deadline of one replica's pull, in seconds; a replica that misses it counts as lost."""
 
 
 class Transport(StrEnum):

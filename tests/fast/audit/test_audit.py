@@ -21,10 +21,13 @@ from tests.support.turns import turn
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.audit.run import audit
 from torchtitan_rl.commands import cli
-from torchtitan_rl.config.checks.resume import run_identity
-from torchtitan_rl.config.manifest import remove_manifest, write_manifest
 from torchtitan_rl.config.plan import ProcessPlan
-from torchtitan_rl.config.prepare import write_identity
+from torchtitan_rl.config.resume import (
+    remove_manifest,
+    run_identity,
+    write_identity,
+    write_manifest,
+)
 from torchtitan_rl.config.run import MetricsConfig
 from torchtitan_rl.launch.lease import hold_run
 from torchtitan_rl.observability.recorder import RunRecorder

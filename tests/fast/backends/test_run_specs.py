@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.backends.monarch.run import _endpoint_spec, _generator_spec, _trainer_spec
-from torchtitan_rl.config.checks.machine import MachineFacts
+from torchtitan_rl.config.machine import MachineFacts
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.serve import ServeConfig, prepare_serve
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY

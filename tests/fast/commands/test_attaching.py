@@ -16,11 +16,10 @@ import pytest
 from tests.support.far_hosts import FarAgent, far_host
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.commands.attaching import Attachment, attach_once_free, silent_libraries
-from torchtitan_rl.config.hosts import HostFacts
-from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
 from torchtitan_rl.config.prepare import PreparedRun
-from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.run import LaunchConfig, RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.addresses import Address

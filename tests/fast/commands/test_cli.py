@@ -72,7 +72,7 @@ def test_the_command_refuses_in_lines_of_its_own_and_never_by_a_traceback(tmp_pa
         "--num-steps": "0",
         "--generator.kv-cache-bytes": "10",
         "--trainer.threads": "1000",
-        "--schedule.window": "nan",
+        "--schedule.max-overtaking-share": "nan",
         "--rollout.step-timeout-s": "inf",
         "--output-dir": str(tmp_path),
     }
@@ -94,7 +94,7 @@ def test_the_command_refuses_in_lines_of_its_own_and_never_by_a_traceback(tmp_pa
             "seed",
             "num_steps",
             "rollout.step_timeout_s",
-            "schedule.window",
+            "schedule.max_overtaking_share",
             "generator.kv_cache_bytes",
             "trainer.threads",
             "name",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.commands.cli import main
-from torchtitan_rl.config.checks.endpoint import endpoint_errors, known_parsers
+from torchtitan_rl.config.endpoint import endpoint_errors, known_parsers
 from torchtitan_rl.serving.config import EndpointConfig, Keys, listen, reachable
 
 POLICY = str(Path(__file__).parents[3] / "experiments" / "alphabet_sort" / "policy")
@@ -37,25 +37,33 @@ def test_every_error_is_printed_and_nothing_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHTITAN_RL_ADMIN_KEY", "a:b")
-    options = [
+    wrong = [
         "--generator.replicas", "0",
-        "--generator.max-model-len", "100000",
         "--generator.request-timeout-s", "0",
+        "--endpoint.max-n", "0",
+    ]  # fmt: skip
+    options = [
+        "--generator.max-model-len", "100000",
         "--endpoint.host", "0.0.0.0",
         "--endpoint.port", "0",
-        "--endpoint.max-n", "0",
         "--endpoint.chat-template", "nowhere.jinja",
         "--endpoint.tool-call-parser", "hermess",
         "--endpoint.reasoning-parser", "none",
         "--episodes-file", str(tmp_path),
         "--log-dir", str(tmp_path / "logs"),
     ]  # fmt: skip
-    assert main(["serve", POLICY, *options]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.removeprefix("error: ").split(" ")[0] for line in lines] == [
+
+    def named(*words: str) -> list[str]:
+        assert main(["serve", POLICY, *words]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        return [line.removeprefix("error: ").split(" ")[0] for line in lines]
+
+    assert named(*wrong, *options) == [
         "generator.replicas",
         "generator.request_timeout_s",
         "endpoint.max_n",
+    ]
+    assert named(*options) == [
         "generator.max_model_len",
         "endpoint.chat_template",
         "endpoint.tool_call_parser",

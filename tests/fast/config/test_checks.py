@@ -1,214 +1,339 @@
+"""Which configurations are refused, and what the message says."""
+
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from torchtitan_rl.config.checks.machine import MachineFacts
-from torchtitan_rl.config.checks.run import find_errors
-from torchtitan_rl.config.hf_model import PolicyFacts, read_policy_facts
-from torchtitan_rl.config.plan import plan_processes
+from tests.support.config_mutations import with_value
+from torchtitan_rl.config import machine
+from torchtitan_rl.config.checks import field_errors, find_errors, start_notes
+from torchtitan_rl.config.machine import MachineFacts, machine_facts
+from torchtitan_rl.config.model import PolicyFacts
+from torchtitan_rl.config.room import serving_errors, weight_room
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
+from torchtitan_rl.environments.mcp import McpServer, McpTask
+from torchtitan_rl.environments.mixture import MixtureTask
+from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.config import EvaluationConfig, ScheduleConfig
-from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.task import Task
-from torchtitan_rl.training.config import LossConfig, TrainerConfig
-from torchtitan_rl.weights.config import WeightSyncConfig
 
 POLICY = PolicyFacts(
-    num_heads=9, num_kv_heads=3, max_positions=1024, vocab_size=100, num_bytes=2 << 20
+    num_heads=4,
+    num_kv_heads=2,
+    max_positions=1024,
+    vocab_size=100,
+    num_bytes=2 << 20,
+    kv_values_per_token=512,
 )
 LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30)
+SHM, RUN = Path("/dev/shm"), Path("/runs/one")
+MIB = 1 << 20
+TOOLS = McpTask(
+    train=("a",),
+    servers={"s": McpServer(command=("true",), start_timeout_s=59.0, call_timeout_s=100.0)},
+)
+GAME = OpenEnvTask(url="http://a", connect_timeout_s=60.0)
 
 
 @pytest.fixture
-def config(tmp_path) -> RunConfig:
+def config(tmp_path: Path) -> RunConfig:
     return RunConfig(policy=PolicyConfig(checkpoint="x"), task=Task(), output_dir=tmp_path)
 
 
-def test_the_defaults_have_no_error(config):
-    assert find_errors(config, POLICY, LAPTOP) == []
+def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    for name, value in changes.items():
+        config = with_value(config, name, value)
+    return config
+
+
+def complaints(
+    config: RunConfig, changes: dict[str, Any] | None = None, machine: MachineFacts = LAPTOP
+) -> list[str]:
+    config = changed(config, changes or {})
+    return list(field_errors(config).values()) or find_errors(config, POLICY, machine)
+
+
+PUBLISHED_METHODS: list[dict[str, Any]] = [
+    {"surrogate": "cispo", "clip_low": 0.99},
+    {"ratio": "sequence", "aggregation": "sequence_mean"},
+    {"proximal_policy": "recomputed", "importance_weight": "token", "mask": "token"},
+    {"proximal_policy": "interpolated", "importance_weight": "sequence", "ratio": "sequence"},
+    {"mask": "geometric", "mask_low": 0.99, "mask_high": 1.01},
+    {"aggregation": "constant", "constant_length": 256, "kl_coefficient": 0.01},
+]
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    "changes",
     [
-        ({"rollout": RolloutConfig(group_size=1)}, "rollout.group_size is 1"),
-        (
-            {
-                "rollout": RolloutConfig(max_total_tokens=600),
-                "trainer": TrainerConfig(row_len=600),
-            },
-            "rollout.max_total_tokens is 600",
-        ),
-        (
-            {
-                "rollout": RolloutConfig(max_total_tokens=600),
-                "generator": GeneratorConfig(max_model_len=600),
-            },
-            "trainer.row_len is 512",
-        ),
-        ({"generator": GeneratorConfig(max_model_len=2048)}, "generator.max_model_len is 2048"),
-        ({"generator": GeneratorConfig(tensor_parallel=2)}, "generator.tensor_parallel is 2"),
-        ({"trainer": TrainerConfig(tensor_parallel=4, threads=1)}, "trainer.tensor_parallel is 4"),
-        ({"generator": GeneratorConfig(replicas=0)}, "generator.replicas is 0"),
-        (
-            {"generator": GeneratorConfig(kv_cache_bytes=16 << 30)},
-            "generator.kv_cache_bytes is 17179869184: all processes need about",
-        ),
-        ({"evaluation": EvaluationConfig(temperature=-1.0)}, "evaluation.temperature is -1.0"),
-        ({"schedule": ScheduleConfig(staleness=-1)}, "schedule.staleness is -1"),
-        ({"schedule": ScheduleConfig(staleness=1, window=0.7)}, "schedule.window is 0.7"),
-        ({"schedule": ScheduleConfig(max_wait_s=10.0)}, "schedule.max_wait_s is 10.0"),
-        (
-            {
-                "evaluation": EvaluationConfig(placement="reserved"),
-                "generator": GeneratorConfig(replicas=1),
-            },
-            "evaluation.placement is reserved",
-        ),
-        (
-            {
-                "placement": "colocated",
-                "evaluation": EvaluationConfig(placement="reserved"),
-            },
-            "evaluation.placement is reserved: with placement colocated",
-        ),
-        (
-            {"placement": "colocated", "weight_sync": WeightSyncConfig(transport="rdma")},
-            "weight_sync.transport is rdma: with placement colocated",
-        ),
-        (
-            {"trainer": TrainerConfig(loss=LossConfig(importance_weight="token"))},
-            "trainer.loss.importance_weight is token",
-        ),
-        (
-            {"weight_sync": WeightSyncConfig(reset_prefix_cache_on_pull=False)},
-            "weight_sync.reset_prefix_cache_on_pull = False contradicts weight_sync.recompute",
-        ),
-        (
-            {
-                "weight_sync": WeightSyncConfig(
-                    mode="drain",
-                    reset_prefix_cache_on_pull=False,
-                    recompute_running_on_pull=False,
-                )
-            },
-            'weight_sync.reset_prefix_cache_on_pull = False contradicts weight_sync.mode = "drain"',
-        ),
+        {},
+        {"rollout.sampling.top_p": 0.9, "rollout.sampling.top_k": 20},
+        {"evaluation.temperature": 0.0},
+        {"generator.kv_cache_bytes": (512 + 32) * 512 * 4},  # and vLLM's own block, in float32
+        {"schedule.staleness": 2, "schedule.max_overtaking_share": 1.0},
+        *({f"trainer.loss.{k}": v for k, v in one.items()} | {"schedule.staleness": 2}
+          for one in PUBLISHED_METHODS),
     ],
-)
-def test_each_error_names_its_field_and_value(config, changes, field):
-    (message,) = find_errors(replace(config, **changes), POLICY, LAPTOP)
-    assert message.startswith(field)
+    ids=str,
+)  # fmt: skip
+def test_what_makes_sense_is_not_refused(config: RunConfig, changes: dict[str, Any]) -> None:
+    assert complaints(config, changes) == []
 
 
-@pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.0}])
-def test_sampling_may_cut_some_tokens_and_not_all(config, wrong):
-    right = RolloutConfig(sampling=SamplingConfig(top_p=0.9, top_k=20, min_p=0.1))
-    assert find_errors(replace(config, rollout=right), POLICY, LAPTOP) == []
-    rollout = RolloutConfig(sampling=SamplingConfig(**wrong))
-    (message,) = find_errors(replace(config, rollout=rollout), POLICY, LAPTOP)
-    assert message.startswith(f"rollout.sampling.{next(iter(wrong))} is")
+LOSS = "trainer.loss."
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rollout.group_size": 1}, "rollout.group_size is 1: "),
+    ({"rollout.sampling.top_p": 0.0}, "rollout.sampling.top_p is 0.0: "),
+    ({"rollout.sampling.min_p": 1.0}, "rollout.sampling.min_p is 1.0: "),
+    ({"rollout.sampling.temperature": 0.0}, "rollout.sampling.temperature is 0.0: give 0.01 to"),
+    ({"evaluation.temperature": -1.0}, "evaluation.temperature is -1.0: give 0 (greedy) or"),
+    ({"schedule.staleness": -1}, "schedule.staleness is -1: give 0 (synchronous) to 1024"),
+    (
+        {"schedule.staleness": 1, "schedule.max_overtaking_share": 0.7},
+        "schedule.max_overtaking_share is 0.7: give 0 to 0.5",
+    ),
+    (
+        {"rollout.max_total_tokens": 600, "trainer.max_episode_tokens": 600},
+        "rollout.max_total_tokens is 600: give at most generator.max_model_len (512)",
+    ),
+    (
+        {"rollout.max_total_tokens": 600, "generator.max_model_len": 600},
+        "trainer.max_episode_tokens is 512: give at least rollout.max_total_tokens (600)",
+    ),
+    ({"trainer.updates_per_batch": 17}, "trainer.updates_per_batch is 17: give at most rollout.gr"),
+    ({"generator.max_model_len": 2048}, "generator.max_model_len is 2048: the policy has 1024"),
+    ({"generator.tensor_parallel": 3}, "generator.tensor_parallel is 3: give a divisor of"),
+    ({"trainer.tensor_parallel": 4, "trainer.threads": 1}, "trainer.tensor_parallel is 4: "),
+    ({"generator.heartbeat_s": 1000.0}, "generator.heartbeat_s is 1000.0: give at most half of"),
+    ({"generator.max_running_requests": 5000}, "generator.max_running_requests is 5000: a step"),
+    ({"generator.kv_cache_bytes": 10}, "generator.kv_cache_bytes is 10: one request of generator."),
+    (
+        {"generator.kv_cache_bytes": 16 << 30},
+        "generator.kv_cache_bytes is 17179869184: all processes need about",
+    ),
+    (
+        {"trainer.data_parallel_shard": 7},
+        "trainer.data_parallel_shard is 7: replicas and",
+    ),
+    ({"pin_cores": True}, "pin_cores is True: replicas and trainer compute in 4 threads"),
+    # Time-outs: a limit that detects a stuck part is longer than the part may take.
+    (
+        {"rollout.step_timeout_s": 4000.0},
+        "rollout.step_timeout_s is 4000.0: give at most rollout.rollout_timeout_s (3600.0)",
+    ),
+    (
+        {"generator.request_timeout_s": 4000.0},
+        "generator.request_timeout_s is 4000.0: give at most rollout.rollout_timeout_s (3600.0)",
+    ),
+    (
+        {"weight_sync.lag_timeout_s": 301.0},
+        "weight_sync.lag_timeout_s is 301.0: give at most weight_sync.timeout_s (300.0)",
+    ),
+    (
+        {"schedule.max_wait_s": 50.0},
+        "schedule.max_wait_s is 50.0: give more than schedule.report_wait_s (60.0) and "
+        "rollout.rollout_timeout_s (3600.0) and weight_sync.timeout_s (300.0), or it ends work",
+    ),
+    ({"task": TOOLS}, "task.servers.s.call_timeout_s is 100.0: give less than rollout.step_timeo"),
+    (
+        {"task": MixtureTask(tasks={"one": GAME})},
+        "task.tasks.one.connect_timeout_s is 60.0: give less than rollout.step_timeout_s (60.0)",
+    ),
+    # Placement and weight syncs.
+    (
+        {"evaluation.placement": "reserved", "generator.replicas": 1},
+        "evaluation.placement is reserved: give at least 2 generator.replicas",
+    ),
+    (
+        {"placement": "colocated", "evaluation.placement": "reserved"},
+        "evaluation.placement is reserved: with placement colocated",
+    ),
+    (
+        {"placement": "colocated", "weight_sync.transport": "rdma"},
+        "weight_sync.transport is rdma: with placement colocated",
+    ),
+    (
+        {"weight_sync.reset_prefix_cache_on_pull": False},
+        "weight_sync.reset_prefix_cache_on_pull = False contradicts weight_sync.recompute",
+    ),
+    # Trap 24: each policy is corrected for exactly once.
+    ({LOSS + "importance_weight": "token"}, LOSS + "importance_weight is token: with "),
+    ({LOSS + "proximal_policy": "recomputed"}, LOSS + "proximal_policy is recomputed: without"),
+    (
+        {LOSS + "proximal_policy": "interpolated", LOSS + "importance_weight": "token"},
+        LOSS + "proximal_policy is interpolated: with schedule.staleness 0",
+    ),
+    (
+        {
+            LOSS + "proximal_policy": "recomputed",
+            LOSS + "importance_weight": "token",
+            LOSS + "ratio": "sequence",
+        },
+        LOSS + "ratio is sequence: with proximal_policy recomputed every ratio is 1",
+    ),
+    ({LOSS + "importance_weight_cap": 0.5}, LOSS + "importance_weight_cap is 0.5: give a finite"),
+    ({LOSS + "mask_low": 1.5}, LOSS + "mask_low is 1.5: give a number between 0 and 1"),
+    ({LOSS + "mask_high": 0.9}, LOSS + "mask_high is 0.9: give a finite number above 1"),
+    ({LOSS + "aggregation": "constant"}, LOSS + "constant_length is 0: "),
+    ({LOSS + "constant_length": 100}, LOSS + "constant_length is 100: "),
+    ({"rollout.turn_discount": 0.9}, "rollout.turn_discount is 0.9: rollout.credit outcome does"),
+    (
+        {
+            "rollout.credit": "turn",
+            "rollout.final_reward_weight": 0.0,
+            "rollout.overlong.buffer_tokens": 4,
+        },
+        "rollout.final_reward_weight is 0: the penalty",
+    ),
+]
 
 
-def test_all_errors_are_found_at_once(config):
-    wrong = replace(
-        config, num_steps=-1, rollout=RolloutConfig(group_size=1, groups_per_step=0, max_turns=0)
-    )
-    assert len(find_errors(wrong, POLICY, LAPTOP)) == 4
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda one: str(one)[:60])
+def test_each_error_names_field_value_and_fix(
+    config: RunConfig, changes: dict[str, Any], message: str
+) -> None:
+    (found,) = complaints(config, changes)
+    assert found.startswith(message)
 
 
-def test_too_few_cuda_devices_are_reported_with_the_number_needed(config):
-    machine = replace(LAPTOP, cuda_devices=("0", "1"))
-    (message,) = find_errors(config, POLICY, machine)
-    assert message.startswith(
-        "generator.replicas is 2: replicas and trainer need 3 CUDA devices, and 2 "
-    )
-    (message,) = find_errors(config, POLICY, replace(LAPTOP, cuda_devices=("0",)))
-    assert message.endswith("need 3 CUDA devices, and 1 is visible; give fewer")
+def test_all_errors_are_found_at_once(config: RunConfig) -> None:
+    fields = {"num_steps": -1, "rollout.group_size": 1, "rollout.groups_per_step": 0, "seed": "x"}
+    assert len(complaints(config, fields)) == 4
+    related = {"rollout.step_timeout_s": 4000.0, "generator.heartbeat_s": 1000.0, "name": "a/b"}
+    assert len(complaints(config, related)) == 3
 
 
-def test_a_directory_that_holds_a_run_is_not_overwritten(config):
+def test_a_folder_that_holds_a_run_is_not_overwritten(config: RunConfig) -> None:
     config.run_dir.mkdir()
     (config.run_dir / "metrics.jsonl").touch()
-    (message,) = find_errors(config, POLICY, LAPTOP)
+    (message,) = complaints(config)
     assert "--checkpoint.resume" in message
 
 
-def test_policy_facts_come_from_the_checkpoint(tmp_path):
-    hf = {"num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 11}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    with pytest.raises(ValueError, match="safetensors"):
-        read_policy_facts(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"12345")
-    with pytest.raises(ValueError, match="tokenizer"):
-        read_policy_facts(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    facts = read_policy_facts(tmp_path)
-    assert facts == PolicyFacts(
-        num_heads=4, num_kv_heads=4, max_positions=64, vocab_size=11, num_bytes=5
+def test_cuda_ranks_need_devices_of_their_own_and_colocated_ones_share_them(
+    config: RunConfig,
+) -> None:
+    def found(devices: str, **changes: Any) -> list[str]:
+        cuda = replace(LAPTOP, cuda_devices=tuple(devices.split()))
+        return complaints(replace(config, **changes), machine=cuda)
+
+    (message,) = found("0 1")
+    assert message == (
+        "generator.replicas is 2: replicas and trainer need 3 CUDA devices, and 2 are visible; "
+        "give fewer"
     )
+    assert found("0")[0].endswith("need 3 CUDA devices, and 1 is visible; give fewer")
+    assert found("0 1", placement="colocated") == []
+    assert found("MIG-a MIG-b MIG-c MIG-d") == []
+    sharded = replace(config.trainer, data_parallel_shard=2)
+    (message,) = found("MIG-a MIG-b MIG-c MIG-d", trainer=sharded)
+    assert message.startswith("trainer.data_parallel_shard is 2: ranks that exchange data cannot")
 
 
-def test_on_cuda_each_rank_has_a_device_of_its_own(config):
-    config = replace(
-        config,
-        generator=GeneratorConfig(replicas=2, tensor_parallel=2),
-        trainer=TrainerConfig(data_parallel_shard=2),
+@pytest.mark.parametrize(
+    ("staleness", "window", "groups"),
+    [(0, 0.0, 16), (0, 1.0, 32), (2, 0.0, 48), (2, 1.0, 32)],
+)
+def test_rollouts_at_once_are_those_of_the_buffer_and_of_an_evaluation(
+    config: RunConfig, staleness: int, window: float, groups: int
+) -> None:
+    config = changed(
+        config, {"schedule.staleness": staleness, "schedule.max_overtaking_share": window}
     )
-    plan = plan_processes(config, devices="456789")
-    devices = [group.devices for group in (*plan.replicas, plan.trainer)]
-    assert devices == [("4", "5"), ("6", "7"), ("8", "9")]
+    assert config.max_rollouts == groups * 8 + 64
 
 
-def test_colocated_replicas_and_trainer_share_devices_and_cores(config):
-    colocated = replace(
-        config,
-        placement="colocated",
-        pin_cores=True,
-        generator=GeneratorConfig(replicas=2, tensor_parallel=2),
-        trainer=TrainerConfig(data_parallel_shard=2, threads=1),
+def test_agents_need_room_at_the_endpoint_open_files_and_patience(tmp_path: Path) -> None:
+    config = replace(AGENTS, output_dir=tmp_path)
+    enough = {"endpoint.max_concurrent_requests": 256}  # 16 x 8 + 128
+    files = replace(LAPTOP, max_open_files=1024)
+    assert complaints(config, enough, files) == []
+    (error,) = complaints(config, enough | {"schedule.max_overtaking_share": 1.0}, files)
+    assert error.startswith("endpoint.max_concurrent_requests is 256: up to 384 agents")
+    (error,) = complaints(config, enough, replace(LAPTOP, max_open_files=500))
+    assert "a process may have 500; raise that (ulimit -n 768)" in error
+    (error,) = complaints(config, enough | {"rollout.step_timeout_s": 900.0})
+    assert error.startswith("endpoint.session_timeout_s is 600.0: give more than")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cpu_engine_takes_its_weights_twice_and_its_ranks_share_them(ranks: int) -> None:
+    policy = replace(POLICY, num_bytes=1 << 30)  # 2 GiB in float32
+    generator = GeneratorConfig(replicas=2, tensor_parallel=ranks, kv_cache_bytes=1 << 30)
+    needed = 2 * (2 * (2 << 30) + ranks * ((1 << 30) + (1 << 30)))
+    enough = replace(LAPTOP, memory_bytes=needed)
+    assert serving_errors(generator, policy, enough) == []
+    (error,) = serving_errors(generator, policy, replace(enough, memory_bytes=needed - 1))
+    assert error.startswith("generator.replicas is 2: all processes need about ")
+
+
+@pytest.mark.parametrize(
+    ("free", "error", "note"),
+    [
+        ({SHM: 400, RUN: 0}, "", ""),
+        (
+            {SHM: 220, RUN: 220},
+            "",
+            "weights: /dev/shm has room for 2 of 3 versions of the weights, 100 MiB each; the "
+            "others go to /runs/one",
+        ),
+        ({SHM: 64, RUN: 150}, "/dev/shm has 64 MiB free, /runs/one has 150 MiB free", ""),
+    ],
+)
+def test_published_weights_go_to_shared_memory_then_to_the_run_or_are_refused(
+    free: dict[Path, int], error: str, note: str
+) -> None:
+    room = weight_room(
+        num_versions=3,
+        num_bytes=100 * MIB,
+        free={place: size * MIB for place, size in free.items()},
+        root=SHM,
     )
-    plan = plan_processes(colocated, devices="0123", cores=range(8))
-    assert [group.devices for group in plan.replicas] == [("0", "1"), ("2", "3")]
-    assert plan.trainer.devices == ("0", "1")
-    assert "colocated" in plan.describe()
-    on_cpu = plan_processes(colocated, cores=range(5))
-    assert [group.cores for group in on_cpu.replicas] == [(0, 1), (2, 3)]
-    assert on_cpu.trainer.cores == (0, 1)
+    assert room.note == note
+    assert error in room.error
+    assert bool(room.error) == bool(error)
 
 
-def test_a_colocated_run_needs_as_many_devices_and_cores_as_its_larger_part(config):
-    config = replace(config, pin_cores=True, trainer=TrainerConfig(data_parallel_shard=2))
-    machine = replace(LAPTOP, cuda_devices=("0", "1"))
-    assert len(find_errors(config, POLICY, machine)) == 1
-    assert len(find_errors(config, POLICY, replace(LAPTOP, num_cores=4))) == 1
-    colocated = replace(config, placement="colocated")
-    assert find_errors(colocated, POLICY, machine) == []
-    assert find_errors(colocated, POLICY, replace(LAPTOP, num_cores=4)) == []
+def test_an_evaluation_keeps_versions_for_as_long_as_the_cap_lets_it(config: RunConfig) -> None:
+    asynchronous = changed(config, {"schedule.staleness": 2})
+    assert asynchronous.num_published_versions == 5
+    assert changed(asynchronous, {"evaluation.num_problems": 0}).num_published_versions == 3
 
 
-def test_replicas_have_different_engine_seeds(config):
-    plan = plan_processes(config)
-    assert len({replica.seed for replica in plan.replicas}) == 2
-    assert all(replica.devices == () for replica in plan.replicas)
+def test_servers_of_all_rollouts_that_may_not_start_within_a_step_are_warned_of() -> None:
+    def notes(*servers: McpServer, num_rollouts: int = 9) -> list[str]:
+        named = {f"s{number}": server for number, server in enumerate(servers)}
+        return start_notes(
+            MixtureTask(tasks={"one": McpTask(train=("a",), servers=named)}),
+            step_timeout_s=60.0,
+            num_rollouts=num_rollouts,
+            num_cores=2,
+        )
+
+    one = McpServer(command=("true",), start_timeout_s=20.0)
+    assert notes(one, num_rollouts=12) == []  # 4 at a time, so three rounds of at most 20 s
+    (note,) = notes(one, num_rollouts=13)
+    assert note.startswith("warning: task.tasks.one.servers: 13 rollouts at once start 13 servers")
+    assert len(notes(one, one)) == 1  # 18 servers
+    others = replace(one, shared=True), McpServer(url="http://a", start_timeout_s=20.0)
+    assert notes(one, *others) == []
 
 
-def test_pinned_processes_get_cores_of_their_own_and_the_controller_stays_off_the_trainers(
-    config,
-):
-    config = replace(config, pin_cores=True, generator=GeneratorConfig(replicas=2))
-    plan = plan_processes(config, cores=[0, 1, 2, 3, 4])
-    assert [group.cores for group in plan.replicas] == [(0,), (1,)]
-    assert plan.trainer.cores == (2, 3)
-    assert plan.controller_cores == (0, 1, 4)
-    unpinned = plan_processes(replace(config, pin_cores=False), cores=[0, 1])
-    assert unpinned.trainer.cores == unpinned.controller_cores == ()
-
-
-def test_pinning_more_threads_than_there_are_cores_is_refused(config):
-    config = replace(config, pin_cores=True, generator=GeneratorConfig(replicas=2))
-    assert any(line.startswith("pin_cores") for line in find_errors(config, POLICY, LAPTOP))
+@pytest.mark.parametrize(
+    ("limit", "num_cores"), [("150000 100000", 2), ("max 100000", 64), ("-1 100000", 64)]
+)
+def test_a_containers_cpu_limit_bounds_the_number_of_cores(
+    limit: str, num_cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(f"{limit}\n")
+    monkeypatch.setattr(machine, "_CGROUP_CPU", ((str(file),),))
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
+    here = machine_facts()
+    assert here.num_cores == num_cores
+    assert here.memory_bytes > 1 << 28

@@ -13,7 +13,6 @@ import pytest
 
 from torchtitan_rl import RunConfig
 from torchtitan_rl.commands import cli
-from torchtitan_rl.config.checks.resume import policy_fingerprint
 from torchtitan_rl.config.evaluate import (
     EvalConfig,
     PreparedEvaluation,
@@ -24,7 +23,8 @@ from torchtitan_rl.config.evaluate import (
     prepare_generation,
     write_identity,
 )
-from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.resume import policy_fingerprint
+from torchtitan_rl.config.run import LaunchConfig
 from torchtitan_rl.configs import alphabet_sort_tiny, calculator_agent_tiny
 from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.errors import ConfigError
@@ -150,7 +150,7 @@ def test_agents_get_an_endpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples": 0}, "--samples is 0: give at least 1"),
+        ({"samples": 0}, "--samples is 0: it must be greater than or equal to 1"),
         ({"problems": 5000}, "--problems is 5000: the validation set has 1024 problems"),
         ({"temperatures": (-1.0,)}, "--temperatures is (-1.0,)"),
         ({"temperatures": (0.5, 0.5)}, "--temperatures: one is given twice"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.config_mutations import with_value
-from torchtitan_rl.config.hf_model import FAMILIES, read_architecture
+from torchtitan_rl.config.model import FAMILIES, read_architecture
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
@@ -107,12 +107,12 @@ def test_a_run_with_such_a_model_is_refused_before_it_starts(tmp_path: Path) -> 
     policy = tmp_path / "policy"
     policy.mkdir()
     config = with_value(TINY, "policy.checkpoint", str(written(policy, attention_bias=True)))
-    config = with_value(replace(config, output_dir=tmp_path), "rollout.group_size", 1)
+    config = with_value(replace(config, output_dir=tmp_path), "rollout.step_timeout_s", 4e3)
     with pytest.raises(ConfigError) as refused:
         prepare_run(config)
     first, second = refused.value.errors
     assert "attention_bias True is not supported" in first
-    assert second.startswith("rollout.group_size is 1")
+    assert second.startswith("rollout.step_timeout_s is 4000")
 
 
 def test_mistral_has_a_sliding_window_unless_its_file_says_otherwise(tmp_path: Path) -> None:

@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
-from torchtitan_rl.config.checks.launch import (
+from torchtitan_rl.config.loader import code_digest, differences, installed
+from torchtitan_rl.config.machine import HostFacts, MachineFacts, made_up_hosts
+from torchtitan_rl.config.model import read_policy_facts
+from torchtitan_rl.config.plan import plan_on_hosts
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.room import (
     host_errors,
     host_notes,
     launch_errors,
     start_errors,
     unused_options,
 )
-from torchtitan_rl.config.checks.machine import MachineFacts
-from torchtitan_rl.config.hf_model import read_policy_facts
-from torchtitan_rl.config.host_plan import plan_on_hosts
-from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
-from torchtitan_rl.config.launch import LaunchConfig
-from torchtitan_rl.config.loader import code_digest, differences, installed
-from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.run import LaunchConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
 
@@ -145,8 +144,8 @@ def test_gradients_leave_a_machine_in_plain_text_only_where_that_is_allowed() ->
     assert host_errors(allowed, None, far) == []
     together = replace(config, launch=LaunchConfig(trainer_hosts=(1,)))
     assert host_errors(together, None, far) == []
-    assert host_notes(config, plan_on_hosts(config, near)) == []
-    (note,) = host_notes(allowed, plan_on_hosts(allowed, far))
+    assert host_notes(config.launch, plan_on_hosts(config, near)) == []
+    (note,) = host_notes(allowed.launch, plan_on_hosts(allowed, far))
     assert note.startswith("trainer ranks on host0, host1 exchange gradients unencrypted")
 
 
@@ -155,17 +154,17 @@ def test_a_dry_run_says_that_a_start_between_machines_will_be_refused() -> None:
     config = replace(TINY, trainer=trainer, launch=LaunchConfig(hosts="3x4"))
     hosts = made_up_hosts("3x4")
     assert host_errors(config, None, hosts) == []
-    (note,) = host_notes(config, plan_on_hosts(config, hosts))
+    (note,) = host_notes(config.launch, plan_on_hosts(config, hosts))
     assert note.startswith("a start on several machines is refused: launch.allow_plain_tcp is Fal")
     allowed = replace(config, launch=replace(config.launch, allow_plain_tcp=True))
-    (note,) = host_notes(allowed, plan_on_hosts(allowed, hosts))
+    (note,) = host_notes(allowed.launch, plan_on_hosts(allowed, hosts))
     assert note.startswith("trainer ranks on host1, host2 exchange gradients unencrypted")
 
 
 def test_a_dry_run_says_which_of_the_chosen_hosts_are_not_used() -> None:
     launch = LaunchConfig(hosts="4x4", generator_hosts=(0, 1), trainer_hosts=(2, 3))
     config = replace(TINY, generator=replace(TINY.generator, replicas=1), launch=launch)
-    assert host_notes(config, plan_on_hosts(config, made_up_hosts("4x4"))) == [
+    assert host_notes(config.launch, plan_on_hosts(config, made_up_hosts("4x4"))) == [
         "launch.generator_hosts is (0, 1): no replica is on host1",
         "launch.trainer_hosts is (2, 3): no trainer rank is on host3",
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.config.checks.loss import advantage_errors, loss_errors
+from torchtitan_rl.config.checks import advantage_errors, loss_errors
 from torchtitan_rl.functions import absolute, load_function
 from torchtitan_rl.rollout.config import OverlongConfig, RolloutConfig
 from torchtitan_rl.training.config import LossConfig

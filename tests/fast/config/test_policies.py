@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from torchtitan_rl.config.evaluate import find_models
-from torchtitan_rl.config.policies import find_policy, resolve_checkpoint
+from torchtitan_rl.config.model import find_policy, resolve_checkpoint
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.backends.monarch.host_agent import describe_host
-from torchtitan_rl.config.checks.resume import policy_fingerprint
 from torchtitan_rl.config.evaluate import EvalModel
-from torchtitan_rl.config.manifest import digest_limit_s, policy_digest
+from torchtitan_rl.config.resume import digest_limit_s, policy_digest, policy_fingerprint
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 
 

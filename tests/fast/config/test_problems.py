@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from tests.support.config_mutations import with_value
-from torchtitan_rl.config.checks.fields import field_errors
-from torchtitan_rl.config.checks.machine import MachineFacts
-from torchtitan_rl.config.checks.problems import (
+from torchtitan_rl.config.checks import field_errors
+from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.problems import (
     ProblemsError,
     evaluation_problems,
     training_errors,
 )
-from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError

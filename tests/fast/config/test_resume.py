@@ -12,16 +12,17 @@ import pytest
 from tests.fast.test_files import files_of_at_most
 from tests.support.config_mutations import leaves, with_value
 from torchtitan_rl.commands.cli import main
-from torchtitan_rl.config.checks.machine import MachineFacts
-from torchtitan_rl.config.checks.resume import (
+from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
+from torchtitan_rl.config.resume import (
     _MAY_CHANGE,
     _MUST_STAY,
+    is_complete,
     resume_changes,
     resume_errors,
     run_identity,
+    write_manifest,
 )
-from torchtitan_rl.config.manifest import write_manifest
-from torchtitan_rl.config.prepare import PreparedRun, claim_run, is_complete, prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.environments.data_task import DataTask
@@ -48,7 +49,7 @@ MUST_STAY = {
     "rollout.sampling.max_tokens_per_turn": 30,
     "rollout.advantage": "std",
     "schedule.staleness": 1,
-    "schedule.window": 0.5,
+    "schedule.max_overtaking_share": 0.5,
     "schedule.zero_variance": "skip",
     "trainer.optimizer.betas": (0.9, 0.99),
     "trainer.optimizer.weight_decay": 0.1,
@@ -62,7 +63,7 @@ MAY_CHANGE = {
     "rollout.rollout_timeout_s": 7000.0,
     "schedule.max_wait_s": 20000.0,
     "trainer.data_parallel_shard": 2,
-    "trainer.row_len": 512,
+    "trainer.max_episode_tokens": 512,
     "trainer.loss.clip_high": 0.2,
     "trainer.optimizer.learning_rate": 1e-4,
     "evaluation.num_problems": 16,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from torchtitan_rl.config.hf_model import read_policy_facts
+from torchtitan_rl.config.model import read_policy_facts
 from torchtitan_rl.experiments.agent_libraries import task as agent_libraries
 from torchtitan_rl.experiments.agent_libraries.tokenizer import (
     build_tokenizer as libraries_tokenizer,

@@ -26,8 +26,12 @@ def group(group_id: str, *, version: int = 0) -> RolloutGroup:
     return turns.group(rollout(one, rollout_id=f"{group_id}/r0"), group_id=group_id)
 
 
-def buffer(*, groups_per_step: int, staleness: int, window: float = 0.0) -> WorkBuffer:
-    capacity = derive_capacity(groups_per_step=groups_per_step, staleness=staleness, window=window)
+def buffer(*, groups_per_step: int, staleness: int, max_share: float = 0.0) -> WorkBuffer:
+    capacity = derive_capacity(
+        groups_per_step=groups_per_step,
+        staleness=staleness,
+        max_share=max_share,
+    )
     return WorkBuffer(capacity, TokenLedger())
 
 
@@ -51,13 +55,13 @@ def taken(work: WorkBuffer, version: int = 0) -> list[str] | None:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "window", "expected"),
+    ("staleness", "max_share", "expected"),
     [(0, 0.0, 8), (1, 0.0, 16), (1, 0.5, 12), (2, 0.5, 20), (0, 0.5, 12), (4, 1.0, 32)],
 )
 def test_the_capacity_follows_from_staleness_and_window(
-    staleness: int, window: float, expected: int
+    staleness: int, max_share: float, expected: int
 ) -> None:
-    capacity = derive_capacity(groups_per_step=8, staleness=staleness, window=window)
+    capacity = derive_capacity(groups_per_step=8, staleness=staleness, max_share=max_share)
     assert capacity.buffer == expected
     if staleness:
         assert (capacity.buffer - 1 + capacity.max_overtakers) // 8 == staleness
@@ -67,11 +71,26 @@ def test_the_capacity_follows_from_staleness_and_window(
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("rollout.groups_per_step", {"groups_per_step": 0, "staleness": 0, "window": 0.0}),
-        ("schedule.staleness", {"groups_per_step": 4, "staleness": -1, "window": 0.0}),
-        ("schedule.window", {"groups_per_step": 4, "staleness": 1, "window": 0.6}),
-        ("schedule.window", {"groups_per_step": 4, "staleness": 0, "window": 1.5}),
-        ("schedule.window", {"groups_per_step": 4, "staleness": 4, "window": float("nan")}),
+        (
+            "rollout.groups_per_step",
+            {"groups_per_step": 0, "staleness": 0, "max_share": 0.0},
+        ),
+        (
+            "schedule.staleness",
+            {"groups_per_step": 4, "staleness": -1, "max_share": 0.0},
+        ),
+        (
+            "schedule.max_overtaking_share",
+            {"groups_per_step": 4, "staleness": 1, "max_share": 0.6},
+        ),
+        (
+            "schedule.max_overtaking_share",
+            {"groups_per_step": 4, "staleness": 0, "max_share": 1.5},
+        ),
+        (
+            "schedule.max_overtaking_share",
+            {"groups_per_step": 4, "staleness": 4, "max_share": float("nan")},
+        ),
     ],
 )
 def test_a_combination_that_cannot_work_is_named(field: str, values: dict[str, float]) -> None:
@@ -90,7 +109,7 @@ def test_a_batch_is_taken_in_order_of_admission_whatever_finished_first() -> Non
 
 
 def test_a_slow_group_is_overtaken_by_as_many_as_the_window_says_and_no_more() -> None:
-    work = buffer(groups_per_step=2, staleness=2, window=1.0)  # two may overtake
+    work = buffer(groups_per_step=2, staleness=2, max_share=1.0)  # two may overtake
     fill(work)
     work.finish(group("g1"))
     work.finish(group("g2"))
@@ -105,7 +124,7 @@ def test_a_slow_group_is_overtaken_by_as_many_as_the_window_says_and_no_more() -
 
 
 def test_over_admission_at_staleness_0_restarts_the_late_ones_and_waits_for_them_next() -> None:
-    work = buffer(groups_per_step=2, staleness=0, window=0.5)  # three start
+    work = buffer(groups_per_step=2, staleness=0, max_share=0.5)  # three start
     fill(work)
     work.finish(group("g1"))
     work.finish(group("g2"))
@@ -142,7 +161,7 @@ def test_whatever_happens_the_bound_holds_the_counts_add_up_and_nothing_gets_stu
     work = buffer(
         groups_per_step=groups_per_step,
         staleness=staleness,
-        window=window_share * (staleness / 2 if staleness else 1.0),
+        max_share=window_share * (staleness / 2 if staleness else 1.0),
     )
     version = 0
     for choice in choices:
@@ -174,7 +193,7 @@ def test_a_batch_is_taken_without_comparing_groups_with_each_other(monkeypatch):
     def compared(one: Entry, other: object) -> bool:
         raise AssertionError("P groups looked for among P others are P * P comparisons")
 
-    work = buffer(groups_per_step=64, staleness=1, window=0.5)
+    work = buffer(groups_per_step=64, staleness=1, max_share=0.5)
     names = fill(work)
     for name in names[8:]:
         work.finish(group(name))
@@ -189,7 +208,7 @@ def test_a_batch_is_taken_without_comparing_groups_with_each_other(monkeypatch):
 
 
 def test_a_batch_that_was_put_back_is_taken_again_and_nothing_was_overtaken():
-    work = buffer(groups_per_step=4, staleness=1, window=0.5)
+    work = buffer(groups_per_step=4, staleness=1, max_share=0.5)
     names = fill(work)
     for name in names[1:]:
         work.finish(group(name))

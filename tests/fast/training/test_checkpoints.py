@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.model import resolve_checkpoint
 from torchtitan_rl.errors import CheckpointError, ConfigError
 from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR
 from torchtitan_rl.files import write_file

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.loss_tokens import loss_of, make_tokens, totals_of
-from torchtitan_rl.config.checks.loss import loss_errors
+from torchtitan_rl.config.checks import loss_errors
 from torchtitan_rl.training import losses
 from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.training.losses import LossTokens, policy_loss

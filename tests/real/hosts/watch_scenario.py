@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl.config.run import LaunchConfig
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
 from torchtitan_rl.launch.workers import find_lives

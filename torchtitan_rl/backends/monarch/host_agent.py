@@ -15,12 +15,11 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.config.checks.machine import machine_facts
-from torchtitan_rl.config.checks.paths import cannot_write
-from torchtitan_rl.config.hosts import HostFacts
 from torchtitan_rl.config.loader import installed
-from torchtitan_rl.config.manifest import policy_digest
-from torchtitan_rl.config.policies import resolve_checkpoint
+from torchtitan_rl.config.machine import HostFacts, machine_facts
+from torchtitan_rl.config.model import resolve_checkpoint
+from torchtitan_rl.config.resume import policy_digest
+from torchtitan_rl.config.run_folder import cannot_write
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.workers import (
     ADDRESS_VARIABLE,

@@ -36,10 +36,10 @@ from monarch.actor import (
 
 from torchtitan_rl.backends.monarch.closed import PYTHON_VARIABLE
 from torchtitan_rl.backends.monarch.host_agent import HostAgent, HostAnswer
-from torchtitan_rl.config.hosts import CONTROLLER_HOST, HostFacts
-from torchtitan_rl.config.launch import LaunchConfig
 from torchtitan_rl.config.loader import differences
-from torchtitan_rl.config.manifest import digest_limit_s
+from torchtitan_rl.config.machine import CONTROLLER_HOST, HostFacts
+from torchtitan_rl.config.resume import digest_limit_s
+from torchtitan_rl.config.run import LaunchConfig
 from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.interfaces import accepts

@@ -30,7 +30,7 @@ from monarch.actor import (
 from torchtitan_rl.aio import deadline
 from torchtitan_rl.backends.monarch.closed import log_to_stderr
 from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, start_command
-from torchtitan_rl.config.hosts import host_name
+from torchtitan_rl.config.machine import host_name
 from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
 from torchtitan_rl.launch.process_groups import take_port

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_rl.backends.titan.hf import load_hf
 from torchtitan_rl.backends.titan.model import PolicyModel, build_policy
 from torchtitan_rl.backends.titan.setup import Layout
-from torchtitan_rl.config.hf_model import PolicyArchitecture
+from torchtitan_rl.config.model import PolicyArchitecture
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_bits
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import LossConfig, TrainerConfig

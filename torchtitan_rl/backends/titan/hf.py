@@ -29,7 +29,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from torchtitan_rl.backends.titan.checkpoint import SafeLoadPlanner, check_metadata
 from torchtitan_rl.backends.titan.model import PolicyModel
-from torchtitan_rl.config.hf_model import FAMILIES, read_architecture
+from torchtitan_rl.config.model import FAMILIES, read_architecture
 from torchtitan_rl.errors import CheckpointError, ConfigError
 from torchtitan_rl.training.checkpoint_files import check_contents
 from torchtitan_rl.weights.image import TensorPart

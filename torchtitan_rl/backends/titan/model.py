@@ -43,7 +43,7 @@ from torchtitan_rl.backends.titan.tree_attention import (
     tree_mask_mod,
     tree_nodes,
 )
-from torchtitan_rl.config.hf_model import PolicyArchitecture
+from torchtitan_rl.config.model import PolicyArchitecture
 from torchtitan_rl.training.config import TrainerConfig
 
 _NO_INIT = {
@@ -115,7 +115,7 @@ def build_model(
         bare,
         parallel_dims=layout.dims,
         training=TrainingConfig(
-            seq_len=config.row_len * config.rows_per_microbatch,
+            seq_len=config.max_tokens_per_microbatch,
             local_batch_size=1,
             mixed_precision_param=dtype,
             mixed_precision_reduce="float32",
@@ -194,7 +194,7 @@ def _attention(
         wqkv_param_init=_NO_INIT,
         wo_param_init=_NO_INIT,
         inner_attention=_inner_attention(layout.device, dtype, config),
-        rope=_rope(a, config.row_len),
+        rope=_rope(a, config.max_episode_tokens),
         qk_norm=norm(normalized_shape=a.head_dim) if a.has_qk_norm else None,
     )
     attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = a.has_qkv_bias

@@ -36,7 +36,7 @@ from torchtitan_rl.backends.titan.hf import hf_parts, hf_state, load_hf, write_h
 from torchtitan_rl.backends.titan.memory import DeviceMemory
 from torchtitan_rl.backends.titan.model import build_policy
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
-from torchtitan_rl.config.hf_model import read_architecture
+from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.functions import load_function
 from torchtitan_rl.training.batch import (
@@ -320,15 +320,21 @@ class PolicyTrainer:
     def _share(self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> Share:
         """This rank's microbatches; every rank has the same number of them."""
         config, longest = self._config, int(batch.episode_lengths.max())
-        if longest > config.row_len:
-            raise ValueError(f"an episode of {longest} tokens; trainer.row_len is {config.row_len}")
-        max_tokens = config.row_len * config.rows_per_microbatch
+        if longest > config.max_episode_tokens:
+            raise ValueError(
+                f"an episode of {longest} tokens; trainer.max_episode_tokens is "
+                f"{config.max_episode_tokens}"
+            )
+        max_tokens = config.max_tokens_per_microbatch
         if self._layout.device.type == "cpu":
             multiple = config.tensor_parallel  # which shards the tokens between layers
         elif config.compile:
             multiple = max_tokens  # another length would be compiled again
         else:
-            multiple = config.row_len  # few lengths: attention kernels are compiled for each
+            multiple = (
+                config.max_episode_tokens
+            )  # few lengths: attention kernels are compiled for each
+            max_tokens -= max_tokens % multiple  # which padding does not exceed
         return rank_share(
             batch,
             selected_N,

@@ -42,7 +42,7 @@ from torchtitan_rl.backends.vllm.sampling import (
     resumed_detokenizer,
     vllm_sampling_params,
 )
-from torchtitan_rl.config.checks.generator import CPU_BLOCK_TOKENS, step_tokens
+from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS, step_tokens
 from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
 from torchtitan_rl.generation.engine import EngineLimits, ReadingRate, engine_metrics
 from torchtitan_rl.token_sets import kept_runs
@@ -103,7 +103,7 @@ class VllmEngine:
         self._model = worker.get_model()
         let_runner_resume(self._core, worker.model_runner)
         self._grammars = Grammars()
-        self._kept_sets = KeptSets(spec.generator.max_kept_tokens)
+        self._kept_sets = KeptSets(spec.generator.max_recorded_candidates)
         is_v2 = self._core.vllm_config.use_v2_model_runner
         self._kept_sets.observe(worker.model_runner, is_v2=is_v2)
         self._limits = EngineLimits(

@@ -53,7 +53,7 @@ geometric mask 0.00 0.00 0.00 0.25
 A-3PO          0.00 0.27 0.08 0.25
 
 ``rollout.advantage`` is a part of some methods: ``std`` in GRPO, ``mean`` in Dr. GRPO. `policy.py`
-names the papers; combinations that are refused are in `config/checks/loss.py`.
+names the papers; combinations that are refused are in `config/checks.py`.
 """
 
 from torchtitan_rl.training.losses.metrics import loss_metrics

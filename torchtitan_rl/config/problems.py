@@ -24,7 +24,9 @@ class ProblemsError(Exception):
 
 
 def find_problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
-    """Those of the evaluation, and what is wrong with them or with the first training problems."""
+    """The problems of the evaluation, and what is wrong with the task or with its problems."""
+    if errors := config.task.errors():
+        return (), errors
     try:
         return evaluation_problems(config), training_errors(config)
     except ProblemsError as error:

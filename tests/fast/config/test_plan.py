@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.config.host_plan import plan_on_hosts
-from torchtitan_rl.config.hosts import HostFacts, made_up_hosts
-from torchtitan_rl.config.launch import LaunchConfig
+from torchtitan_rl import GeneratorConfig, ScheduleConfig, TrainerConfig
+from torchtitan_rl.backends.monarch.runtime import process_environment
+from torchtitan_rl.config.machine import HostFacts, made_up_hosts, visible_devices
 from torchtitan_rl.config.placement import NoRoomError, Placement, place
-from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.plan import plan_on_hosts, plan_processes
+from torchtitan_rl.config.run import LaunchConfig, PolicyConfig, RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
+from torchtitan_rl.rollout.task import Task
 
 
 def run_of(
@@ -244,3 +247,112 @@ def test_only_a_host_with_more_threads_than_cores_has_processes_that_yield() -> 
     assert plan.trainer is not None
     assert not plan.trainer.yields_cores
     assert not plan.shares_cores  # the trainer has a host of its own
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_visible", "names"),
+    [
+        (None, 2, ("0", "1")),
+        (None, 0, ()),
+        ("", 0, ()),
+        ("4,5", 2, ("4", "5")),
+        (" 5 , 4 ", 2, ("5", "4")),
+        ("4,-1,5", 1, ("4",)),
+        ("-1", 0, ()),
+        ("NoDevFiles", 0, ()),
+        ("1gpu2,+2", 2, ("1", "2")),
+        ("0,7,1", 1, ("0",)),  # there is no device 7, and CUDA stops there
+        ("3,3", 0, ()),
+        ("3,03", 0, ()),
+        ("GPU-8932f937,GPU-5bca6f4c", 2, ("GPU-8932f937", "GPU-5bca6f4c")),
+        ("GPU-8932f937,GPU-8932f937", 0, ()),
+        ("GPU-8932f937,3", 1, ("GPU-8932f937",)),
+        ("3,GPU-8932f937", 1, ("3",)),
+        # A process sees one MIG instance at most, whatever its mask names.
+        ("MIG-a/1/0,MIG-a/2/0", 1, ("MIG-a/1/0", "MIG-a/2/0")),
+        ("MIG-a,MIG-b", 0, ()),
+    ],
+)
+def test_devices_are_named_as_the_parents_mask_names_them(
+    mask: str | None, num_visible: int, names: tuple[str, ...]
+) -> None:
+    assert visible_devices(mask, num_visible=num_visible) == names
+
+
+def here(**changes: Any) -> RunConfig:
+    """Two replicas of one thread each, and a trainer of two threads."""
+    base = RunConfig(policy=PolicyConfig(checkpoint="x"), task=Task())
+    return replace(base, **changes)
+
+
+SHARED = {
+    "placement": "colocated",
+    "pin_cores": True,
+    "generator": GeneratorConfig(replicas=2, tensor_parallel=2),
+    "trainer": TrainerConfig(data_parallel_shard=2, threads=1),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "masks"),
+    [
+        (here(), ("4", "5", "7"), ["4", "5", "7"]),
+        (
+            here(generator=SHARED["generator"], trainer=TrainerConfig(data_parallel_shard=2)),
+            "456789",
+            ["4,5", "6,7", "8,9"],
+        ),
+        (here(**SHARED), "0123", ["0,1", "2,3", "0,1"]),
+    ],
+)
+def test_each_process_gets_devices_of_the_mask_of_its_own_unless_they_are_colocated(
+    config: RunConfig, devices: Sequence[str], masks: list[str]
+) -> None:
+    plan = plan_processes(config, devices=devices)
+    assert plan.trainer is not None
+    groups = (*plan.replicas, plan.trainer)
+    assert [process_environment(group)["CUDA_VISIBLE_DEVICES"] for group in groups] == masks
+    assert f"replica1: {plan.replicas[1].ranks} process" in plan.describe()
+    assert len({group.seed for group in plan.replicas}) == 2
+
+
+def test_pinned_processes_get_cores_and_the_controller_stays_off_the_trainers() -> None:
+    plan = plan_processes(here(pin_cores=True), cores=[0, 1, 2, 3, 4])
+    assert plan.trainer is not None
+    assert [group.cores for group in (*plan.replicas, plan.trainer)] == [(0,), (1,), (2, 3)]
+    assert plan.controller_cores == (0, 1, 4)
+    unpinned = plan_processes(here(), cores=[0, 1])
+    assert unpinned.trainer is not None
+    assert unpinned.trainer.cores == unpinned.controller_cores == ()
+    shared = plan_processes(here(**SHARED), cores=range(5))
+    assert shared.trainer is not None
+    assert [group.cores for group in (*shared.replicas, shared.trainer)] == [
+        (0, 1),
+        (2, 3),
+        (0, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "num_cores", "wait_policy"),
+    [(0, 2, None), (1, 2, "passive"), (1, 4, None), (0, 1, "passive")],
+)
+def test_threads_sleep_while_they_wait_where_more_compute_at_once_than_there_are_cores(
+    staleness: int, num_cores: int, wait_policy: str | None
+) -> None:
+    config = here(schedule=ScheduleConfig(staleness=staleness))
+    plan = plan_processes(config, cores=range(num_cores))
+    assert plan.trainer is not None
+    for group in (*plan.replicas, plan.trainer):
+        assert process_environment(group).get("OMP_WAIT_POLICY") == wait_policy
+    assert plan.shares_cores == (num_cores < 4)
+
+
+@pytest.mark.parametrize("devices", ["", "012"])
+def test_a_trainer_on_the_cpu_keeps_the_memory_of_its_tensors(devices: str) -> None:
+    plan = plan_processes(here(), devices=devices, cores=range(2))
+    assert plan.trainer is not None
+    groups = (*plan.replicas, plan.trainer)
+    keeps = ["MALLOC_MMAP_MAX_" in process_environment(group) for group in groups]
+    assert keeps == [False, False, not devices]
+    assert plan.shares_cores == (not devices)

@@ -5,6 +5,15 @@ that shape the data or the meaning of what is saved must be the same; all others
 what changed is said. A field in neither list counts as one that must be the same.
 
 `docs/training.md` has a table of both kinds.
+
+``manifest.json``: size and checksum of each file that a run, or an evaluation, has left behind.
+
+Invariants: it is written when the folder does not change any more, and removed before it changes
+again; it is there whole or not at all. So a folder without it belongs to a run that goes on or was
+killed. A checkpoint is listed by its marker, which lists its files.
+
+A digest of all of a policy, its weights included: what two hosts, or two evaluations, must have
+alike. (`policy_fingerprint`, by which a run knows its own policy again, reads little of them.)
 """
 
 from __future__ import annotations
@@ -13,11 +22,27 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import os
+import zlib
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.run_folder import IDENTITY_FILE, SETTINGS_FILE
+from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.files import replace_file
+from torchtitan_rl.launch.lease import lock_errors
+from torchtitan_rl.orchestration.saved_run import read_position
+from torchtitan_rl.training.checkpoint_files import (
+    MARKER,
+    fingerprint,
+)
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
 TASK = "task"
 POLICY = "policy.fingerprint"
@@ -31,7 +56,7 @@ _MAY_CHANGE = (
     "generator",
     "rollout.step_timeout_s",
     "rollout.rollout_timeout_s",
-    "schedule.in_flight",
+    "schedule.during_training",
     "schedule.max_empty_batches",
     "schedule.report_wait_s",
     "schedule.max_wait_s",
@@ -39,8 +64,8 @@ _MAY_CHANGE = (
     "trainer.data_parallel_replicate",
     "trainer.data_parallel_shard",
     "trainer.tensor_parallel",
-    "trainer.row_len",
-    "trainer.rows_per_microbatch",
+    "trainer.max_episode_tokens",
+    "trainer.max_tokens_per_microbatch",
     "trainer.share_prefixes",
     "trainer.activation_checkpointing",
     "trainer.compile",
@@ -60,6 +85,7 @@ _MAY_CHANGE = (
     "launch",
 )
 _MUST_STAY = ("endpoint.tool_call_parser", "endpoint.reasoning_parser", "endpoint.chat_template")
+_OLD_SHARE = "schedule.window"
 _NOT_COMPARED = ("name", "output_dir", "checkpoint.resume", "policy.checkpoint")
 _POLICY_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
@@ -224,3 +250,195 @@ def _plain(value: Any) -> Any:
         return json.loads(json.dumps(value, default=_function_name))
     except (TypeError, ValueError):
         return repr(value)
+
+
+MANIFEST = "manifest.json"
+_LISTED = (
+    IDENTITY_FILE,
+    SETTINGS_FILE,
+    "results.json",
+    "metrics*.jsonl",
+    "**/rollouts*.jsonl",
+    "journal.sqlite",
+    f"checkpoints/*/{MARKER}",
+    "policy/**/*",
+)
+FIXES = {
+    "policy/": "restore it, or remove policy/ and resume the run, which exports it again",
+    "checkpoints/": "restore the checkpoint; resumed without it, a run continues from an older one",
+}
+_FIX = "restore it from a copy"
+
+
+def write_manifest(folder: Path) -> None:
+    """
+    Raises:
+        OSError: a file cannot be read, or the manifest cannot be written.
+    """
+    files = {name: asdict(fingerprint(folder / name)) for name in _listed(folder)}
+    document = {"files": files, "crc32": _checksum(files)}
+    replace_file(folder / MANIFEST, json.dumps(document, indent=2).encode() + b"\n")
+
+
+def remove_manifest(folder: Path) -> None:
+    """
+    Raises:
+        OSError: it cannot be removed.
+    """
+    (folder / MANIFEST).unlink(missing_ok=True)
+
+
+def compare_with_manifest(folder: Path) -> tuple[int, list[str]]:
+    """The number of files in the manifest, and a line for each one that is not as it was left;
+    (0, []) where there is none.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    try:
+        document = json.loads((folder / MANIFEST).read_bytes())
+        files: dict[str, Any] = document["files"]
+        if document["crc32"] != _checksum(files):
+            raise ValueError("wrong checksum")
+    except FileNotFoundError:
+        return 0, []
+    except (ValueError, KeyError, TypeError) as error:
+        return 0, [f"{MANIFEST} is damaged ({error!r}): {_FIX}"]
+    found = _listed(folder)
+    errors = [f"{name} was added after the end: remove it" for name in found if name not in files]
+    for name, record in files.items():
+        fix = next((fix for start, fix in FIXES.items() if name.startswith(start)), _FIX)
+        if name not in found:
+            errors.append(f"{name} was removed after the end: {fix}")
+        elif asdict(fingerprint(folder / name)) != record:
+            errors.append(f"{name} was changed after the end: {fix}")
+    return len(files), errors
+
+
+def _listed(folder: Path) -> list[str]:
+    paths = {path for pattern in _LISTED for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def _checksum(files: Any) -> int:
+    return zlib.crc32(json.dumps(files).encode())
+
+
+LEAST_BYTES_PER_S = 200 << 20  # what the storage of weights is trusted to read
+
+
+def policy_digest(policy_dir: Path) -> str:
+    """Reads whole weight files, about 5 GB/s where they are in memory; each once in a process,
+    unless it changes.
+
+    Raises:
+        OSError, ValueError: the policy's files cannot be read.
+    """
+    digest = hashlib.sha256(policy_fingerprint(policy_dir).encode())
+    for path in weight_files(policy_dir):
+        found = path.stat()
+        digest.update(_file_digest(os.path.realpath(path), found.st_size, found.st_mtime_ns))
+    return digest.hexdigest()
+
+
+def digest_limit_s(policy_dir: Path) -> float:
+    """How long that may take on another host.
+
+    Raises:
+        OSError: the policy's files cannot be read.
+    """
+    return sum(path.stat().st_size for path in weight_files(policy_dir)) / LEAST_BYTES_PER_S
+
+
+@lru_cache(maxsize=1024)
+def _file_digest(path: str, size: int, mtime_ns: int) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()
+
+
+def compare_with_saved(
+    config: RunConfig, identity: dict[str, Any]
+) -> tuple[ResumePoint | None, list[str], list[str]]:
+    """What the run's folder holds to be resumed, and errors and notes of a comparison with it."""
+    run_dir = config.run_dir
+    if held := lock_errors(run_dir):
+        return None, held, []
+    saved = find_resume_point(run_dir) if config.checkpoint.resume else None
+    if saved is None:
+        return None, [], []
+    before, notes = dict(saved.identity or {}), []
+    if _OLD_SHARE in before:  # of a run of the last release
+        before.setdefault("schedule.max_overtaking_share", before.pop(_OLD_SHARE))
+    if not before:
+        notes.append(f"{run_dir} does not say what the run was: its configuration is not compared")
+    if changes := resume_changes(before, identity):
+        notes.append(f"changed since the checkpoint: {', '.join(changes)}")
+    if is_complete(saved, config):
+        notes.append(
+            f"{run_dir} is complete: all {saved.step} steps are done; give more by --num-steps"
+        )
+    return saved, [*resume_errors(before, identity), *step_errors(saved.step, config)], notes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """``checkpoint`` is the newest complete one; ``identity`` is None where none was saved."""
+
+    checkpoint: Path | None
+    step: int
+    version: int = 0
+    evaluated_step: int | None
+    identity: dict[str, Any] | None
+
+
+def find_resume_point(run_dir: Path) -> ResumePoint | None:
+    """None where there is nothing to resume. Changes nothing."""
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    launched = _read_identity(run_dir / IDENTITY_FILE)
+    for step in reversed(directory.steps()):
+        try:
+            position = read_position(directory.path(step))
+        except CheckpointError:  # it was removed or damaged just now
+            continue
+        return ResumePoint(
+            checkpoint=directory.path(step),
+            step=step,
+            version=position.version,
+            evaluated_step=position.evaluated_step,
+            identity=dict(position.identity) or launched,
+        )
+    if launched is None:
+        return None
+    return ResumePoint(checkpoint=None, step=0, evaluated_step=None, identity=launched)
+
+
+def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
+    """All or nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    replace_file(run_dir / IDENTITY_FILE, json.dumps(identity, indent=2).encode() + b"\n")
+
+
+def is_complete(saved: ResumePoint, config: RunConfig) -> bool:
+    """Whether nothing is left to do: all steps, the last evaluation, the export, and the list of
+    all files. A run in which no step trained is never complete."""
+    if saved.checkpoint is None or saved.step < config.num_steps or saved.version == 0:
+        return False
+    if not (config.run_dir / MANIFEST).is_file():
+        return False
+    if not config.checkpoint.export_hf:
+        return config.evaluation.num_problems == 0 or saved.evaluated_step == saved.step
+    exported = config.run_dir / "policy" / "config.json"  # written after the last checkpoint
+    return exported.is_file() and (
+        exported.stat().st_mtime >= (saved.checkpoint / MARKER).stat().st_mtime
+    )
+
+
+def _read_identity(path: Path) -> dict[str, Any] | None:
+    try:
+        identity = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return identity if isinstance(identity, dict) else None

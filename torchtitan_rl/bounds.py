@@ -1,0 +1,62 @@
+"""The values that a field of a configuration may have, as annotations that pydantic checks.
+
+`config.checks.field_errors` checks them. Configurations are plain dataclasses, so that they can be
+built, changed and read from a file first, and all errors are reported together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Interval
+
+MAX_SECONDS = 1e7  # four months; beyond some centuries Python's own waits overflow
+MAX_COUNT = 2**31 - 1
+MAX_FLOAT = 1e30  # float32 has 3e38
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A condition on a value of the right type, and the fix that its error message names."""
+
+    holds: Callable[[Any], bool]
+    fix: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        from pydantic_core import PydanticCustomError, core_schema  # which loads slowly
+
+        def check(value: Any) -> Any:
+            if not self.holds(value):
+                raise PydanticCustomError("check", "{fix}", {"fix": self.fix})
+            return value
+
+        return core_schema.no_info_after_validator_function(check, handler(source))
+
+
+def is_line(text: object) -> bool:
+    """Whether a text or path prints on one line; an empty one does not count."""
+    return bool(str(text).strip()) and str(text).isprintable()
+
+
+NAMED = Check(is_line, "give one line of text, not empty, without control characters")
+"""For texts and paths that must be there."""
+OPTIONAL = Check(lambda text: text == "" or is_line(text), "give one line of text, or '' for none")
+"""For texts that may be empty."""
+
+Count = Annotated[int, Interval(ge=0, le=MAX_COUNT)]
+Positive = Annotated[int, Interval(ge=1, le=MAX_COUNT)]
+Tokens = Annotated[int, Interval(ge=1, le=1 << 24)]
+Ranks = Annotated[int, Interval(ge=1, le=4096)]
+Threads = Annotated[int, Interval(ge=1, le=1024)]
+Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
+Seconds = Annotated[float, Interval(ge=0.01, le=MAX_SECONDS)]  # some waits look that often
+LongSeconds = Annotated[float, Interval(ge=1.0, le=MAX_SECONDS)]
+Share = Annotated[float, Interval(ge=0.0, le=1.0)]
+PositiveShare = Annotated[float, Interval(gt=0.0, le=1.0)]
+ShareBelowOne = Annotated[float, Interval(ge=0.0, lt=1.0)]
+Weight = Annotated[float, Interval(ge=0.0, le=MAX_FLOAT)]
+PositiveFloat = Annotated[float, Interval(gt=0.0, le=MAX_FLOAT)]
+Name = Annotated[str, NAMED]
+OptionalName = Annotated[str, OPTIONAL]

@@ -1,0 +1,471 @@
+"""All checks of a run's configuration: one message per error, before a process starts.
+
+Each message names the field, its value and the fix, and a user sees all of them at once:
+`field_errors` checks each field alone; on a configuration without such errors `find_errors` checks
+what must hold between fields, and with the policy and the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from torchtitan_rl.agents.task import AgentTask, agent_errors
+from torchtitan_rl.config.endpoint import endpoint_errors
+from torchtitan_rl.config.machine import HostFacts, MachineFacts, device_of
+from torchtitan_rl.config.model import PolicyFacts
+from torchtitan_rl.config.room import host_errors, launch_errors, machine_errors
+from torchtitan_rl.config.run import RunConfig, has_hosts
+from torchtitan_rl.config.run_folder import path_errors
+from torchtitan_rl.environments.mcp import STARTS_PER_CORE, McpServer, McpTask, parts_of
+from torchtitan_rl.environments.open_env import OpenEnvTask
+from torchtitan_rl.errors import ConfigError, TorchtitanRLError
+from torchtitan_rl.functions import load_function
+from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.generation.decision import kv_policy_errors
+from torchtitan_rl.orchestration.capacity import capacity_errors
+from torchtitan_rl.rollout.advantages import ADVANTAGE_KINDS, turn_advantages
+from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.task import Task
+from torchtitan_rl.serving.config import Keys
+from torchtitan_rl.training.config import LossConfig
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    Rollout,
+    RolloutStatus,
+    Turn,
+    VersionRun,
+)
+
+# The smallest block that vLLM's CPU attention supports; it reads whole blocks. Compared with vLLM's
+# 128 tokens, the tiny policy decodes 15 % faster and 135M as fast, and prompts of more than 32
+# tokens share prefixes.
+CPU_BLOCK_TOKENS = 32
+_STEP_TOKENS = 4096
+
+_NOT_STUCK = ", or it ends work that is not stuck"
+_ORDERED = (  # field, relation, fields, reason
+    ("rollout.max_total_tokens", "<=", ("generator.max_model_len",), ""),
+    (
+        "rollout.sampling.max_tokens_per_turn",
+        "<",
+        ("rollout.max_total_tokens",),
+        ", prompt included",
+    ),
+    ("rollout.overlong.buffer_tokens", "<=", ("rollout.sampling.max_tokens_per_turn",), ""),
+    (
+        "trainer.max_episode_tokens",
+        ">=",
+        ("rollout.max_total_tokens",),
+        ", so that every episode fits",
+    ),
+    ("trainer.max_tokens_per_microbatch", ">=", ("trainer.max_episode_tokens",), ""),
+    (
+        "trainer.updates_per_batch",
+        "<=",
+        ("rollout.groups_per_step",),
+        ", for a minibatch has whole groups",
+    ),
+    ("rollout.step_timeout_s", "<=", ("rollout.rollout_timeout_s",), ""),
+    ("generator.request_timeout_s", "<=", ("rollout.rollout_timeout_s",), ""),
+    ("weight_sync.lag_timeout_s", "<=", ("weight_sync.timeout_s",), ""),
+    (
+        "schedule.max_wait_s",
+        ">",
+        ("schedule.report_wait_s", "rollout.rollout_timeout_s", "weight_sync.timeout_s"),
+        _NOT_STUCK,
+    ),
+)
+_RELATIONS = {
+    "<=": (operator.le, "at most"),
+    "<": (operator.lt, "less than"),
+    ">=": (operator.ge, "at least"),
+    ">": (operator.gt, "more than"),
+}
+
+
+def check_fields(config: Any) -> None:
+    """
+    Raises:
+        ConfigError: fields of ``config`` have wrong values; with all of them.
+    """
+    if errors := field_errors(config):
+        raise ConfigError(list(errors.values()))
+
+
+def field_errors(config: Any, prefix: str = "") -> dict[str, str]:
+    """One message per wrong field, by its dotted name, nested configurations included. With the
+    prefix ``--``, names are those of command-line options.
+
+    The annotations of a field's type are its bounds. Numbers must be finite everywhere, also in a
+    task, whose other values `Task.errors` checks.
+    """
+    from pydantic import ValidationError  # which loads slowly
+
+    errors: dict[str, str] = {}
+    kind: Any = type(config)
+    for field, adapter in _adapters(kind).items():
+        name, value = f"{prefix}{field}", getattr(config, field)
+        try:
+            adapter.validate_python(value)
+        except ValidationError as error:
+            if prefix == "--":
+                name = name.replace("_", "-")
+            fixes = dict.fromkeys(
+                one["msg"]
+                .replace("Input should be", "it must be")
+                .replace("Field required", "it must have more items")
+                for one in error.errors()
+            )
+            errors[name] = f"{name} is {_shown(value)}: {' or '.join(fixes)}"
+            continue
+        parts = value if isinstance(value, dict) else {"": value}
+        for part, one in parts.items():
+            if dataclasses.is_dataclass(one) and not isinstance(one, type):
+                errors |= field_errors(one, f"{name}.{part}." if part else f"{name}.")
+    return errors
+
+
+@functools.cache
+def _adapters(kind: Any) -> dict[str, Any]:
+    """The pydantic validator of each field."""
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter
+    from pydantic_core import SchemaValidator, core_schema
+
+    strict = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+    names = [field.name for field in dataclasses.fields(kind)]
+    try:
+        hints = get_type_hints(kind, include_extras=True)
+    except NameError:  # a task whose types are imported for type checkers only
+        hints = dict.fromkeys(names, Any)
+    adapters: dict[str, Any] = {}
+    for name in names:
+        hint = hints[name]
+        try:
+            if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+                adapters[name] = SchemaValidator(core_schema.is_instance_schema(hint))
+            else:
+                adapters[name] = TypeAdapter(hint, config=strict)
+        except PydanticUserError:  # a type of a task that pydantic does not know
+            adapters[name] = TypeAdapter(Any)
+    return adapters
+
+
+def _shown(value: Any) -> str:
+    text = str(value) if isinstance(value, int | float | Path) else repr(value)
+    return text if text.isprintable() else repr(text)
+
+
+def find_errors(
+    config: RunConfig,
+    policy: PolicyFacts | None,
+    machine: MachineFacts,
+    keys: Keys | None = None,
+) -> list[str]:
+    """Every contradiction in ``config``, whose fields are right on their own, for this policy on
+    this machine; empty where it can start.
+
+    Without a policy, what depends on it is not checked. Nor are the task with its problems
+    (`problems.py`), and the hosts of a run on several (`errors_on_hosts`).
+    """
+    rollout, schedule, trainer = config.rollout, config.schedule, config.trainer
+    capacity = capacity_errors(
+        groups_per_step=rollout.groups_per_step,
+        staleness=schedule.staleness,
+        max_share=schedule.max_overtaking_share,
+    )
+    errors = [*capacity, *_relation_errors(config), *_limit_errors(config.task, rollout)]
+    on_hosts = has_hosts(config.launch)
+    if policy is not None:
+        errors += head_errors("trainer.tensor_parallel", trainer.tensor_parallel, policy)
+        if not on_hosts:
+            is_on_cpu = not machine.cuda_devices
+            errors += generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
+    errors += launch_errors(config)
+    if not capacity:
+        errors += machine_errors(config, policy, machine)
+    errors += loss_errors(
+        trainer.loss, staleness=schedule.staleness, updates=trainer.updates_per_batch
+    )
+    errors += advantage_errors(rollout)
+    errors += kv_policy_errors(
+        resets=config.weight_sync.reset_prefix_cache_on_pull,
+        recomputes=config.weight_sync.recompute_running_on_pull,
+        drains=config.weight_sync.mode == "drain",
+    )
+    if config.endpoint.enabled:
+        errors += endpoint_errors(config.endpoint, keys or Keys.of())
+    if isinstance(config.task, AgentTask) and not capacity:
+        errors += agent_errors(config.task, config.endpoint, num_rollouts=config.max_rollouts)
+    return errors + path_errors(config)
+
+
+def errors_on_hosts(
+    config: RunConfig, policy: PolicyFacts | None, hosts: Sequence[HostFacts]
+) -> list[str]:
+    """Whether the run fits on its hosts, if it has several; `find_errors` finds the rest."""
+    is_on_cpu = device_of(hosts) == "cpu"
+    errors = (
+        [] if policy is None else generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
+    )
+    return errors + host_errors(config, policy, hosts)
+
+
+def _relation_errors(config: RunConfig) -> list[str]:
+    """One message per field."""
+    ordered = list(_ORDERED)
+    if isinstance(config.task, AgentTask):
+        ordered.append(("endpoint.session_timeout_s", ">", ("rollout.step_timeout_s",), _NOT_STUCK))
+    errors = []
+    for name, relation, others, reason in ordered:
+        holds, words = _RELATIONS[relation]
+        value = attrgetter(name)(config)
+        bounds = {other: attrgetter(other)(config) for other in others}
+        broken = [
+            f"{other} ({bound})"
+            for other, bound in bounds.items()
+            if value is not None and not holds(value, bound)
+        ]
+        if broken:
+            errors.append(f"{name} is {value}: give {words} {' and '.join(broken)}{reason}")
+    for name in ("max_episode_tokens", "max_tokens_per_microbatch"):
+        tokens, ranks = getattr(config.trainer, name), config.trainer.tensor_parallel
+        if tokens % ranks:
+            errors.append(
+                f"trainer.{name} is {tokens}: give a multiple of trainer.tensor_parallel ({ranks})"
+            )
+    if config.is_colocated and config.evaluation.reserves_replica:
+        errors.append(
+            "evaluation.placement is reserved: with placement colocated nothing is generated "
+            "alongside training; give shared"
+        )
+    elif config.evaluation.reserves_replica and config.generator.replicas < 2:
+        errors.append(
+            "evaluation.placement is reserved: give at least 2 generator.replicas, or shared"
+        )
+    if (
+        config.is_colocated
+        and config.weight_sync.transport == "rdma"
+        and not has_hosts(config.launch)
+    ):
+        errors.append(
+            "weight_sync.transport is rdma: with placement colocated trainer and replicas are on "
+            "one machine; give shared_memory or auto"
+        )
+    return errors
+
+
+def _limit_errors(task: Task, rollout: RolloutConfig) -> list[str]:
+    """Servers of a task must answer within a step of the environment."""
+    errors = []
+    for name, part in parts_of(task):
+        limits: tuple[str, ...] = ()
+        if isinstance(part, McpServer):
+            limits = ("start_timeout_s", "call_timeout_s")
+        elif isinstance(part, OpenEnvTask):
+            limits = ("connect_timeout_s",)
+        errors += [
+            f"{name}.{limit} is {value}: give less than rollout.step_timeout_s "
+            f"({rollout.step_timeout_s})"
+            for limit in limits
+            if (value := getattr(part, limit)) >= rollout.step_timeout_s
+        ]
+    return errors
+
+
+def start_notes(
+    task: Task, *, step_timeout_s: float, num_rollouts: int, num_cores: int
+) -> list[str]:
+    """A warning for each task whose MCP servers, started for ``num_rollouts`` rollouts at once, may
+    not be ready within a step."""
+    at_once = STARTS_PER_CORE * num_cores
+    notes = []
+    for name, part in parts_of(task):
+        servers = part.servers.values() if isinstance(part, McpTask) else ()
+        starts = [one.start_timeout_s for one in servers if one.command and not one.shared]
+        number = num_rollouts * len(starts)
+        rounds = math.ceil(number / at_once)
+        if rounds * max(starts, default=0.0) > step_timeout_s:
+            notes.append(
+                f"warning: {name}.servers: {num_rollouts} rollouts at once start {number} servers, "
+                f"{at_once} at a time: where a start takes more than "
+                f"{step_timeout_s / rounds:.2g} s, the last ones are not there within "
+                f"rollout.step_timeout_s ({step_timeout_s:g} s) and their rollouts fail; raise "
+                "that, share servers without state (shared), or, if each start takes less, say so "
+                "by start_timeout_s"
+            )
+    return notes
+
+
+def step_tokens(generator: GeneratorConfig) -> int:
+    """Tokens that one step of an engine takes at most. Prompts are never cut into chunks."""
+    return max(_STEP_TOKENS, generator.max_model_len)
+
+
+def generator_errors(
+    generator: GeneratorConfig, policy: PolicyFacts, *, is_on_cpu: bool
+) -> list[str]:
+    """What must hold between its fields, and with the policy: one message per error. Devices and
+    memory are not looked at."""
+    errors = head_errors("generator.tensor_parallel", generator.tensor_parallel, policy)
+    if generator.heartbeat_s * 2 > generator.collective_timeout_s:
+        errors.append(
+            f"generator.heartbeat_s is {generator.heartbeat_s}: give at most half of "
+            f"generator.collective_timeout_s ({generator.collective_timeout_s}), or idle "
+            "ranks time out"
+        )
+    if generator.max_model_len > policy.max_positions:
+        errors.append(
+            f"generator.max_model_len is {generator.max_model_len}: the policy has "
+            f"{policy.max_positions} positions; give at most that"
+        )
+    elif is_on_cpu:
+        errors += _cache_errors(generator, policy)
+    if generator.max_running_requests > (most := step_tokens(generator)):
+        errors.append(
+            f"generator.max_running_requests is {generator.max_running_requests}: a step of an "
+            f"engine takes {most} tokens, one or more of each request; give at most that"
+        )
+    return errors
+
+
+def _cache_errors(generator: GeneratorConfig, policy: PolicyFacts) -> list[str]:
+    """Whether the KV cache of a rank holds one request of the full length."""
+    blocks = math.ceil(generator.max_model_len / CPU_BLOCK_TOKENS) + 1  # vLLM keeps one to itself
+    values = blocks * CPU_BLOCK_TOKENS * policy.kv_values_per_token
+    needed = 4 * math.ceil(values / generator.tensor_parallel)  # float32
+    if generator.kv_cache_bytes >= needed:
+        return []
+    return [
+        f"generator.kv_cache_bytes is {generator.kv_cache_bytes}: one request of "
+        f"generator.max_model_len ({generator.max_model_len}) tokens takes {needed}; give at least "
+        "that, better many times as much"
+    ]
+
+
+def head_errors(name: str, degree: int, policy: PolicyFacts) -> list[str]:
+    """Whether the policy's heads can be split over ``degree`` ranks."""
+    if degree <= 0 or not (policy.num_heads % degree or policy.num_kv_heads % degree):
+        return []
+    return [
+        f"{name} is {degree}: give a divisor of the policy's {policy.num_heads} heads and "
+        f"{policy.num_kv_heads} key/value heads"
+    ]
+
+
+def loss_errors(config: LossConfig, *, staleness: int, updates: int = 1) -> list[str]:
+    """One message per error: field, value, fix. ``staleness`` is `ScheduleConfig.staleness`,
+    ``updates`` is `TrainerConfig.updates_per_batch`."""
+    return [
+        *_corrections(config, staleness, updates),
+        *_lengths(config),
+        *_function(config, updates),
+    ]
+
+
+def advantage_errors(config: RolloutConfig) -> list[str]:
+    """One message per error: field, value, fix."""
+    errors = []
+    for name in ("turn_discount", "final_reward_weight"):
+        value = getattr(config, name)
+        if config.credit == "outcome" and value != 1.0:
+            errors.append(
+                f"rollout.{name} is {value}: rollout.credit outcome does not read it; give 1, or "
+                "rollout.credit turn"
+            )
+    if config.credit == "turn" and not config.final_reward_weight and config.overlong.buffer_tokens:
+        errors.append(
+            "rollout.final_reward_weight is 0: the penalty of rollout.overlong.buffer_tokens is "
+            "taken off the reward that it weighs; give a weight, or 0 tokens"
+        )
+    if config.advantage not in ADVANTAGE_KINDS:
+        try:
+            load_function(config.advantage)
+            for size in (1, 3):  # what is left where siblings fail
+                siblings = [_made_rollout(number) for number in range(size)]
+                turn_advantages(siblings, replace(config, credit="outcome"))
+        except TorchtitanRLError as error:
+            kinds = ", ".join(ADVANTAGE_KINDS)
+            errors.append(f"rollout.advantage is {config.advantage!r}: {error}; or {kinds}")
+    return errors
+
+
+def _made_rollout(number: int) -> Rollout:
+    completion = Completion(
+        request_id=f"made/r{number}/t0",
+        token_ids=(number,),
+        logprobs=(-1.0,),
+        version_runs=(VersionRun(0, 0),),
+        finish_reason=FinishReason.STOP,
+    )
+    return Rollout(
+        rollout_id=f"made/r{number}",
+        group_id="made",
+        problem_id="made",
+        turns=(Turn(prompt_token_ids=(0,), completion=completion),),
+        status=RolloutStatus.COMPLETED,
+        reward=number / 2,
+    )
+
+
+def _function(config: LossConfig, updates: int) -> list[str]:
+    if not config.function:
+        return []
+    from torchtitan_rl.training.losses.contract import loss_problem  # torch takes seconds
+
+    try:
+        problem = loss_problem(load_function(config.function), config, updates)
+    except ConfigError as error:
+        problem = str(error)
+    return [f"trainer.loss.function is {config.function!r}: {problem}"] if problem else []
+
+
+def _corrections(config: LossConfig, staleness: int, updates: int) -> list[str]:
+    errors = []
+    if config.proximal_policy == "behaviour" and config.importance_weight != "none":
+        errors.append(
+            f"trainer.loss.importance_weight is {config.importance_weight}: with "
+            "trainer.loss.proximal_policy behaviour the ratio already is policy / behaviour, and a "
+            "weight would correct twice; give none, or trainer.loss.proximal_policy recomputed"
+        )
+    if config.proximal_policy == "interpolated" and staleness == 0:
+        errors.append(
+            "trainer.loss.proximal_policy is interpolated: with schedule.staleness 0 no version "
+            "lies between behaviour and policy; give recomputed or behaviour"
+        )
+    elif config.proximal_policy != "behaviour" and config.importance_weight == "none":
+        errors.append(
+            f"trainer.loss.proximal_policy is {config.proximal_policy}: without a weight nothing "
+            "corrects for the policy that sampled the tokens; give importance_weight token or "
+            "sequence, or proximal_policy behaviour"
+        )
+    if config.proximal_policy == "recomputed" and config.ratio == "sequence" and updates == 1:
+        errors.append(
+            "trainer.loss.ratio is sequence: with proximal_policy recomputed every ratio is 1 and "
+            "the choice would do nothing; give token, or importance_weight sequence for a "
+            "sequence-level correction"
+        )
+    return errors
+
+
+def _lengths(config: LossConfig) -> list[str]:
+    if config.aggregation == "constant" and config.constant_length < 1:
+        return [
+            f"trainer.loss.constant_length is {config.constant_length}: "
+            "trainer.loss.aggregation constant divides by it; give the longest response in tokens, "
+            "rollout.max_total_tokens for one"
+        ]
+    if config.aggregation != "constant" and config.constant_length != 0:
+        return [
+            f"trainer.loss.constant_length is {config.constant_length}: "
+            f"trainer.loss.aggregation {config.aggregation} does not read it; give 0, or constant"
+        ]
+    return []

@@ -1,0 +1,456 @@
+"""Whether a run fits on its machine, or on its hosts: devices, cores, memory, files, and room for
+published weights. Also whether the hosts of a run are named rightly.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+
+from torchtitan_rl.agents.task import AgentTask
+from torchtitan_rl.config.machine import (
+    MIG,
+    HostFacts,
+    MachineFacts,
+    count,
+    device_of,
+    host_name,
+    made_up_hosts,
+)
+from torchtitan_rl.config.model import PolicyFacts
+from torchtitan_rl.config.placement import NoRoomError, Placement, place
+from torchtitan_rl.config.plan import ProcessPlan, threads_on_hosts
+from torchtitan_rl.config.run import LaunchConfig, RunConfig, has_hosts
+from torchtitan_rl.config.run_folder import existing_parent
+from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.launch.addresses import Address, address_errors, mixed_errors
+from torchtitan_rl.weights.shm_cleanup import HEADROOM_BYTES, SHARED_MEMORY_ROOT
+
+_OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
+MAX_THREADS_PER_CORE = 4  # on a CPU; more only take memory and switch
+_OTHER_FILES = 256  # open in the controller, whatever runs
+_FILES_PER_AGENT = 2
+_RANKS = (
+    "generator.tensor_parallel",
+    "trainer.data_parallel_replicate",
+    "trainer.data_parallel_shard",
+    "trainer.tensor_parallel",
+)
+
+
+def machine_errors(
+    config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts
+) -> list[str]:
+    """Whether this machine has devices, or on a CPU cores and memory, for a run that is not on
+    other hosts; and open files for agents."""
+    errors = []
+    if has_hosts(config.launch):
+        pass
+    elif machine.cuda_devices:
+        errors = _device_errors(config, machine.cuda_devices)
+    else:
+        errors = _thread_errors(config, machine.num_cores)
+        if policy is not None:
+            needed = sum(memory_use(config, policy).values())
+            errors += too_little_memory(config.generator, policy, needed, machine.memory_bytes)
+    limit = machine.max_open_files
+    # Agents hold connections in the controller.
+    needed = _OTHER_FILES + _FILES_PER_AGENT * config.max_rollouts
+    if isinstance(config.task, AgentTask) and limit is not None and needed > limit:
+        errors.append(
+            f"rollout.groups_per_step is {config.rollout.groups_per_step}: up to "
+            f"{config.max_rollouts} agents at once need {needed} open files, and a process may "
+            f"have {limit}; raise that (ulimit -n {needed}), or give fewer"
+        )
+    return errors
+
+
+def _thread_errors(config: RunConfig, num_cores: int) -> list[str]:
+    generator, trainer = config.generator, config.trainer
+    threads = config.together(generator.num_threads, trainer.num_threads)
+    if config.pin_cores and threads > num_cores:
+        return [
+            f"pin_cores is True: replicas and trainer compute in {threads} threads, and there are "
+            f"{num_cores} cores; give fewer threads or replicas, or --no-pin-cores"
+        ]
+    if threads <= MAX_THREADS_PER_CORE * num_cores:
+        return []
+    fields = ("generator.replicas", "generator.threads", "trainer.threads", *_RANKS)
+    return [
+        f"{_largest(config, *fields)}: replicas and trainer compute in {threads} threads "
+        f"({generator.num_ranks} generator ranks x {generator.threads} + {trainer.world_size} "
+        f"trainer ranks x {trainer.threads}), more than {MAX_THREADS_PER_CORE} for each of "
+        f"{num_cores} cores; give fewer"
+    ]
+
+
+def _largest(config: RunConfig, *names: str) -> str:
+    """Which of these fields is the largest number, with its value: the one to change."""
+    values = {name: attrgetter(name)(config) for name in names}
+    name = max(values, key=lambda name: values[name])
+    return f"{name} is {values[name]}"
+
+
+def _device_errors(config: RunConfig, devices: tuple[str, ...]) -> list[str]:
+    needed = config.together(config.generator.num_ranks, config.trainer.world_size)
+    errors = []
+    if len(devices) < needed:
+        errors.append(
+            f"{_largest(config, 'generator.replicas', *_RANKS)}: replicas and trainer need "
+            f"{needed} CUDA devices, and {_visible(devices)}; give fewer"
+        )
+    if devices[0].startswith(MIG):
+        errors += [
+            f"{name} is {ranks}: ranks that exchange data cannot each have a MIG instance; give 1, "
+            "or whole devices"
+            for name in _RANKS
+            if (ranks := attrgetter(name)(config)) > 1
+        ]
+    return errors
+
+
+def _visible(devices: tuple[str, ...]) -> str:
+    return "1 is visible" if len(devices) == 1 else f"{len(devices)} are visible"
+
+
+def serving_errors(
+    generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts
+) -> list[str]:
+    """Whether there are devices, or on a CPU memory, for replicas alone."""
+    if not machine.cuda_devices:
+        needed = generator.replicas * replica_bytes(generator, policy)
+        return too_little_memory(generator, policy, needed, machine.memory_bytes)
+    if generator.num_ranks <= len(machine.cuda_devices):
+        return []
+    return [
+        f"generator.replicas is {generator.replicas}: with generator.tensor_parallel "
+        f"{generator.tensor_parallel} they need {generator.num_ranks} CUDA devices, and "
+        f"{_visible(machine.cuda_devices)}; give fewer"
+    ]
+
+
+def memory_use(config: RunConfig, policy: PolicyFacts) -> dict[str, int]:
+    """Memory that a run on a CPU takes, in bytes, by part."""
+    return {
+        "replicas": config.generator.replicas * replica_bytes(config.generator, policy),
+        "trainer": trainer_bytes(config, policy),
+        "published weights": published_bytes(config, policy),
+    }
+
+
+def trainer_bytes(config: RunConfig, policy: PolicyFacts) -> int:
+    """Memory of a trainer on a CPU, all ranks together: four copies of the float32 weights, one
+    more for a reference policy."""
+    trainer = config.trainer
+    copies = 5 if trainer.loss.kl_coefficient > 0 else 4
+    weights = copies * trainer.data_parallel_replicate * policy.num_bytes_as("float32")
+    return weights + trainer.world_size * _OVERHEAD_BYTES
+
+
+def published_bytes(config: RunConfig, policy: PolicyFacts) -> int:
+    """Memory of the published versions, on a CPU."""
+    return config.num_published_versions * policy.num_bytes_as("float32")
+
+
+def replica_bytes(generator: GeneratorConfig, policy: PolicyFacts) -> int:
+    """Memory of one replica on a CPU. Its ranks share its weights, of which there are two copies:
+    the parameters, and packed ones."""
+    rank = generator.kv_cache_bytes + _OVERHEAD_BYTES
+    return 2 * policy.num_bytes_as("float32") + generator.tensor_parallel * rank
+
+
+def too_little_memory(
+    generator: GeneratorConfig,
+    policy: PolicyFacts,
+    needed: int,
+    memory_bytes: int,
+    *,
+    where: str = "the machine",
+) -> list[str]:
+    """The error, if all processes of a machine need more memory than it has."""
+    if needed <= memory_bytes:
+        return []
+    caches = generator.tensor_parallel * generator.kv_cache_bytes
+    name = "kv_cache_bytes" if 2 * caches > replica_bytes(generator, policy) else "replicas"
+    return [
+        f"generator.{name} is {getattr(generator, name)}: all processes need about "
+        f"{needed / 2**30:.0f} GiB and {where} has {memory_bytes / 2**30:.0f} GiB; "
+        "give fewer generator.replicas or a smaller generator.kv_cache_bytes"
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRoom:
+    """Whether there is room for the published versions: ``error`` is empty where there is, and
+    ``note`` where all of them go to shared memory."""
+
+    error: str = ""
+    note: str = ""
+
+
+def find_weight_room(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> WeightRoom:
+    """In shared memory and, where that is another file system, in the run's folder."""
+    if config.weight_sync.transport == "rdma":
+        return WeightRoom()
+    dtype = config.policy.dtype if machine.cuda_devices else "float32"
+    free: dict[Path, int] = {}
+    devices: set[int] = set()
+    for folder in (SHARED_MEMORY_ROOT, config.run_dir.absolute()):
+        parent = existing_parent(folder)
+        device = parent.stat().st_dev
+        if device not in devices:
+            free[folder] = shutil.disk_usage(parent).free
+            devices.add(device)
+    return weight_room(
+        num_versions=config.num_published_versions,
+        num_bytes=policy.num_bytes_as(dtype),
+        free=free,
+        root=SHARED_MEMORY_ROOT,
+    )
+
+
+def weight_room(
+    *, num_versions: int, num_bytes: int, free: Mapping[Path, int], root: Path
+) -> WeightRoom:
+    """Each version goes where `SharedMemoryPublisher` would put it: to ``root`` while it has room,
+    else to the other place. ``free`` has the free bytes of both."""
+    fitting = {
+        folder: min(num_versions, max(0, room - HEADROOM_BYTES) // max(1, num_bytes))
+        for folder, room in free.items()
+    }
+    places = ", ".join(f"{folder} has {room >> 20} MiB free" for folder, room in free.items())
+    what = f"{num_versions} versions of the weights, {max(1, num_bytes >> 20)} MiB each"
+    if sum(fitting.values()) < num_versions:
+        return WeightRoom(
+            error=f"weight_sync.transport is shared_memory or auto: there is no room for {what} "
+            f"({places}); free some, mount a larger {root}, or give another output_dir"
+        )
+    if fitting[root] < num_versions:
+        others = " and ".join(str(folder) for folder in free if folder != root)
+        return WeightRoom(
+            note=f"weights: {root} has room for {fitting[root]} of {what}; the others go to "
+            f"{others}"
+        )
+    return WeightRoom()
+
+
+def launch_errors(config: RunConfig) -> list[str]:
+    """What is wrong with the hosts as they are named; contacts none of them."""
+    launch = config.launch
+    errors = _host_list_errors(launch)
+    if not errors:
+        errors = [*_address_errors(launch), *_chosen_host_errors(launch)]
+    chosen, generating = launch.trainer_hosts, launch.generator_hosts
+    if config.is_colocated and chosen and generating and not {*chosen} & {*generating}:
+        errors.append(
+            f"placement is colocated: launch.trainer_hosts {chosen} and launch.generator_hosts "
+            f"{generating} have no host in common; give one of the two, or placement separate"
+        )
+    if config.pin_cores and (launch.attach or launch.hosts):
+        errors.append(
+            "pin_cores is True: cores are given out on this machine alone; with launch.attach or "
+            "launch.hosts, give --no-pin-cores"
+        )
+    return errors
+
+
+def unused_options(launch: LaunchConfig) -> list[str]:
+    """What a start does not use. No errors: torchrun's command is the same for one node."""
+    if has_hosts(launch):
+        return []
+    given = {"keys": launch.keys, "port": launch.port, "interface": launch.interface}
+    return [
+        f"launch.{name} is {str(value)!r} and is not used: the run is on this machine alone; for "
+        "several give launch.attach, or start it by torchrun"
+        for name, value in given.items()
+        if value
+    ]
+
+
+def start_errors(launch: LaunchConfig) -> list[str]:
+    """What only a dry run may have."""
+    if not launch.hosts:
+        return []
+    return [
+        f"launch.hosts is {launch.hosts!r}: these hosts are made up, for --dry-run; give "
+        "launch.attach to start"
+    ]
+
+
+def host_errors(
+    config: RunConfig, policy: PolicyFacts | None, hosts: Sequence[HostFacts]
+) -> list[str]:
+    """Whether the hosts have room for the run: devices, or on the CPU cores and memory."""
+    try:
+        placement = place(config, hosts)
+    except NoRoomError as error:
+        return [str(error)]
+    errors = _transport_errors(config, placement)
+    if all(hosts[host].address for host in placement.trainer_hosts):
+        errors += _plain_text_errors(config.launch, hosts, placement.trainer_hosts)
+    if device_of(hosts) == "cuda":
+        return errors
+    errors += _host_thread_errors(config, hosts, placement)
+    return errors + (_memory_errors(config, policy, hosts, placement) if policy else [])
+
+
+def host_notes(launch: LaunchConfig, plan: ProcessPlan) -> list[str]:
+    """What a user should know of a plan without errors: chosen hosts that it does not use, and
+    gradients in plain text, or for made-up hosts that a start between machines would be refused."""
+    trainer = plan.trainer
+    if trainer is None:
+        return []
+    used = {
+        "generator_hosts": ("replica", {group.host for group in plan.replicas}),
+        "trainer_hosts": ("trainer rank", {part.host for part in trainer.on_each_host()}),
+    }
+    notes = []
+    for name, (part, hosts) in used.items():
+        if unused := [host for host in getattr(launch, name) if host not in hosts]:
+            notes.append(
+                f"launch.{name} is {getattr(launch, name)}: no {part} is on "
+                f"{', '.join(map(host_name, unused))}"
+            )
+    far = _plain_text_between(plan.hosts, trainer.rank_hosts)
+    if far and launch.allow_plain_tcp:
+        notes.append(f"{far} exchange gradients unencrypted (launch.allow_plain_tcp)")
+    refused = _plain_text_errors(launch, plan.hosts, trainer.rank_hosts)
+    return notes + [f"a start on several machines is refused: {error}" for error in refused]
+
+
+def _plain_text_errors(
+    launch: LaunchConfig, hosts: Sequence[HostFacts], trainer_hosts: Sequence[int]
+) -> list[str]:
+    far = _plain_text_between(hosts, trainer_hosts)
+    if not far or launch.allow_plain_tcp:
+        return []
+    return [
+        f"launch.allow_plain_tcp is False: {far} would exchange gradients, which gloo and NCCL "
+        "do not encrypt; keep the trainer on one host (launch.trainer_hosts), or, where no one "
+        "else is in the network, allow it"
+    ]
+
+
+def _plain_text_between(hosts: Sequence[HostFacts], trainer_hosts: Sequence[int]) -> str:
+    """The trainer ranks whose process groups leave their machine, where the addresses do not say
+    otherwise; empty where none do."""
+    spanned = sorted(set(trainer_hosts))
+    are_near = all(
+        hosts[host].address and Address.parse(hosts[host].address).is_loopback for host in spanned
+    )
+    if len(spanned) < 2 or are_near:
+        return ""
+    return f"trainer ranks on {', '.join(map(host_name, spanned))}"
+
+
+def _host_list_errors(launch: LaunchConfig) -> list[str]:
+    if not launch.hosts:
+        return []
+    try:
+        number = len(made_up_hosts(launch.hosts))
+    except ValueError as error:
+        return [f"launch.hosts is {launch.hosts!r}: {error}"]
+    if launch.attach and number != len(launch.attach):
+        return [
+            f"launch.hosts is {launch.hosts!r}: launch.attach has "
+            f"{count(len(launch.attach), 'host')}; give as many, or one of the two"
+        ]
+    return []
+
+
+def _address_errors(launch: LaunchConfig) -> list[str]:
+    def errors_of(field: str, text: str, *, is_own: bool = False) -> list[str]:
+        return address_errors(
+            field,
+            text,
+            keys=launch.keys,
+            allow_plain_tcp=launch.allow_plain_tcp,
+            is_own=is_own,
+        )
+
+    errors = [error for text in launch.attach for error in errors_of("launch.attach", text)][:1]
+    if launch.address:
+        if not launch.attach:
+            return [
+                f"launch.address is {launch.address!r}: only workers use it; give launch.attach"
+            ]
+        errors += errors_of("launch.address", launch.address, is_own=True)
+    own = [launch.address] if launch.address else []
+    errors += mixed_errors("launch.attach" + ", launch.address" * len(own), [*launch.attach, *own])
+    if errors or launch.address:
+        return errors
+    far = [text for text in launch.attach if not Address.parse(text).is_loopback]
+    if far:
+        errors.append(
+            f"launch.address is '': {far[0]} must reach this controller; give the address of this "
+            "machine, such as tls://10.0.0.1:26600"
+        )
+    return errors
+
+
+def _chosen_host_errors(launch: LaunchConfig) -> list[str]:
+    number = len(made_up_hosts(launch.hosts)) if launch.hosts else len(launch.attach)
+    errors = []
+    for name in ("generator_hosts", "trainer_hosts"):
+        chosen = getattr(launch, name)
+        fix = ""
+        if chosen and not number:
+            fix = "the run is on this machine alone; give launch.attach"
+        elif any(host >= number for host in chosen):
+            hosts = count(number, "host")
+            fix = f"the run has {hosts}, counted from 0; give less than {number}"
+        elif len(set(chosen)) < len(chosen):
+            fix = "give each host once"
+        if fix:
+            errors.append(f"launch.{name} is {chosen}: {fix}")
+    return errors
+
+
+def _transport_errors(config: RunConfig, placement: Placement) -> list[str]:
+    transport = config.weight_sync.transport
+    are_apart = len({*placement.replica_hosts, *placement.trainer_hosts}) > 1
+    if transport == "shared_memory" and are_apart:
+        return [
+            "weight_sync.transport is shared_memory: trainer and replicas are on several hosts, "
+            "which share none; give auto or rdma"
+        ]
+    return []
+
+
+def _host_thread_errors(
+    config: RunConfig, hosts: Sequence[HostFacts], placement: Placement
+) -> list[str]:
+    generating, training = threads_on_hosts(config, placement)
+    is_colocated = config.is_colocated
+    threads = generating | training if is_colocated else generating + training
+    errors = []
+    for host, number in sorted(threads.items()):
+        if number <= MAX_THREADS_PER_CORE * hosts[host].num_cores:
+            continue
+        part = "generator" if generating[host] >= training[host] else "trainer"
+        errors.append(
+            f"{part}.threads is {getattr(config, part).threads}: {number} threads compute on "
+            f"{host_name(host)}, more than {MAX_THREADS_PER_CORE} for each of its "
+            f"{count(hosts[host].num_cores, 'core')}; give fewer, fewer processes, or more hosts"
+        )
+    return errors
+
+
+def _memory_errors(
+    config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts], placement: Placement
+) -> list[str]:
+    replicas, ranks = Counter(placement.replica_hosts), Counter(placement.trainer_hosts)
+    errors = []
+    for host, facts in enumerate(hosts):
+        needed = replicas[host] * replica_bytes(config.generator, policy)
+        needed += trainer_bytes(config, policy) * ranks[host] // config.trainer.world_size
+        if replicas[host] or ranks[host]:
+            needed += published_bytes(config, policy)
+        errors += too_little_memory(
+            config.generator, policy, needed, facts.memory_bytes, where=host_name(host)
+        )
+    return errors
