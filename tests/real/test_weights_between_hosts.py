@@ -31,11 +31,8 @@ def test_the_parts_of_two_ranks_arrive_whole_on_each_host(result: dict[str, Any]
 
 
 def test_a_host_fetches_a_version_once_for_all_its_replicas(result: dict[str, Any]) -> None:
-    first, *later = result["versions"]
-    assert first["bytes"] == [first["whole"]] * 2
-    for version in later:  # only what changed
-        assert len(version["bytes"]) == 2
-        assert max(version["bytes"]) < version["whole"]
+    for version in result["versions"]:
+        assert version["bytes"] == [version["whole"]] * 2
 
 
 def test_a_wrong_byte_is_found_and_named(result: dict[str, Any]) -> None:
