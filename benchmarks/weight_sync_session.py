@@ -23,7 +23,7 @@ from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 from torchtitan_rl.backends.monarch.weight_replicator import WeightReplicator, weight_replicator
 from torchtitan_rl.backends.specs import GeneratorSpec, TrainerSpec, WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.generation.commands import Pull, ReadStats
+from torchtitan_rl.generation.commands import AbortRequests, Pull, ReadStats
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig, TrainerConfig
@@ -185,7 +185,7 @@ async def _sync_twice(
     await replica.stage(busy)
     report = await replica.execute(Pull(busy.version))
     await asyncio.sleep(_SECONDS_OF_DECODING)
-    await replica.abort(names)
+    await replica.execute(AbortRequests(tuple(names)))
     ended: list[Completion] = await asyncio.gather(*decoding)
     for completion in ended:
         if [run.version for run in completion.version_runs] != [idle.version, busy.version]:

@@ -74,3 +74,10 @@ def test_no_import_cycle_between_modules() -> None:
     known = modules()
     graph = {module: set(imports(path, known)) - {module} for module, path in known.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(known)
+
+
+def test_a_module_that_is_also_a_command_defines_all_before_it_runs() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        earlier = ast.parse(path.read_text()).body[:-1]
+        tests = [ast.unparse(node.test) for node in earlier if isinstance(node, ast.If)]
+        assert "__name__ == '__main__'" not in tests, path

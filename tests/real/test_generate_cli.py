@@ -72,4 +72,4 @@ def test_wrong_options_are_named_before_an_engine_is_built(
     arguments = [word for name, path in names.items() for word in (f"--{name}", path)]
     assert main(["generate", *arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in errors] == ["model", "input", "output"]
+    assert [line.split()[1] for line in errors] == ["--model", "--input", "--output"]

@@ -255,10 +255,6 @@ def _answer(
     return format_completion(line.name, completion, decode), len(completion.token_ids)
 
 
-if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
-
-
 _FLOATS = ("temperature", "top_p", "min_p")
 _INTEGERS = ("max_tokens", "top_k", "min_tokens", "seed")
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
@@ -403,3 +399,7 @@ def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise InvalidRequestError(f"{field} = {value!r}: use a list of integers")
     return tuple(value)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

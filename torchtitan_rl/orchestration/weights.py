@@ -59,6 +59,7 @@ class WeightDelivery:
         self._evaluator = evaluator
         self._devices = devices
         self._queue: asyncio.Queue[PublishedStep] = asyncio.Queue()
+        self._last_put = -1  # number of the newest queued step
         self._num_open = 1  # queued and running steps, and the evaluation before the first
         self._has_failed = False
         self._needed: dict[int, PublishedStep] = {}  # by version: the last step that needs it
@@ -88,6 +89,7 @@ class WeightDelivery:
     def put(self, step: PublishedStep) -> None:
         """Queue a step whose weights, if any, have just been published."""
         self._num_open += 1
+        self._last_put = step.step
         if step.handle is None and self._newest is not None and self.needs_evaluation(step.step):
             step = replace(step, handle=self._newest.handle)  # it has not been synced yet
         if step.handle is not None:
@@ -114,8 +116,9 @@ class WeightDelivery:
         """
         try:
             # A step that was taken before this task began is queued, and is evaluated in its turn.
-            if self._queue.empty() and self._evaluator.is_due(self._state.step):
-                await self._evaluator.start(self._state.step, self._state.version)
+            step = self._state.step
+            if step != self._last_put and self._evaluator.is_due(step):
+                await self._evaluator.start(step, self._state.version)
             if self._initial is not None:
                 self._release(self._initial)
             while True:
