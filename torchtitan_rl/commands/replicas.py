@@ -88,7 +88,7 @@ class Replicas:
 
     async def use(self, directory: Path) -> Generation:
         """Serve a model. One that differs from the model before in its weights alone is loaded into
-        the same engines; for others the processes start anew.
+        the same engines; for others new processes start.
 
         Raises:
             EndpointLostError, ReplicaError, DeadlineError: they did not start.

@@ -18,7 +18,7 @@ from torchtitan_rl.serving.config import EndpointConfig
 
 _T = TypeVar("_T")
 
-# glibc maps each block of over 32 MB anew, whatever its threshold: a seventh of the time of a step
+# glibc maps each block of over 32 MB again at any threshold: a seventh of the time of a step
 # whose microbatches are large.
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 

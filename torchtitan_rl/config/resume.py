@@ -171,12 +171,12 @@ def _error(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> s
     if name == POLICY:
         return (
             "policy.checkpoint holds another model than the run began with; give that one, or "
-            "another name to start anew"
+            "another name to start a new run"
         )
     now, before = _around_difference(str(current[name]), str(saved[name]))
     return (
         f"{name} is {now}: the run to be resumed has {before}; give that, or another name to start "
-        "anew"
+        "a new run"
     )
 
 

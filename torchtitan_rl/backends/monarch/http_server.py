@@ -276,7 +276,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.headers = []  # of trailers, which nobody reads
+        self.headers = []  # trailers, which no handler reads
         self._num_unused = self._num_small_chunks = 0
         self._is_whole = False
         self._expect_within(self._connections.limits.body_s)

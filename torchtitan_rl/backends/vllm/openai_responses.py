@@ -64,7 +64,7 @@ class Responses(RefusalErrors, OpenAIServingResponses):
                 raise VLLMValidationError(f"{name} is not served here", parameter=name)
         assert raw_request is not None
         session = session_of_request(self._get_session_id(request, raw_request))
-        # Parsed anew: validation has replaced items of the body that FastAPI parsed.
+        # Parsed again: validation has replaced items of the body that FastAPI parsed.
         body = json.loads(await raw_request.body())
         request = self._with_conversation(request, body, session)
         self.engine_client.constraints.admit(request)
