@@ -34,8 +34,8 @@ from benchmarks.report import heading, print_table, write_report
 from benchmarks.simulated_replica import SimulatedReplica, Speeds
 from benchmarks.workload import draw_length
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.routing.load import LoadIndex
 from torchtitan_rl.routing.placement import RoutingStrategy, StickyLeastLoaded
+from torchtitan_rl.routing.replicas import LoadIndex
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import GenerationRequest, SamplingParams
 

@@ -37,7 +37,7 @@ from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource, SharedMemoryHandle
 from torchtitan_rl.weights.image import whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
-from torchtitan_rl.weights.staging import WeightStaging
+from torchtitan_rl.weights.shm import WeightStaging
 
 READERS = 2  # on each host
 _WORKER = "torchtitan_rl.backends.monarch.worker_loop"

@@ -106,10 +106,10 @@ if TYPE_CHECKING:
     from torchtitan_rl.sandbox.sandbox import SandboxResult as SandboxResult
     from torchtitan_rl.sandbox.sandbox import SandboxStatus as SandboxStatus
     from torchtitan_rl.sandbox.sandbox import shared_sandbox as shared_sandbox
+    from torchtitan_rl.training.losses.metrics import LossOutput as LossOutput
+    from torchtitan_rl.training.losses.metrics import LossTokens as LossTokens
+    from torchtitan_rl.training.losses.metrics import StepTotals as StepTotals
     from torchtitan_rl.training.losses.policy import policy_loss as policy_loss
-    from torchtitan_rl.training.losses.tokens import LossOutput as LossOutput
-    from torchtitan_rl.training.losses.tokens import LossTokens as LossTokens
-    from torchtitan_rl.training.losses.tokens import StepTotals as StepTotals
     from torchtitan_rl.training.packing import pack_episodes as pack_episodes
     from torchtitan_rl.types import Completion as Completion
     from torchtitan_rl.types import Episode as Episode

@@ -187,7 +187,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """A compiled grammar; `training/grammars.py` replays which tokens it allowed.
+    """A compiled grammar; `orchestration/batching.py` replays which tokens it allowed.
 
     ``data`` is xgrammar's serialization (compressed), which names the version that can read it.
     """

@@ -24,9 +24,9 @@ from torchtitan_rl.errors import (
     TorchtitanRLError,
     TrainerLostError,
 )
+from torchtitan_rl.orchestration.checkpointing import read_saved_run
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.ledger import LedgerError
-from torchtitan_rl.orchestration.saved_run import read_saved_run
 from torchtitan_rl.orchestration.work_buffer import StalenessError
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.restarts import first_name

@@ -18,15 +18,15 @@ from tests.campaign.rows import Rows, write_identity
 from tests.support.simulated_faults import Fate
 from tests.support.simulation import Simulation
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.orchestration.consumer import StopRequested
-from torchtitan_rl.orchestration.journal import JOURNAL, Journal
-from torchtitan_rl.orchestration.records import StepRecord
-from torchtitan_rl.orchestration.saved_run import (
+from torchtitan_rl.orchestration.checkpointing import (
     SavedRun,
     choose_checkpoint,
     read_saved_run,
     why_not_resumable,
 )
+from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.journal import JOURNAL, Journal
+from torchtitan_rl.orchestration.records import StepRecord
 from torchtitan_rl.rollout.calls import abandoned
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of

@@ -11,8 +11,7 @@ from typing import Any
 from tests.campaign.plan import CampaignPlan
 from tests.support.simulation import run_config
 from torchtitan_rl.config.plan import ProcessPlan
-from torchtitan_rl.config.run import MetricsConfig
-from torchtitan_rl.config.run_folder import IDENTITY_FILE
+from torchtitan_rl.config.run import IDENTITY_FILE, MetricsConfig
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 

@@ -62,7 +62,7 @@ def test_pure_logic_loads_torch_only_where_tensors_are_computed() -> None:
     assert loaded_by(*(n for n in pure_modules() if not n.startswith(prefixes))) & SLOW == set()
 
 
-@pytest.mark.parametrize("module", ["hf", "layers", "model", "optim", "trainer", "publishing"])
+@pytest.mark.parametrize("module", ["hf", "model", "optim", "trainer", "publishing"])
 def test_a_module_of_the_trainer_may_be_imported_first(module: str) -> None:
     """torchtitan's modules read the device when they are imported, so `setup` comes before."""
     loaded_by(f"torchtitan_rl.backends.titan.{module}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-TOLERANCE = 1e-5  # float32 on both sides, by other kernels (see `backends/vllm/cpu_kernels.py`)
+TOLERANCE = 1e-5  # float32 on both sides, by other kernels (see `backends/vllm/engine.py`)
 
 # Of one answer alone, or of the machine and settings of one server.
 OWN = {"id", "created", "system_fingerprint", "policy_versions"}

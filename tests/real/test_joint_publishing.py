@@ -17,8 +17,7 @@ from torchtitan_rl.backends.titan.publishing import JointPublisher
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import SharedMemoryHandle
 from torchtitan_rl.weights.image import TensorPart
-from torchtitan_rl.weights.shm import SharedMemoryPublisher
-from torchtitan_rl.weights.staging import WeightStaging
+from torchtitan_rl.weights.shm import SharedMemoryPublisher, WeightStaging
 
 SHAPE = torch.Size([4, 1000])
 NONE: frozenset[int] = frozenset()

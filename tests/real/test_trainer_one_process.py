@@ -182,7 +182,7 @@ def bytes_in_memory(tensor: torch.Tensor) -> int:
 
 
 def test_a_step_after_an_offload_and_an_onload_is_the_same_bit_for_bit(checkpoint: Path) -> None:
-    from torchtitan_rl.backends.titan.memory import DeviceMemory
+    from torchtitan_rl.backends.titan.trainer import DeviceMemory
 
     batches = [random_batch(seed=seed) for seed in (1, 2, 3)]
     with trainer(checkpoint) as policy_trainer:

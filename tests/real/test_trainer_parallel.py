@@ -80,7 +80,7 @@ def run_steps(
 ) -> None:
     """One step from the checkpoint ``resume`` (written where it is not there), then two from the
     start. Each process group has a port of its own: a rank must not meet the previous one's."""
-    from torchtitan_rl.backends.titan.memory import DeviceMemory
+    from torchtitan_rl.backends.titan.trainer import DeviceMemory
 
     os.environ["MASTER_PORT"] = str(ports[0])
     with trainer(checkpoint, **fields) as policy_trainer:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from tests.support.episodes import batch_of, branching_episodes
-from torchtitan_rl.backends.titan import layers
-from torchtitan_rl.backends.titan.layers import CpuFeedForward, FeedForward
+from torchtitan_rl.backends.titan import model as layers
+from torchtitan_rl.backends.titan.model import CpuFeedForward, FeedForward
 from torchtitan_rl.backends.titan.tree_attention import TreeAttention, tree_mask_mod, tree_nodes
 from torchtitan_rl.training.batch import predicted_mask
 from torchtitan_rl.training.packing import rank_share

@@ -18,8 +18,8 @@ from tests.real.runs import run_module
 from tests.real.trainer_helpers import trainer
 from tests.support import turns
 from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS
+from torchtitan_rl.orchestration.batching import GrammarReplay
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
-from torchtitan_rl.training.grammars import GrammarReplay
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import Completion, FinishReason, Grammar, Turn, VersionRun
 

@@ -48,7 +48,7 @@ from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource, SharedMemoryHandle
 from torchtitan_rl.weights.image import plan_image, whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
-from torchtitan_rl.weights.staging import WeightStaging
+from torchtitan_rl.weights.shm import WeightStaging
 
 HOSTS = (1, 2)
 READERS = 2  # on each host

@@ -9,7 +9,7 @@ from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
 from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.weights.handle import WeightHandle
-from torchtitan_rl.weights.staging import WeightStaging
+from torchtitan_rl.weights.shm import WeightStaging
 
 
 class LoopPeer:

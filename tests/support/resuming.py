@@ -13,8 +13,13 @@ import msgspec
 from tests.support.async_tests import cancel
 from tests.support.rollouts import PROBLEM, Factory, make_rollouter
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.rollout.records import SavedRollout, restored_rollout, saved_rollout, to_bytes
+from torchtitan_rl.rollout.records import (
+    RecordedRollout,
+    SavedRollout,
+    restored_rollout,
+    saved_rollout,
+    to_bytes,
+)
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, VersionRun
 

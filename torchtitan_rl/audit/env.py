@@ -21,8 +21,7 @@ from textwrap import indent
 from typing import Any, TypeVar
 
 from torchtitan_rl.environments.games import INVALID_ACTIONS
-from torchtitan_rl.generation.engine import EngineLimits
-from torchtitan_rl.generation.validation import validate_request
+from torchtitan_rl.generation.engine import EngineLimits, validate_request
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import (
     Observation,
@@ -32,7 +31,7 @@ from torchtitan_rl.rollout.env import (
     require_async,
 )
 from torchtitan_rl.rollout.episodes import turns_by_episode
-from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.rollout.records import EnvState, RecordedRollout
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
 from torchtitan_rl.rollout.run import EnvironmentFactory

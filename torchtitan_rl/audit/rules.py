@@ -17,13 +17,13 @@ from torchtitan_rl.errors import TorchtitanRLError, one_line
 from torchtitan_rl.observability.metrics import Split
 from torchtitan_rl.observability.rollouts import LOGGED, logged_metrics
 from torchtitan_rl.observability.sinks import Line, Row, RowKind
+from torchtitan_rl.orchestration.checkpointing import RunPosition, SavedRun
 from torchtitan_rl.orchestration.journal import Row as JournalRow
 from torchtitan_rl.orchestration.journal import newest_version
 from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
 from torchtitan_rl.orchestration.records import LedgerTotals, group_of
-from torchtitan_rl.orchestration.saved_run import RunPosition, SavedRun
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
-from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.token_sets import kept_error
 from torchtitan_rl.types import Completion, RolloutStatus
 

@@ -26,12 +26,12 @@ from torchtitan_rl.audit.rules import (
     errors_against_row,
 )
 from torchtitan_rl.config.resume import FIXES, MANIFEST, compare_with_manifest
-from torchtitan_rl.config.run_folder import IDENTITY_FILE, SETTINGS_FILE
+from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.lease import lock_errors
 from torchtitan_rl.observability.sinks import read_rows
+from torchtitan_rl.orchestration.checkpointing import SavedRun, read_saved_run
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal
-from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
 from torchtitan_rl.training.checkpoint_files import check_contents
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
-from torchtitan_rl.config.run import LaunchConfig, RunConfig
-from torchtitan_rl.config.run_folder import existing_parent
+from torchtitan_rl.config.run import LaunchConfig, RunConfig, existing_parent
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.interfaces import accepts, free_port, why_not_listen

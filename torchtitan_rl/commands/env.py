@@ -35,8 +35,8 @@ from torchtitan_rl.config.checks import field_errors
 from torchtitan_rl.config.evaluate import prepare_generation
 from torchtitan_rl.config.loader import load_config, parse_options, split_options
 from torchtitan_rl.config.model import read_architecture
-from torchtitan_rl.config.prepare import PreparedRun
-from torchtitan_rl.config.problems import (
+from torchtitan_rl.config.prepare import (
+    PreparedRun,
     ProblemsError,
     evaluation_problems,
     find_problems,

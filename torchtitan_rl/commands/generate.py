@@ -42,11 +42,10 @@ from torchtitan_rl.commands.console import (
 from torchtitan_rl.config.checks import field_errors, generator_errors
 from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.config.model import find_policy, resolve_checkpoint
-from torchtitan_rl.config.run import File
-from torchtitan_rl.config.run_folder import output_file_errors
+from torchtitan_rl.config.run import File, output_file_errors
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
 from torchtitan_rl.generation.config import EngineConfig, GeneratorConfig
-from torchtitan_rl.generation.validation import MAX_SEED
+from torchtitan_rl.generation.engine import MAX_SEED
 from torchtitan_rl.launch.own_user import use_private_folder
 from torchtitan_rl.launch.process_groups import listen_privately
 from torchtitan_rl.orchestration.config import MAY_BE_GREEDY

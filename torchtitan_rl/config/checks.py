@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
-from torchtitan_rl.config.endpoint import endpoint_errors
 from torchtitan_rl.config.machine import HostFacts, MachineFacts, device_of
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.room import host_errors, launch_errors, machine_errors
-from torchtitan_rl.config.run import RunConfig, has_hosts
-from torchtitan_rl.config.run_folder import path_errors
+from torchtitan_rl.config.run import RunConfig, has_hosts, path_errors
 from torchtitan_rl.environments.mcp import STARTS_PER_CORE, McpServer, McpTask, parts_of
 from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
@@ -34,7 +32,7 @@ from torchtitan_rl.orchestration.capacity import capacity_errors
 from torchtitan_rl.rollout.advantages import ADVANTAGE_KINDS, turn_advantages
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
-from torchtitan_rl.serving.config import Keys
+from torchtitan_rl.serving.config import Keys, endpoint_errors
 from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.types import (
     Completion,
@@ -419,7 +417,7 @@ def _made_rollout(number: int) -> Rollout:
 def _function(config: LossConfig, updates: int) -> list[str]:
     if not config.function:
         return []
-    from torchtitan_rl.training.losses.contract import loss_problem  # torch takes seconds
+    from torchtitan_rl.training.losses import loss_problem  # torch takes seconds
 
     try:
         problem = loss_problem(load_function(config.function), config, updates)

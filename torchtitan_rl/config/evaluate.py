@@ -31,8 +31,7 @@ from torchtitan_rl.config.checks import (
 from torchtitan_rl.config.machine import machine_facts
 from torchtitan_rl.config.model import find_policy, is_hub_name, resolve_checkpoint
 from torchtitan_rl.config.plan import plan_serving
-from torchtitan_rl.config.prepare import PreparedRun
-from torchtitan_rl.config.problems import ProblemsError, evaluation_problems
+from torchtitan_rl.config.prepare import PreparedRun, ProblemsError, evaluation_problems
 from torchtitan_rl.config.resume import (
     CONTENTS,
     POLICY,
@@ -42,8 +41,14 @@ from torchtitan_rl.config.resume import (
     run_identity,
 )
 from torchtitan_rl.config.room import serving_errors
-from torchtitan_rl.config.run import File, RunConfig, has_hosts
-from torchtitan_rl.config.run_folder import IDENTITY_FILE, SETTINGS_FILE, cannot_write
+from torchtitan_rl.config.run import (
+    IDENTITY_FILE,
+    SETTINGS_FILE,
+    File,
+    RunConfig,
+    cannot_write,
+    has_hosts,
+)
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.files import replace_file
 from torchtitan_rl.orchestration.config import MAY_BE_GREEDY

@@ -32,12 +32,11 @@ from typing import Any
 
 import xxhash
 
-from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.config.run_folder import IDENTITY_FILE, SETTINGS_FILE
+from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE, RunConfig
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.files import replace_file
 from torchtitan_rl.launch.lease import lock_errors
-from torchtitan_rl.orchestration.saved_run import read_position
+from torchtitan_rl.orchestration.checkpointing import read_position
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
     fingerprint,

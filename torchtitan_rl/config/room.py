@@ -24,8 +24,7 @@ from torchtitan_rl.config.machine import (
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.placement import NoRoomError, Placement, place
 from torchtitan_rl.config.plan import ProcessPlan, threads_on_hosts
-from torchtitan_rl.config.run import LaunchConfig, RunConfig, has_hosts
-from torchtitan_rl.config.run_folder import existing_parent
+from torchtitan_rl.config.run import LaunchConfig, RunConfig, existing_parent, has_hosts
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.launch.addresses import Address, address_errors, mixed_errors
 from torchtitan_rl.weights.shm_cleanup import HEADROOM_BYTES, SHARED_MEMORY_ROOT

@@ -11,16 +11,14 @@ from tyro.conf import Positional, arg
 
 from torchtitan_rl.bounds import MAX_SECONDS, Seed
 from torchtitan_rl.config.checks import check_fields, generator_errors
-from torchtitan_rl.config.endpoint import endpoint_errors
 from torchtitan_rl.config.machine import machine_facts
 from torchtitan_rl.config.model import find_policy
 from torchtitan_rl.config.plan import ProcessPlan, plan_serving
 from torchtitan_rl.config.room import serving_errors
-from torchtitan_rl.config.run import File
-from torchtitan_rl.config.run_folder import cannot_write, output_file_errors
+from torchtitan_rl.config.run import File, cannot_write, output_file_errors
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.serving.config import EndpointConfig, Keys
+from torchtitan_rl.serving.config import EndpointConfig, Keys, endpoint_errors
 
 
 @dataclass(frozen=True, kw_only=True)

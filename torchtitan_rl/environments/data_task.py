@@ -9,11 +9,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.data.columns import Condition, all_hold, column, fill
+from torchtitan_rl.data.columns import (
+    Condition,
+    all_hold,
+    column,
+    fill,
+    pattern_errors,
+    range_errors,
+    template_errors,
+)
 from torchtitan_rl.data.curriculum import RestConfig, RestingDataset
 from torchtitan_rl.data.row_dataset import RowDataset, in_split
 from torchtitan_rl.data.rows import DataError, Row, open_sources
-from torchtitan_rl.environments.fields import pattern_errors, range_errors, template_errors
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
 from torchtitan_rl.environments.scoring import (
     CHECK_TIMEOUT,

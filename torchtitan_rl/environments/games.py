@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from torchtitan_rl.data.columns import fill
+from torchtitan_rl.data.columns import fill, pattern_errors, range_errors, template_errors
 from torchtitan_rl.data.row_dataset import split_of_rows
 from torchtitan_rl.data.rows import Rows
-from torchtitan_rl.environments.fields import pattern_errors, range_errors, template_errors
 from torchtitan_rl.environments.question import as_messages
 from torchtitan_rl.environments.scoring import CheckTimeoutError, extract
 from torchtitan_rl.rollout.env import Terminal, TokenEnv

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
-from torchtitan_rl.data.columns import fill
-from torchtitan_rl.environments.fields import (
+from torchtitan_rl.data.columns import (
+    fill,
     pattern_errors,
     range_errors,
     template_errors,

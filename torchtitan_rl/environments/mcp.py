@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from weakref import WeakKeyDictionary
 
 from torchtitan_rl.aio import wait_within
+from torchtitan_rl.data.columns import range_errors, url_errors
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.data_task import DataTask
-from torchtitan_rl.environments.fields import range_errors, url_errors
 from torchtitan_rl.environments.question import ToolAnswer
 from torchtitan_rl.environments.tool_task import tool_environment
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError, one_line

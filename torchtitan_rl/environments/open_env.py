@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_rl.data.columns import range_errors, url_errors
 from torchtitan_rl.data.rows import require
-from torchtitan_rl.environments.fields import range_errors, url_errors
 from torchtitan_rl.environments.games import TEXTS, Game, GameTask, InvalidActionError, Move
 from torchtitan_rl.errors import TorchtitanRLError, one_line
 

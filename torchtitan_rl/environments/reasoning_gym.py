@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl.data.columns import pattern_errors, range_errors
 from torchtitan_rl.data.curriculum import CurriculumConfig, LevelDataset, level_name
-from torchtitan_rl.data.mixture import MixtureDataset
 from torchtitan_rl.data.row_dataset import split_of_rows
 from torchtitan_rl.data.rows import DataError, Row, Rows
-from torchtitan_rl.environments.fields import pattern_errors, range_errors
 from torchtitan_rl.environments.gym_datasets import (
     GYM_SCORE,
     GymError,
@@ -26,6 +25,7 @@ from torchtitan_rl.environments.gym_datasets import (
     call_gym,
     question_digest,
 )
+from torchtitan_rl.environments.mixture import MixtureDataset
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
 from torchtitan_rl.environments.scoring import (
     CHECK_TIMEOUT,

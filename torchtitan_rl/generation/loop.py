@@ -44,9 +44,8 @@ from torchtitan_rl.generation.commands import (
 )
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import Action, Inbox, LockstepChannel, LoopDecision
-from torchtitan_rl.generation.engine import Engine, Pulse
+from torchtitan_rl.generation.engine import Engine, Pulse, validate_request
 from torchtitan_rl.generation.requests import Listener, OutstandingRequests
-from torchtitan_rl.generation.validation import validate_request
 from torchtitan_rl.types import (
     Completion,
     EngineReading,

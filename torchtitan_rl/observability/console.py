@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, TextIO
 
-from torchtitan_rl.observability.asynchrony import Overlap
+from torchtitan_rl.observability.engine import Overlap
 from torchtitan_rl.observability.sinks import RowKind, read_rows
 from torchtitan_rl.orchestration.records import BufferStates
 from torchtitan_rl.types import Rollout

@@ -1,6 +1,13 @@
-"""What engines and the controller's event loop do during a step, sampled while they do it.
+"""What engines and the controller's event loop do during a step, and how well generation and training
+overlap.
 
-At the end of a step the engines are idle again, so that a single reading there would show nothing.
+Engines are sampled while they run: at the end of a step they are idle again, so that a single
+reading there would show nothing.
+
+The words: a part is *idle* in the share of a step's wall time in which it had nothing to do. The
+best step that the given devices allow takes as long as the busier part is busy; *efficiency* is
+that over the real step. Where it is far below 1 the parts wait for each other; where it is near 1
+one part is the bottleneck, and only more devices for it (or less work) make steps shorter.
 """
 
 from __future__ import annotations
@@ -17,11 +24,12 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
 from statistics import fmean
 from typing import Any, Self
 
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.observability.asynchrony import GENERATOR_IDLE
 from torchtitan_rl.routing.restarts import first_name
 from torchtitan_rl.types import EngineStats
 
@@ -162,3 +170,156 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.wait({task})
     if not task.cancelled():
         task.result()
+
+
+TRAINER_IDLE = "overlap/trainer_idle_share"
+GENERATOR_IDLE = "overlap/generator_idle_share"
+EFFICIENCY = "overlap/efficiency"
+
+_SATURATED = 0.9  # busy share from which on a part is the limit
+_EVEN = 0.15  # difference of idle shares up to which the two count as even
+
+
+class Bottleneck(StrEnum):
+    """The part that limits the steps."""
+
+    TRAINER = "trainer"
+    GENERATOR = "generator"
+    BALANCED = "balanced"  # both are busy all the time
+    WAITING = "waiting"  # neither is: they wait for each other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Idle shares of a step's wall time, 0 to 1; the generator's is the mean over replicas."""
+
+    trainer_idle_share: float
+    generator_idle_share: float
+
+    @property
+    def efficiency(self) -> float:
+        return 1.0 - min(self.trainer_idle_share, self.generator_idle_share)
+
+    @property
+    def bottleneck(self) -> Bottleneck:
+        if self.efficiency < _SATURATED:
+            return Bottleneck.WAITING
+        difference = self.trainer_idle_share - self.generator_idle_share
+        if abs(difference) <= _EVEN:
+            return Bottleneck.BALANCED
+        return Bottleneck.GENERATOR if difference > 0 else Bottleneck.TRAINER
+
+
+def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
+    """Read it from a step's metrics; None if a share is missing."""
+    if TRAINER_IDLE not in metrics or GENERATOR_IDLE not in metrics:
+        return None
+    return Overlap(
+        trainer_idle_share=metrics[TRAINER_IDLE], generator_idle_share=metrics[GENERATOR_IDLE]
+    )
+
+
+def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> str:
+    """Name the bottleneck, and the setting that would help, in one sentence.
+
+    It holds for parts with devices or CPU cores of their own: where they share them, what helps one
+    takes time from the other.
+    """
+    if is_colocated:
+        return (
+            f"the trainer has the devices {1 - overlap.trainer_idle_share:.0%} of the time; with "
+            "placement separate, devices of their own and schedule.staleness 1, training and "
+            "generation overlap"
+        )
+    trainer, generator = f"{overlap.trainer_idle_share:.0%}", f"{overlap.generator_idle_share:.0%}"
+    match overlap.bottleneck:
+        case Bottleneck.GENERATOR:
+            return (
+                f"generation is the bottleneck: the trainer waits {trainer} of the time; give "
+                "generation more devices"
+            )
+        case Bottleneck.TRAINER:
+            return (
+                f"the trainer is the bottleneck: replicas have nothing to do {generator} of the "
+                "time; give the trainer more devices"
+            )
+        case Bottleneck.BALANCED:
+            return (
+                f"balanced: the trainer waits {trainer} of the time and replicas {generator}; only "
+                "more devices for both make steps shorter"
+            )
+        case Bottleneck.WAITING if staleness == 0:
+            return (
+                f"generation and training alternate: the trainer waits {trainer} of the time and "
+                f"replicas {generator}; with schedule.staleness 1 they overlap"
+            )
+        case Bottleneck.WAITING:
+            return (
+                f"generation and training wait for each other: the trainer {trainer} of the time "
+                f"and replicas {generator}; where answers differ in length, a larger "
+                "schedule.staleness or schedule.max_overtaking_share helps"
+            )
+
+
+class Advisor:
+    """Says what limits the run, from the mean of each period of ``every_steps`` steps.
+
+    It speaks after the first period, after each whose verdict has changed, and at the end.
+
+    The first step that it sees is left out: engines warm up in it. A run of fewer than
+    ``MIN_STEPS`` further steps gets no advice, nor does one whose parts share their cores.
+    """
+
+    MIN_STEPS = 10
+
+    def __init__(
+        self,
+        *,
+        staleness: int,
+        is_colocated: bool = False,
+        shares_cores: bool = False,
+        every_steps: int = 20,
+    ) -> None:
+        self._staleness = staleness
+        self._is_colocated = is_colocated
+        self._shares_cores = shares_cores
+        self._every_steps = every_steps
+        self._seen: list[Overlap] = []
+        self._has_warmed_up = False
+        self._said: Bottleneck | None = None
+
+    def observe(self, overlap: Overlap) -> str | None:
+        """Note a step; returns a sentence if one is due."""
+        if not self._has_warmed_up:
+            self._has_warmed_up = True
+            return None
+        self._seen.append(overlap)
+        if len(self._seen) < self._every_steps:
+            return None
+        mean = _mean(self._seen)
+        self._seen.clear()
+        if mean.bottleneck is self._said:
+            return None
+        self._said = mean.bottleneck
+        return self._advice(mean)
+
+    def conclude(self) -> str | None:
+        """Return the sentence for the end; None if too few steps followed the last period."""
+        return self._advice(_mean(self._seen)) if len(self._seen) >= self.MIN_STEPS else None
+
+    def _advice(self, mean: Overlap) -> str | None:
+        if self._shares_cores:
+            return None
+        return advice(mean, staleness=self._staleness, is_colocated=self._is_colocated)
+
+
+def idle_share(*, wall_s: float, busy_s: float) -> float:
+    """0 to 1; 0 where no time passed."""
+    return min(1.0, max(0.0, 1.0 - busy_s / wall_s)) if wall_s > 0 else 0.0
+
+
+def _mean(overlaps: Sequence[Overlap]) -> Overlap:
+    return Overlap(
+        trainer_idle_share=fmean(one.trainer_idle_share for one in overlaps),
+        generator_idle_share=fmean(one.generator_idle_share for one in overlaps),
+    )

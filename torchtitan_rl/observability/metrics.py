@@ -18,7 +18,7 @@ from math import fsum
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from torchtitan_rl.observability.asynchrony import TRAINER_IDLE, idle_share
+from torchtitan_rl.observability.engine import TRAINER_IDLE, idle_share
 from torchtitan_rl.observability.evaluation import evaluation_statistics
 from torchtitan_rl.orchestration.records import (
     AccountRecord,

@@ -16,14 +16,19 @@ from typing import Any
 from torchtitan_rl.config.machine import count
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.observability.asynchrony import EFFICIENCY, Advisor, overlap_of
 from torchtitan_rl.observability.console import (
     Console,
     ProgressState,
     describe_run,
     format_seconds,
 )
-from torchtitan_rl.observability.engine import EngineSampler, LoopLagSampler
+from torchtitan_rl.observability.engine import (
+    EFFICIENCY,
+    Advisor,
+    EngineSampler,
+    LoopLagSampler,
+    overlap_of,
+)
 from torchtitan_rl.observability.metrics import (
     Split,
     account_metrics,

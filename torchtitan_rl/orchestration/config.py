@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Protocol
 from annotated_types import Interval
 
 from torchtitan_rl.bounds import Check, Count, Positive, Seconds
-from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
+from torchtitan_rl.generation.engine import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.orchestration.capacity import Capacity
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task

@@ -15,7 +15,7 @@ from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.records import EvaluationRecord
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.rollout.rollouter import roll_out_problems
-from torchtitan_rl.routing.pins import PinnedReplica
+from torchtitan_rl.routing.pausing import PinnedReplica
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.types import RolloutGroup
 

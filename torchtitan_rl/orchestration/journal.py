@@ -32,8 +32,14 @@ from typing import NamedTuple
 import msgspec
 
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout, with_turn
-from torchtitan_rl.rollout.records import completion_in, turn_from_bytes, turn_to_bytes
+from torchtitan_rl.rollout.records import (
+    EnvState,
+    RecordedRollout,
+    completion_in,
+    turn_from_bytes,
+    turn_to_bytes,
+    with_turn,
+)
 from torchtitan_rl.types import Completion, Turn, spans
 
 JOURNAL = "journal.sqlite"

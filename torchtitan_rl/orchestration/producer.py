@@ -14,14 +14,14 @@ from functools import partial
 
 from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.errors import NothingTrainedError, OutputError, TorchtitanRLError
+from torchtitan_rl.orchestration.checkpointing import RecordedGroups
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.records import group_of
 from torchtitan_rl.orchestration.run_state import RunState
-from torchtitan_rl.orchestration.saved_run import RecordedGroups
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.advantages import has_signal
-from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.rollout.task import adapts
 from torchtitan_rl.types import Problem, RolloutGroup
 

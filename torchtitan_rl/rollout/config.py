@@ -19,7 +19,7 @@ from torchtitan_rl.bounds import (
     Tokens,
     Weight,
 )
-from torchtitan_rl.generation.validation import MAX_TEMPERATURE, MIN_TEMPERATURE
+from torchtitan_rl.generation.engine import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 _IS_RANDOM = Check(
     lambda temperature: MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE,

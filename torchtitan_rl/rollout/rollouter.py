@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.rollout.rubric import (
     Rubric,
     environment_score,

@@ -38,7 +38,7 @@ from typing import Any
 from torchtitan_rl.rollout.calls import is_cancelled, summary
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
+from torchtitan_rl.rollout.records import EnvState, RecordedRollout
 from torchtitan_rl.rollout.session import EnvSession, NotResumableError
 from torchtitan_rl.rollout.tree import RolloutEnded, RolloutEnv, TurnTree
 from torchtitan_rl.routing.clock import ActiveTime

@@ -29,8 +29,7 @@ from torchtitan_rl.rollout.env import (
     replays,
     require_async,
 )
-from torchtitan_rl.rollout.recorded import RecordedRollout
-from torchtitan_rl.rollout.records import plain
+from torchtitan_rl.rollout.records import RecordedRollout, plain
 from torchtitan_rl.rollout.tree import RolloutEnded, RolloutEnv, TurnTree, is_tree_env
 from torchtitan_rl.types import Completion, RolloutStatus
 

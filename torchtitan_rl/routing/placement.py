@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.routing.load import LoadIndex
-from torchtitan_rl.routing.replicas import ReplicaPool, ReplicaState
+from torchtitan_rl.routing.replicas import LoadIndex, ReplicaPool, ReplicaState
 from torchtitan_rl.routing.weights import WeightSync
 from torchtitan_rl.types import GenerationRequest
 

@@ -16,12 +16,14 @@ from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.commands import PauseMode, ReadStats
 from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.routing.pausing import (
+    PinnedReplica,
     pause_replicas,
+    pin_replica,
     put_to_sleep,
+    restore_pinned,
     resume_replicas,
     wake_up,
 )
-from torchtitan_rl.routing.pins import PinnedReplica, pin_replica, restore_pinned
 from torchtitan_rl.routing.placement import Placement, RoutingStrategy
 from torchtitan_rl.routing.replicas import Phase, Replica, ReplicaPool, ReplicaState
 from torchtitan_rl.routing.requests import OnEnded, ReplicaAccount, RequestTracker

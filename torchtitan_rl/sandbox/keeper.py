@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_rl.sandbox import kernel, namespaces
-from torchtitan_rl.sandbox.filters import SyscallFilter
+from torchtitan_rl.sandbox.namespaces import SyscallFilter
 from torchtitan_rl.sandbox.snippet import run_snippet
 
 _CHECK_S = 0.05  # between two looks at time and memory

@@ -18,7 +18,7 @@ from math import ceil
 from typing import Any, NoReturn, TextIO, cast
 
 from torchtitan_rl.sandbox import kernel, namespaces
-from torchtitan_rl.sandbox.filters import SyscallFilter
+from torchtitan_rl.sandbox.namespaces import SyscallFilter
 
 NAME = "snippet.py"
 _FAILURE = 3  # descriptor

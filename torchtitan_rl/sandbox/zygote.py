@@ -20,8 +20,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from torchtitan_rl.sandbox import kernel, namespaces
-from torchtitan_rl.sandbox.filters import SyscallFilter
 from torchtitan_rl.sandbox.keeper import keep
+from torchtitan_rl.sandbox.namespaces import SyscallFilter
 
 MESSAGE_BYTES = 1 << 17
 

@@ -14,21 +14,35 @@ before it.
 Everything is plain ASGI, so streams pass chunk by chunk and a client's disconnect reaches the
 application's handlers. ``GET /health`` passes none of the parts but `answer_errors`, so that no
 client without a key takes a place.
+
+What `check_body` checks in the JSON of a request's body before the application gets it:
+
+- It must be valid JSON in UTF-8, without NaN, infinity, lone surrogates or integers of more than
+  64 bits: each of these makes some handler fail with a 500.
+- Its nesting, and its total numbers of completions and tokens, are limited.
+- So are repetitions in a JSON schema (``minItems`` and similar): a grammar library unrolls a
+  billion of them until the process runs out of memory.
+- Its content must be text, on every route, for every role and at any depth: vLLM refuses most other
+  parts, and drops some without a word (a document in a tool's result, an image next to a text).
+
+All other fields are checked by the application.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
+from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.serving.config import EndpointConfig, Keys
-from torchtitan_rl.serving.errors import RefusedError, answer_errors
-from torchtitan_rl.serving.limits import check_body
+from torchtitan_rl.serving.errors import MESSAGES_PATH, RefusedError, answer_errors
 from torchtitan_rl.serving.middleware import (
     Admission,
     Bodies,
@@ -134,3 +148,193 @@ class EndpointApp:
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with request_scope():
             await self._app(scope, receive, send)
+
+
+MAX_DEPTH = 64  # of the JSON
+
+_MAX_INTEGER = (1 << 64) - 1
+_MIN_INTEGER = -(1 << 63)
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
+_REPETITIONS = tuple(
+    low + what for low in ("min", "max") for what in ("Items", "Length", "Properties", "Contains")
+)
+_MAX_REPETITIONS = 100_000  # no completion has as many tokens
+_TEXT_PARTS = frozenset(
+    [
+        "input_text",
+        "output_text",
+        "reasoning_text",
+        "redacted_thinking",
+        "refusal",
+        "summary_text",
+        "text",
+        "thinking",
+        "tool_reference",
+        "tool_result",
+        "tool_use",
+    ]
+)
+_MEDIA = frozenset(
+    [
+        "audio",
+        "audio_embeds",
+        "audio_url",
+        "document",
+        "file",
+        "image",
+        "image_embeds",
+        "image_pil",
+        "image_url",
+        "input_audio",
+        "input_file",
+        "input_image",
+        "input_video",
+        "multi_modal_data",
+        "prompt_embeds",
+        "video",
+        "video_embeds",
+        "video_url",
+    ]
+)
+
+
+def check_body(body: bytes, path: str, limits: EndpointConfig) -> None:
+    """Check a request's body. On `/v1/messages` an answer that may not be as long as it asks for is
+    cut instead.
+
+    Raises:
+        RefusedError: 400, naming the field if one is wrong.
+    """
+    content = _parse_json(body)
+    if not isinstance(content, dict):
+        return
+    _check_text_only(content)
+    _check_constraints(content.get("structured_outputs"))
+    n = _integer(content, "n")
+    num_completions = (1 if n is None else n) * _num_prompts(content)
+    if num_completions > limits.max_n:
+        raise _too_large("n", f"n times the prompts is {num_completions}", limits.max_n)
+    for name in _TOKEN_LIMITS:
+        value = _integer(content, name)
+        is_limited = limits.max_tokens and path != MESSAGES_PATH
+        if is_limited and value is not None and value > limits.max_tokens:
+            raise _too_large(name, f"{name} is {value}", limits.max_tokens)
+
+
+def _parse_json(body: bytes) -> Any:
+    try:
+        content = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        if "recursion limit" in str(error):
+            raise _too_deep() from None
+        raise _bad_json(str(error)) from None
+    _check_values(content)
+    return content
+
+
+def _check_values(content: Any) -> None:
+    level, depth = [content], 0
+    while level:
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict | list):
+                if depth == MAX_DEPTH:
+                    raise _too_deep()
+                below.extend(value.values() if isinstance(value, dict) else value)
+                if isinstance(value, dict):
+                    _check_repetitions(value)
+            elif isinstance(value, float):
+                if value - value != 0:  # infinity: a number such as 1e999
+                    raise _bad_json("a number is too large")
+            elif isinstance(value, int) and not _MIN_INTEGER <= value <= _MAX_INTEGER:
+                raise _bad_json("an integer has more than 64 bits")
+        level, depth = below, depth + 1
+
+
+def _check_constraints(constraints: Any) -> None:
+    """Check schemas that are given as a string, parsed as the application does."""
+    if not isinstance(constraints, dict):
+        return
+    for text in (constraints.get("json"), constraints.get("structural_tag")):
+        if isinstance(text, str):
+            try:
+                schema = json.loads(text)
+            except RecursionError:
+                raise _too_deep() from None
+            except ValueError:
+                continue  # the application refuses it
+            _check_values(schema)
+
+
+def _check_repetitions(schema: dict[str, Any]) -> None:
+    for name in _REPETITIONS:
+        value = schema.get(name)
+        if isinstance(value, int | float) and value > _MAX_REPETITIONS:
+            raise _too_large(name, f"{name} is {value}", _MAX_REPETITIONS)
+
+
+def _num_prompts(content: dict[str, Any]) -> int:
+    """``prompt`` may be one prompt, of text or token ids, or a list of either; ``messages`` of the
+    batched route is a list of conversations."""
+    counts = [1]
+    for name in ("prompt", "messages"):
+        value = content.get(name)
+        if isinstance(value, list) and not all(isinstance(item, int) for item in value):
+            batched = name == "prompt" or any(isinstance(item, list) for item in value)
+            counts.append(len(value) if batched else 1)
+    return max(counts)
+
+
+def _integer(content: dict[str, Any], name: str) -> int | None:
+    """A limited field: an integer, or absent. The application also accepts "5" and 5.0, which would
+    bypass the limit."""
+    value = content.get(name)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise RefusedError(400, "invalid_type", f"{name} must be an integer.", param=name)
+
+
+def _check_text_only(content: dict[str, Any]) -> None:
+    modalities = content.get("modalities")
+    if isinstance(modalities, list) and any(name != "text" for name in modalities):
+        raise _not_text("modalities")
+    for name in _MEDIA & content.keys():
+        _require_text({name: content[name]}, "")
+    _require_text(content.get("messages"), "messages")
+    _require_text(content.get("input"), "input")
+    _require_text(content.get("system"), "system", is_part=True)
+
+
+def _require_text(value: Any, place: str, *, is_part: bool = False) -> None:
+    """Check messages, or parts of a message's content, in lists of any depth."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _require_text(item, f"{place}[{index}]", is_part=is_part)
+    elif isinstance(value, dict):
+        kind = value.get("type", "text")
+        if is_part and not (isinstance(kind, str) and kind in _TEXT_PARTS):
+            raise _not_text(place)
+        for name in _MEDIA & value.keys():
+            if value[name] is not None:
+                raise _not_text(f"{place}.{name}" if place else name)
+        for name in ("content", "output", *(_TEXT_PARTS if is_part else ())):
+            _require_text(value.get(name), f"{place}.{name}", is_part=True)
+
+
+def _not_text(place: str) -> RefusedError:
+    message = f"{place} is not text, and the served policy is text only."
+    return RefusedError(400, "text_only", message, param=place)
+
+
+def _too_large(name: str, what: str, limit: int) -> RefusedError:
+    message = f"{what}; this server allows {limit}."
+    return RefusedError(400, "limit_exceeded", message, param=name)
+
+
+def _too_deep() -> RefusedError:
+    message = f"The JSON is nested more than {MAX_DEPTH} deep."
+    return RefusedError(400, "nested_too_deeply", message)
+
+
+def _bad_json(why: str) -> RefusedError:
+    return RefusedError(400, "invalid_json", f"The body is not JSON in UTF-8: {why}.")

@@ -1,12 +1,17 @@
-"""Configuration of the OpenAI-compatible endpoint: its options, its keys and its address."""
+"""Configuration of the OpenAI-compatible endpoint: its options, its keys and its address, and the
+checks that must pass before it starts."""
 
 from __future__ import annotations
 
+import ast
 import ipaddress
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Interval
@@ -136,3 +141,66 @@ def reachable(host: str) -> str:
     """The address, as part of a URL, that reaches a server on ``host`` from this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
+
+
+_TABLES = {
+    "tool_call_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
+    "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
+}
+
+
+def endpoint_errors(endpoint: EndpointConfig, keys: Keys) -> list[str]:
+    """One message per error. The port is opened and closed again."""
+    errors = []
+    if endpoint.chat_template and (message := template_error(endpoint.chat_template)):
+        errors.append(f"endpoint.chat_template is {endpoint.chat_template}: {message}")
+    for option in _TABLES:
+        name, known = getattr(endpoint, option), known_parsers(option)
+        if name and known and name not in known:
+            errors.append(f"endpoint.{option} is {name!r}: vLLM has {', '.join(sorted(known))}")
+    try:
+        listen(endpoint.host, endpoint.port).close()
+    except EndpointLostError as error:
+        return [*errors, str(error)]  # it is not known who could reach it
+    return errors + keys.errors(endpoint.host)
+
+
+def template_error(path: str) -> str:
+    """What is wrong with the template in a file, in one line; empty where nothing is."""
+    # With the tags that transformers adds to Jinja's own.
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    if not os.path.isfile(path):  # which is False for names that no file can have
+        return (
+            "there is no such file; give a Jinja template, or leave it out for the tokenizer's own"
+        )
+    try:
+        _compile_jinja_template(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, TemplateError) as error:
+        return f"it is not a chat template in Jinja: {error}"
+    return ""
+
+
+@cache
+def known_parsers(field: str) -> frozenset[str]:
+    """vLLM's names of parsers, read from its source, since importing vLLM takes seconds. Empty
+    where they are not found."""
+    package, table = _TABLES[field]
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        return frozenset()
+    source = Path(found.origin).parent / package / "__init__.py"
+    try:
+        statements = ast.parse(source.read_text()).body
+    except (OSError, SyntaxError):
+        return frozenset()
+    for statement in statements:
+        if (
+            isinstance(statement, ast.Assign)
+            and isinstance(statement.value, ast.Dict)
+            and any(isinstance(name, ast.Name) and name.id == table for name in statement.targets)
+        ):
+            keys = statement.value.keys
+            return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant))
+    return frozenset()

@@ -31,16 +31,16 @@ from torchtitan_rl.config.resume import (
 from torchtitan_rl.config.run import MetricsConfig
 from torchtitan_rl.launch.lease import hold_run
 from torchtitan_rl.observability.recorder import RunRecorder
-from torchtitan_rl.orchestration.consumer import StopRequested
-from torchtitan_rl.orchestration.journal import JOURNAL, Journal
-from torchtitan_rl.orchestration.records import StepRecord
-from torchtitan_rl.orchestration.saved_run import (
+from torchtitan_rl.orchestration.checkpointing import (
     GROUPS,
     POSITION,
     choose_checkpoint,
     read_saved_run,
 )
-from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.journal import JOURNAL, Journal
+from torchtitan_rl.orchestration.records import StepRecord
+from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.training.checkpoint_files import (
     seal,
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_rl.backends.vllm.sampler_hook import KeptSets
+from torchtitan_rl.backends.vllm.sampling import KeptSets
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_to_json
 
 VOCAB_SIZE = 400

@@ -6,8 +6,14 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.commands.cli import main
-from torchtitan_rl.config.endpoint import endpoint_errors, known_parsers
-from torchtitan_rl.serving.config import EndpointConfig, Keys, listen, reachable
+from torchtitan_rl.serving.config import (
+    EndpointConfig,
+    Keys,
+    endpoint_errors,
+    known_parsers,
+    listen,
+    reachable,
+)
 
 POLICY = str(Path(__file__).parents[3] / "experiments" / "alphabet_sort" / "policy")
 

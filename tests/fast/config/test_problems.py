@@ -9,10 +9,10 @@ import pytest
 from tests.support.config_mutations import with_value
 from torchtitan_rl.config.checks import field_errors
 from torchtitan_rl.config.machine import MachineFacts
-from torchtitan_rl.config.prepare import prepare_run
-from torchtitan_rl.config.problems import (
+from torchtitan_rl.config.prepare import (
     ProblemsError,
     evaluation_problems,
+    prepare_run,
     training_errors,
 )
 from torchtitan_rl.config.run import RunConfig

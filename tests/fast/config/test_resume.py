@@ -31,7 +31,7 @@ from torchtitan_rl.environments.mixture import MixtureTask
 from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
-from torchtitan_rl.orchestration.saved_run import POSITION, RunPosition
+from torchtitan_rl.orchestration.checkpointing import POSITION, RunPosition
 from torchtitan_rl.rollout.records import to_bytes
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.training.checkpoint_files import seal, write_attachments

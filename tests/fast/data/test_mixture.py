@@ -17,8 +17,8 @@ from torchtitan_rl.data.curriculum import (
     RestingDataset,
     level_name,
 )
-from torchtitan_rl.data.mixture import MixtureDataset, part_of, split_off
 from torchtitan_rl.data.row_dataset import ListDataset
+from torchtitan_rl.environments.mixture import MixtureDataset, part_of, split_off
 from torchtitan_rl.rollout.task import Outcome, adapts
 from torchtitan_rl.types import Problem
 

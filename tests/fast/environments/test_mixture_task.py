@@ -10,8 +10,7 @@ import pytest
 
 from tests.fast.data.test_mixture import Numbers
 from tests.support.rollouts import PROBLEM
-from torchtitan_rl.data.mixture import join
-from torchtitan_rl.environments.mixture import MixtureTask
+from torchtitan_rl.environments.mixture import MixtureTask, join
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.rollout.task import Dataset, Split, Task

@@ -18,8 +18,7 @@ from torchtitan_rl.generation.decision import (
     LoopDecision,
     kv_policy_errors,
 )
-from torchtitan_rl.generation.engine import EngineLimits
-from torchtitan_rl.generation.validation import validate_request
+from torchtitan_rl.generation.engine import EngineLimits, validate_request
 from torchtitan_rl.types import (
     Completion,
     FinishReason,

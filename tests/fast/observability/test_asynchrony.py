@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
-from torchtitan_rl.observability.asynchrony import (
+from torchtitan_rl.observability.engine import (
     Advisor,
     Bottleneck,
     Overlap,

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.fast.observability.test_metrics import make_rollout, make_turn
-from torchtitan_rl.observability.asynchrony import Overlap
 from torchtitan_rl.observability.console import (
     STEP_WORDS,
     Console,
@@ -16,6 +15,7 @@ from torchtitan_rl.observability.console import (
     ProgressState,
     format_seconds,
 )
+from torchtitan_rl.observability.engine import Overlap
 from torchtitan_rl.orchestration.records import BufferStates
 
 METRICS = {

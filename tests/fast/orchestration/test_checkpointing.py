@@ -21,10 +21,10 @@ from torchtitan_rl.errors import (
     TorchtitanRLError,
 )
 from torchtitan_rl.orchestration.batching import Batched
+from torchtitan_rl.orchestration.checkpointing import SavedRun, read_saved_run
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal, JournalError
 from torchtitan_rl.orchestration.records import TokenCounts
-from torchtitan_rl.orchestration.saved_run import SavedRun, read_saved_run
 from torchtitan_rl.types import RolloutGroup
 
 PLAN = Plan(num_steps=6, turns=3, checkpoint_every=2)

@@ -21,7 +21,7 @@ from tests.support.rollouts import PROBLEM
 from tests.support.turns import rollout, turn
 from torchtitan_rl.orchestration.journal import Journal, JournalError, JournalUnreadableError
 from torchtitan_rl.rollout.env import Observation
-from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout, usable_turns, with_turn
+from torchtitan_rl.rollout.records import EnvState, RecordedRollout, usable_turns, with_turn
 
 FIRST = turn((1, 2), (3, 4), reward=0.1, text="é\n")
 SECOND = turn((1, 2, 3, 4, 0), (5,))

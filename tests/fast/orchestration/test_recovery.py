@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.support.turns import turn
-from torchtitan_rl.orchestration.saved_run import RecordedGroups
+from torchtitan_rl.orchestration.checkpointing import RecordedGroups
 from torchtitan_rl.orchestration.work_buffer import Entry
-from torchtitan_rl.rollout.recorded import RecordedRollout
+from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.types import Problem, Turn
 
 PROBLEM = Problem(problem_id="a/7", data={"seed": 3})

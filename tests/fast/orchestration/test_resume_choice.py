@@ -14,14 +14,14 @@ import pytest
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import CheckpointError, ConfigError
-from torchtitan_rl.orchestration.consumer import StopRequested
-from torchtitan_rl.orchestration.journal import JOURNAL, Journal
-from torchtitan_rl.orchestration.saved_run import (
+from torchtitan_rl.orchestration.checkpointing import (
     GROUPS,
     POSITION,
     choose_checkpoint,
     read_position,
 )
+from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.rollout.records import to_bytes
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,

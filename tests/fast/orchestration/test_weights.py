@@ -13,7 +13,7 @@ from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import TrainerLostError, WeightSyncError
 from torchtitan_rl.orchestration.weights import PublishedStep, WeightDelivery
-from torchtitan_rl.routing.pins import PinnedReplica
+from torchtitan_rl.routing.pausing import PinnedReplica
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.support.turns import group, rollout, turn
 from torchtitan_rl.rollout.env import Observation, Terminal
-from torchtitan_rl.rollout.recorded import EnvState, RecordedRollout
 from torchtitan_rl.rollout.records import (
+    EnvState,
+    RecordedRollout,
     SavedRollout,
     restored_rollout,
     saved_rollout,

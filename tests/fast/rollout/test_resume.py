@@ -24,7 +24,7 @@ from tests.support.rollouts import PROBLEM
 from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
-from torchtitan_rl.rollout.recorded import RecordedRollout, with_turn
+from torchtitan_rl.rollout.records import RecordedRollout, with_turn
 from torchtitan_rl.types import FinishReason, RolloutStatus
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.routing.load import LoadIndex
 from torchtitan_rl.routing.placement import StickyLeastLoaded
+from torchtitan_rl.routing.replicas import LoadIndex
 
 
 def views(*loads: int | None, versions: tuple[int, ...] = ()) -> LoadIndex:

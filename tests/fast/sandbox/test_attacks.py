@@ -316,7 +316,7 @@ def test_landlock_of_linux_before_6_2_does_not_let_files_be_emptied(tmp_path):
     code = f"""
         import os
         from torchtitan_rl.sandbox import kernel, namespaces
-        from torchtitan_rl.sandbox.filters import SyscallFilter
+        from torchtitan_rl.sandbox.namespaces import SyscallFilter
         kernel.landlock_version = lambda: 1
         os.mkdir("own")
         os.chdir("own")

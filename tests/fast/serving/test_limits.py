@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_rl.serving.app import MAX_DEPTH, check_body
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.serving.limits import MAX_DEPTH, check_body
 
 LIMITS = EndpointConfig(max_n=4, max_tokens=50)
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from tests.support.episodes import make_episode
 from torchtitan_rl.configs.calculator_agent_tiny import config
+from torchtitan_rl.orchestration.batching import GrammarReplay, without_grammars
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_bits, kept_of_each
-from torchtitan_rl.training.grammars import GrammarReplay, without_grammars
 from torchtitan_rl.types import Episode, Grammar, KeptRun
 
 xgrammar = pytest.importorskip("xgrammar")

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from torchtitan_rl.training.config import LossConfig
-from torchtitan_rl.training.losses import LossOutput, LossTokens, StepTotals, policy_loss
-from torchtitan_rl.training.losses.contract import loss_problem
+from torchtitan_rl.training.losses import (
+    LossOutput,
+    LossTokens,
+    StepTotals,
+    loss_problem,
+    policy_loss,
+)
 
 CONFIG = LossConfig(kl_coefficient=0.1)
 

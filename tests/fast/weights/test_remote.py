@@ -13,8 +13,7 @@ from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
 from torchtitan_rl.weights.image import TensorPart, plan_image, whole_parts
 from torchtitan_rl.weights.remote import PartPublisher, WeightReceiver
-from torchtitan_rl.weights.shm import SharedMemoryPublisher
-from torchtitan_rl.weights.staging import WeightStaging
+from torchtitan_rl.weights.shm import SharedMemoryPublisher, WeightStaging
 
 NONE: frozenset[int] = frozenset()
 Tensors = dict[str, torch.Tensor]

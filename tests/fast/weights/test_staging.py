@@ -7,8 +7,7 @@ import torch
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights import shm
 from torchtitan_rl.weights.handle import SharedMemoryHandle
-from torchtitan_rl.weights.shm import SegmentReader, SharedMemoryPublisher
-from torchtitan_rl.weights.staging import WeightStaging
+from torchtitan_rl.weights.shm import SegmentReader, SharedMemoryPublisher, WeightStaging
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torchtitan_rl.launch.process_groups import listen_privately
 from torchtitan_rl.observability.trace import EngineTrace, Tracer, host_label
 from torchtitan_rl.processes import collect_less
 from torchtitan_rl.weights.handle import SharedMemoryHandle
-from torchtitan_rl.weights.staging import WeightStaging
+from torchtitan_rl.weights.shm import WeightStaging
 
 _CLOSE_S = 30.0  # for the loop to end
 

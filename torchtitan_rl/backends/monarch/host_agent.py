@@ -19,7 +19,7 @@ from torchtitan_rl.config.loader import installed
 from torchtitan_rl.config.machine import HostFacts, machine_facts
 from torchtitan_rl.config.model import resolve_checkpoint
 from torchtitan_rl.config.resume import policy_digest
-from torchtitan_rl.config.run_folder import cannot_write
+from torchtitan_rl.config.run import cannot_write
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.workers import (
     ADDRESS_VARIABLE,

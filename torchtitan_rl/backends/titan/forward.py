@@ -23,8 +23,7 @@ from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_bits
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import LossConfig, TrainerConfig
 from torchtitan_rl.training.logprobs import selected_logprobs
-from torchtitan_rl.training.losses import LossOutput, LossTokens, StepTotals
-from torchtitan_rl.training.losses.contract import LossFunction
+from torchtitan_rl.training.losses import LossFunction, LossOutput, LossTokens, StepTotals
 from torchtitan_rl.training.trees import Microbatch
 
 

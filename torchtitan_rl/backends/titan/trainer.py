@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # before torchtitan
 from torchtitan_rl.backends.titan.checkpoint import CheckpointWriter, load_state
@@ -33,7 +34,6 @@ from torchtitan_rl.backends.titan.forward import (
     load_reference,
 )
 from torchtitan_rl.backends.titan.hf import hf_parts, hf_state, load_hf, write_hf
-from torchtitan_rl.backends.titan.memory import DeviceMemory
 from torchtitan_rl.backends.titan.model import build_policy
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.config.model import read_architecture
@@ -48,8 +48,13 @@ from torchtitan_rl.training.batch import (
     trained_mask,
 )
 from torchtitan_rl.training.config import TrainerConfig
-from torchtitan_rl.training.losses import LossOutput, cross_entropy_loss, loss_metrics, policy_loss
-from torchtitan_rl.training.losses.contract import LossFunction
+from torchtitan_rl.training.losses import (
+    LossFunction,
+    LossOutput,
+    cross_entropy_loss,
+    loss_metrics,
+    policy_loss,
+)
 from torchtitan_rl.training.packing import Share, minibatches, rank_share, sum_of_shares
 from torchtitan_rl.training.trees import Microbatch
 from torchtitan_rl.weights.image import TensorPart
@@ -366,3 +371,76 @@ class PolicyTrainer:
         self._memory.require()
         if self._is_between_updates:
             raise DivergedError(f"{_TORN}; resume from a checkpoint")
+
+
+class DeviceMemory:
+    """Moves the trainer's state between device and host memory without creating new tensors.
+
+    The storages of the tensors are emptied and refilled. Parameters, optimizer states, FSDP's
+    shards and their views stay the same objects, so no other code needs to know. ``tensors``
+    returns all current tensors; several may share a storage.
+
+    `onload` restores every byte that `offload` took; calling either again has no effect. Between
+    the two the tensors have no memory and must not be read.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self._offloaded: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._buffers: dict[int, torch.Tensor] = {}  # host memory by storage, kept for reuse
+
+    def offload(self) -> None:
+        """Copy all storages to the host and free them."""
+        if self._offloaded:
+            return
+        storages = _storages(self._tensors())
+        buffers = {key: self._buffer(key, storage) for key, storage in storages.items()}
+        for key, storage in storages.items():
+            buffers[key].copy_(_bytes(storage), non_blocking=True)
+        _synchronize()
+        for key, storage in storages.items():
+            self._offloaded.append((storage, buffers[key]))
+            storage.resize_(0)
+        self._buffers = buffers
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()  # for other processes on the device
+
+    def onload(self) -> None:
+        """Allocate the storages again and copy everything back."""
+        for storage, buffer in self._offloaded:
+            storage.resize_(buffer.numel())
+            _bytes(storage).copy_(buffer, non_blocking=True)
+        _synchronize()
+        self._offloaded.clear()
+
+    def require(self) -> None:
+        """Raise RuntimeError between `offload` and `onload`, when reading a tensor would crash."""
+        if self._offloaded:
+            raise RuntimeError("the trainer's state is offloaded; call onload first")
+
+    def _buffer(self, key: int, storage: torch.UntypedStorage) -> torch.Tensor:
+        held = self._buffers.get(key)
+        if held is not None and held.numel() == storage.nbytes():
+            return held
+        is_pinned = storage.device.type == "cuda"
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Each storage once, by an identity that does not depend on its memory."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.nbytes():
+            found[storage._cdata] = storage
+    return found
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

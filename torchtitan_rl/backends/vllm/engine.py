@@ -32,9 +32,10 @@ from torchtitan_rl.backends.vllm.cpu import (
     repack_linears,
     unique_shared_memory,
 )
-from torchtitan_rl.backends.vllm.sampler_hook import Grammars, KeptSets
 from torchtitan_rl.backends.vllm.sampling import (
     GRAMMAR_BACKEND,
+    Grammars,
+    KeptSets,
     SampledLogprobs,
     build_core_request,
     let_runner_resume,

@@ -56,14 +56,24 @@ A-3PO          0.00 0.27 0.08 0.25
 names the papers; combinations that are refused are in `config/checks.py`.
 """
 
-from torchtitan_rl.training.losses.metrics import loss_metrics
-from torchtitan_rl.training.losses.policy import policy_loss
-from torchtitan_rl.training.losses.tokens import (
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from torchtitan_rl.errors import one_line
+from torchtitan_rl.training.config import LossConfig
+from torchtitan_rl.training.losses.metrics import (
     LossOutput,
     LossTokens,
     StepTotals,
     cross_entropy_loss,
+    loss_metrics,
 )
+from torchtitan_rl.training.losses.policy import policy_loss
 
 __all__ = [
     "LossOutput",
@@ -73,3 +83,114 @@ __all__ = [
     "loss_metrics",
     "policy_loss",
 ]
+
+
+LossFunction = Callable[..., LossOutput]
+"""``function(tokens: LossTokens, *, totals: StepTotals, config: LossConfig) -> LossOutput``"""
+
+_PARTS = ((0, 1, 2), (3, 4, 5, 6), (7,))  # tokens of sequences 0; 1 and 2; 3, which is untrained
+
+
+def loss_problem(function: LossFunction, config: LossConfig, updates: int) -> str | None:
+    """How the function breaks the contract, or None: an update's tokens at once and in parts must
+    give the same loss, gradient, sums and maxima, and what is not trained on must not be read."""
+    try:
+        return _problem(function, config, _made_tokens(config, updates))
+    except (Exception, SystemExit) as error:
+        cause = one_line(error)
+        return f"it fails on a few made tokens ({cause})"
+
+
+def _problem(function: LossFunction, config: LossConfig, tokens: LossTokens) -> str | None:
+    whole, gradient_T = _call(function, tokens, config)
+    usual, _ = _call(policy_loss, tokens, config)
+    parts = [_call(function, _part(tokens, part), config) for part in _PARTS]
+    if not whole.loss.isfinite() or not gradient_T.isfinite().all():
+        return (
+            f"loss {whole.loss.item()}, gradient {gradient_T.tolist()}: read nothing where "
+            "trained_T is False (LossTokens.cleaned sets it to 0)"
+        )
+    if not _is_sum(whole.loss, [part.loss for part, _ in parts]) or not torch.allclose(
+        gradient_T, torch.cat([gradient for _, gradient in parts]), atol=1e-6
+    ):
+        return (
+            f"the losses of parts add up to {sum(part.loss.item() for part, _ in parts)}, that of "
+            f"the whole is {whole.loss.item()}: sum over the part's trained tokens, and divide by "
+            "totals; draw nothing at random"
+        )
+    return _metrics_problem(whole, [part for part, _ in parts], usual)
+
+
+def _metrics_problem(
+    whole: LossOutput, parts: Sequence[LossOutput], usual: LossOutput
+) -> str | None:
+    for name in ("sums", "maxima"):
+        values, known = getattr(whole, name), getattr(usual, name)
+        others = [getattr(part, name) for part in parts]
+        if any(other.keys() != values.keys() for other in others):
+            return f"{name} has other names for a part: give all of them each time"
+        if wrong := [one for one in values if not one.startswith("own/") and one not in known]:
+            return f"{name} has {wrong[0]!r}: begin the names of your metrics with own/"
+        for one, value in values.items():
+            if value.requires_grad or any(other[one].shape != value.shape for other in others):
+                return f"{name}[{one!r}]: give detached tensors that have one shape for all parts"
+    for one, value in whole.sums.items():
+        if not _is_sum(value, [part.sums[one] for part in parts]):
+            return f"sums[{one!r}] of parts do not add up to that of the whole"
+    return None
+
+
+def _call(
+    function: LossFunction, tokens: LossTokens, config: LossConfig
+) -> tuple[LossOutput, torch.Tensor]:
+    totals = StepTotals(num_tokens=6, num_sequences=3)
+    output = function(tokens, totals=totals, config=config)
+    if not isinstance(output, LossOutput):
+        raise TypeError(f"it returned a {type(output).__name__}, no LossOutput")
+    for name in ("sums", "maxima"):
+        for one, value in dict(getattr(output, name)).items():
+            if not isinstance(one, str) or not isinstance(value, torch.Tensor):
+                raise TypeError(f"{name} has {one!r}: {value!r}, no tensor by its name")
+    if output.loss.shape != () or not output.loss.requires_grad:
+        raise ValueError("LossOutput.loss is no scalar that depends on logprobs_T")
+    (gradient_T,) = torch.autograd.grad(output.loss, tokens.logprobs_T)
+    return output, gradient_T
+
+
+def _is_sum(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    return torch.allclose(whole, torch.stack(list(parts)).sum(0).to(whole.dtype), atol=1e-5)
+
+
+def _made_tokens(config: LossConfig, updates: int) -> LossTokens:
+    """Eight tokens of four sequences, two of them not trained on, with what a run would give."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs_T = -3 * torch.rand(8, generator=generator)
+    trained_T = torch.tensor([True, True, False, True, True, True, True, False])
+
+    is_anchored = updates > 1 and config.proximal_policy != "behaviour"
+
+    def near(spread: float) -> torch.Tensor:
+        values_T = logprobs_T + spread * torch.randn(8, generator=generator)
+        return torch.where(trained_T, values_T, torch.nan)
+
+    return LossTokens(
+        logprobs_T=logprobs_T.requires_grad_(),
+        behaviour_T=near(0.1).detach(),
+        advantages_T=torch.tensor([1.0, 1.0, torch.nan, -0.5, -0.5, 0.5, 0.0, torch.nan]),
+        trained_T=trained_T,
+        ages_T=torch.tensor([0, 0, 0, 1, 1, 2, 2, 0]),
+        sequences_T=torch.tensor([0, 0, 0, 1, 1, 2, 2, 3]),
+        reference_T=near(0.2).detach() if config.kl_coefficient else None,
+        before_T=near(0.1).detach() if is_anchored else None,
+    )
+
+
+def _part(tokens: LossTokens, chosen: tuple[int, ...]) -> LossTokens:
+    index = torch.tensor(chosen)
+    values: dict[str, Any] = {
+        field.name: value[index].detach()
+        for field in fields(tokens)
+        if (value := getattr(tokens, field.name)) is not None
+    }
+    _, values["sequences_T"] = torch.unique(values["sequences_T"], return_inverse=True)
+    return replace(tokens, **values | {"logprobs_T": values["logprobs_T"].requires_grad_()})

@@ -22,8 +22,7 @@ from typing import assert_never
 import torch
 
 from torchtitan_rl.training.config import LossConfig
-from torchtitan_rl.training.losses.metrics import policy_metrics
-from torchtitan_rl.training.losses.tokens import LossOutput, LossTokens, StepTotals
+from torchtitan_rl.training.losses.metrics import LossOutput, LossTokens, StepTotals, policy_metrics
 
 
 def policy_loss(tokens: LossTokens, *, totals: StepTotals, config: LossConfig) -> LossOutput:
