@@ -1,5 +1,5 @@
-"""What engines and the controller's event loop do during a step, and how well generation and training
-overlap.
+"""What engines and the controller's event loop do during a step, and how well generation and
+training overlap.
 
 Engines are sampled while they run: at the end of a step they are idle again, so that a single
 reading there would show nothing.

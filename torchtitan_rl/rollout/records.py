@@ -1,5 +1,5 @@
-"""The record of a running rollout, from which another process can continue it, and rollouts as bytes
-(msgpack), for the journal and for checkpoints. Pure.
+"""The record of a running rollout, from which another process can continue it, and rollouts as
+bytes (msgpack), for the journal and for checkpoints. Pure.
 
 Invariants
 - Recorded turns are whole (sampled, and answered by the environment) and are never sampled again.

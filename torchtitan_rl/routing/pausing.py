@@ -1,5 +1,5 @@
-"""Stops replicas between two steps, puts them to sleep, resumes them, and pins them: a pinned replica
-is kept at one version, so that evaluation can run alongside training.
+"""Stops replicas between two steps, puts them to sleep, resumes them, and pins them: a pinned
+replica is kept at one version, so that evaluation can run alongside training.
 
 Invariants
 - From the start of a pause a replica that it stops gets no request, and one that it leaves to a pin
