@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from torchtitan_rl.data.curriculum import RestConfig as RestConfig
     from torchtitan_rl.data.row_dataset import ListDataset as ListDataset
     from torchtitan_rl.environments.data_task import DataTask as DataTask
+    from torchtitan_rl.environments.data_task import PythonTask as PythonTask
+    from torchtitan_rl.environments.data_task import PythonTools as PythonTools
     from torchtitan_rl.environments.games import Game as Game
     from torchtitan_rl.environments.games import GameTask as GameTask
     from torchtitan_rl.environments.games import InvalidActionError as InvalidActionError
@@ -70,8 +72,6 @@ if TYPE_CHECKING:
     from torchtitan_rl.environments.scoring import CheckTimeoutError as CheckTimeoutError
     from torchtitan_rl.environments.scoring import checked_score as checked_score
     from torchtitan_rl.environments.scoring import run_checker as run_checker
-    from torchtitan_rl.environments.tool_task import PythonTask as PythonTask
-    from torchtitan_rl.environments.tool_task import PythonTools as PythonTools
     from torchtitan_rl.errors import ConfigError as ConfigError
     from torchtitan_rl.errors import TorchtitanRLError as TorchtitanRLError
     from torchtitan_rl.rollout.chatml import Message as Message

@@ -1,16 +1,25 @@
-"""The values that a field of a configuration may have, as annotations that pydantic checks.
+"""The values that a field of a configuration may have: bounds, as annotations that pydantic checks,
+and functions by their names (``package.module:function`` or ``path/file.py:function``).
 
-`config.checks.field_errors` checks them. Configurations are plain dataclasses, so that they can be
-built, changed and read from a file first, and all errors are reported together.
+`config.checks.field_errors` checks the bounds. Configurations are plain dataclasses, so that they
+can be built, changed and read from a file first, and all errors are reported together.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, cast
 
 from annotated_types import Interval
+
+from torchtitan_rl.errors import ConfigError, one_line
 
 MAX_SECONDS = 1e7  # four months; beyond some centuries Python's own waits overflow
 MAX_COUNT = 2**31 - 1
@@ -60,3 +69,53 @@ Weight = Annotated[float, Interval(ge=0.0, le=MAX_FLOAT)]
 PositiveFloat = Annotated[float, Interval(gt=0.0, le=MAX_FLOAT)]
 Name = Annotated[str, NAMED]
 OptionalName = Annotated[str, OPTIONAL]
+
+
+def import_file(file: Path, name: str, folder: Path) -> ModuleType:
+    """Run a Python file as the module ``name``; it may import the modules of ``folder``.
+
+    Raises:
+        Exception: what the file's code raises.
+    """
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None  # its name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # tyro reads help texts from its source
+    sys.path.insert(0, str(folder.resolve()))
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function of that name.
+
+    Raises:
+        ConfigError: the name has no module, or its module no such function.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place:
+        raise ConfigError("give package.module:function or path/file.py:function")
+    try:
+        module = _module(place)
+    except (Exception, SystemExit) as error:  # a script's last line: exit(main())
+        cause = one_line(error)
+        raise ConfigError(f"{place} cannot be imported ({cause})") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ConfigError(f"{place} has no function {attribute!r}")
+    return cast(Callable[..., Any], function)
+
+
+def absolute(name: str) -> str:
+    """The name by which a process in another folder finds the same function."""
+    place, _, attribute = name.rpartition(":")
+    return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
+
+
+@functools.cache
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    file = Path(place).resolve()
+    return import_file(file, str(file), file.parent)

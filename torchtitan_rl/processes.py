@@ -1,19 +1,29 @@
-"""Processes of this machine: how they end in any case, and with whom; on which cores they run, and
-how often Python's garbage collector runs in them."""
+"""Processes of this machine: how they are started, watched and ended with all that they started; on
+which cores they run, and how often Python's garbage collector runs in them."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import select
 import signal
+import socket
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import psutil
 
+from torchtitan_rl import shim
+from torchtitan_rl.aio import uninterrupted
+from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.shim import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 _POLL_S = 0.05
@@ -47,8 +57,6 @@ class Processes:
         return [pid for pid, handle in self._handles.items() if not _has_exited(handle)]
 
     async def _have_exited(self, within_s: float) -> bool:
-        import asyncio  # which the processes that a worker starts need not wait for
-
         end_s = time.monotonic() + within_s
         while self._alive():
             if time.monotonic() >= end_s:
@@ -153,3 +161,244 @@ def collect_less() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS)
+
+
+class ChildProcess:
+    """A process that a launcher starts and ends; `started` makes one.
+
+    It leads a session of its own, so that a signal to the launcher's group reaches it once, through
+    the launcher. It gets SIGTERM when the launcher dies.
+    """
+
+    def __init__(self, process: Process, ready_at: str) -> None:
+        self._process = process
+        self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ready_at = ready_at
+        self._printing = asyncio.create_task(self._print()) if ready_at else None
+
+    @classmethod
+    @asynccontextmanager
+    async def started(
+        cls,
+        command: Sequence[str],
+        *,
+        end_within_s: float,
+        ready_at: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> AsyncIterator[ChildProcess]:
+        """Started now, ended on leaving: by SIGTERM, and by SIGKILL ``end_within_s`` later.
+
+        ``ready_at`` is what the line contains that it prints once it is ready: `ready` returns the
+        rest of this line. ``environment`` is added to that of this process.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdout=PIPE if ready_at else None,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
+        )
+        child = cls(process, ready_at)
+        try:
+            yield child
+        finally:
+            await child._end(end_within_s)
+
+    async def wait(self) -> int:
+        """Its exit code; 128 + n if signal n ended it."""
+        code = await self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    async def ready(self) -> str | None:
+        """None: it ended before it was ready."""
+        ended = asyncio.create_task(self.wait())
+        either: list[asyncio.Future[Any]] = [self._ready, ended]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return self._ready.result() if self._ready.done() else None
+        finally:
+            ended.cancel()
+
+    def send(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def _print(self) -> None:
+        output = self._process.stdout
+        assert output is not None
+        async for line in output:
+            text = line.decode(errors="replace")
+            _, found, rest = text.partition(self._ready_at)
+            if found and not self._ready.done():
+                self._ready.set_result(rest.strip())
+            with suppress(OSError):  # no one reads it any more; the process goes on
+                sys.stdout.write(text)
+                sys.stdout.flush()
+
+    async def _end(self, within_s: float) -> None:
+        self.send(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._process.wait(), within_s)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+        if self._printing is not None:
+            self._printing.cancel()
+
+
+def shim_command(link: str) -> list[str]:
+    """The words before a program's own that start it below a shim; ``link`` as in `shim.py`."""
+    return [sys.executable, "-I", "-S", shim.__file__, link]
+
+
+_CHUNK_BYTES = 1 << 16
+_OUTPUT_GRACE_S = 10.0  # from the end of the program to the end of its output
+
+
+class CommandError(TorchtitanRLError):
+    """A program could not be started, or it is unknown how it ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """How a program ended: exactly one of ``exit_code``, ``signal`` and ``timed_out`` is set.
+
+    ``truncated``: one of its outputs was longer than the limit.
+    """
+
+    exit_code: int | None
+    signal: int | None  # that killed it
+    timed_out: bool
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+
+
+async def run_command(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: bytes | None = None,
+    max_output_bytes: int = 1 << 20,
+) -> CommandResult:
+    """Run a program in a process session of its own, until it ends or times out.
+
+    Returns, raises or is cancelled only after the program and all its descendants are dead. They
+    are also killed, a moment later, when this process dies, even by SIGKILL: a shim process between
+    this one and the program (`shim.py`) does it. Not a sandbox.
+
+    ``env`` replaces the environment. ``stdin`` None is an empty input. The first
+    ``max_output_bytes`` of stdout and of stderr are kept, the rest is dropped. Processes that the
+    program leaves running are killed. Plain (blocking) environments, which have threads of their
+    own, call this through `asyncio.run`.
+
+        result = await run_command(["pytest", "-q"], timeout_s=60, cwd=folder)
+        reward = float(result.exit_code == 0)
+
+    Raises:
+        CommandError: the program could not be started, or not be killed, or it killed its shim.
+    """
+    if not argv:
+        raise CommandError("a command needs at least the program's name")
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.setblocking(False)
+        running = _run(argv, ours, theirs, timeout_s, cwd, env, stdin, max_output_bytes)
+        return await uninterrupted(running, on_cancel=lambda: _hang_up(ours))
+
+
+async def _run(
+    argv: Sequence[str],
+    ours: socket.socket,
+    theirs: socket.socket,
+    timeout_s: float,
+    cwd: str | Path | None,
+    env: Mapping[str, str] | None,
+    stdin: bytes | None,
+    max_output_bytes: int,
+) -> CommandResult:
+    try:
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *shim_command(str(theirs.fileno())),
+                *argv,
+                stdin=DEVNULL if stdin is None else PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                cwd=cwd,
+                env=env,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+    except (OSError, ValueError) as error:  # no such folder, a null byte in an argument, ...
+        raise CommandError(f"{argv[0]}: {error}") from error
+    transfers = asyncio.gather(
+        _feed(process.stdin, stdin),
+        _read(process.stdout, max_output_bytes),
+        _read(process.stderr, max_output_bytes),
+    )
+    reporting = asyncio.ensure_future(_report(ours))  # ends when the shim has
+    timed_out = not (await asyncio.wait([reporting], timeout=timeout_s))[0]
+    _hang_up(ours)
+    pid, kind, value = await reporting
+    if not kind and pid:  # the shim was killed: kill at least the program's process group
+        with suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+    ended, _ = await asyncio.wait([transfers], timeout=_OUTPUT_GRACE_S)
+    if not ended:
+        transfers.cancel()
+        with suppress(asyncio.CancelledError):
+            await transfers
+        raise CommandError(f"{argv[0]}: something it started cannot be killed; {kind} {value}")
+    await process.wait()  # reaped
+    _, (stdout, more_stdout), (stderr, more_stderr) = transfers.result()
+    if kind == "error" or (not kind and not timed_out):
+        raise CommandError(f"{argv[0]}: {value or 'its shim was killed'}")
+    return CommandResult(
+        exit_code=int(value) if kind == "exit" else None,
+        signal=int(value) if kind == "signal" else None,
+        timed_out=timed_out and not kind,
+        stdout=stdout,
+        stderr=stderr,
+        truncated=more_stdout or more_stderr,
+    )
+
+
+def _hang_up(link: socket.socket) -> None:
+    """Tell the shim to kill everything; harmless when it has ended."""
+    with suppress(OSError):
+        link.shutdown(socket.SHUT_WR)
+
+
+async def _feed(writer: asyncio.StreamWriter | None, data: bytes | None) -> None:
+    if writer is None:
+        return
+    # The program may end, or close its input, without reading all of it.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        writer.write(data or b"")
+        await writer.drain()
+    writer.close()
+
+
+async def _read(reader: asyncio.StreamReader | None, limit: int) -> tuple[bytes, bool]:
+    """The first ``limit`` bytes, and whether there were more."""
+    kept, more = bytearray(), False
+    while reader is not None and (chunk := await reader.read(_CHUNK_BYTES)):
+        left = limit - len(kept)
+        kept += chunk[:left]
+        more = more or len(chunk) > left
+    return bytes(kept), more
+
+
+async def _report(link: socket.socket) -> tuple[int, str, str]:
+    """The program's pid (0: none) and how it ended (``exit 3``); "" without a report."""
+    loop, report = asyncio.get_running_loop(), b""
+    while chunk := await loop.sock_recv(link, _CHUNK_BYTES):
+        report += chunk
+    first, _, rest = report.decode(errors="replace").partition("\n")
+    pid, last = (int(first[4:]), rest) if first.startswith("pid ") else (0, first)
+    kind, _, value = last.partition(" ")
+    return pid, kind, value

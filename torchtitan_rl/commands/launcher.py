@@ -38,7 +38,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from torchtitan_rl.aio import cancel_all, retrieve, wait_within
-from torchtitan_rl.commands.child_process import ChildProcess
 from torchtitan_rl.commands.console import DryRun, StopSignals
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.run import LaunchConfig
@@ -47,6 +46,7 @@ from torchtitan_rl.launch.addresses import Address, ip_of
 from torchtitan_rl.launch.interfaces import free_port, listening_host
 from torchtitan_rl.launch.meeting import RESUME_COMMAND, Joining, Node, Round, resume_options
 from torchtitan_rl.launch.workers import BEAT_S, CONTROLLER_LOST_S, MEMORY_VARIABLE, Heartbeat
+from torchtitan_rl.processes import ChildProcess
 
 _LEAVE_S = 10.0  # for the other launchers to read how the run ended
 PROGRAM = (sys.executable, "-P", "-m", "torchtitan_rl.commands.cli")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.agents.task import environment_factory
 from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
-from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
+from torchtitan_rl.commands.replicas import RunEndpoint, run_endpoint
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
 from torchtitan_rl.config.machine import host_name
 from torchtitan_rl.config.model import read_architecture

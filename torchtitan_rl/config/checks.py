@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
+from torchtitan_rl.bounds import load_function
 from torchtitan_rl.config.machine import HostFacts, MachineFacts, device_of
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.room import host_errors, launch_errors, machine_errors
@@ -25,12 +26,11 @@ from torchtitan_rl.config.run import RunConfig, has_hosts, path_errors
 from torchtitan_rl.environments.mcp import STARTS_PER_CORE, McpServer, McpTask, parts_of
 from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
-from torchtitan_rl.functions import load_function
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.decision import kv_policy_errors
 from torchtitan_rl.orchestration.capacity import capacity_errors
-from torchtitan_rl.rollout.advantages import ADVANTAGE_KINDS, turn_advantages
 from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.episodes import ADVANTAGE_KINDS, turn_advantages
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import Keys, endpoint_errors
 from torchtitan_rl.training.config import LossConfig

@@ -24,10 +24,10 @@ from typing import TypeVar
 
 import tyro
 
+from torchtitan_rl.bounds import import_file
 from torchtitan_rl.config.checks import field_errors
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, one_line
-from torchtitan_rl.functions import import_file
 
 _READY_DIR = Path(__file__).parents[1] / "configs"
 _RENAMED = {  # options of the last release, accepted until the next one

@@ -17,22 +17,20 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 from weakref import WeakKeyDictionary
 
 from torchtitan_rl.aio import wait_within
 from torchtitan_rl.data.columns import range_errors, url_errors
 from torchtitan_rl.data.rows import require
-from torchtitan_rl.environments.data_task import DataTask
+from torchtitan_rl.environments.data_task import DataTask, tool_environment
 from torchtitan_rl.environments.question import ToolAnswer
-from torchtitan_rl.environments.tool_task import tool_environment
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError, one_line
+from torchtitan_rl.processes import shim_command
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.types import Problem
@@ -40,7 +38,6 @@ from torchtitan_rl.types import Problem
 if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
-_SHIM = Path(__file__).parents[1] / "shim.py"
 _MAX_PAGES = 100  # of the list of tools
 _LAST_BYTES = 2000  # of what a server wrote to its standard error
 _SESSION_ENDED = "Session terminated"  # an error without a code of its own
@@ -236,10 +233,8 @@ class McpSession:
         program = server.command[0]
         if shutil.which(program, path=env.get("PATH")) is None:
             raise FileNotFoundError(f"there is no program {program!r}")
-        shim = ["-I", "-S", str(_SHIM), f"parent={os.getpid()}"]
-        parameters = StdioServerParameters(
-            command=sys.executable, args=[*shim, *server.command], env=env
-        )
+        python, *shim = shim_command(f"parent={os.getpid()}")
+        parameters = StdioServerParameters(command=python, args=[*shim, *server.command], env=env)
         yield stdio_client(parameters, errlog=self._words)
 
     def _lost(self, cause: str) -> McpServerError:

@@ -21,9 +21,8 @@ import numpy as np
 
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.records import TokenCounts
-from torchtitan_rl.rollout.advantages import turn_advantages
 from torchtitan_rl.rollout.config import OverlongConfig, RolloutConfig
-from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
+from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes, turn_advantages
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_runs, pack_kept
 from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
 from torchtitan_rl.training.packing import pack_episodes

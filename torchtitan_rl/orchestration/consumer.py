@@ -26,7 +26,7 @@ from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.watchdog import describe_group
 from torchtitan_rl.orchestration.weights import DeviceSharing, PublishedStep, WeightDelivery
 from torchtitan_rl.orchestration.work_buffer import GroupState
-from torchtitan_rl.rollout.advantages import has_signal
+from torchtitan_rl.rollout.episodes import has_signal
 from torchtitan_rl.rollout.rollouter import all_failed_alike, describe_failures
 from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.types import RolloutGroup

@@ -20,7 +20,7 @@ from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.records import group_of
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
-from torchtitan_rl.rollout.advantages import has_signal
+from torchtitan_rl.rollout.episodes import has_signal
 from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.rollout.task import adapts
 from torchtitan_rl.types import Problem, RolloutGroup

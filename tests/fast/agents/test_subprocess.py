@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.agents.agent import CommandError, run_command
+from torchtitan_rl.processes import CommandError, run_command
 
 ROOT = Path(__file__).parents[3]
 # Writes its pid to the file named by its argument and sleeps, as a daemon: forked twice, in a
@@ -137,7 +137,7 @@ def test_a_command_cancelled_while_it_starts_leaves_nothing(tmp_path):
 
 PARENT = """
 import asyncio, os, sys
-from torchtitan_rl.agents.agent import run_command
+from torchtitan_rl.processes import run_command
 if sys.argv[1] == "heir":  # a forked child keeps our end of the shim's link open
     async def fork_later():
         await asyncio.sleep(0.1)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_rl.bounds import absolute, load_function
 from torchtitan_rl.config.checks import advantage_errors, loss_errors
-from torchtitan_rl.functions import absolute, load_function
 from torchtitan_rl.rollout.config import OverlongConfig, RolloutConfig
 from torchtitan_rl.training.config import LossConfig
 
@@ -143,6 +143,6 @@ def test_a_penalty_on_a_reward_without_weight_is_refused():
 
 def test_another_process_in_another_folder_loads_the_same_file(example: Path):
     name = absolute(f"{os.path.relpath(example)}:reinforce")
-    load = "import sys; from torchtitan_rl.functions import load_function as f; f(sys.argv[1])"
+    load = "import sys; from torchtitan_rl.bounds import load_function as f; f(sys.argv[1])"
     subprocess.run([sys.executable, "-c", load, name], check=True, cwd="/")
     assert absolute("math:fsum") == "math:fsum"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.turns import rollout, turn
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.rollout.advantages import STD_EPS, has_signal, turn_advantages
 from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.episodes import STD_EPS, has_signal, turn_advantages
 from torchtitan_rl.types import Rollout, RolloutStatus, Turn
 
 CREDIT = RolloutConfig(credit="turn")

@@ -11,7 +11,7 @@ import pytest
 from tests.support.async_tests import on_virtual_clock
 from tests.support.endpoints import LinkedEndpoint, ends_of, request
 from tests.support.replicas import GatedReplica, handle
-from torchtitan_rl.commands.run_endpoint import RunEndpoint, run_endpoint
+from torchtitan_rl.commands.replicas import RunEndpoint, run_endpoint
 from torchtitan_rl.commands.serve import wait_until_no_replica
 from torchtitan_rl.errors import EndpointLostError, GenerationError
 from torchtitan_rl.generation.commands import EngineCommand, Pause

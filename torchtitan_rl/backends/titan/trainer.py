@@ -36,9 +36,9 @@ from torchtitan_rl.backends.titan.forward import (
 from torchtitan_rl.backends.titan.hf import hf_parts, hf_state, load_hf, write_hf
 from torchtitan_rl.backends.titan.model import build_policy
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
+from torchtitan_rl.bounds import load_function
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.errors import DivergedError
-from torchtitan_rl.functions import load_function
 from torchtitan_rl.training.batch import (
     StepOutput,
     TrainingBatch,
