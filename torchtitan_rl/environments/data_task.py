@@ -1,6 +1,6 @@
-"""Questions and answers from data files as a `Task`: columns to prompts, answers to rewards. They are
-answered at once, or with tools: those of MCP servers, or ``python``, which runs programs that the
-policy writes in the sandbox and shows what they print.
+"""Questions and answers from data files as a `Task`: columns to prompts, answers to rewards. They
+are answered at once, or with tools: those of MCP servers, or ``python``, which runs programs that
+the policy writes in the sandbox and shows what they print.
 """
 
 from __future__ import annotations

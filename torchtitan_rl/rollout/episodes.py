@@ -1,5 +1,5 @@
-"""From a rollout's turns to the token sequences that are trained on, and from a group's rewards to the
-advantages of its turns. Pure.
+"""From a rollout's turns to the token sequences that are trained on, and from a group's rewards
+to the advantages of its turns. Pure.
 
 A turn extends an episode if its prompt begins with all tokens of that episode so far: the prompt
 and completion of the episode's last turn. If it extends several, it joins the longest, so that two

@@ -113,6 +113,16 @@ def test_a_file_that_does_not_run_is_one_line_with_its_place(text, cause, tmp_pa
     assert "\n" not in message
 
 
+def test_a_task_that_overrides_the_old_name_of_a_method_is_refused_with_the_new_one(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from torchtitan_rl import Task\nclass Sums(Task):\n    def compared_as(self): return {}\n"
+    )
+    with pytest.raises(ConfigError, match="resume_identity") as error:
+        load_config(path, [])
+    assert len(error.value.errors) == 1
+
+
 def test_a_ready_configuration_is_found_by_its_name_in_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config(Path("alphabet_sort_tiny"), []).name == "alphabet_sort_tiny"
