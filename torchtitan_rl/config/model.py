@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.serving.weight_loading import rope_scaling, rope_theta, rope_type
+from torchtitan_rl.rope_fields import rope_scaling, rope_theta, rope_type
 
 _MUST_BE_OFF = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
 _SIZES = (

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.rope_fields import with_flat_rope
 from torchtitan_rl.routing.weights import SyncMode, SyncReport
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import CommandName, Handler
@@ -196,36 +197,3 @@ def _require_equal_configs(config: dict[str, Any], served: dict[str, Any]) -> No
                 f"{_OTHER_MODEL}: config.json has {name} {config[name]!r}; the served model has "
                 f"{served[name]!r}"
             )
-
-
-_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
-_DEFAULT_THETA = 10000.0  # what transformers assumes
-
-
-def rope_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` of transformers 5, or ``rope_scaling`` of 4."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    return rope if isinstance(rope, dict) else {}
-
-
-def rope_type(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")
-
-
-def rope_theta(config: Mapping[str, Any]) -> Any:
-    return rope_scaling(config).get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA
-
-
-def with_flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for both versions: each field under its own name, those left out with defaults.
-
-    >>> with_flat_rope({"rope_parameters": {"rope_theta": 5e5}}) == with_flat_rope(
-    ...     {"rope_theta": 5e5}
-    ... )
-    True
-    """
-    rope = rope_scaling(config)
-    rest = {name: value for name, value in config.items() if name not in _FIELDS}
-    scaling = {name: value for name, value in rope.items() if name != "type"}
-    said = {"rope_type": rope_type(rope), "rope_theta": rope_theta(config)}
-    return {**rest, **scaling, **said}
