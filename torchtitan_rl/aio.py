@@ -123,6 +123,18 @@ class BackgroundTask:
             await cancel_all([self._task])
 
 
+@asynccontextmanager
+async def background(work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
+    """Run ``work`` while the block is open, then cancel it; its own error is raised at the end."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        await cancel_all([task])
+    if not task.cancelled():
+        task.result()
+
+
 async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until all have ended."""
     ending = list(tasks)

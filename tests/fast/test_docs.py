@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.observability.metrics import check_names
+from torchtitan_rl.observability.sinks import check_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = (

@@ -17,7 +17,7 @@ from tests.support.ready_configs import READY, ready
 from torchtitan_rl.commands.cli import COMMANDS, main
 from torchtitan_rl.commands.console import plain
 from torchtitan_rl.config.prepare import prepare_run
-from torchtitan_rl.observability.metrics import metric_names
+from torchtitan_rl.observability.sinks import metric_names
 
 TITAN = "PolicyTrainer"  # takes seconds to import
 SCRIPTS = {

@@ -14,9 +14,8 @@ from itertools import groupby
 from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError, one_line
-from torchtitan_rl.observability.metrics import Split
 from torchtitan_rl.observability.rollouts import LOGGED, logged_metrics
-from torchtitan_rl.observability.sinks import Line, Row, RowKind
+from torchtitan_rl.observability.sinks import Line, Row, RowKind, Split
 from torchtitan_rl.orchestration.checkpointing import RunPosition, SavedRun
 from torchtitan_rl.orchestration.journal import Row as JournalRow
 from torchtitan_rl.orchestration.journal import newest_version

@@ -33,7 +33,7 @@ from torchtitan_rl.errors import CheckpointError, OutputError, TorchtitanRLError
 from torchtitan_rl.files import replace_file
 from torchtitan_rl.launch.lease import hold_run, unwritable
 from torchtitan_rl.observability.console import Console, EvaluationState
-from torchtitan_rl.observability.evaluation_results import (
+from torchtitan_rl.observability.evaluation import (
     PICTURE_MISSING,
     Evaluated,
     EvaluationLog,

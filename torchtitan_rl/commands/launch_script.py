@@ -19,8 +19,7 @@ import tyro
 
 from torchtitan_rl.config.checks import check_fields
 from torchtitan_rl.config.loader import load_config, parse_options, split_config
-from torchtitan_rl.config.machine import host_name, made_up_hosts
-from torchtitan_rl.config.placement import NoRoomError
+from torchtitan_rl.config.machine import NoRoomError, host_name, made_up_hosts
 from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts
 from torchtitan_rl.config.room import launch_errors
 from torchtitan_rl.config.run import RunConfig

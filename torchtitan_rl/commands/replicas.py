@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchtitan_rl.agents.env import AgentHost, AgentThread
 from torchtitan_rl.agents.queue import ProblemQueue
 from torchtitan_rl.agents.task import environment_factory
 from torchtitan_rl.aio import first_of
-from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.prepare import PreparedRun, PreparedServe
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.run import EnvironmentFactory
@@ -31,6 +31,9 @@ from torchtitan_rl.serving.report import SessionEnding
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.serving.weight_loading import WeightLoader
+
+if TYPE_CHECKING:
+    from torchtitan_rl.backends.monarch.run import ServeProcesses
 
 _T = TypeVar("_T")
 
@@ -125,24 +128,44 @@ class Replicas:
 
 
 @asynccontextmanager
-async def _generation(prepared: PreparedRun, directory: Path) -> AsyncIterator[Generation]:
-    from transformers import AutoTokenizer
-
+async def served(
+    prepared: PreparedRun | PreparedServe,
+    *,
+    name: str,
+    request_timeout_s: float,
+    sync_timeout_s: float = 300.0,
+) -> AsyncIterator[tuple[ServeProcesses, GeneratorRouter, WeightLoader]]:
+    """The processes of a plan without a trainer, a router over their replicas, and what brings
+    other weights to them; ``name`` is part of their shared memory's."""
     from torchtitan_rl.backends.monarch.run import serve_processes  # seconds
     from torchtitan_rl.weights.shm import SharedMemoryPublisher
+
+    async with serve_processes(prepared) as processes:
+        router = GeneratorRouter(
+            processes.replicas, request_timeout_s=request_timeout_s, sync_timeout_s=sync_timeout_s
+        )
+        publisher = SharedMemoryPublisher(name, prepared.config.log_dir.absolute())
+        try:
+            yield processes, router, WeightLoader(router, publisher, prepared.policy_dir)
+        finally:
+            publisher.close()
+
+
+@asynccontextmanager
+async def _generation(prepared: PreparedRun, directory: Path) -> AsyncIterator[Generation]:
+    from transformers import AutoTokenizer
 
     config = prepared.config
     tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, directory)
     async with AsyncExitStack() as stack:
-        serving = serve_processes(replace(prepared, policy_dir=directory))
-        processes = await stack.enter_async_context(serving)
-        router = GeneratorRouter(
-            processes.replicas,
-            request_timeout_s=config.request_timeout_s,
-            sync_timeout_s=config.weight_sync.timeout_s,
+        processes, router, loader = await stack.enter_async_context(
+            served(
+                replace(prepared, policy_dir=directory),
+                name=config.name,
+                request_timeout_s=config.request_timeout_s,
+                sync_timeout_s=config.weight_sync.timeout_s,
+            )
         )
-        publisher = SharedMemoryPublisher(config.name, config.log_dir.absolute())
-        stack.callback(publisher.close)
         endpoint = None
         if processes.endpoint is not None:
             endpoint = await stack.enter_async_context(
@@ -152,7 +175,7 @@ async def _generation(prepared: PreparedRun, directory: Path) -> AsyncIterator[G
             config=config,
             directory=directory,
             router=router,
-            loader=WeightLoader(router, publisher, directory),
+            loader=loader,
             tokenizer=tokenizer,
             endpoint=endpoint,
         )

@@ -18,15 +18,13 @@ from functools import partial
 
 from torchtitan_rl.aio import first_of
 from torchtitan_rl.commands.console import DryRun, StopSignals, print_error, run_command
+from torchtitan_rl.commands.replicas import served
 from torchtitan_rl.config.loader import parse_options
-from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
-from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.config.prepare import PreparedServe, ServeConfig, prepare_serve
 from torchtitan_rl.serving.report import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
-from torchtitan_rl.serving.weight_loading import WeightLoader
 
-_CHECK_S = 1.0  # between two checks whether a replica is left
 _REQUEST_TIMEOUT_S = 3600.0  # where generator.request_timeout_s does not say
 
 
@@ -64,21 +62,15 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         f"serving {config.model}: {prepared.plan.summary()}; logs in {config.log_dir}",
         file=sys.stderr,
     )
-    from torchtitan_rl.backends.monarch.run import serve_processes  # seconds
-    from torchtitan_rl.weights.shm import SharedMemoryPublisher
-
+    timeout_s = config.generator.request_timeout_s or _REQUEST_TIMEOUT_S
     async with AsyncExitStack() as stack:
-        processes = await stack.enter_async_context(serve_processes(prepared))
-        assert processes.endpoint is not None  # it is in the plan
-        router = GeneratorRouter(
-            processes.replicas,
-            request_timeout_s=config.generator.request_timeout_s or _REQUEST_TIMEOUT_S,
+        processes, router, loader = await stack.enter_async_context(
+            served(prepared, name="serve", request_timeout_s=timeout_s)
         )
+        assert processes.endpoint is not None  # it is in the plan
         keep = None
         if config.episodes_file is not None:
             keep = stack.enter_context(EpisodesFile(config.episodes_file)).write
-        publisher = SharedMemoryPublisher("serve", config.log_dir.absolute())
-        stack.callback(publisher.close)
         sessions = Sessions(router, timeout_s=config.endpoint.session_timeout_s, keep=keep)
         stack.push_async_callback(sessions.aclose)
         service = await stack.enter_async_context(
@@ -87,18 +79,11 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
                 router,
                 sessions,
                 interval_s=config.endpoint.interval_s,
-                handlers=WeightLoader(router, publisher, prepared.policy_dir).handlers(),
+                handlers=loader.handlers(),
                 grace_s=config.grace_s,
             )
         )
         stopped = asyncio.Event()
         signals.stop_cleanly = stopped.set
         print(processes.endpoint.base_url, flush=True)
-        await first_of(stopped.wait(), service.run_until_lost(), wait_until_no_replica(router))
-
-
-async def wait_until_no_replica(router: GeneratorRouter) -> None:
-    """Raises `GenerationError`, with every replica's cause, once none is left."""
-    while True:
-        router.require_unreserved()
-        await asyncio.sleep(_CHECK_S)
+        await first_of(stopped.wait(), service.run_until_lost(), router.wait_until_lost())

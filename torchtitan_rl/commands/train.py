@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.agents.task import environment_factory
+from torchtitan_rl.aio import background
 from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
 from torchtitan_rl.commands.replicas import RunEndpoint, run_endpoint
@@ -220,9 +221,9 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         router = _router(config, processes, ledger)
         reserved = reserved_replicas(config)
         await stack.enter_async_context(losses.restarting(processes, router, reserved=reserved))
-        recorder.watch_engines(
-            await stack.enter_async_context(EngineSampler(router.stats, reserved=reserved))
-        )
+        engines = EngineSampler(router.stats, reserved=reserved)
+        await stack.enter_async_context(background(engines.run()))
+        recorder.watch_engines(engines)
         endpoint = None
         if processes.endpoint is not None:
             endpoint = await stack.enter_async_context(

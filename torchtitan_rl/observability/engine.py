@@ -14,20 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Mapping,
-    Sequence,
-)
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
-from typing import Any, Self
+from typing import NoReturn
 
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.routing.restarts import first_name
@@ -36,23 +27,8 @@ from torchtitan_rl.types import EngineStats
 StatsByReplica = Mapping[str, EngineStats]
 
 
-class _Sampler:
-    """Runs ``_sample`` in the background while its ``async with`` is open."""
-
-    async def __aenter__(self) -> Self:
-        self._open = AsyncExitStack()
-        await self._open.enter_async_context(_background(self._sample()))
-        return self
-
-    async def __aexit__(self, *error: Any) -> bool | None:
-        return await self._open.__aexit__(*error)
-
-    async def _sample(self) -> None:
-        raise NotImplementedError
-
-
-class EngineSampler(_Sampler):
-    """Calls ``read`` every ``interval_s`` seconds.
+class EngineSampler:
+    """Calls ``read`` every ``interval_s`` seconds while `run` runs.
 
     A reading that fails or takes longer than ``timeout_s`` (a replica just died, or hangs; the
     router reports that) is counted and skipped.
@@ -84,7 +60,7 @@ class EngineSampler(_Sampler):
         metrics = engine_metrics(readings) | idle_metrics(readings, self._reserved)
         return metrics | {"engine/failed_readings": float(num_failed)}
 
-    async def _sample(self) -> None:
+    async def run(self) -> NoReturn:
         while True:
             await asyncio.sleep(self._interval_s)
             try:
@@ -94,7 +70,7 @@ class EngineSampler(_Sampler):
                 self._num_failed += 1
 
 
-class LoopLagSampler(_Sampler):
+class LoopLagSampler:
     """Measures how late the event loop is: something in it blocked for at least that long.
 
     Sleeps ``interval_s`` again and again, and notes how much later than asked it wakes. A wait that
@@ -110,7 +86,7 @@ class LoopLagSampler(_Sampler):
         lags_ms, self._lags_ms = self._lags_ms or [0.0], []
         return fmean(lags_ms), max(lags_ms)
 
-    async def _sample(self) -> None:
+    async def run(self) -> NoReturn:
         while True:
             due_s = time.perf_counter() + self._interval_s
             await asyncio.sleep(self._interval_s)
@@ -157,19 +133,6 @@ def engine_metrics(readings: Sequence[StatsByReplica]) -> dict[str, float]:
         "engine/kv_use_max": max(kv_use),
         "engine/tokens_per_second": fmean(rate),
     }
-
-
-@asynccontextmanager
-async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run ``work`` while the block is open, then cancel it; its own error is raised at the end."""
-    task = asyncio.create_task(work, name="sampler")
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.result()
 
 
 TRAINER_IDLE = "overlap/trainer_idle_share"

@@ -1,18 +1,34 @@
-"""Statistics of an evaluation: how sure its mean reward is, and pass@k. Pure.
+"""What an evaluation found: how sure its mean reward is, and pass@k; and what
+``torchtitan-rl eval`` leaves: its rollouts, ``results.json``, the table and the picture.
 
-The unit is the problem: its samples share a difficulty, so they are averaged first, and the
-interval is over problems. It says how much the mean would differ on other problems of the same
-kind; two evaluations on the same problems differ by less.
+The unit is the problem: its samples share a difficulty, so they are averaged first, and all
+intervals are over problems, at 95 %: Student's for rewards and their differences, Wilson's for
+shares. An interval says how much the mean would differ on other problems of the same kind; two
+evaluations on the same problems differ by less.
+
+Every rollout is written to a file in the format of a run's ``rollouts.jsonl``. A rollout is in the
+file when `EvaluationLog.write` returns. One that has a reward is not run again by the evaluation
+that continues; one that failed is, and its later line counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import NormalDist, fmean, stdev, variance
+from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.errors import OutputError
+from torchtitan_rl.observability.rollouts import Decode, rollout_from_json, rollout_to_json
+from torchtitan_rl.observability.sinks import RowLog, Split, read_rows
+from torchtitan_rl.types import Problem, Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,3 +162,259 @@ def powers(most: int) -> list[int]:
     problem, and that number."""
     found = [1 << i for i in range(most.bit_length())]
     return sorted({*found, most}) if most else []
+
+
+class EvaluationLog:
+    """Appends to ``path``, after the lines that it has. ``step`` is that of the checkpoint,
+    ``decode`` as in `RolloutLog`."""
+
+    def __init__(self, path: Path, *, step: int, decode: Decode | None = None) -> None:
+        self._rows = RowLog(path, is_new=False)
+        self._step = step
+        self._decode = decode
+
+    def write(self, problem: Problem, rollout: Rollout, *, version: int) -> None:
+        """
+        Raises:
+            OutputError: it cannot be written.
+        """
+        head = {"step": self._step, "version": version, "split": Split.EVALUATION.value}
+        group = RolloutGroup(group_id=rollout.group_id, problem=problem, rollouts=(rollout,))
+        row = rollout_to_json(group, rollout, decode=self._decode)
+        self._rows.append(head | {"chosen": "all"} | row)
+
+    def close(self) -> None:
+        self._rows.close()
+
+
+def read_finished(path: Path) -> Mapping[str, Rollout]:
+    """Read the rollouts that have a reward, by id; empty if the file does not exist.
+
+    Raises:
+        OutputError: a line is not a rollout.
+    """
+    finished: dict[str, Rollout] = {}
+    try:
+        for line in read_rows(path):
+            try:
+                rollout = rollout_from_json(line.row)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{line.where}: not a rollout ({error!r})") from error
+            if not rollout.status.is_failure:
+                finished[rollout.rollout_id] = rollout
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{path}: {error}; repair or remove the line") from error
+    return finished
+
+
+Json = dict[str, Any]
+
+_MAX_NAME_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """One model at one temperature."""
+
+    model: str
+    temperature: float
+    groups: tuple[RolloutGroup, ...]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+
+def results(evaluated: Sequence[Evaluated], *, success_reward: float) -> list[Json]:
+    """One object for each model and temperature; differences are to the first one."""
+    scores = [problem_scores(one.groups, success_reward=success_reward) for one in evaluated]
+    return [
+        _result(one, of_one, difference_to=scores[0] if of_one is not scores[0] else None)
+        for one, of_one in zip(evaluated, scores, strict=True)
+    ]
+
+
+def _result(
+    evaluated: Evaluated,
+    scores: Sequence[ProblemScores],
+    *,
+    difference_to: Sequence[ProblemScores] | None,
+) -> Json:
+    rollouts = evaluated.rollouts
+    failed = Counter(one.status.value for one in rollouts if one.status.is_failure)
+    samples = min((one.num_samples for one in scores), default=0)
+    result: Json = {
+        "model": evaluated.model,
+        "temperature": evaluated.temperature,
+        "problems": len(scores),
+        "samples_per_problem": samples,
+        "rollouts": len(rollouts),
+        "failed": dict(failed),
+        "reward": _rewards([one.reward for one in scores if one.reward is not None]),
+        "avg_at_k": _shares(scores, 1),
+        "pass_at_k": {str(k): _shares(scores, k) for k in powers(samples)},
+        "tokens_mean": fmean(one.num_sampled_tokens for one in rollouts) if rollouts else None,
+        "turns_mean": fmean(len(one.turns) for one in rollouts) if rollouts else None,
+        "of_task": _parts(evaluated.groups, scores),
+    }
+    if difference_to is not None:
+        result["difference_to_first"] = _rewards(_differences(difference_to, scores))
+    return result
+
+
+def _differences(first: Sequence[ProblemScores], second: Sequence[ProblemScores]) -> list[float]:
+    """Subtract the mean rewards of problems that have one in both."""
+    before = {one.problem_id: one.reward for one in first}
+    pairs = ((before.get(one.problem_id), one.reward) for one in second)
+    return [new - old for old, new in pairs if old is not None and new is not None]
+
+
+def _rewards(values: Sequence[float]) -> Json | None:
+    return _as_json(values, mean_interval(values)) if values else None
+
+
+def _shares(scores: Sequence[ProblemScores], k: int) -> Json | None:
+    """Compute pass@k; for k = 1 it is avg@k, the mean share of solved samples."""
+    if not scores:
+        return None
+    shares = [pass_at_k(one.num_samples, one.num_solved, k) for one in scores]
+    return _as_json(shares, share_interval(shares, size=sum(one.num_samples for one in scores)))
+
+
+def _as_json(values: Sequence[float], interval: Interval | None) -> Json:
+    """One problem has no interval."""
+    if interval is None:
+        return {"mean": fmean(values)}
+    return {"mean": interval.mean, "ci95_low": interval.low, "ci95_high": interval.high}
+
+
+def _parts(groups: Sequence[RolloutGroup], scores: Sequence[ProblemScores]) -> Json:
+    """Give the results of each part of a mixture."""
+    parts = {group.problem.problem_id: group.problem.task for group in groups}
+    found: Json = {}
+    for part in sorted({part for part in parts.values() if part}):
+        own = [one for one in scores if parts[one.problem_id] == part]
+        found[part] = {
+            "problems": len(own),
+            "reward": _rewards([one.reward for one in own if one.reward is not None]),
+            "avg_at_k": _shares(own, 1),
+        }
+    return found
+
+
+def result_table(rows: Sequence[Mapping[str, Any]], *, width: int) -> Table:
+    """For a terminal of this width: a row for each of `results`; where these are too wide, one for
+    each number."""
+    from rich.table import Table
+    from rich.text import Text
+
+    names, cells = _figures(rows)
+    if _least_width(names, cells) > width:
+        cells = [
+            [*row[:2], name, text]
+            for row in cells
+            for name, text in zip(names[2:], row[2:], strict=True)
+        ]
+        names = [*names[:2], "", "value"]
+    table = Table(caption="95 % intervals over problems", caption_justify="left")
+    longest = max(len(row[0]) for row in (names, *cells))
+    table.add_column(names[0], width=min(longest, _MAX_NAME_WIDTH), overflow="fold")
+    for column, name in enumerate(names[1:], start=1):
+        is_word = not any(" " in row[column] for row in cells)
+        table.add_column(name, justify="right", no_wrap=is_word)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The names of all columns, and their texts for each row."""
+    ks = sorted({int(k) for row in rows for k in row["pass_at_k"]} - {1})
+    samples = max((row["samples_per_problem"] for row in rows), default=0)
+    is_compared, has_failed = len(rows) > 1, any(row["failed"] for row in rows)
+    names = ["model", "temperature", "reward", f"avg@{samples}", *(f"pass@{k}" for k in ks)]
+    cells = []
+    for row in rows:
+        texts = [row["model"], f"{row['temperature']:g}", _cell(row["reward"])]
+        texts.append(_cell(row["avg_at_k"]))
+        texts += [_cell(row["pass_at_k"].get(str(k))) for k in ks]
+        if is_compared:
+            texts.append(_cell(row.get("difference_to_first"), sign="+"))
+        if has_failed:
+            texts.append(str(sum(row["failed"].values())))
+        cells.append(texts)
+    return names + ["difference"] * is_compared + ["failed"] * has_failed, cells
+
+
+def _least_width(names: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+    """Compute the width of a table whose texts are broken between words."""
+    columns = zip(names, *cells, strict=True)
+    words = [[word for text in column for word in text.split()] for column in columns]
+    return sum(max(map(len, of_column)) + len(" | ") for of_column in words) + 1
+
+
+def _cell(value: Mapping[str, float] | None, *, sign: str = "") -> str:
+    """``0.518 [0.431, 0.604]``"""
+    if value is None:
+        return "-"
+    text = f"{value['mean']:{sign}.3f}"
+    if "ci95_low" in value:
+        text += f" [{value['ci95_low']:{sign}.3f}, {value['ci95_high']:{sign}.3f}]"
+    return text
+
+
+PICTURE_MISSING = "no picture: matplotlib is not installed; pip install 'torchtitan-rl[plots]'"
+
+
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the picture of `results`: rewards side by side and, for several samples of a problem,
+    pass@k.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    has_curves = any(len(row["pass_at_k"]) > 1 for row in rows)
+    figure = Figure(figsize=(10 if has_curves else 6, 4), layout="constrained")
+    axes = figure.subplots(1, 2 if has_curves else 1, squeeze=False)[0]
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    for number, temperature in enumerate(temperatures):
+        shift = (number - (len(temperatures) - 1) / 2) * 0.15
+        own = [row for row in rows if row["temperature"] == temperature and row["reward"]]
+        places = [names.index(row["model"]) + shift for row in own]
+        _intervals(axes[0], places, [row["reward"] for row in own], f"temperature {temperature:g}")
+    axes[0].set_xticks(range(len(names)), names, rotation=20, ha="right")
+    axes[0].set_ylabel("mean reward, 95 % interval")
+    axes[0].legend()
+    if has_curves:
+        for row in rows:
+            ks = [int(k) for k in row["pass_at_k"]]
+            label = f"{row['model']}, temperature {row['temperature']:g}"
+            _intervals(axes[1], ks, list(row["pass_at_k"].values()), label, line="-")
+        all_ks = sorted({int(k) for row in rows for k in row["pass_at_k"]})
+        axes[1].set_xscale("log", base=2)
+        axes[1].set_xticks(all_ks, map(str, all_ks))
+        axes[1].set_xlabel("k")
+        axes[1].set_ylabel("pass@k")
+        axes[1].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _intervals(
+    axis: Any,
+    places: Sequence[float],
+    values: Sequence[Mapping[str, float]],
+    label: str,
+    *,
+    line: str = "",
+) -> None:
+    means = [value["mean"] for value in values]
+    low = [value["mean"] - value.get("ci95_low", value["mean"]) for value in values]
+    high = [value.get("ci95_high", value["mean"]) - value["mean"] for value in values]
+    axis.errorbar(places, means, yerr=[low, high], fmt=f"o{line}", capsize=3, label=label)

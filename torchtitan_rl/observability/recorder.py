@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.aio import background
 from torchtitan_rl.config.machine import count
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
@@ -30,14 +31,13 @@ from torchtitan_rl.observability.engine import (
     overlap_of,
 )
 from torchtitan_rl.observability.metrics import (
-    Split,
     account_metrics,
     evaluation_metrics,
     fetch_metrics,
     step_metrics,
 )
 from torchtitan_rl.observability.rollouts import Decode, RolloutLog
-from torchtitan_rl.observability.sinks import MetricsLog, RowKind
+from torchtitan_rl.observability.sinks import MetricsLog, RowKind, Split
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.calls import abandoned
@@ -106,11 +106,12 @@ class RunRecorder:
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase
 
     async def __aenter__(self) -> RunRecorder:
-        await self._lag.__aenter__()
+        self._sampling = background(self._lag.run())
+        await self._sampling.__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self._lag.__aexit__(*error)
+        await self._sampling.__aexit__(*error)
         if (text := self._advisor.conclude()) is not None:
             self.say(text)
         self._show()

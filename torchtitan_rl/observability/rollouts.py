@@ -14,8 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.observability.metrics import Split
-from torchtitan_rl.observability.sinks import Row, RowLog
+from torchtitan_rl.observability.sinks import Row, RowLog, Split
 from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.types import (
     Completion,

@@ -1,5 +1,8 @@
 """Where rows go: ``metrics.jsonl``, ``rollouts.jsonl``, and TensorBoard with the same names.
 
+The names are those of the table in `docs/metrics.md`. A name with braces stands for several; one
+that ends in ``/*`` is a family, whose members depend on a task or a cause.
+
 Files of rows are only appended to. A full one is renamed to ``NAME.000001.jsonl`` (the next one to
 ``NAME.000002.jsonl``), and a new ``NAME.jsonl`` is begun. A resumed run appends
 ``{"kind":"resumed","step":N}``: the rows before it of steps after N no longer count, because those
@@ -18,19 +21,22 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import StrEnum
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.files import append_line, open_for_append, parse_object, whole_lines
-from torchtitan_rl.observability.metrics import check_names
 
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
+_TABLE = Path(__file__).with_name("metrics.md")
+_ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
 _RESUMED = "resumed"
 _RESUMED_START = b'{"kind":"resumed"'
 
@@ -166,6 +172,13 @@ def _finite(value: Any) -> Any:
     return value
 
 
+class Split(StrEnum):
+    """Whose rollouts a metric describes; part of the name."""
+
+    TRAIN = "train"
+    EVALUATION = "evaluation"
+
+
 class RowKind(StrEnum):
     """What a row of ``metrics.jsonl`` describes."""
 
@@ -258,3 +271,38 @@ class _TensorBoard:
         if writer is not None:
             with suppress(OSError):
                 writer.close()  # ends its thread
+
+
+@cache
+def metric_names() -> frozenset[str]:
+    """Every name and family of the table."""
+    rows = _ROW.findall(_TABLE.read_text(encoding="utf-8"))
+    return frozenset(name for row in rows for name in _expand(row))
+
+
+def is_known(name: str) -> bool:
+    """Whether ``name`` is in the table, or of one of its families."""
+    if name in metric_names():
+        return not name.endswith("/*")
+    families = (one.removesuffix("*") for one in metric_names() if one.endswith("/*"))
+    return any(name.startswith(family) and name != family for family in families)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """
+    Raises:
+        ValueError: a name is not in the table.
+    """
+    unknown = sorted(name for name in names if not is_known(name))
+    if unknown:
+        raise ValueError(f"unknown metrics {unknown}: add them to docs/metrics.md")
+
+
+def _expand(row: str) -> Iterable[str]:
+    """
+    >>> list(_expand("{train,evaluation}/reward_{mean,max}"))
+    ['train/reward_mean', 'train/reward_max', 'evaluation/reward_mean', 'evaluation/reward_max']
+    """
+    parts = re.split(r"\{(.+?)\}", row)  # every second one was in braces
+    choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
+    return map("".join, product(*choices))

@@ -19,7 +19,7 @@ from torchtitan_rl.agents.agent import AgentCall, RemoteAgent
 from torchtitan_rl.agents.env import AgentEnv, AgentHost
 from torchtitan_rl.agents.queue import ProblemQueue
 from torchtitan_rl.aio import cancel_all
-from torchtitan_rl.observability.metrics import check_names
+from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.serving.errors import RefusedError

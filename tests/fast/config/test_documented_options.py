@@ -20,9 +20,8 @@ from torchtitan_rl.commands.worker import WorkerOptions
 from torchtitan_rl.config.evaluate import EvalConfig
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.machine import MachineFacts
-from torchtitan_rl.config.prepare import evaluation_problems, prepare_run
+from torchtitan_rl.config.prepare import ServeConfig, evaluation_problems, prepare_run
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.config.serve import ServeConfig
 from torchtitan_rl.launch.scripts import (
     ComposeOptions,
     KubernetesOptions,

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 
 from torchtitan_rl import GeneratorConfig, ScheduleConfig, TrainerConfig
 from torchtitan_rl.backends.monarch.runtime import process_environment
-from torchtitan_rl.config.machine import HostFacts, made_up_hosts, visible_devices
-from torchtitan_rl.config.placement import NoRoomError, Placement, place
+from torchtitan_rl.config.machine import (
+    HostFacts,
+    NoRoomError,
+    Placement,
+    made_up_hosts,
+    place,
+    visible_devices,
+)
 from torchtitan_rl.config.plan import plan_on_hosts, plan_processes
 from torchtitan_rl.config.run import LaunchConfig, PolicyConfig, RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY

@@ -10,10 +10,8 @@ from torchtitan_rl.observability.engine import (
     Overlap,
     advice,
 )
-from torchtitan_rl.observability.metrics import (
-    check_names,
-    overtaken_metrics,
-)
+from torchtitan_rl.observability.metrics import overtaken_metrics
+from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.types import RolloutGroup, RolloutStatus
 
 

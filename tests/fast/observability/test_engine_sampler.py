@@ -2,9 +2,10 @@ import asyncio
 
 import pytest
 
+from torchtitan_rl.aio import background
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.observability.engine import EngineSampler, engine_metrics, idle_metrics
-from torchtitan_rl.observability.metrics import check_names
+from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.types import EngineStats
 
 
@@ -73,7 +74,8 @@ def test_a_replica_that_does_not_answer_is_counted_and_sampling_goes_on() -> Non
                 await asyncio.Event().wait()
             return {"a": stats(calls)}
 
-        async with EngineSampler(read, interval_s=0.0) as sampler:
+        sampler = EngineSampler(read, interval_s=0.0)
+        async with background(sampler.run()):
             await enough.wait()
             first = sampler.take()
         return first, sampler.take()
@@ -98,7 +100,8 @@ def test_a_replica_that_hangs_does_not_end_the_sampling() -> None:
                 enough.set()
             return {"a": stats(calls)}
 
-        async with EngineSampler(read, interval_s=0.0, timeout_s=0.01) as sampler:
+        sampler = EngineSampler(read, interval_s=0.0, timeout_s=0.01)
+        async with background(sampler.run()):
             await enough.wait()
         return sampler.take()
 
@@ -112,7 +115,7 @@ def test_an_unexpected_error_of_a_reading_is_not_lost() -> None:
         async def read() -> dict[str, EngineStats]:
             raise KeyError("a error in the code")
 
-        async with EngineSampler(read, interval_s=0.0):
+        async with background(EngineSampler(read, interval_s=0.0).run()):
             await asyncio.sleep(0.01)
 
     with pytest.raises(KeyError, match="a error in the code"):

@@ -13,7 +13,7 @@ from torchtitan_rl.observability.evaluation import (
     pass_at_k,
     t_quantile,
 )
-from torchtitan_rl.observability.metrics import check_names
+from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.types import RolloutGroup, RolloutStatus
 
 SOLVED = 1.0 - 1e-9

@@ -17,14 +17,15 @@ from rich.console import Console
 
 from tests.fast.observability.test_evaluation import SOLVED, group
 from torchtitan_rl.errors import OutputError
-from torchtitan_rl.observability.evaluation import Interval, share_interval
-from torchtitan_rl.observability.evaluation_results import (
+from torchtitan_rl.observability.evaluation import (
     Evaluated,
     EvaluationLog,
+    Interval,
     draw,
     read_finished,
     result_table,
     results,
+    share_interval,
 )
 from torchtitan_rl.types import Problem, RolloutGroup
 

@@ -10,16 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import turns
-from torchtitan_rl.observability import metrics as metrics_module
+from torchtitan_rl.aio import background
+from torchtitan_rl.observability import sinks
 from torchtitan_rl.observability.engine import LoopLagSampler
-from torchtitan_rl.observability.metrics import (
-    Split,
-    check_names,
-    is_known,
-    metric_names,
-    rollout_metrics,
-    staleness_metrics,
-)
+from torchtitan_rl.observability.metrics import rollout_metrics, staleness_metrics
+from torchtitan_rl.observability.sinks import Split, check_names, is_known, metric_names
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.types import (
     Completion,
@@ -186,13 +181,14 @@ def test_each_name_has_one_row_and_each_row_of_the_page_is_a_name_with_three_col
     rows = [line for line in page.splitlines() if line.startswith("|")]
     rows = [row for row in rows if not row.startswith(("| name |", "|---"))]
     assert [row for row in rows if not re.fullmatch(r"\| `\S+` (\| ([^|]|\\\|)+ ){3}\|", row)] == []
-    names = [name for row in rows for name in metrics_module._expand(row.split("`")[1])]
+    names = [name for row in rows for name in sinks._expand(row.split("`")[1])]
     assert len(names) == len(metric_names())
 
 
 def test_a_blocked_event_loop_shows_as_lag_once() -> None:
     async def block() -> tuple[float, float]:
-        async with LoopLagSampler(interval_s=0.001) as sampler:
+        sampler = LoopLagSampler(interval_s=0.001)
+        async with background(sampler.run()):
             await asyncio.sleep(0.005)
             sampler.take()
             time.sleep(0.05)

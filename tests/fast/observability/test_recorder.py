@@ -10,6 +10,7 @@ import pytest
 
 from tests.fast.observability.test_metrics import make_rollout
 from tests.fast.observability.test_step_metrics import make_record
+from torchtitan_rl.aio import background
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
 from torchtitan_rl.observability.engine import EngineSampler
@@ -71,9 +72,10 @@ def record_run(
     """A recorder whose engines were read at least once before each act; returns metrics.jsonl."""
 
     async def run() -> None:
+        sampler = EngineSampler(busy, interval_s=0.0)
         async with (
             RunRecorder(config, plan, resume_step=resume_step) as recorder,
-            EngineSampler(busy, interval_s=0.0) as sampler,
+            background(sampler.run()),
         ):
             recorder.watch_engines(sampler)
             for act in acts:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
 from tests.support.turns import group, rollout, turn
-from torchtitan_rl.observability.metrics import Split
 from torchtitan_rl.observability.rollouts import RolloutLog, choose_rollouts
-from torchtitan_rl.observability.sinks import Row, read_rows
+from torchtitan_rl.observability.sinks import Row, Split, read_rows
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.types import RolloutStatus, VersionRun

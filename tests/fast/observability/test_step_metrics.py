@@ -4,12 +4,8 @@ import pytest
 import torch
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
-from torchtitan_rl.observability.metrics import (
-    check_names,
-    evaluation_metrics,
-    fetch_metrics,
-    step_metrics,
-)
+from torchtitan_rl.observability.metrics import evaluation_metrics, fetch_metrics, step_metrics
+from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import (
     BufferStates,

@@ -12,10 +12,9 @@ from tests.support.async_tests import on_virtual_clock
 from tests.support.endpoints import LinkedEndpoint, ends_of, request
 from tests.support.replicas import GatedReplica, handle
 from torchtitan_rl.commands.replicas import RunEndpoint, run_endpoint
-from torchtitan_rl.commands.serve import wait_until_no_replica
 from torchtitan_rl.errors import EndpointLostError, GenerationError
 from torchtitan_rl.generation.commands import EngineCommand, Pause
-from torchtitan_rl.observability.metrics import check_names
+from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.errors import RefusedError
@@ -111,7 +110,7 @@ async def test_the_status_follows_the_replicas_and_names_nothing_internal() -> N
         assert not status.is_healthy
         assert status.cause == "no replica is left"
         with pytest.raises(GenerationError, match="replica1 is dead"):
-            await wait_until_no_replica(system.router)
+            await system.router.wait_until_lost()
     system.link.close()
 
 

@@ -25,9 +25,8 @@ from torchtitan_rl.backends.specs import (
 )
 from torchtitan_rl.bounds import absolute
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.prepare import PreparedRun, PreparedServe, ServeConfig
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.config.serve import PreparedServe, ServeConfig
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.weights.config import (
     Transport,
