@@ -205,7 +205,7 @@ async def pulled_endpoint(
                 "cuts_heard": sum(one.version_runs - 1 for answers in cut for one in answers),
                 "recorded": await recorded(sessions, "alone", alone)
                 + await recorded(sessions, "cut", cut),
-                "polled": service.counts.polled,
+                "polled": service.counts.received,
                 "completed": service.counts.completed,
                 "refused": service.counts.by_refusal,
                 "aborted": service.counts.aborted,

@@ -335,7 +335,7 @@ def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_li
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             body = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 4}
             waiting = asyncio.create_task(client.post("/v1/completions", json=body))
-            (wanted,) = await link.poll()
+            (wanted,) = await link.take()
             assert isinstance(wanted, Call)
             if error is None:
                 llm.output_handler.cancel()
@@ -361,7 +361,7 @@ def test_a_front_end_that_takes_no_outputs_any_more_answers_all_and_fails_its_li
             )
             assert (await client.get("/health")).status_code == 503
             with pytest.raises(EndpointLostError, match="outputs are no longer taken"):
-                await link.poll()
+                await link.take()
         llm.shutdown()
         link.close()
 

@@ -98,30 +98,24 @@ class Generator:
 
 
 class LinkedEndpoint:
-    """An endpoint whose process is this one. ``delivery_s``: what a delivery takes."""
+    """An endpoint whose process is this one. ``latency_s``: of what is sent to it."""
 
-    def __init__(self, link: ControllerLink, *, delivery_s: float = 0.0) -> None:
+    def __init__(self, link: ControllerLink, *, latency_s: float = 0.0) -> None:
         self.link = link
         self.base_url = "http://127.0.0.1:1/v1"
-        self.delivered: list[tuple[float, tuple[ToEndpoint, ...]]] = []  # begun at
+        self.sent: list[tuple[float, tuple[ToEndpoint, ...]]] = []
         self.is_lost = False
         self.drains: list[float] = []
-        self._delivery_s = delivery_s
-        self._delivering = 0
-        self.max_delivering = 0
+        self._latency_s = latency_s
 
-    async def poll(self) -> tuple[ToController, ...]:
+    def send(self, messages: tuple[ToEndpoint, ...]) -> None:
         self._check()
-        return await self.link.poll()
+        self.sent.append((now(), messages))
+        asyncio.get_running_loop().call_later(self._latency_s, self.link.deliver, messages)
 
-    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
+    async def receive(self) -> tuple[ToController, ...]:
         self._check()
-        self.delivered.append((now(), messages))
-        self._delivering += 1
-        self.max_delivering = max(self.max_delivering, self._delivering)
-        await asyncio.sleep(self._delivery_s)
-        self._delivering -= 1
-        self.link.deliver(messages)
+        return await self.link.take()
 
     async def drain(self, grace_s: float) -> None:
         self._check()

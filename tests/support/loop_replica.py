@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
 from torchtitan_rl.routing.remote import ConnectedReplica
@@ -22,21 +21,12 @@ class LoopPeer:
         self._server = server
         self._loop = loop
         self._staging = staging
-        self._received: asyncio.Queue[tuple[FromReplica, ...]] = asyncio.Queue()
-        self._running: asyncio.Task[None] | None = None
 
     def send(self, messages: tuple[ToReplica, ...]) -> None:
         self._server.deliver(messages)
 
     async def receive(self) -> tuple[FromReplica, ...]:
-        if self._running is None:
-            self._running = asyncio.create_task(self._server.run(self._received.put_nowait))
-        receiving = asyncio.ensure_future(self._received.get())
-        await asyncio.wait({receiving, self._running}, return_when=asyncio.FIRST_COMPLETED)
-        if not receiving.done():
-            receiving.cancel()
-            self._running.result()
-        return receiving.result()
+        return await self._server.take()
 
     async def stage(self, handle: WeightHandle) -> None:
         if self._staging is not None:
@@ -46,8 +36,7 @@ class LoopPeer:
         await asyncio.to_thread(self._loop.close, 30.0)
 
     async def close(self) -> None:
-        if self._running is not None:
-            await cancel_all([self._running])
+        return
 
 
 def loop_replica(

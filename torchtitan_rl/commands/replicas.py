@@ -256,7 +256,7 @@ async def run_endpoint(
 
 def _request_totals(counts: BridgeCounts) -> dict[str, float]:
     totals = {
-        "endpoint/requests": counts.polled,
+        "endpoint/requests": counts.received,
         "endpoint/completed": counts.completed,
         "endpoint/aborted": counts.aborted,
         "endpoint/missing_calls": counts.by_event["missing_calls"],

@@ -8,10 +8,10 @@ end leaves at once, with all that comes before it, and progress alone at most on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from torchtitan_rl.channel import Call, CallId, End, Outbox, Submission
 from torchtitan_rl.errors import GenerationError, LoopStalledError
@@ -49,20 +49,19 @@ class EngineServer:
                     answer = self._loop.execute(command)
                     answer.add_done_callback(partial(self._on_end, message.call_id))
 
-    async def run(self, send: Callable[[tuple[FromReplica, ...]], object]) -> NoReturn:
-        """Send batches of messages. An empty one, after a silence, says that the process answers.
+    async def take(self) -> tuple[FromReplica, ...]:
+        """The next batch to send. An empty one, after a silence, says that the process answers.
 
         Raises:
             LoopStalledError: the loop has made no progress for too long.
         """
-        now = asyncio.get_running_loop().time
-        while True:
-            send(await self._outbox.take(self._idle_s))
-            if self._watch is not None and self._watch.is_stuck(self._loop.pulse(), now()):
-                raise LoopStalledError(
-                    f"the engine made no progress for {self._watch.timeout_s:.0f} s with requests "
-                    "to run"
-                )
+        now_s = asyncio.get_running_loop().time()
+        if self._watch is not None and self._watch.is_stuck(self._loop.pulse(), now_s):
+            timeout_s = self._watch.timeout_s
+            raise LoopStalledError(
+                f"the engine made no progress for {timeout_s:.0f} s with requests to run"
+            )
+        return await self._outbox.take(self._idle_s)
 
     def _submit(self, submission: Submission) -> None:
         request = submission.request

@@ -3,7 +3,7 @@
 Results leave at once after a silence, where no other request runs, and for commands; else together
 with all others of the last interval.
 
-Invariants: each request that was polled and not aborted gets exactly one end, each command exactly
+Invariants: each request that arrived and was not aborted gets exactly one end, each command exactly
 one answer, also when the bridge is closed; what its client aborted is cancelled.
 """
 
@@ -18,16 +18,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torchtitan_rl.aio import cancel_all
-from torchtitan_rl.channel import (
-    Abort,
-    Call,
-    CallId,
-    Connection,
-    ConnectionCancelledError,
-    End,
-    Submission,
-)
+from torchtitan_rl.aio import cancel_all, first_of
+from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox, Submission
 from torchtitan_rl.errors import (
     EndpointLostError,
     GenerationError,
@@ -48,8 +40,6 @@ from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progr
 
 logger = logging.getLogger(__name__)
 
-_LAST_DELIVERY_S = 5.0
-
 
 class Endpoint(Protocol):
     """The endpoint's process, for the controller."""
@@ -59,19 +49,21 @@ class Endpoint(Protocol):
         """Such as ``http://127.0.0.1:8000/v1``."""
         ...
 
-    async def poll(self) -> tuple[ToController, ...]:
-        """Wait for the next messages.
+    def send(self, messages: tuple[ToEndpoint, ...]) -> None:
+        """Pass a batch to the endpoint, without waiting for it."""
+        ...
+
+    async def receive(self) -> tuple[ToController, ...]:
+        """The next batch; one comes after each status that is sent. One call at a time.
 
         Raises:
             EndpointLostError: the endpoint's process is gone, has failed, or is closed.
         """
         ...
 
-    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None: ...
-
     async def drain(self, grace_s: float) -> None:
-        """Accept no new connection; running requests may end within ``grace_s``, while polls and
-        deliveries continue. Then all are refused."""
+        """Accept no new connection; running requests may end within ``grace_s``, while batches go
+        both ways. Then all are refused."""
         ...
 
     async def close(self) -> None: ...
@@ -90,7 +82,7 @@ class BridgeCounts:
     """Of requests, since the start. ``by_refusal`` is by the refusal's code, ``by_event`` by the
     name that the endpoint's process counts under."""
 
-    polled: int = 0
+    received: int = 0
     completed: int = 0
     aborted: int = 0
     by_refusal: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -99,7 +91,7 @@ class BridgeCounts:
     def gauges(self) -> dict[str, float]:
         """As Prometheus names them."""
         return {
-            "requests_total": float(self.polled),
+            "requests_total": float(self.received),
             "requests_completed_total": float(self.completed),
             "requests_aborted_total": float(self.aborted),
             **{
@@ -117,7 +109,7 @@ class EndpointBridge:
     """Runs the requests and commands of an endpoint's clients until `run` is cancelled.
 
     ``handlers`` answer commands, ``status`` is read every ``status_interval_s``. ``interval_s``
-    lies between the starts of two deliveries while requests run.
+    lies between two batches while requests run.
     """
 
     def __init__(
@@ -135,13 +127,7 @@ class EndpointBridge:
         self._handlers = handlers
         self._read_status = status
         self._status_interval_s = status_interval_s
-        self._connection: Connection[ToEndpoint, ToController] = Connection(
-            "endpoint",
-            deliver=self._deliver,
-            poll=endpoint.poll,
-            handle=self._handle,
-            interval_s=interval_s,
-        )
+        self._outbox: Outbox[ToEndpoint] = Outbox(interval_s=interval_s)
         self._requests: dict[CallId, asyncio.Task[Completion]] = {}  # that a client waits for
         self._commands: dict[CallId, asyncio.Future[Mapping[str, Any]]] = {}
         self._tasks: set[asyncio.Future[Any]] = set()  # all of these, and aborted requests
@@ -157,47 +143,44 @@ class EndpointBridge:
         """Wait until the endpoint has received the system's status."""
         await self._is_ready.wait()
 
-    async def run(self, **others: Coroutine[Any, Any, None]) -> None:
+    async def run(self, *others: Coroutine[Any, Any, None]) -> None:
         """Run until this is cancelled or a part fails; what still runs then is refused. ``others``
         are further parts.
 
         Raises:
-            EndpointLostError: the endpoint's process is gone, or a loop was cancelled from within.
-            Exception: the error of a loop, such as that of reading the status.
+            EndpointLostError: the endpoint's process is gone.
+            Exception: the error of a part, such as that of reading the status.
         """
         is_lost = False
         try:
-            await self._connection.run(status=self._status(), **others)
+            await first_of(self._send_all(), self._receive_all(), self._report_status(), *others)
         except EndpointLostError:
             is_lost = True
             raise
-        except ConnectionCancelledError as error:
-            raise EndpointLostError(f"a part of the bridge was {error}") from error
         finally:
             self._is_closing = True
             await cancel_all(self._tasks)
             if not is_lost:
-                await self._deliver_last()
+                self._send(self._outbox.take_now())
 
-    async def _deliver_last(self) -> None:
-        try:
-            async with asyncio.timeout(_LAST_DELIVERY_S):
-                await self._deliver(self._connection.unsent())
-        except (EndpointLostError, TimeoutError) as error:
-            logger.info("the endpoint did not take the last ends: %s", error)
-        except Exception:  # the caller gets the error that ended the bridge
-            logger.exception("the last ends could not be delivered")
-
-    async def _deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
-        await self._endpoint.deliver(_compacted(messages))
-        self._is_ready.set()
-
-    async def _status(self) -> None:
+    async def _send_all(self) -> None:
         while True:
-            self._connection.put(self._read_status())
+            self._send(await self._outbox.take())
+
+    def _send(self, messages: tuple[ToEndpoint, ...]) -> None:
+        self._endpoint.send(_compacted(messages))
+
+    async def _report_status(self) -> None:
+        while True:
+            self._outbox.put(self._read_status())
             await asyncio.sleep(self._status_interval_s)
 
-    async def _handle(self, messages: tuple[ToController, ...]) -> None:
+    async def _receive_all(self) -> None:
+        while True:
+            self._handle(await self._endpoint.receive())
+            self._is_ready.set()
+
+    def _handle(self, messages: tuple[ToController, ...]) -> None:
         for message in messages:
             match message:
                 case Call(payload=Submission() as request):
@@ -210,7 +193,7 @@ class EndpointBridge:
                     self.counts.by_event[name] += 1
 
     def _start(self, request: Submission) -> None:
-        self.counts.polled += 1
+        self.counts.received += 1
         request_id = request.request.request_id
         task = asyncio.create_task(self._run_request(request), name=f"endpoint {request_id}")
         self._requests[request_id] = task
@@ -229,7 +212,7 @@ class EndpointBridge:
 
         def on_progress(progress: Progress) -> None:
             # In a rollout's session the request has another id.
-            self._connection.put(dataclasses.replace(progress, request_id=request_id))
+            self._outbox.put(dataclasses.replace(progress, request_id=request_id))
 
         completion = await self._complete(
             request.request, on_progress=on_progress if request.streams else None
@@ -249,7 +232,7 @@ class EndpointBridge:
         else:
             self.counts.by_refusal[refusal.code] += 1
         end = End(call_id=request_id, result=completion, error=refusal)
-        self._connection.put(end, is_urgent=not self._requests)  # nothing is left to gather
+        self._outbox.put(end, is_urgent=not self._requests)  # nothing is left to gather
 
     def _start_command(self, number: CallId, command: Command) -> None:
         task = asyncio.ensure_future(self._answer(command))
@@ -268,7 +251,7 @@ class EndpointBridge:
         del self._commands[number]
         refusal = self._refusal(task)
         body = task.result() if refusal is None else None
-        self._connection.put(End(call_id=number, result=body, error=refusal), is_urgent=True)
+        self._outbox.put(End(call_id=number, result=body, error=refusal), is_urgent=True)
 
     def _refusal(self, task: asyncio.Future[Any]) -> RefusedError | None:
         """The refusal for a failed or cancelled task; None where it has a result."""

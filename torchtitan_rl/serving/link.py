@@ -1,16 +1,16 @@
 """The messages between the endpoint's process and the controller, and the process's end of their
-connection.
+channel.
 
 The endpoint's process tokenizes, detokenizes and serves HTTP; the controller's has the router and
 the sessions. Requests and commands of clients are calls of the endpoint; the controller answers
-with their progress and their ends. They are gathered on the HTTP server's thread until the
-controller polls; a delivery of the controller, on any thread, reaches that thread in one callback.
+with their progress and their ends. They are gathered on the HTTP server's thread; a batch of the
+controller, which arrives on any thread, reaches that thread in one callback.
 
 Invariants: a request that is submitted and not aborted has exactly one end, and a command exactly
 one answer or error, also where the controller is lost (it has delivered nothing for a while, not
 even the system's status), the endpoint has failed or the link is closed. An aborted or ended
 request gets no further messages. A problem that is leased for a caller who is gone is given back.
-The controller's polls raise a failure, and the end of the link.
+A failure, and the end of the link, ends the channel.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _CLOSED = (503, "shutting_down", "the endpoint is shutting down")
 
 
 class ControllerLink:
-    """Connects the HTTP server's event loop with a controller that polls and delivers.
+    """The HTTP server's end of the channel to the controller.
 
     ``lost_after_s``: a controller that has delivered nothing for this time is lost until it
     delivers again. The time in which this process is stopped does not count.
@@ -205,22 +205,23 @@ class ControllerLink:
         return dataclasses.replace(status, is_healthy=False, cause=self._refuses[2])
 
     def fail(self, cause: str) -> None:
-        """The endpoint has failed: refuse all requests and commands, and fail the controller's
-        polls with ``cause``, which clients do not get. No effect after `close`."""
+        """The endpoint has failed: refuse all requests and commands, and end the channel with
+        ``cause``, which clients do not get. No effect after `close`."""
         if not self._is_over:
             logger.error("the endpoint has failed: %s", cause)
             self._end_all(FAILED, f"the endpoint has failed: {cause}")
 
     def close(self) -> None:
-        """The HTTP server ends: refuse all waiting and all later requests and commands, and fail
-        the controller's polls. No effect after `fail`, or a second time."""
+        """The HTTP server ends: refuse all waiting and all later requests and commands, and end
+        the channel. No effect after `fail`, or a second time."""
         if not self._is_over:
             self._end_all(_CLOSED, "the HTTP server has ended; see the endpoint's log")
 
-    # From the controller's calls, on any thread.
+    # The ends of the channel, on any thread.
 
-    async def poll(self) -> tuple[ToController, ...]:
-        """Wait for requests and commands of clients, and take them. One caller at a time.
+    async def take(self) -> tuple[ToController, ...]:
+        """Wait for requests and commands of clients, or the arrival of a status. One caller at a
+        time.
 
         Raises:
             EndpointLostError: the endpoint has failed, or is closed.
@@ -253,6 +254,7 @@ class ControllerLink:
                 self._answer(number, message)
             case SystemStatus():
                 self._status = message
+                self._outbox.put()  # the controller learns that it arrived
             case _:
                 raise TypeError(f"not a message to the endpoint: {message!r}")
 
@@ -290,7 +292,7 @@ class ControllerLink:
 
     def _fail_all(self, refusal: tuple[int, str, str]) -> None:
         self._refuses = refusal
-        # The callers are gone; a controller that polls again ends the requests that it has.
+        # The callers are gone; a controller that is back ends the requests that it has.
         self._outbox.discard(lambda message: isinstance(message, Call))
         self._outbox.put(*(Abort(call_id=request_id) for request_id in self._pending))
         for request_id in self._pending:

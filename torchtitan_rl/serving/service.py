@@ -99,7 +99,7 @@ class EndpointService:
             await cancel_all([running])
 
     async def _run(self) -> None:
-        await self._bridge.run(engines=self._ask_engines())
+        await self._bridge.run(self._ask_engines())
 
     async def run_until_lost(self) -> None:
         """Never returns.

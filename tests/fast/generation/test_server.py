@@ -12,7 +12,6 @@ from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.loop_replica import LoopPeer
 from tests.support.replicas import request
 from tests.support.scripted_engine import ScriptedEngine
-from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.channel import Call, End, Submission
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, LoopFailedError, ReplicaError
 from torchtitan_rl.generation.commands import AbortRequests, Pause
@@ -96,9 +95,7 @@ async def test_an_end_leaves_at_once_whatever_the_interval() -> None:
     with running_loop(ScriptedEngine()) as loop:
         server = EngineServer(loop, interval_s=1.0)
         clock = asyncio.get_running_loop()
-        sent: asyncio.Queue[tuple[FromReplica, ...]] = asyncio.Queue()
-        running = asyncio.create_task(server.run(sent.put_nowait))
-        assert await sent.get() == ()  # after a silence it says that it is there
+        assert await server.take() == ()  # after a silence it says that it is there
         assert clock.time() == 30.0
         refused = called(request("x", prompt_len=600))
 
@@ -107,7 +104,7 @@ async def test_an_end_leaves_at_once_whatever_the_interval() -> None:
             for pause_s in (5.0, 0.0, 0.3, 0.0):
                 await asyncio.sleep(pause_s)
                 server.deliver([refused])
-                (end,) = await sent.get()
+                (end,) = await server.take()
                 assert isinstance(end, End)
                 assert isinstance(end.error, InvalidRequestError)
                 times.append(clock.time())
@@ -117,4 +114,3 @@ async def test_an_end_leaves_at_once_whatever_the_interval() -> None:
         loop.execute(Pause("keep")).result(60)
         server.deliver([called(request("frozen"))])
         assert await refusals() == pytest.approx([40.3, 40.3, 40.6, 40.6])
-        await cancel_all([running])

@@ -47,7 +47,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    generator: Generator | None = None, *, delivery_s: float = 0.0
+    generator: Generator | None = None, *, latency_s: float = 0.0
 ) -> AsyncIterator[Served]:
     async def versions(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         await asyncio.sleep(0.1)
@@ -62,7 +62,7 @@ async def served(
 
     link = ControllerLink()
     link.attach()
-    endpoint, generator = LinkedEndpoint(link, delivery_s=delivery_s), generator or Generator()
+    endpoint, generator = LinkedEndpoint(link, latency_s=latency_s), generator or Generator()
     bridge = EndpointBridge(
         endpoint,
         complete=generator.complete,
@@ -81,16 +81,15 @@ async def served(
 
 
 @on_virtual_clock
-async def test_deliveries_are_one_at_a_time_and_an_interval_apart_under_load() -> None:
-    async with served(Generator(step_s=0.001), delivery_s=0.01) as system:
+async def test_batches_are_an_interval_apart_under_load() -> None:
+    async with served(Generator(step_s=0.001), latency_s=0.01) as system:
         for index in range(20):
             system.link.submit(request(f"r{index}", max_tokens=400, streams=True))
         await ends_of(system.link, 20)
-        begun = [at for at, _ in system.endpoint.delivered]
+        begun = [at for at, _ in system.endpoint.sent]
         gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
         # Before the requests came and after they ended nothing was to be gathered.
         assert min(gaps[1:-1]) >= INTERVAL_S - 1e-9
-        assert system.endpoint.max_delivering == 1
         # 8,000 tokens, and a message for each interval only.
         assert len(begun) <= 0.4 / INTERVAL_S + 4
 
@@ -173,7 +172,7 @@ async def test_a_lease_whose_caller_is_gone_is_cancelled_and_other_commands_are_
             await asyncio.sleep(0.05)
             asked.cancel()
         await asyncio.sleep(1.0)
-        delivered = [one for _, batch in system.endpoint.delivered for one in batch]
+        delivered = [one for _, batch in system.endpoint.sent for one in batch]
         leased, read = (one for one in delivered if isinstance(one, End))
         assert leased.error.code == "cancelled"
         assert read.result == {"newest": 3}
@@ -209,10 +208,10 @@ CLIENTS = st.lists(
 
 
 @settings(deadline=None, max_examples=60)
-@given(clients=CLIENTS, delivery_s=st.sampled_from([0.0, 0.01, 0.3]))
+@given(clients=CLIENTS, latency_s=st.sampled_from([0.0, 0.01, 0.3]))
 @on_virtual_clock
 async def test_each_request_that_is_not_aborted_has_one_end_and_its_progress_begins_its_completion(
-    clients: list[tuple[float, int, bool, float | None, bool]], delivery_s: float
+    clients: list[tuple[float, int, bool, float | None, bool]], latency_s: float
 ) -> None:
     failing = {f"r{index}" for index, client in enumerate(clients) if client[4]}
 
@@ -220,7 +219,7 @@ async def test_each_request_that_is_not_aborted_has_one_end_and_its_progress_beg
         return GenerationError("no") if request_id in failing else None
 
     generator = Generator(fails=fails)
-    async with served(generator, delivery_s=delivery_s) as system:
+    async with served(generator, latency_s=latency_s) as system:
         left: set[str] = set()
 
         async def client(index: int) -> None:

@@ -21,6 +21,7 @@ from tests.support.virtual_clock import VirtualLoop
 from torchtitan_rl.channel import End, Submission
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.app import EndpointApp
+from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import FAILED, ControllerLink, RequestEnd
@@ -283,8 +284,14 @@ def watched(file: str) -> bool:
     return "/torchtitan_rl/serving/" in file or "/torchtitan_rl/channel.py" in file
 
 
-_PARTS = ("bridge", "poll", "delivery", "status", "engines", "outputs")
-_LOOPS = {f"endpoint {name}" for name in _PARTS}
+_LOOPS = {
+    "endpoint bridge",
+    "endpoint outputs",
+    EndpointBridge._send_all.__qualname__,
+    EndpointBridge._receive_all.__qualname__,
+    EndpointBridge._report_status.__qualname__,
+    EndpointService._ask_engines.__qualname__,
+}
 
 
 def check(outcome: Outcome, faults: Faults) -> None:

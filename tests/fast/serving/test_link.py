@@ -46,15 +46,15 @@ def aborted(messages: Iterable[ToController]) -> list[CallId]:
 
 
 @on_virtual_clock
-async def test_a_poll_takes_everything_that_clients_want_once() -> None:
+async def test_what_clients_want_is_taken_once() -> None:
     link = linked()
     link.submit(request("a"))
     link.submit(request("b", streams=True))
     link.abort(["a"])
-    batch = await link.poll()
+    batch = await link.take()
     assert requested(batch) == ["a", "b"]
     assert aborted(batch) == ["a"]
-    polling = asyncio.create_task(link.poll())
+    polling = asyncio.create_task(link.take())
     await asyncio.sleep(50.0)
     assert not polling.done()
     link.submit(request("c"))
@@ -73,7 +73,7 @@ async def test_a_command_without_an_answer_ends_at_its_deadline_and_says_what_it
 async def test_the_answer_to_a_command_whose_client_is_gone_is_passed_over() -> None:
     link = linked()
     asked = asyncio.create_task(link.command("resume", {}))
-    (command,) = await link.poll()
+    (command,) = await link.take()
     asked.cancel()
     await asyncio.wait([asked])
     link.deliver((End(call_id=command.call_id, result={}),))
@@ -87,7 +87,7 @@ async def test_a_lease_without_its_caller_is_aborted_and_what_was_leased_is_give
 ) -> None:
     link = linked()
     asked = asyncio.create_task(link.command("problem.lease", {"wait_s": 60.0}))
-    (command,) = await link.poll()
+    (command,) = await link.take()
     refusal = RefusedError(503, "cancelled", "aborted")
     if moment == "answered":
         link.deliver((End(call_id=command.call_id, result={"session_id": "s"}),))
@@ -100,7 +100,7 @@ async def test_a_lease_without_its_caller_is_aborted_and_what_was_leased_is_give
     elif moment == "refused":
         link.deliver((End(call_id=command.call_id, error=refusal),))
     await asyncio.sleep(1.0)
-    abort, *returned = await link.poll()
+    abort, *returned = await link.take()
     assert abort == Abort(call_id=command.call_id)
     arguments = [call.payload.arguments for call in returned]
     given_back = {"session_id": "s", "outcome": "unused", "cause": ""}
@@ -111,7 +111,7 @@ async def test_a_lease_without_its_caller_is_aborted_and_what_was_leased_is_give
 async def test_a_controller_that_delivers_no_more_fails_everything_that_waits_for_it() -> None:
     link = linked(lost_after_s=60.0)
     link.submit(request("running"))
-    await link.poll()
+    await link.take()
     link.deliver((HEALTHY,))
     link.submit(request("not polled"))
     asked = asyncio.create_task(link.command("versions", {}))
@@ -133,11 +133,11 @@ async def test_a_controller_that_delivers_no_more_fails_everything_that_waits_fo
 async def test_a_controller_that_comes_back_is_told_what_nobody_waits_for_any_more() -> None:
     link = linked(lost_after_s=60.0)
     link.submit(request("running"))
-    await link.poll()
+    await link.take()
     link.deliver((HEALTHY,))
     link.submit(request("not polled"))
     await asyncio.sleep(100.0)
-    batch = await link.poll()
+    batch = await link.take()
     assert requested(batch) == []
     assert set(aborted(batch)) == {"running", "not polled"}
     assert not link.status().is_healthy
@@ -145,7 +145,7 @@ async def test_a_controller_that_comes_back_is_told_what_nobody_waits_for_any_mo
     await asyncio.sleep(0)
     assert link.status().is_healthy
     link.submit(request("new"))
-    assert requested(await link.poll()) == ["new"]
+    assert requested(await link.take()) == ["new"]
     link.deliver((end("running"), end("new")))
     ends = await ends_of(link, 3)
     assert ends["running"].error is not None
@@ -165,7 +165,7 @@ async def test_a_closed_link_leaves_nothing_pending() -> None:
     with pytest.raises(RefusedError, match="shutting down"):
         await asked
     with pytest.raises(EndpointLostError, match="HTTP server has ended"):
-        await link.poll()
+        await link.take()
 
 
 @on_virtual_clock
@@ -187,7 +187,7 @@ def test_both_sides_may_live_on_threads_of_their_own() -> None:
 
     async def controller() -> None:
         while len(polled) < num_requests:
-            batch = await link.poll()
+            batch = await link.take()
             names = [str(name) for name in requested(batch)]
             polled.extend(names)
             link.deliver(tuple(end(name) for name in names))

@@ -9,12 +9,13 @@ channel: its error, and the end of the actor's process, end the channel.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from monarch.actor import Channel, Port
 
-from torchtitan_rl.aio import cancel_all, first_of, retrieve
+from torchtitan_rl.aio import cancel_all, deadline, first_of, retrieve
 from torchtitan_rl.backends.monarch.runtime import call
 from torchtitan_rl.errors import DeadlineError
 
@@ -23,10 +24,10 @@ async def serve_channel(
     port: Port[Any],
     *,
     deliver: Callable[[Any], object],
-    run: Callable[[Callable[[Any], object]], Coroutine[Any, Any, Any]],
+    take: Callable[[], Awaitable[Any]],
 ) -> None:
-    """The actor's end: ``deliver`` gets each batch, and ``run(send)`` sends batches, until one of
-    both fails."""
+    """The actor's end: ``deliver`` gets each batch, and what ``take`` returns is sent, until one
+    of both fails."""
     to_actor, receiver = Channel[Any].open()
     port.send(to_actor)  # the first message
 
@@ -34,7 +35,11 @@ async def serve_channel(
         while True:
             deliver(await receiver.recv())
 
-    await first_of(receive_all(), run(port.send))
+    async def send_all() -> None:
+        while True:
+            port.send(await take())
+
+    await first_of(receive_all(), send_all())
 
 
 ToActor = TypeVar("ToActor")
@@ -83,9 +88,9 @@ class ActorChannel(Generic[ToActor, FromActor]):
     async def _next(self, timeout_s: float) -> Any:
         assert self._serving is not None
         receiving = asyncio.ensure_future(self._receiver.recv())
-        await asyncio.wait(
-            {receiving, self._serving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        with suppress(TimeoutError):
+            async with deadline(timeout_s):
+                await asyncio.wait({receiving, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         if receiving.done():
             return receiving.result()
         await cancel_all([receiving])

@@ -1,16 +1,18 @@
 """The OpenAI-compatible endpoint in a process of its own: one actor, and the HTTP server in a
 second thread.
 
-The actor passes the controller's calls on to its `ControllerLink`.
+The actor connects its `ControllerLink` with the controller.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, Port, concurrent_endpoint
 
+from torchtitan_rl.backends.monarch.channel import ActorChannel, serve_channel
 from torchtitan_rl.backends.monarch.runtime import (
     ProcessLostError,
     ProcessMesh,
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.http_server import HttpServer
     from torchtitan_rl.serving.link import ControllerLink
 
-_DELIVERY_S = 60.0  # the process that does not take one in this time is lost
+_SILENCE_S = 60.0  # a process that sends nothing for this time, though it gets statuses, is lost
 _CLOSE_GRACE_S = 15.0  # on top of the time that requests are given to end
 _OTHER_CONNECTIONS = 8192  # than those of running and queued requests: idle, or for a lease
+
+_T = TypeVar("_T")
 
 
 class EndpointActor(Actor):
@@ -47,12 +51,9 @@ class EndpointActor(Actor):
         return self._server.port
 
     @concurrent_endpoint
-    async def poll(self) -> tuple[ToController, ...]:
-        return await self._link.poll()
-
-    @concurrent_endpoint
-    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
-        self._link.deliver(messages)
+    async def connect(self, port: Port[Any]) -> None:
+        """Serve the channel until it fails."""
+        await serve_channel(port, deliver=self._link.deliver, take=self._link.take)
 
     @concurrent_endpoint
     async def close(self, grace_s: float) -> None:
@@ -111,6 +112,8 @@ class MonarchEndpoint:
         self._mesh = mesh
         self._spec = spec
         self._actor: Any = mesh.mesh.spawn("endpoint", EndpointActor, spec).slice(ranks=0)
+        self._channel: ActorChannel[tuple[ToEndpoint, ...], tuple[ToController, ...]]
+        self._channel = ActorChannel("endpoint")
         self._base_url = ""
 
     @classmethod
@@ -133,25 +136,30 @@ class MonarchEndpoint:
         """
         timeout_s = self._spec.endpoint.start_timeout_s
         port = await self._call(self._actor.start.call_one(), "start", timeout_s)
+        await _checked(self._channel.open(self._actor.connect.call_one, timeout_s=_SILENCE_S))
         self._base_url = f"http://{reachable(self._spec.endpoint.host)}:{port}/v1"
 
-    async def poll(self) -> tuple[ToController, ...]:
-        return await self._call(self._actor.poll.call_one(), "poll")
+    def send(self, messages: tuple[ToEndpoint, ...]) -> None:
+        self._channel.send(messages)
 
-    async def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:
-        await self._call(self._actor.deliver.call_one(messages), "delivery", _DELIVERY_S)
+    async def receive(self) -> tuple[ToController, ...]:
+        return await _checked(self._channel.receive(timeout_s=_SILENCE_S))
 
     async def drain(self, grace_s: float) -> None:
-        """Stop listening; running requests may end within ``grace_s``, if polls and deliveries
-        continue."""
+        """Stop listening; running requests may end within ``grace_s``."""
         await self._call(self._actor.close.call_one(grace_s), "close", grace_s + _CLOSE_GRACE_S)
 
     async def close(self) -> None:
         """End the process, whatever state it is in."""
+        await self._channel.close()
         await stop_processes(self._mesh)
 
-    async def _call(self, awaitable: Any, what: str, timeout_s: float | None = None) -> Any:
-        try:
-            return await call(awaitable, what=f"endpoint: {what}", timeout_s=timeout_s)
-        except (ProcessLostError, DeadlineError) as error:
-            raise EndpointLostError(f"the endpoint's process is lost: {error}") from error
+    async def _call(self, awaitable: Any, what: str, timeout_s: float) -> Any:
+        return await _checked(call(awaitable, what=f"endpoint: {what}", timeout_s=timeout_s))
+
+
+async def _checked(work: Awaitable[_T]) -> _T:
+    try:
+        return await work
+    except (ProcessLostError, DeadlineError) as error:
+        raise EndpointLostError(f"the endpoint's process is lost: {error}") from error

@@ -54,7 +54,7 @@ class GeneratorActor(Actor):
     async def connect(self, port: Port[Any]) -> None:
         """Serve the channel, on rank 0 alone, until it fails."""
         server = self._generator.server
-        await serve_channel(port, deliver=server.deliver, run=server.run)
+        await serve_channel(port, deliver=server.deliver, take=server.take)
 
     @concurrent_endpoint
     async def stage(self, handle: SharedMemoryHandle) -> None:
