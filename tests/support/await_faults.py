@@ -45,7 +45,7 @@ class Faults:
     def factory(
         self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any
     ) -> asyncio.Task[Any]:
-        options.setdefault("name", work.__qualname__)
+        options.setdefault("name", getattr(work, "__qualname__", ""))
         task = asyncio.Task(self._driven(work), loop=loop, **options)
         task.add_done_callback(lambda _: work.close())  # where it was cancelled before it began
         return task
