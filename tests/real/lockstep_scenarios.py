@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import torch.distributed as dist
 
 from tests.support.scripted_engine import ScriptedEngine
-from torchtitan_rl.backends.vllm.rank import GlooLockstep
+from torchtitan_rl.backends.vllm.engine import GlooLockstep
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams

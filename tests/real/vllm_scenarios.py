@@ -315,7 +315,7 @@ def soak(root: Path) -> dict[str, Any]:
 
 def pulled(root: Path, family: str, *, tensor_parallel: int = 1) -> dict[str, Any]:
     """`mixed` on another family's old and new weights."""
-    from torchtitan_rl.backends.vllm.rank import GlooLockstep
+    from torchtitan_rl.backends.vllm.engine import GlooLockstep
 
     old, new = (root / f"{family}-{age}" for age in ("old", "new"))
     engine = build(old, Checkpoints([old, new]), tensor_parallel=tensor_parallel)
@@ -360,7 +360,7 @@ def solo(root: Path) -> dict[str, Any]:
 
 
 def tp(root: Path) -> dict[str, Any]:
-    from torchtitan_rl.backends.vllm.rank import GlooLockstep
+    from torchtitan_rl.backends.vllm.engine import GlooLockstep
 
     paths = checkpoints(root)
     weights = Checkpoints([paths["tied-old"], paths["tied-new"]])

@@ -138,7 +138,7 @@ def main(words: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     divert_libraries(Path(f"{options.output}{f'.rank{rank}' if rank else ''}.log"))
     with without_python_output():
-        from torchtitan_rl.backends.vllm.rank import build_loop
+        from torchtitan_rl.backends.vllm.engine import build_loop
 
         spec = GeneratorSpec(
             model=model,

@@ -172,7 +172,7 @@ def find_errors(
     this machine; empty where it can start.
 
     Without a policy, what depends on it is not checked. Nor are the task with its problems
-    (`problems.py`), and the hosts of a run on several (`errors_on_hosts`).
+    (`find_problems`), and the hosts of a run on several (`errors_on_hosts`).
     """
     rollout, schedule, trainer = config.rollout, config.schedule, config.trainer
     capacity = capacity_errors(

@@ -3,7 +3,7 @@
 The next prompt *extends* the tokens that the engine saw and sampled; history is tokenized again
 only if there is no other way. What the template puts after an assistant's turn (an end-of-turn
 token that was not sampled, a newline) goes into the next prompt, never into a completion.
-Control strings in contents are text (`content_tokens.py`).
+Control strings in contents are text (`ContentTokenizer`).
 The only module that knows the `renderers` package.
 """
 

@@ -36,7 +36,7 @@ from torchtitan_rl.serving.link import (
     ToController,
     ToEndpoint,
 )
-from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
+from torchtitan_rl.types import Completion, GenerateFn, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +67,6 @@ class Endpoint(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-class Complete(Protocol):
-    """Completes a client's request, such as `GeneratorRouter.generate` does."""
-
-    async def __call__(
-        self, request: GenerationRequest, /, on_progress: OnProgress | None = None
-    ) -> Completion: ...
 
 
 @dataclass(slots=True)
@@ -116,7 +108,7 @@ class EndpointBridge:
         self,
         endpoint: Endpoint,
         *,
-        complete: Complete,
+        complete: GenerateFn,
         handlers: Mapping[CommandName, Handler],
         status: Callable[[], SystemStatus],
         interval_s: float,
@@ -214,9 +206,7 @@ class EndpointBridge:
             # In a rollout's session the request has another id.
             self._outbox.put(dataclasses.replace(progress, request_id=request_id))
 
-        completion = await self._complete(
-            request.request, on_progress=on_progress if request.streams else None
-        )
+        completion = await self._complete(request.request, on_progress if request.streams else None)
         # What the loss needs stays here.
         return dataclasses.replace(completion, request_id=request_id, kept_tokens=())
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from torchtitan_rl.errors import GenerationError
 from torchtitan_rl.rollout.calls import is_cancelled
 from torchtitan_rl.routing.continuation import reported
+from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import CommandName, Handler
 from torchtitan_rl.serving.report import (
@@ -42,16 +43,6 @@ MAX_HELD_TOKENS = 1 << 24  # of the prompts and completions of one session; abou
 MAX_TOTAL_TOKENS = 1 << 26  # of all open sessions together; about 2.5 GB
 TURN_TOKENS = 64  # what a turn costs on top of its tokens, in tokens
 STOP_TIMEOUT_S = 10.0  # for the router to return what it aborted
-
-
-class Router(Protocol):
-    """The part of the router that sessions use."""
-
-    async def generate(
-        self, request: GenerationRequest, on_progress: OnProgress | None = None, /
-    ) -> Completion: ...
-
-    async def abort(self, request_ids: Collection[str], /) -> None: ...
 
 
 class SessionDriver(Protocol):
@@ -125,7 +116,7 @@ class Sessions:
 
     def __init__(
         self,
-        router: Router,
+        router: GeneratorRouter,
         *,
         timeout_s: float = 600.0,
         max_sessions: int = 10_000,
@@ -397,7 +388,7 @@ class SessionRecording:
     def __init__(
         self,
         session_id: str,
-        router: Router,
+        router: GeneratorRouter,
         budget: TokenBudget,
         *,
         max_held_tokens: int,

@@ -15,14 +15,14 @@ import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.rope_fields import with_flat_rope
-from torchtitan_rl.routing.weights import SyncMode, SyncReport
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.routing.weights import SyncMode
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import CommandName, Handler
-from torchtitan_rl.weights.handle import WeightHandle
 from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 if TYPE_CHECKING:
@@ -33,21 +33,12 @@ _OTHER_MODEL = "it is another model than the served one"
 _IGNORED_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 
 
-class Router(Protocol):
-    """The part of the router that loading uses."""
-
-    @property
-    def newest_version(self) -> int: ...
-
-    def versions(self) -> Mapping[str, int]: ...
-
-    async def sync_weights(self, handle: WeightHandle, *, mode: SyncMode) -> SyncReport: ...
-
-
 class WeightLoader:
     """``served`` is the directory of the checkpoint that the replicas were started with."""
 
-    def __init__(self, router: Router, publisher: SharedMemoryPublisher, served: Path) -> None:
+    def __init__(
+        self, router: GeneratorRouter, publisher: SharedMemoryPublisher, served: Path
+    ) -> None:
         self._router = router
         self._publisher = publisher
         self._served = served

@@ -9,7 +9,7 @@ import threading
 import traceback
 
 from torchtitan_rl.backends.specs import GeneratorSpec
-from torchtitan_rl.backends.vllm.rank import build_loop
+from torchtitan_rl.backends.vllm.engine import build_loop
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.server import EngineServer
 from torchtitan_rl.launch.process_groups import listen_privately

@@ -1,4 +1,4 @@
-"""`VllmEngine`: vLLM's `LLMEngine` as an `Engine`.
+"""`VllmEngine`: vLLM's `LLMEngine` as an `Engine`, and the loop that steps it (`build_loop`).
 
 One instance per rank, in the rank's own process; the ranks' loops step them in lockstep ("external
 launcher"). `engine_environment` must be set when the process starts.
@@ -20,10 +20,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import (
@@ -44,8 +46,11 @@ from torchtitan_rl.backends.vllm.sampling import (
     vllm_sampling_params,
 )
 from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS, step_tokens
-from torchtitan_rl.errors import InvalidRequestError, WeightSyncError
+from torchtitan_rl.errors import InvalidRequestError, LoopFailedError, WeightSyncError
+from torchtitan_rl.generation.config import GeneratorConfig, LoopConfig
+from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
 from torchtitan_rl.generation.engine import EngineLimits, ReadingRate, engine_metrics
+from torchtitan_rl.generation.loop import EngineLoop, OnWork
 from torchtitan_rl.token_sets import kept_runs
 from torchtitan_rl.types import (
     Completion,
@@ -57,26 +62,17 @@ from torchtitan_rl.types import (
     SamplingParams,
 )
 
+if TYPE_CHECKING:
+    from torchtitan_rl.weights.shm import WeightStaging
+
 # Why vLLM ends a request with an error: its grammar rejects every token.
 _NO_TOKEN = "its constraints (structured output, allowed or biased tokens) leave it no token"
-
-
-class StagedWeights(Protocol):
-    """The tensors of versions that can be pulled (see `weights/staging.py`)."""
-
-    def tensors(self, version: int, /) -> Mapping[str, torch.Tensor]:
-        """The whole policy in Hugging Face names and shapes; read only.
-
-        Raises:
-            WeightSyncError: ``version`` is not staged.
-        """
-        ...
 
 
 class VllmEngine:
     """An `Engine`. With ``tensor_parallel > 1`` torch.distributed's variables must be set."""
 
-    def __init__(self, spec: GeneratorSpec, weights: StagedWeights | None = None) -> None:
+    def __init__(self, spec: GeneratorSpec, weights: WeightStaging | None = None) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -378,3 +374,77 @@ def _columns(running: _EngineRequest, start: int = 0) -> dict[str, Any]:
         "top_logprobs": tuple(sampled.top[start:]),
         "kept_tokens": kept_runs(sampled.kept[start:]),
     }
+
+
+def build_loop(
+    spec: GeneratorSpec,
+    rank: int,
+    weights: WeightStaging | None = None,
+    *,
+    on_end: Callable[[LoopFailedError | None], None] | None = None,
+    on_pulled: Callable[[int], None] | None = None,
+    on_work: OnWork | None = None,
+) -> EngineLoop:
+    """Build the engine, on all ranks together, and its loop; see `EngineLoop` for the callbacks."""
+    generator, sync = spec.generator, spec.weight_sync
+    return EngineLoop(
+        VllmEngine(spec, weights),
+        _channel(generator),
+        is_leader=rank == 0,
+        config=LoopConfig(
+            name=spec.name,
+            max_steps_per_decision=generator.max_steps_per_decision,
+            heartbeat_s=generator.heartbeat_s,
+            stream_interval_s=spec.stream_interval_s,
+            kv_policy=KvPolicy(
+                reset_prefix_cache=sync.reset_prefix_cache_on_pull,
+                recompute_running=sync.recompute_running_on_pull,
+            ),
+        ),
+        on_end=on_end,
+        on_pulled=on_pulled,
+        on_work=on_work,
+    )
+
+
+def _channel(generator: GeneratorConfig) -> LockstepChannel:
+    if generator.tensor_parallel == 1:
+        return SoloChannel()
+
+    return GlooLockstep(timeout_s=generator.collective_timeout_s)
+
+
+HEADER_BYTES = 2048  # one message for most decisions: 8 bytes of length, then the payload's head
+
+
+class GlooLockstep:
+    """A `LockstepChannel` from rank 0 of the default process group to all its ranks, over a gloo
+    group separate from the model's collectives.
+
+    Created on all ranks in the same order; a broadcast that waits for longer than ``timeout_s``
+    raises on the waiting ranks.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.world_size: int = dist.get_world_size()
+        self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        capacity = HEADER_BYTES - 8  # of the header, for the payload
+        if data is not None:
+            head = len(data).to_bytes(8, "little") + data[:capacity]
+            self._header[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        dist.broadcast(self._header, src=0, group=self._group)
+        received = self._header.numpy().tobytes()
+        num_bytes = int.from_bytes(received[:8], "little")
+        if num_bytes <= capacity:
+            return received[8 : 8 + num_bytes]
+        rest = torch.empty(num_bytes - capacity, dtype=torch.uint8)
+        if data is not None:
+            rest.copy_(torch.frombuffer(bytearray(data[capacity:]), dtype=torch.uint8))
+        dist.broadcast(rest, src=0, group=self._group)
+        return received[8:] + rest.numpy().tobytes()
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
