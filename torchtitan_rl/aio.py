@@ -1,13 +1,12 @@
-"""Time-outs that do not count time in which this process was stopped, or its event loop blocked.
+"""Time-outs that do not count time in which this process stood still, and tasks that outlive a
+failure.
 
 When a stopped process continues (after Ctrl-Z, a debugger, a suspended laptop), all its deadlines
-have passed, although the answers have arrived and only have to be read. A blocked event loop is the
-same for as long as it is blocked.
+have passed, although the answers have arrived and only have to be read. The same holds after the
+event loop was blocked, for as long as it was.
 
-Asyncio tasks that outlive a failure or a cancellation of the code that started them.
-
-`asyncio.TaskGroup` is for tasks of which one that fails ends all others at once. The parts of a run
-must not end like that: when one fails, the others finish their step, save, and are ended in order.
+`asyncio.TaskGroup` ends all its tasks at once when one fails. The parts of a run must not end like
+that: when one fails, the others finish their step, save, and are ended in order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The console is the command's: what libraries print goes to a log file.
+"""What every command does with its console, with signals and with ``--dry-run``.
 
-Native code (Monarch, gloo, nanobind) writes to the file descriptors 1 and 2, and the processes that
-are started inherit them. So these two are pointed at the file, and ``sys.stdout`` and
-``sys.stderr`` at what they were.
+The console is the command's: what libraries print goes to a log file. Native code (Monarch, gloo,
+nanobind) writes to the file descriptors 1 and 2, and the processes that are started inherit them.
+So these two are pointed at the file, and ``sys.stdout`` and ``sys.stderr`` at what they were.
 
-SIGINT and SIGTERM, the same for every command.
+SIGINT and SIGTERM do the same in every command:
 
 | when | first signal | a further one |
 |---|---|---|
@@ -14,8 +14,6 @@ SIGINT and SIGTERM, the same for every command.
 | after its last message | the process ends at once | |
 
 The exit code is 128 + n, or the command's own after its last message.
-
-``--dry-run`` of a command: its plan, as lines for a person or with ``--json`` for a program.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""``torchtitan-rl generate``: completes a file of prompts with one vLLM replica, without Monarch.
+"""``torchtitan-rl generate --model MODEL --input prompts.jsonl --output out.jsonl``: completes a
+file of prompts with one vLLM replica, without Monarch.
 
-``torchtitan-rl generate --model MODEL --input prompts.jsonl --output out.jsonl``. Under ``torchrun
---nproc-per-node=N -m torchtitan_rl.commands.generate ...`` the replica has N tensor-parallel ranks.
-`commands/generate.py` describes the lines; answers come in the order of the input. What vLLM
-prints goes to ``out.jsonl.log``, of rank N to ``out.jsonl.rankN.log``.
+Under ``torchrun --nproc-per-node=N -m torchtitan_rl.commands.generate ...`` the replica has N
+tensor-parallel ranks. What vLLM prints goes to ``out.jsonl.log``, of rank N to
+``out.jsonl.rankN.log``.
+
+A line of the prompts file has ``prompt`` (text), ``prompt_token_ids`` or ``messages`` (a
+conversation, rendered by the model's chat template), and may have ``id`` and any field of
+`SamplingParams`; ``stop`` may be one string. Each line gets one answer, in the order of the input:
+a completion, or an object with ``error``.
 
 Exit codes: 0 every line was completed; 1 some were not (each says why); 2 the options are wrong.
-
-The lines of a prompts file and of its answers (JSONL), without any I/O.
-
-A line has ``prompt`` (text), ``prompt_token_ids`` or ``messages`` (a conversation, rendered by the
-model's chat template), and may have ``id`` and any field of `SamplingParams`; ``stop`` may be one
-string. Each line gets one answer: a completion, or an object with ``error``.
 """
 
 from __future__ import annotations

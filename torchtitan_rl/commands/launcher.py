@@ -11,8 +11,6 @@ launcher exits with the controller's exit code.
 | a worker ends | its launcher starts it again; the controller decides whether the run goes on |
 | torchrun starts the launchers again | the new controller resumes the run, on new workers |
 | the launcher or agent of rank 0 dies | the others notice it, and exit with 1 |
-
-torchrun's store, as a launcher waits in it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The options of ``torchtitan-rl eval``, their checks and its plan. Starts nothing.
 
-The task, the limits of rollouts and the replicas are those of a run's configuration.
-
-Which models ``torchtitan-rl eval`` is given: directories in Hugging Face format, packages, the
-checkpoints that a run keeps, or one of them.
+The task, the limits of rollouts and the replicas are those of a run's configuration. Models are
+directories in Hugging Face format, packages, all checkpoints that a run keeps, or one of them.
 """
 
 from __future__ import annotations

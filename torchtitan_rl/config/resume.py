@@ -1,19 +1,17 @@
-"""What a run is, so that it is not continued as another one.
+"""What a run is, so that it is not continued as another one, and what it left behind.
 
 A checkpoint and the run's folder hold `run_identity`. A resumed run is compared with it: fields
-that shape the data or the meaning of what is saved must be the same; all others may change, and
-what changed is said. A field in neither list counts as one that must be the same.
-
+that shape the data or the meaning of what is saved must be the same. All others may change, and a
+note lists those that did. A field in neither list counts as one that must be the same;
 `docs/training.md` has a table of both kinds.
 
-``manifest.json``: size and checksum of each file that a run, or an evaluation, has left behind.
+``manifest.json`` has size and checksum of each file that a run, or an evaluation, has left behind.
+It is written when the folder does not change any more, and removed before it changes again. It is
+there whole or not at all, so a folder without it belongs to a run that goes on or was killed. A
+checkpoint is listed by its marker, which lists its files.
 
-Invariants: it is written when the folder does not change any more, and removed before it changes
-again; it is there whole or not at all. So a folder without it belongs to a run that goes on or was
-killed. A checkpoint is listed by its marker, which lists its files.
-
-A digest of all of a policy, its weights included: what two hosts, or two evaluations, must have
-alike. (`policy_fingerprint`, by which a run knows its own policy again, reads little of them.)
+`policy_digest` covers all of a policy, its weights included: two hosts, or two evaluations, must
+have the same. `policy_fingerprint`, by which a run recognizes its own policy, reads little of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What the controller records: a row per step, per evaluation and per ledger reconciliation.
 
-How ids nest: request ``e0/p12/r3/t1`` is turn 1 of rollout ``e0/p12/r3`` of group ``e0/p12``.
-
-A group is named ``e{epoch}/{problem}``, a rollout ``{group}/r{sibling}``, and its requests
-``{rollout}/t{turn}`` or, after a restart, ``{rollout}/a{attempt}/t{turn}``.
+Ids nest. A group is named ``e{epoch}/{problem}``, a rollout ``{group}/r{sibling}``, and its
+requests ``{rollout}/t{turn}`` or, after a restart, ``{rollout}/a{attempt}/t{turn}``: request
+``e0/p12/r3/t1`` is turn 1 of rollout ``e0/p12/r3`` of group ``e0/p12``.
 """
 
 from __future__ import annotations

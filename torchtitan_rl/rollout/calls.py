@@ -1,14 +1,11 @@
 """Calls of user code (environments, rewards, agents) that do not block the event loop.
 
 A plain function runs in a new daemon thread: any number of calls may block at once, and one that
-hangs does not keep the process alive. A thread cannot be killed: after a time-out or a cancellation
-it runs on, its result is dropped, and it is counted (`abandoned`).
-
-Calls of user code that run on after their time-out or cancellation.
-
-A thread cannot be killed, and a task may ignore its cancellation: both keep all that they hold. A
-few do no harm; their number is logged whenever it doubles. If too many hang for long, no
-environment is called any more except to be closed, and the run fails with an error that names them.
+hangs does not keep the process alive. A thread cannot be killed, and a task may ignore its
+cancellation: such a call runs on, its result is dropped, and it keeps all that it holds
+(`abandoned`). A few do no harm; their number is logged whenever it doubles. If too many hang for
+long, no environment is called any more except to be closed, and the run fails with an error that
+names them.
 
 Invariant: a call is counted once, from the moment its caller stops waiting until it ends.
 """

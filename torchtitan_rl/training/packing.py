@@ -1,16 +1,14 @@
-"""One batch split into minibatches, one for each optimizer update, and each of these over
-data-parallel ranks and microbatches.
+"""Puts episodes into one batch, and splits it into minibatches, one for each optimizer update, and
+each of these over data-parallel ranks and microbatches.
 
 All ranks get the same number of microbatches, since each forward and backward pass is a collective;
-some may be empty. An episode is whole in one microbatch. A microbatch computes at most a given
-number of tokens, and as many rows of logits: there may be more rows than tokens, where episodes
-sampled a token that they share from different sets of tokens. A tree that is larger is cut, and
-each part repeats the tokens that its episodes share with other parts (their loss counts once: it
-belongs to the episodes).
+some may be empty. A microbatch computes at most a given number of tokens, and as many rows of
+logits: there may be more rows than tokens, where episodes sampled a token that they share from
+different sets of tokens. A tree that is larger is cut, and each part repeats the tokens that its
+episodes share with other parts (their loss counts once: it belongs to the episodes).
 
-Episodes put into one batch; first-fit-decreasing packing of sizes.
-
-Invariant: every episode is whole in the batch or listed in `Packing.oversized`.
+Invariants: every episode is whole in the batch or listed in `Packing.oversized`; it is whole in one
+microbatch.
 """
 
 from __future__ import annotations

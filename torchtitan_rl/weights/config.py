@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from torchtitan_rl.bounds import Seconds
-from torchtitan_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,23 +61,10 @@ def choose_transport(
     replica_hosts: Collection[int],
 ) -> Transport:
     """The transport to use: shared memory on one host and RDMA between hosts, unless one is
-    ``configured``.
-
-    Args:
-        trainer_hosts, replica_hosts: the hosts of all ranks, as indices into the list of hosts.
-
-    Raises:
-        ConfigError: shared memory is configured and does not reach all replicas.
-    """
-    others = sorted(set(replica_hosts) - set(trainer_hosts))
+    ``configured``. Hosts are indices into the list of hosts, of all ranks; `config/room.py` has
+    checked that configured shared memory reaches all of them."""
+    others = set(replica_hosts) - set(trainer_hosts)
     is_on_one_host = len(set(trainer_hosts)) == 1
-    if configured == "shared_memory" and (others or not is_on_one_host):
-        trainer = ", ".join(map(str, sorted(set(trainer_hosts))))
-        replicas = ", ".join(map(str, sorted(set(replica_hosts))))
-        raise ConfigError(
-            f"weight_sync.transport: shared_memory does not reach from host {trainer} (trainer) to "
-            f"host {replicas} (generator); use auto or rdma"
-        )
     if configured == "shared_memory" or (configured == "auto" and is_on_one_host and not others):
         return Transport.SHARED_MEMORY
     if configured == "rdma" or not is_on_one_host or len(others) == len(set(replica_hosts)):

@@ -1,6 +1,5 @@
 import pytest
 
-from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.weights.config import Transport, choose_transport, hosts_that_fetch
 
 
@@ -22,9 +21,3 @@ def test_hosts_without_the_trainers_shared_memory_fetch(
     transport = choose_transport(configured, trainer_hosts=trainer, replica_hosts=replicas)
     assert transport is expected
     assert hosts_that_fetch(transport, trainer_hosts=trainer, replica_hosts=replicas) == fetching
-
-
-@pytest.mark.parametrize(("trainer", "replicas"), [([0], [0, 2]), ([0, 2], [0, 2])])
-def test_shared_memory_between_hosts_is_refused(trainer: list[int], replicas: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"weight_sync.transport: .* to host 0, 2 \(generator\)"):
-        choose_transport("shared_memory", trainer_hosts=trainer, replica_hosts=replicas)

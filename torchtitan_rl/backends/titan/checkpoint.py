@@ -7,11 +7,9 @@ A thread of each rank writes while training goes on. Invariants: what is written
 call of `CheckpointWriter.save`; the threads use a process group of their own, in which nothing else
 is sent; all ranks of a checkpoint succeed or fail together.
 
-Protection against checkpoints that execute code when they are loaded.
-
-torch's distributed checkpoint stores its metadata, and values that are not tensors, as pickles,
-which can call any function. Both are first read by an unpickler that accepts only a few names, so
-that a checkpoint from an untrusted source that refers to others is refused.
+A checkpoint cannot execute code when it is loaded. torch's distributed checkpoint stores its
+metadata, and values that are not tensors, as pickles, which can call any function. Both are first
+read by an unpickler that accepts only a few names; a checkpoint with others is refused.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
-"""Publishing of weights by all trainer ranks of one host, which write into the same shared memory.
+"""Publishes weights by all trainer ranks. Each rank copies its shards; nothing is gathered.
 
-Each rank copies its shards; nothing is gathered. Rank 0 first allocates the memory, and makes the
-version visible after all ranks have written.
+On the trainer's host the ranks write into the same shared memory: rank 0 first allocates it, and
+makes the version visible after all ranks have written. To other hosts each rank offers what it
+holds, and only where the parts are is collected on rank 0.
 
-Invariant: a version that a rank could not write is never visible, and every rank returns.
-
-Publishing of weights to other hosts by all trainer ranks: each offers what it holds.
-
-Nothing is gathered on rank 0 but where the parts are.
-
-Invariant: a version that a rank could not offer is never visible, and every rank returns.
+Invariant: a version that a rank could not write or offer is never visible, and every rank returns.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ vLLM's own store is never freed, and what it continues lacks the tool calls of e
 `previous_response_id` is replaced by the conversation that it stands for, and vLLM sees a request
 that brings all of its input.
 
-Keeps the answers of `/v1/responses`, so that a later request can continue one by its id.
-
 Each response is kept as JSON, with its own input and the id of the one before it; a conversation is
 the chain of them. A response belongs to the session that asked for it, and no other one sees it.
 
