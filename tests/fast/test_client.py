@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import re
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -148,19 +146,6 @@ def test_a_reward_that_is_no_finite_number_gives_its_problem_back_and_the_worker
 
 
 @on_event_loop
-async def test_the_async_client_converts_and_refuses_rewards_alike() -> None:
-    posted: list[tuple[str, dict[str, Any]]] = []
-    rewards: list[Any] = [*BAD_REWARDS, *GOOD_REWARDS]
-
-    async def solve(lease: Any) -> Any:
-        return rewards.pop(0)
-
-    http = httpx.AsyncClient(transport=endpoint_of_one_worker(posted))
-    await AsyncClient("http://here/v1", http=http).work(solve, keeps_on=lambda: bool(rewards))
-    assert returned(posted) == ["failed"] * len(BAD_REWARDS) + [0.5, 1.0, 1.0]
-
-
-@on_event_loop
 async def test_the_async_client_does_the_same_and_rewards_may_come_later() -> None:
     async def solve(lease):
         sessions.append(lease.session_id)
@@ -197,22 +182,6 @@ async def test_a_session_by_hand_gives_its_branches_rewards_and_returns_its_epis
     async with served() as endpoint:
         episodes = await asyncio.to_thread(by_hand, Client(endpoint.url, api_key="secret"))
     assert [episode["reward"] for episode in episodes] == [-1.0, 1.0]
-
-
-@on_event_loop
-async def test_a_named_problem_opens_a_session_if_it_waits() -> None:
-    def open_named(url: str, problem_id: str) -> httpx.Response:
-        headers = {"Authorization": "Bearer secret"}
-        return httpx.post(f"{url}/sessions", json={"problem_id": problem_id}, headers=headers)
-
-    async with served() as endpoint:
-        rolling = asyncio.create_task(endpoint.roll_out(size=1))
-        missing = await asyncio.to_thread(open_named, endpoint.url, "other")
-        found = await asyncio.to_thread(open_named, endpoint.url, "sum/1")
-        rolling.cancel()
-        await asyncio.gather(rolling, return_exceptions=True)
-    assert missing.json()["error"]["code"] == "problem_not_found"
-    assert found.json()["data"] == PROBLEM.data
 
 
 @on_event_loop
@@ -305,17 +274,3 @@ def test_a_worker_without_an_endpoint_or_the_right_key_fails(work) -> None:
     nothing._has_leased = True
     with pytest.raises(httpx.ConnectError):
         work(nothing)
-
-
-def test_the_client_needs_httpx_alone() -> None:
-    code = (
-        "import json, sys; import torchtitan_rl.client as client\n"
-        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
-    )
-    loaded = set(json.loads(done.stdout))
-    assert not loaded & {"torch", "vllm", "monarch", "torchtitan", "pydantic", "openai", "fastapi"}
-    source = Path(sys.modules["torchtitan_rl.client"].__file__ or "").read_text()
-    assert "torchtitan_rl." not in source.replace("from torchtitan_rl.client import Client", "")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.async_tests import on_event_loop
-from torchtitan_rl.aio import BackgroundTask, cancel_all, first_of, uninterrupted
+from torchtitan_rl.aio import BackgroundTask, first_of, uninterrupted
 
 
 async def fail() -> None:
@@ -41,13 +41,6 @@ async def test_work_runs_to_its_end_however_often_the_call_is_cancelled() -> Non
 
 
 @on_event_loop
-async def test_what_work_returns_or_raises_is_the_calls_own_outcome() -> None:
-    assert await uninterrupted(asyncio.sleep(0, "result")) == "result"
-    with pytest.raises(KeyError):
-        await uninterrupted(fail())
-
-
-@on_event_loop
 async def test_a_cancellation_comes_first_and_the_error_of_the_work_is_its_cause() -> None:
     async def work() -> None:
         for _ in range(9):
@@ -75,15 +68,6 @@ async def test_the_error_of_a_background_task_is_raised_once() -> None:
 
 
 @on_event_loop
-async def test_an_error_that_nothing_waited_for_is_raised_by_the_next_start() -> None:
-    background = BackgroundTask()
-    background.start("fails", fail)
-    await asyncio.sleep(0)
-    with pytest.raises(KeyError):
-        background.start("next", fail)
-
-
-@on_event_loop
 async def test_cancelling_a_wait_leaves_the_task_running_until_it_is_closed() -> None:
     background = BackgroundTask()
     task = background.start("waits", asyncio.Event().wait)  # type: ignore[arg-type]
@@ -93,14 +77,6 @@ async def test_cancelling_a_wait_leaves_the_task_running_until_it_is_closed() ->
     await background.close()
     assert task.cancelled()
     assert not background.is_running
-
-
-@on_event_loop
-async def test_all_cancelled_tasks_have_ended_when_cancel_returns() -> None:
-    tasks = [asyncio.create_task(asyncio.sleep(1000)) for _ in range(3)]
-    await cancel_all(tasks)
-    assert all(task.cancelled() for task in tasks)
-    await cancel_all([])
 
 
 async def wait_for_ever(ended: list[str]) -> None:
@@ -129,13 +105,3 @@ def test_the_first_of_several_gives_the_result_and_the_others_have_ended(fails: 
     else:
         assert asyncio.run(run()) == 3
     assert ended == ["work"]
-
-
-def test_of_several_that_end_at_once_the_first_one_given_counts() -> None:
-    async def at_once(result: int) -> int:
-        return result
-
-    async def run() -> int:
-        return await first_of(at_once(1), at_once(2))
-
-    assert asyncio.run(run()) == 1

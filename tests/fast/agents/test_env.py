@@ -11,17 +11,14 @@ from hypothesis import strategies as st
 
 from tests.support.agent_rollouts import CLOSED, SlowGenerate, only, refusal, roll_out
 from tests.support.agents import Hosted, asked, three_turns
-from tests.support.async_tests import cancel
 from tests.support.resuming import SeededGenerate
-from tests.support.rollouts import PROBLEM, make_rollouter
-from tests.support.virtual_clock import run_virtually
+from tests.support.rollouts import PROBLEM
 from torchtitan_rl.agents.agent import AgentResult
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import outcome_rewards, rollout_to_episodes
-from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.types import Progress, RolloutGroup, RolloutStatus
+from torchtitan_rl.types import RolloutGroup, RolloutStatus
 
 
 def test_an_agents_requests_are_its_rollouts_turns_and_one_episode():
@@ -92,18 +89,6 @@ def test_sampling_that_an_agent_relies_on_is_refused_rather_than_changed(samplin
     assert rollout.metrics["agent/refused_requests"] == 1
 
 
-def test_a_result_brings_metrics_and_the_conversation_to_the_rubric():
-    async def agent(ask, call):
-        await ask((1,))
-        return AgentResult(metrics={"tools": 2}, messages=({"role": "user", "content": "hi"},))
-
-    rubric = Rubric([RewardFunction(name="n", function=lambda rollout, _: len(rollout.messages))])
-    rollout, _ = only(agent, rubric=rubric)
-    assert (rollout.reward, rollout.metrics["tools"]) == (1.0, 2.0)
-    rollout, _ = only(agent)
-    assert rollout.status is RolloutStatus.REWARD_ERROR  # without any reward
-
-
 def test_a_turn_whose_client_is_gone_is_sampled_to_its_end_and_never_trained():
     async def agent(ask, call):
         task = asyncio.create_task(ask((1,)))
@@ -134,41 +119,6 @@ def test_a_reward_posted_from_outside_ends_the_rollout_of_a_hanging_agent():
     (rollout,) = roll_out(hosted)
     assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 0.5)
     assert tasks[0].result()["turns"] == 1
-
-
-def test_a_session_closed_without_a_reward_leaves_it_to_the_agent():
-    async def agent(ask, call):
-        await ask((1,))
-        await hosted.sessions.close(call.session_id)
-        await asyncio.sleep(1)
-        return 0.25
-
-    hosted = Hosted(agent)
-    (rollout,) = roll_out(hosted)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 0.25)
-
-
-def test_cancelling_a_group_ends_its_agents():
-    ended = []
-
-    async def agent(ask, call):
-        try:
-            await ask((1,))
-            await asyncio.Event().wait()
-        finally:
-            ended.append(call.session_id)
-
-    async def scenario():
-        rollouter = make_rollouter(hosted, generate=SeededGenerate())
-        task = asyncio.create_task(rollouter.run_group("g", PROBLEM, size=3, seed=7))
-        await asyncio.sleep(5)
-        assert rollouter.activities()[0].detail == "waits for the agent's next request"
-        await cancel(task)
-
-    hosted = Hosted(agent)
-    run_virtually(scenario())
-    assert sorted(ended) == sorted(call.session_id for call in hosted.calls)
-    assert hosted.sessions.counts()["sessions_open"] == 0
 
 
 ACTIONS = st.lists(
@@ -262,31 +212,6 @@ def test_an_agent_that_returns_nothing_after_a_limit_gets_the_tasks_reward():
     assert rollout.status is RolloutStatus.REWARD_ERROR
 
 
-def test_a_prompt_that_leaves_no_room_ends_the_rollout_and_is_refused():
-    async def agent(ask, call):
-        await ask((1,))
-        with pytest.raises(RefusedError):
-            await ask(range(1, 50))
-        return 0.25
-
-    rollout, _ = only(agent, max_total_tokens=40)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TOKENS, 0.25)
-    assert len(rollout.turns) == 1
-
-
-def test_a_rollout_out_of_time_refuses_the_request_that_runs():
-    async def agent(ask, call):
-        for _ in range(4):
-            await ask((1,))
-        with pytest.raises(RefusedError):
-            await ask((1,))
-        return 0.75
-
-    rollout, _ = only(agent, generate=SlowGenerate(), max_turns=99, rollout_timeout_s=4.5)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.ROLLOUT_TIMEOUT, None)
-    assert len(rollout.turns) == 4
-
-
 def test_an_agent_that_hangs_between_two_requests_is_cancelled_at_the_step_timeout():
     ended = []
 
@@ -301,19 +226,6 @@ def test_an_agent_that_hangs_between_two_requests_is_cancelled_at_the_step_timeo
     assert rollout.status is RolloutStatus.STEP_TIMEOUT
     assert ended == [True]
     assert hosted.sessions.counts()["sessions_failed"] == 1
-
-
-def test_an_agent_that_ignores_its_cancellation_is_named_in_the_cause():
-    async def agent(ask, call):
-        await ask((1,))
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            await asyncio.Event().wait()
-
-    rollout, _ = only(agent, step_timeout_s=30.0)
-    assert rollout.status is RolloutStatus.STEP_TIMEOUT
-    assert "did not end within 5.0 s of its cancellation" in rollout.cause
 
 
 @pytest.mark.parametrize(
@@ -335,129 +247,6 @@ def test_what_an_agent_raises_ends_its_rollout_with_the_cause(error):
     assert type(error).__name__ in rollout.cause
     assert len(rollout.turns) == 1
     assert hosted.sessions.counts()["sessions_failed"] == 1
-
-
-def test_an_agent_that_asks_for_nothing_fails():
-    async def agent(ask, call):
-        return 1.0
-
-    rollout, _ = only(agent)
-    assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "without asking for a single completion" in rollout.cause
-
-
-def test_an_agent_that_returns_something_else_than_a_reward_fails():
-    async def agent(ask, call):
-        await ask((1,))
-        return {"reward": 1.0}
-
-    rollout, _ = only(agent)
-    assert rollout.status is RolloutStatus.ENV_ERROR
-    assert "expected a number as reward" in rollout.cause
-
-
-def test_what_an_agent_needs_may_take_longer_to_start_than_a_step():
-    async def start() -> None:
-        await asyncio.sleep(100)
-
-    hosted = Hosted(three_turns, prepare=start)
-    (rollout,) = roll_out(hosted, step_timeout_s=60.0)
-    assert rollout.status is RolloutStatus.COMPLETED
-
-
-class Streaming(SlowGenerate):
-    async def __call__(self, request, on_progress=None, /):
-        completion = await super().__call__(request)
-        for start, token in enumerate(completion.token_ids if on_progress else ()):
-            await asyncio.sleep(1)
-            on_progress(
-                Progress(
-                    request_id=request.request_id,
-                    start=start,
-                    token_ids=(token,),
-                    logprobs=(completion.logprobs[start],),
-                    version_runs=completion.version_runs,
-                )
-            )
-        return completion
-
-
-@settings(max_examples=30, deadline=None)
-@given(delays=st.permutations(range(4)))
-def test_what_is_sampled_does_not_depend_on_the_order_in_which_requests_arrive(delays):
-    async def agent(ask, call):
-        async def branch(number):
-            await asyncio.sleep(delays[number])
-            completion = await ask((number,))
-            await ask((number, *completion.token_ids, 0))
-
-        await asyncio.gather(*map(branch, range(4)))
-        return 1.0
-
-    rollout, _ = only(agent, generate=SlowGenerate(), max_turns=8)
-    sampled = {turn.prompt_token_ids: turn.completion.token_ids for turn in rollout.turns}
-    assert sampled == in_order()
-
-
-def in_order():
-    async def agent(ask, call):
-        for number in range(4):
-            completion = await ask((number,))
-            await ask((number, *completion.token_ids, 0))
-        return 1.0
-
-    rollout, _ = only(agent, max_turns=8)
-    return {turn.prompt_token_ids: turn.completion.token_ids for turn in rollout.turns}
-
-
-def test_a_stream_gets_its_tokens_as_they_are_sampled():
-    async def agent(ask, call):
-        request = asked((1,), call.session_id, max_tokens=3)
-        completion = await hosted.sessions.complete(request, streamed.append)
-        pieces = [token for progress in streamed for token in progress.token_ids]
-        assert tuple(pieces) == completion.token_ids
-        gone = asyncio.create_task(
-            hosted.sessions.complete(asked((2,), call.session_id), late.append)
-        )
-        await asyncio.sleep(1.5)
-        gone.cancel()
-        await asyncio.sleep(30)
-        return 1.0
-
-    streamed, late, hosted = [], [], Hosted(agent)
-    (rollout,) = roll_out(hosted, generate=Streaming())
-    assert rollout.status is RolloutStatus.COMPLETED, rollout.cause
-    assert len(streamed) == len(rollout.turns[0].completion.token_ids)
-    assert late == []  # nothing after its client had gone
-
-
-def test_a_limit_lets_running_turns_end_and_refuses_the_rest():
-    async def agent(ask, call):
-        running = [asyncio.create_task(ask((n,))) for n in range(2)]
-        await asyncio.sleep(0.5)
-        with pytest.raises(RefusedError) as caught:
-            await ask((5,))
-        assert refusal(caught.value) == CLOSED
-        return float(len(await asyncio.gather(*running)))
-
-    rollout, _ = only(agent, generate=SlowGenerate(), max_turns=2)
-    assert (rollout.status, rollout.reward) == (RolloutStatus.MAX_TURNS, 2.0)
-    assert [turn.is_seen for turn in rollout.turns] == [True, True]
-
-
-def test_a_failed_branch_ends_the_rollout_and_the_other_branches():
-    async def generate(request):
-        if request.prompt_token_ids == (1,):
-            raise RuntimeError("no replica is left")
-        await asyncio.Event().wait()
-
-    async def agent(ask, call):
-        outcomes = await asyncio.gather(*(ask((n,)) for n in range(3)), return_exceptions=True)
-        assert [refusal(error) for error in outcomes] == [CLOSED] * 3
-        return 1.0
-
-    rollout, _ = only(agent, generate=generate)
-    assert (rollout.status, rollout.turns) == (RolloutStatus.GENERATION_ERROR, ())
 
 
 def rewarded(kind="mean"):

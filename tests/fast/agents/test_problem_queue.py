@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ from hypothesis import strategies as st
 
 from tests.support.agent_rollouts import CLOSED, SlowGenerate, refusal
 from tests.support.agents import asked
-from tests.support.async_tests import on_event_loop
 from tests.support.rollouts import PROBLEM, make_rollouter
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.agents.agent import AgentCall, RemoteAgent
+from torchtitan_rl.agents.agent import RemoteAgent
 from torchtitan_rl.agents.env import AgentEnv, AgentHost
 from torchtitan_rl.agents.queue import ProblemQueue
 from torchtitan_rl.aio import cancel_all
-from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.serving.errors import RefusedError
@@ -160,29 +157,6 @@ def test_a_worker_that_left_while_it_waited_costs_its_problem_no_time(moment):
     assert counts["leases_expired"] == 0
 
 
-class NoWaits:
-    """The waits of a rollout without limits."""
-
-    is_sampling = False
-
-    def expect(self, what: str, within_s: float | None = None) -> None: ...
-
-    def start_time(self) -> None: ...
-
-
-@on_event_loop
-async def test_a_problem_that_comes_as_the_wait_ends_is_not_leased_to_nobody():
-    queue = ProblemQueue()
-    worker = asyncio.create_task(queue.lease(wait_s=0.01))
-    await asyncio.sleep(0)
-    call = AgentCall(base_url="", api_key="", model="", problem=PROBLEM, session_id="s")
-    serving = asyncio.create_task(queue.serve(RemoteAgent(), call, NoWaits()))
-    time.sleep(0.02)  # the problem and the end of the wait are in one iteration of the loop
-    lease = await worker
-    assert queue.counts()["problems_leased"] == (1 if lease else 0)
-    await cancel_all([serving])
-
-
 def test_heartbeats_requests_and_running_requests_keep_a_lease():
     async def worker(run):
         lease = await run.queue.lease(wait_s=10)
@@ -225,14 +199,6 @@ def test_a_reward_may_come_long_after_the_lease_was_returned_but_not_for_ever():
     (rollout,) = Hosting(agent).with_workers(late, step_timeout_s=60.0)
     assert rollout.status is RolloutStatus.STEP_TIMEOUT
     assert "waited for its reward" in rollout.cause
-
-
-def test_a_session_of_a_run_that_was_resumed_since_is_closed():
-    async def scenario():
-        sessions = Sessions(None)
-        assert await refused(sessions.complete(asked((1,), "torchtitan-rollout-1"))) == CLOSED
-
-    asyncio.run(scenario())
 
 
 ACTIONS = st.lists(
@@ -299,7 +265,3 @@ def test_whatever_workers_do_every_rollout_ends_once_and_every_token_is_accounte
     queue = run.queue.counts()
     assert queue["problems_waiting"] == queue["problems_leased"] == 0
     assert run.sessions.counts()["sessions_open"] == 0
-
-
-def test_the_queues_counts_are_known_metrics():
-    check_names(f"endpoint/{name}" for name in ProblemQueue().counts())

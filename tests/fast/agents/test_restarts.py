@@ -56,31 +56,6 @@ def test_an_agent_is_restarted_only_if_it_replays_and_only_so_often():
     assert len({call.session_id for call in hosted.calls}) == 3
 
 
-def failing_while_a_turn_runs(*, asks_again: bool):
-    async def agent(ask, call):
-        await ask((1,))
-        running = asyncio.create_task(ask((2,)))
-        await asyncio.sleep(0.3)
-        try:
-            if asks_again:
-                await ask((3,))
-            raise OSError("crash")
-        finally:
-            running.cancel()
-
-    return agent
-
-
-@pytest.mark.parametrize("replays", [False, True])
-def test_an_agent_that_fails_after_a_limit_is_not_started_again(replays):
-    agent = failing_while_a_turn_runs(asks_again=True)
-    rollout, hosted = only(agent, replays=replays, generate=SlowGenerate(), max_turns=2)
-    assert (rollout.status, len(hosted.calls)) == (RolloutStatus.MAX_TURNS, 1)
-    assert [turn.is_seen for turn in rollout.turns] == [True, False]
-    assert rollout.metrics["agent/unseen_turns"] == 1
-    assert rollout.metrics["agent/restarts"] == 0
-
-
 def test_what_a_restarted_agent_does_not_ask_again_is_a_branch_without_loss():
     async def agent(ask, call):
         life = len(hosted.calls)
@@ -96,58 +71,6 @@ def test_what_a_restarted_agent_does_not_ask_again_is_a_branch_without_loss():
     assert [turn.is_seen for turn in rollout.turns] == [True, False, True]
     assert num_unseen_tokens(rollout) == len(rollout.turns[1].completion.token_ids)
     assert rollout.metrics["agent/unreplayed_turns"] == 1
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"stop": ("b",)},
-        {"stop_token_ids": (5,)},
-        {"engine_options": {"structured_outputs": {"regex": "b"}}},
-        {"num_logprobs": 2},
-        {"max_tokens": 1},
-    ],
-)
-def test_a_request_with_other_options_is_no_repetition(other):
-    async def agent(ask, call):
-        first = {"stop": ("a",), "engine_options": {"structured_outputs": {"regex": "a"}}}
-        is_first = len(hosted.calls) == 1
-        await ask((1,), **first)
-        await ask((2,), **(first if is_first else first | other))
-        if is_first:
-            raise OSError("crash")
-        return 1.0
-
-    hosted = Hosted(agent, replays=True)
-    (rollout,) = roll_out(hosted)
-    seen = [(turn.prompt_token_ids, turn.is_seen) for turn in rollout.turns]
-    assert seen == [((1,), True), ((2,), False), ((2,), True)]
-
-
-class LastFirst(SeededGenerate):
-    """Answers requests that are made at once in reverse."""
-
-    async def __call__(self, request, /):
-        await asyncio.sleep(5 - len(self.requests))
-        return await super().__call__(request)
-
-
-def test_equal_requests_at_once_get_their_own_answers_again():
-    async def agent(ask, call):
-        async def branch(number):
-            first = await ask((1,), max_tokens=3)
-            await ask((number, *first.token_ids), max_tokens=3)
-
-        await asyncio.gather(*map(branch, (10, 11)))
-        if len(hosted.calls) == 1:
-            raise OSError("crash")
-        return 1.0
-
-    hosted, generate = Hosted(agent, replays=True), LastFirst()
-    (rollout,) = roll_out(hosted, generate=generate)
-    assert len(generate.requests) == len(rollout.turns) == 4
-    assert rollout.metrics["agent/restarts"] == 1
-    assert all(turn.is_seen for turn in rollout.turns)
 
 
 async def branching(ask, call) -> float:

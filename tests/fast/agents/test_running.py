@@ -17,8 +17,7 @@ from tests.support.resuming import SeededGenerate
 from tests.support.rollouts import PROBLEM, make_rollouter
 from torchtitan_rl.agents.agent import AgentCommand, AgentResult, run_agent
 from torchtitan_rl.agents.env import AgentEnv, AgentHost, AgentThread, RunningAgent
-from torchtitan_rl.agents.task import AgentTask, agent_errors, environment_factory
-from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.sessions import Sessions
@@ -79,16 +78,6 @@ print(json.dumps({"reward": problem["data"]["answer"], "metrics": {"tools": 2}})
     problem = Problem(problem_id="p", data={"answer": 4.5})
     result = run_command(python(code, environment={"MINE": "1"}), problem)
     assert result == AgentResult(reward=4.5, metrics={"tools": 2})
-
-
-def test_a_problem_too_long_for_a_variable_is_on_stdin_alone():
-    code = """
-import json, os, sys
-assert "TORCHTITAN_RL_PROBLEM" not in os.environ
-print(len(json.load(sys.stdin)["data"]["text"]))
-"""
-    problem = Problem(problem_id="p", data={"text": "x" * 200_000})
-    assert run_command(python(code), problem).reward == 200_000
 
 
 def test_a_command_inherits_no_keys_of_the_endpoint(monkeypatch):
@@ -165,42 +154,6 @@ def test_an_agent_that_blocks_does_not_block_the_loop_that_has_to_answer_it(is_p
     assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 1.0)
 
 
-def test_an_agent_on_another_loop_ends_by_its_result_its_error_or_its_cancellation():
-    async def result(call):
-        return 1.0
-
-    async def error(call):
-        raise SystemExit(3)
-
-    async def hangs(call):
-        started.set()
-        await asyncio.Event().wait()
-
-    async def scenario(loop):
-        for agent, kind in ((result, AgentResult), (error, SystemExit)):
-            told = asyncio.Event()
-            running = RunningAgent(
-                functools.partial(run_agent, agent, given()), loop=loop, on_end=told.set
-            )
-            await asyncio.wait_for(told.wait(), LONG_S)
-            assert isinstance(running.outcome, kind)
-        for begins in (True, False):  # where it does not, it is cancelled before it begins
-            started.clear()
-            running = RunningAgent(
-                functools.partial(run_agent, hangs, given()), loop=loop, on_end=lambda: None
-            )
-            while begins and not started.is_set():
-                await asyncio.sleep(0.001)
-            await running.end(LONG_S)
-            assert isinstance(running.outcome, asyncio.CancelledError)
-
-    started = threading.Event()
-    with AgentThread() as agents:
-        asyncio.run(scenario(agents.loop))
-        assert agents.loop.is_running()
-    assert agents.loop.is_closed()
-
-
 @dataclass(frozen=True, kw_only=True)
 class OneQuestion(AgentTask):
     def agent(self, problem):
@@ -209,25 +162,6 @@ class OneQuestion(AgentTask):
 
 async def answer_once(problem, call):
     return 1.0
-
-
-def test_a_tasks_environments_are_its_agents_and_need_the_endpoint():
-    class Words:
-        def decode(self, token_ids):
-            return " ".join(map(str, token_ids))
-
-    host = AgentHost(base_url="http://here/v1", model="m", sessions=Sessions(None))
-    options = {"tokenizer": Words(), "limits": RolloutConfig(step_timeout_s=4.0)}
-    make = environment_factory(OneQuestion(), host=host, **options)
-    assert isinstance(make(PROBLEM), AgentEnv)
-    with pytest.raises(ValueError, match="OneQuestion needs the endpoint"):
-        environment_factory(OneQuestion(), host=None, **options)
-
-    class Plain(Task):
-        def environment(self, problem, *, tokenizer, limits):
-            return problem
-
-    assert environment_factory(Plain(), host=None, **options)(PROBLEM) is PROBLEM
 
 
 def test_a_task_of_agents_needs_the_endpoint():

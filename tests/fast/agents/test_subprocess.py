@@ -56,17 +56,6 @@ def wait_until(condition) -> bool:
     return condition()
 
 
-def test_the_result_names_the_signal_that_killed_a_command():
-    result = run("sh", "-c", "kill -KILL $$")
-    assert (result.exit_code, result.signal) == (None, 9)
-
-
-def test_input_environment_and_folder_are_the_callers(tmp_path):
-    result = run("sh", "-c", "cat; pwd; echo $A $HOME", stdin=b"in\n", cwd=tmp_path, env={"A": "b"})
-    assert result.stdout.decode() == f"in\n{tmp_path}\nb\n"
-    assert run("cat").stdout == b""
-
-
 def test_input_larger_than_a_pipe_may_be_ignored():
     assert run("true", stdin=bytes(1 << 20)).exit_code == 0
     assert run("sh", "-c", "exec 0<&-; exit 4", stdin=bytes(1 << 20)).exit_code == 4
@@ -118,21 +107,6 @@ def test_a_cancelled_command_is_dead_before_the_cancellation_is_raised(tmp_path)
 
     asyncio.run(scenario())
     assert not is_alive(int(path.read_text()))
-
-
-def test_a_command_cancelled_while_it_starts_leaves_nothing(tmp_path):
-    async def scenario():
-        task = asyncio.create_task(
-            run_command(daemon_and(tmp_path / "pid", "sleep 1000"), timeout_s=60)
-        )
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(scenario())
-    if (tmp_path / "pid").exists():
-        assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
 PARENT = """

@@ -59,10 +59,3 @@ def test_a_cuda_engine_takes_its_share_of_the_memory_and_gives_it_back_asleep() 
         "enable_sleep_mode": True,
         "structured_outputs_config": {"backend": "xgrammar", "reasoning_parser": "qwen3"},
     }
-
-
-def test_one_rank_needs_no_launcher_and_a_step_takes_the_longest_prompt() -> None:
-    generator = GeneratorConfig(max_model_len=5000)
-    arguments = engine_arguments(GeneratorSpec(model=Path("policy"), generator=generator))
-    assert "distributed_executor_backend" not in arguments
-    assert arguments["max_num_batched_tokens"] == 5000

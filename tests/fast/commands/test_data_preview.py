@@ -58,22 +58,3 @@ def test_what_is_wrong_is_one_line(
     assert cli.main(["data", "preview", config, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-
-
-def test_each_of_several_errors_is_a_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--task.train", "none.jsonl", "--task.validation", "neither.jsonl"]
-    assert cli.main(["data", "preview", config, *options]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[:2] for line in lines] == [
-        ["error", "task.train"],
-        ["error", "task.validation"],
-    ]
-
-
-def test_the_help_says_what_each_option_is_for(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["data", "preview", "--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert "usage: torchtitan-rl data preview CONFIG" in shown
-    assert "Number of problems to show." in shown

@@ -99,23 +99,6 @@ def test_a_lost_host_loses_its_replicas_and_its_weights_and_no_others() -> None:
     run_virtually(play())
 
 
-def test_the_trainer_is_lost_with_its_host() -> None:
-    async def play() -> None:
-        run = Run()
-        async with run.going():
-            run.losses._on_host_lost(0, "no answer for 15 s")
-        assert run.trainer.lost == ["host0 is lost: no answer for 15 s"]
-        assert run.router.states() == {"replica0": SERVING, "replica1": SERVING}
-
-    run_virtually(play())
-
-
-def test_a_host_that_is_lost_while_the_run_starts_is_left_to_the_start() -> None:
-    run = Run()
-    run.losses._on_host_lost(0, "no answer for 15 s")
-    assert run.trainer.lost == []
-
-
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_replicas_on_the_trainer_s_devices_are_not_started_again(is_shared: bool) -> None:
     async def play() -> None:

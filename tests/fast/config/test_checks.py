@@ -235,19 +235,6 @@ def test_cuda_ranks_need_devices_of_their_own_and_colocated_ones_share_them(
     assert message.startswith("trainer.data_parallel_shard is 2: ranks that exchange data cannot")
 
 
-@pytest.mark.parametrize(
-    ("staleness", "window", "groups"),
-    [(0, 0.0, 16), (0, 1.0, 32), (2, 0.0, 48), (2, 1.0, 32)],
-)
-def test_rollouts_at_once_are_those_of_the_buffer_and_of_an_evaluation(
-    config: RunConfig, staleness: int, window: float, groups: int
-) -> None:
-    config = changed(
-        config, {"schedule.staleness": staleness, "schedule.max_overtaking_share": window}
-    )
-    assert config.max_rollouts == groups * 8 + 64
-
-
 def test_agents_need_room_at_the_endpoint_open_files_and_patience(tmp_path: Path) -> None:
     config = replace(AGENTS, output_dir=tmp_path)
     enough = {"endpoint.max_concurrent_requests": 256}  # 16 x 8 + 128
@@ -297,12 +284,6 @@ def test_published_weights_go_to_shared_memory_then_to_the_run_or_are_refused(
     assert room.note == note
     assert error in room.error
     assert bool(room.error) == bool(error)
-
-
-def test_an_evaluation_keeps_versions_for_as_long_as_the_cap_lets_it(config: RunConfig) -> None:
-    asynchronous = changed(config, {"schedule.staleness": 2})
-    assert asynchronous.num_published_versions == 5
-    assert changed(asynchronous, {"evaluation.num_problems": 0}).num_published_versions == 3
 
 
 def test_servers_of_all_rollouts_that_may_not_start_within_a_step_are_warned_of() -> None:

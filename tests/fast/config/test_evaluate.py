@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import shutil
@@ -20,12 +19,10 @@ from torchtitan_rl.config.evaluate import (
     has_export,
     note_export,
     prepare_evaluation,
-    prepare_generation,
     write_identity,
 )
 from torchtitan_rl.config.resume import policy_fingerprint
-from torchtitan_rl.config.run import LaunchConfig
-from torchtitan_rl.configs import alphabet_sort_tiny, calculator_agent_tiny
+from torchtitan_rl.configs import alphabet_sort_tiny
 from torchtitan_rl.environments.data_task import DataTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
@@ -91,13 +88,6 @@ def test_an_export_is_of_the_checkpoint_as_it_was_then(tmp_path: Path) -> None:
     assert not has_export(export, one.fingerprint)
 
 
-def test_a_run_without_checkpoints_stands_for_its_export(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    shutil.copytree(POLICY_DIR, run / "policy")
-    (one,) = find_models([str(run)], POLICY_DIR)
-    assert (one.name, one.path, one.is_checkpoint) == ("run/policy", run / "policy", False)
-
-
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 10)
     other = make_run(tmp_path / "other", 10, policy="another")
@@ -122,31 +112,6 @@ def test_settings_that_are_not_given_are_those_of_the_configuration(tmp_path: Pa
     assert [one.problem_id.split("/")[1] for one in train] == ["train"] * 3
 
 
-def test_the_patterns_of_rollouts_match_the_files(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(POLICY_DIR, model)
-    run = make_run(tmp_path / "run", 10)
-    one = prepare(tmp_path, str(model))
-    assert one.rollout_files() == str(one.rollouts_file(one.models[0], 1.0))
-    prepared = prepare(tmp_path, str(model), str(run), temperatures=(0.0, 1.0))
-    files = {prepared.rollouts_file(model, one) for model in prepared.models for one in (0.0, 1.0)}
-    for file in files:
-        file.parent.mkdir(parents=True)
-        file.touch()
-    patterns = prepared.rollout_files().split(" ")
-    assert {Path(file) for pattern in patterns for file in glob.glob(pattern)} == files
-
-
-def test_agents_get_an_endpoint(tmp_path: Path) -> None:
-    agents = calculator_agent_tiny.config
-    prepared = prepare(tmp_path, agents.policy.checkpoint, config=agents)
-    assert prepared.run.plan.endpoint is not None
-    assert prepare(tmp_path).run.plan.endpoint is None
-    without = replace(agents, endpoint=replace(agents.endpoint, enabled=False))
-    (message,) = errors(tmp_path, agents.policy.checkpoint, config=without)
-    assert message.startswith("endpoint.enabled is False")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -162,12 +127,6 @@ def test_agents_get_an_endpoint(tmp_path: Path) -> None:
 def test_wrong_options_are_named(tmp_path: Path, options: dict[str, object], message: str) -> None:
     (error,) = errors(tmp_path, **options)
     assert error.startswith(message)
-
-
-def test_hosts_are_refused_and_not_ignored(tmp_path: Path) -> None:
-    for launch in (LaunchConfig(attach=("local",)), LaunchConfig(hosts="2x0")):
-        with pytest.raises(ConfigError, match="only `train` uses several hosts"):
-            prepare_generation(replace(CONFIG, launch=launch), num_rollouts=2)
 
 
 def test_each_model_must_fit_the_replicas(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from torchtitan_rl.config.loader import code_digest, differences, installed
 from torchtitan_rl.config.machine import HostFacts, MachineFacts, made_up_hosts
 from torchtitan_rl.config.model import read_policy_facts
 from torchtitan_rl.config.plan import plan_on_hosts
@@ -18,7 +17,6 @@ from torchtitan_rl.config.room import (
     host_notes,
     launch_errors,
     start_errors,
-    unused_options,
 )
 from torchtitan_rl.config.run import LaunchConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
@@ -79,27 +77,11 @@ def test_each_error_names_the_field_and_the_fix(launch: dict[str, Any], message:
     assert "give" in errors[0] or "make" in errors[0]
 
 
-def test_a_colocated_run_has_a_host_in_common() -> None:
-    config = replace(TINY, placement="colocated")
-    apart = LaunchConfig(**PLAIN, generator_hosts=(0,), trainer_hosts=(1,))
-    (error,) = launch_errors(replace(config, launch=apart))
-    assert error.startswith("placement is colocated: launch.trainer_hosts (1,) and")
-    common = replace(apart, generator_hosts=(0, 1))
-    assert launch_errors(replace(config, launch=common)) == []
-
-
 def test_cores_are_not_given_out_on_other_hosts_and_made_up_hosts_do_not_start() -> None:
     config = replace(TINY, pin_cores=True, launch=LaunchConfig(**PLAIN))
     assert launch_errors(config)[0].startswith("pin_cores is True")
     assert start_errors(LaunchConfig(hosts="2x8"))[0].startswith("launch.hosts is '2x8'")
     assert start_errors(LaunchConfig(**PLAIN)) == []
-
-
-def test_options_for_workers_are_said_to_be_unused_where_there_are_none() -> None:
-    keys, port = unused_options(LaunchConfig(keys=Path("k"), port=26600))
-    assert keys.startswith("launch.keys is 'k' and is not used: the run is on this machine alone")
-    assert port.startswith("launch.port is '26600'")
-    assert unused_options(LaunchConfig(port=26600, attach=NEAR)) == []
 
 
 def test_keys_that_tcp_would_not_use_are_refused() -> None:
@@ -149,27 +131,6 @@ def test_gradients_leave_a_machine_in_plain_text_only_where_that_is_allowed() ->
     assert note.startswith("trainer ranks on host0, host1 exchange gradients unencrypted")
 
 
-def test_a_dry_run_says_that_a_start_between_machines_will_be_refused() -> None:
-    trainer = replace(TINY.trainer, data_parallel_shard=8)
-    config = replace(TINY, trainer=trainer, launch=LaunchConfig(hosts="3x4"))
-    hosts = made_up_hosts("3x4")
-    assert host_errors(config, None, hosts) == []
-    (note,) = host_notes(config.launch, plan_on_hosts(config, hosts))
-    assert note.startswith("a start on several machines is refused: launch.allow_plain_tcp is Fal")
-    allowed = replace(config, launch=replace(config.launch, allow_plain_tcp=True))
-    (note,) = host_notes(allowed.launch, plan_on_hosts(allowed, hosts))
-    assert note.startswith("trainer ranks on host1, host2 exchange gradients unencrypted")
-
-
-def test_a_dry_run_says_which_of_the_chosen_hosts_are_not_used() -> None:
-    launch = LaunchConfig(hosts="4x4", generator_hosts=(0, 1), trainer_hosts=(2, 3))
-    config = replace(TINY, generator=replace(TINY.generator, replicas=1), launch=launch)
-    assert host_notes(config.launch, plan_on_hosts(config, made_up_hosts("4x4"))) == [
-        "launch.generator_hosts is (0, 1): no replica is on host1",
-        "launch.trainer_hosts is (2, 3): no trainer rank is on host3",
-    ]
-
-
 def test_hosts_are_asked_once_everything_else_is_right_and_planned_with_what_they_have(
     tmp_path: Path,
 ) -> None:
@@ -206,24 +167,3 @@ def test_a_dry_run_on_hosts_that_are_not_there_needs_no_policy_here(tmp_path: Pa
         policy = replace(TINY.policy, checkpoint=wrong)
         with pytest.raises(ConfigError, match="give"):
             prepare_run(replace(dry, policy=policy), MACHINE)
-
-
-def test_what_differs_is_named_with_both_values() -> None:
-    here = installed()
-    assert differences(here, dict(here)) == []
-    there = here | {"torch": "1.0", "code of torchtitan-rl": "abc"}
-    assert differences(here, there) == [f"torch 1.0, and the controller has {here['torch']}"]
-    (code,) = differences(here, here | {"code of torchtitan-rl": "abc"})
-    assert code.startswith("code of torchtitan-rl abc")
-
-
-def test_the_digest_of_the_code_leaves_out_what_only_the_controller_imports(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "a.py").write_text("x = 1\n")
-    before = code_digest(tmp_path)
-    (tmp_path / "experiments" / "task.py").write_text("y = 1\n")
-    assert code_digest(tmp_path) == before
-    (tmp_path / "a.py").write_text("x = 2\n")
-    assert code_digest(tmp_path) != before

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,13 +69,6 @@ def test_a_weight_can_be_given_for_a_part_that_has_none(path):
     assert load_config(path, []).task.tasks == [1]  # an error of the check
 
 
-def test_a_file_may_import_its_neighbours(path, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", [*sys.path])
-    path.rename(tmp_path / "neighbour_of_a_config.py")
-    path.write_text("from neighbour_of_a_config import config\n")
-    assert load_config(path, []).num_steps == 7
-
-
 def test_an_unknown_option_is_one_error_that_suggests_the_right_one(path):
     with pytest.raises(ConfigError, match=r"similar: --generator\.replicas") as refused:
         load_config(path, ["--generator.replica", "5"])
@@ -121,11 +113,6 @@ def test_a_task_that_overrides_the_old_name_of_a_method_is_refused_with_the_new_
     with pytest.raises(ConfigError, match="resume_identity") as error:
         load_config(path, [])
     assert len(error.value.errors) == 1
-
-
-def test_a_ready_configuration_is_found_by_its_name_in_any_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert load_config(Path("alphabet_sort_tiny"), []).name == "alphabet_sort_tiny"
 
 
 def test_a_file_comes_before_a_ready_configuration_of_the_same_name(path, monkeypatch):

@@ -86,19 +86,6 @@ def test_what_a_loss_does_wrong_neither_ends_the_command_nor_has_a_traceback(
     assert refused(f"{path}:loss")
 
 
-def test_an_advantage_that_ends_the_program_is_refused(tmp_path: Path):
-    path = tmp_path / "mine.py"
-    path.write_text("def best(values, rollouts): raise SystemExit")
-    assert advantage_errors(RolloutConfig(advantage=f"{path}:best"))
-
-
-def test_a_file_that_raises_is_tried_again_and_not_half_loaded(tmp_path: Path):
-    path = tmp_path / "broken.py"
-    path.write_text("def loss(): pass\n1 / 0\n")
-    for _ in range(2):
-        assert "ZeroDivisionError" in refused(f"{path}:loss")
-
-
 @pytest.mark.parametrize(
     ("advantage", "problem"),
     [

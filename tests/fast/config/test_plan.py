@@ -114,21 +114,11 @@ def test_a_colocated_run_is_together_on_the_hosts_chosen_for_either_part(
     )
 
 
-def test_colocated_replicas_are_first_of_all_where_the_trainer_is() -> None:
-    found = place(run_of(4, 1, 4, placement="colocated"), hosts_with(2, 4))
-    assert found == Placement(replica_hosts=(1,) * 4, trainer_hosts=(1,) * 4)
-
-
 @pytest.mark.parametrize("devices", [(3, 3), (5, 2), (0, 1, 2, 3)])
 def test_tensor_parallel_trainer_ranks_are_on_one_host(devices: tuple[int, ...]) -> None:
     ranks = place(run_of(1, 1, 2, trainer_parallel=2), hosts_with(*devices)).trainer_hosts
     assert len(ranks) == 4
     assert ranks[::2] == ranks[1::2]
-
-
-def test_a_trainer_makes_room_for_a_replica_that_needs_a_whole_host() -> None:
-    found = place(run_of(1, 8, 4), hosts_with(4, 8))
-    assert found == Placement(replica_hosts=(1,), trainer_hosts=(0,) * 4)
 
 
 @pytest.mark.parametrize(
@@ -352,13 +342,3 @@ def test_threads_sleep_while_they_wait_where_more_compute_at_once_than_there_are
     for group in (*plan.replicas, plan.trainer):
         assert process_environment(group).get("OMP_WAIT_POLICY") == wait_policy
     assert plan.shares_cores == (num_cores < 4)
-
-
-@pytest.mark.parametrize("devices", ["", "012"])
-def test_a_trainer_on_the_cpu_keeps_the_memory_of_its_tensors(devices: str) -> None:
-    plan = plan_processes(here(), devices=devices, cores=range(2))
-    assert plan.trainer is not None
-    groups = (*plan.replicas, plan.trainer)
-    keeps = ["MALLOC_MMAP_MAX_" in process_environment(group) for group in groups]
-    assert keeps == [False, False, not devices]
-    assert plan.shares_cores == (not devices)

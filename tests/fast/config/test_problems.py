@@ -95,12 +95,6 @@ def test_the_parts_of_a_task_are_checked_by_type_only() -> None:
     assert set(field_errors(wrong)) == {"task.lengths.most", "task.lengths.mean"}
 
 
-def test_a_validation_set_is_read_once_in_its_order() -> None:
-    found = evaluation_problems(config(ListedTask(), num_problems=2))
-    assert [problem.problem_id for problem in found] == ["v", "w"]
-    assert evaluation_problems(config(ListedTask(), num_problems=0)) == ()
-
-
 @pytest.mark.parametrize("is_endless", [True, False])
 def test_more_evaluation_problems_than_the_set_has_are_refused(is_endless: bool) -> None:
     with pytest.raises(ProblemsError) as refused:
@@ -113,10 +107,6 @@ def test_more_evaluation_problems_than_the_set_has_are_refused(is_endless: bool)
 def test_an_id_that_comes_twice_in_the_validation_set_is_named() -> None:
     with pytest.raises(ProblemsError, match="problem w comes twice in the validation set"):
         evaluation_problems(config(ListedTask(validation=("v", "w", "w"))))
-
-
-def test_a_training_set_smaller_than_the_buffer_goes_on_in_another_epoch() -> None:
-    assert training_errors(config(ListedTask(train=("a",)), groups=16)) == []
 
 
 def test_a_training_id_that_comes_twice_in_an_epoch_is_refused() -> None:
@@ -142,13 +132,6 @@ def test_a_dataset_that_fails_is_one_line_each() -> None:
         "task: its validation dataset cannot be read (FileNotFoundError: no file for validation)",
         "task: its training dataset cannot be read (FileNotFoundError: no file for train)",
     ]
-
-
-def test_a_task_without_a_dataset_is_told_what_to_override() -> None:
-    class Unfinished(Task): ...
-
-    (error,) = training_errors(replace(config(ListedTask()), task=Unfinished()))
-    assert error == "task: Unfinished does not override `dataset`"
 
 
 def test_a_prepared_run_has_its_evaluation_problems(tmp_path: Path) -> None:

@@ -15,11 +15,9 @@ from torchtitan_rl.data.curriculum import (
     LevelDataset,
     RestConfig,
     RestingDataset,
-    level_name,
 )
-from torchtitan_rl.data.row_dataset import ListDataset
-from torchtitan_rl.environments.mixture import MixtureDataset, part_of, split_off
-from torchtitan_rl.rollout.task import Outcome, adapts
+from torchtitan_rl.environments.mixture import MixtureDataset, part_of
+from torchtitan_rl.rollout.task import Outcome
 from torchtitan_rl.types import Problem
 
 
@@ -82,25 +80,6 @@ def test_a_mixture_continues_exactly_and_names_its_parts() -> None:
     assert [resumed.next() for _ in range(20)] == [mixture.next() for _ in range(20)]
 
 
-def test_each_part_is_told_its_own_outcomes_as_it_knows_them() -> None:
-    parts = {"a": Numbers(), "b": Numbers()}
-    inner = MixtureDataset(parts, {"a": 1.0, "b": 1.0})
-    mixture = MixtureDataset({"m": inner}, {"m": 1.0})
-    problems = [mixture.next() for _ in range(4)]
-    mixture.record([outcome(problem, 1.0) for problem in problems])
-    assert parts["a"].told == ["|0", "|1"]
-    assert parts["b"].told == ["|0", "|1"]
-    assert split_off(split_off(problems[0])) == Problem(problem_id="0", data={})
-
-
-def test_a_mixture_adapts_where_one_of_its_parts_does() -> None:
-    fixed = ListDataset([Problem(problem_id="0", data={})], seed=0)
-    for parts, expected in (({"a": fixed}, False), ({"a": fixed, "b": Numbers()}, True)):
-        mixture = MixtureDataset(parts, dict.fromkeys(parts, 1.0))
-        outer = MixtureDataset({"inner": mixture}, {"inner": 1.0})
-        assert adapts(mixture) == adapts(outer) == expected
-
-
 @pytest.mark.parametrize("weights", [{}, {"a": 0.0}, {"a": -1.0}])
 def test_a_mixture_without_weights_is_refused(weights: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="weights above 0"):
@@ -135,14 +114,6 @@ def test_the_level_rises_and_falls_with_success(
     solved: tuple[float | None, ...], level: int
 ) -> None:
     assert play(LevelDataset(lambda level: Numbers(), CURRICULUM, max_level=9), *solved) == level
-
-
-def test_outcomes_of_another_level_do_not_count() -> None:
-    levels = LevelDataset(lambda level: Numbers(), CURRICULUM, max_level=9)
-    early = [levels.next() for _ in range(6)]
-    levels.record([outcome(problem, 1.0) for problem in early])
-    assert levels.level == 1
-    assert levels.next().task == level_name(1)
 
 
 @pytest.mark.parametrize("taken", range(0, 12, 3))
@@ -184,22 +155,3 @@ def epochs_of(rest: RestConfig, solved: dict[str, float], epochs: int = 6) -> li
 )
 def test_a_problem_that_is_always_or_never_solved_rests(rest: RestConfig, given: list[str]) -> None:
     assert epochs_of(rest, {"1": 1.0, "2": 0.0}) == given
-
-
-def test_where_all_rest_problems_come_all_the_same_and_rest_for_their_epochs() -> None:
-    resting = RestingDataset(Numbers(5), RestConfig(epochs=2))
-    problems = [resting.next() for _ in range(5)]
-    resting.record([outcome(problem, 0.0) for problem in problems])
-    assert [resting.next().problem_id for _ in range(10)] == [*"0123401234"]
-    assert resting.metrics()["resting/hard"] == 5
-    resting.next()
-    assert resting.metrics()["resting/hard"] == 0
-
-
-def test_a_few_problems_are_read_to_find_one_that_does_not_rest() -> None:
-    numbers = Numbers(1000)
-    resting = RestingDataset(numbers, RestConfig(epochs=2))
-    problems = [resting.next() for _ in range(1000)]
-    resting.record([outcome(problem, 0.0) for problem in problems[1:]])
-    assert [resting.next().problem_id for _ in range(3)] == ["0", "64", "128"]
-    assert numbers.position == 1129

@@ -117,15 +117,6 @@ def test_a_row_group_is_decoded_once_in_an_epoch(
     assert sorted(decoded) == [0, 1, 2, 3, 4]
 
 
-def test_empty_lines_and_a_missing_last_line_break_change_no_number(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('\n{"n": 0}\n  \n{"n": 1}')
-    assert [p.problem_id for p in take(dataset(str(path), shuffle=False), 2)] == [
-        "rows.jsonl:2",
-        "rows.jsonl:4",
-    ]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [("{", "line 2: not JSON"), ("1", "line 2 is not a JSON object: write one")],
@@ -137,16 +128,6 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) 
     rows.next()
     with pytest.raises(DataError, match=rf"rows\.jsonl, {message}"):
         rows.next()
-
-
-@pytest.mark.parametrize("indent", [None, 1])
-def test_a_file_that_is_an_array_is_told_from_json_lines(
-    tmp_path: Path, indent: int | None
-) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(ROWS, indent=indent))
-    with pytest.raises(DataError, match="is a JSON array: write one object a line"):
-        dataset(str(path), shuffle=False).next()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,23 +146,6 @@ def test_data_is_continued_with_where_it_is_equal_whatever_its_place(
     copied.load_state_dict(state)
     with pytest.raises(DataError, match="when the checkpoint was written"):
         changed.load_state_dict(state)
-
-
-def test_of_a_huge_file_samples_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchtitan_rl.data.rows._SAMPLE_BYTES", 8)
-    texts = [f"{n * 7919 % 10007:05d}" for n in range(2000)]
-    sources = []
-    for name, of_one in (("before", texts), ("after", texts[::-1])):
-        (tmp_path / name).mkdir()
-        rows = [{"text": text} for text in of_one]
-        sources.append(Path(write(tmp_path / name / "rows.parquet", rows, group=2000)))
-    before, after = (path.stat().st_size for path in sources)
-    assert before == after > 256 * 8
-    state = dataset(str(sources[0])).state_dict()
-    with pytest.raises(DataError, match="when the checkpoint was written"):
-        dataset(str(sources[1])).load_state_dict(state)
 
 
 def test_filters_that_leave_nothing_are_an_error(source: str) -> None:
@@ -208,10 +172,3 @@ def test_a_source_that_cannot_be_read_is_a_configuration_error(
     (tmp_path / "broken.parquet").write_text("PAR1")
     with pytest.raises(ConfigError, match=message):
         open_sources([name])
-
-
-def test_files_of_a_pattern_are_one_dataset(tmp_path: Path) -> None:
-    write(tmp_path / "b.jsonl", ROWS[10:])
-    write(tmp_path / "a.jsonl", ROWS[:10])
-    rows = dataset(str(tmp_path / "*.jsonl"), shuffle=False)
-    assert numbers(take(rows, NUM_ROWS)) == list(range(NUM_ROWS))

@@ -147,30 +147,31 @@ def check_of(*texts: str) -> list[object]:
     return asyncio.run(check())
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "open({trace!r}, 'w').write('x')",
-        "open({mine!r}).read()",
-        "__import__('os').environ['TORCHTITAN_RL_ADMIN_KEY']",
-        "open('/proc/1/environ').read().index('secret')",
-        "open(f'/proc/{{__import__(\"os\").getppid()}}/environ').read().index('secret')",
-        "__import__('socket').create_connection(('127.0.0.1', {port}))",
-        "__import__('subprocess').run(['touch', {trace!r}], check=True)",
-        "__import__('signal') and __import__('os').kill({pid}, 9)",
-    ],
+ATTACKS = (
+    "open({trace!r}, 'w').write('x')",
+    "open({mine!r}).read()",
+    "__import__('os').environ['TORCHTITAN_RL_ADMIN_KEY']",
+    "open('/proc/1/environ').read().index('secret')",
+    "open(f'/proc/{{__import__(\"os\").getppid()}}/environ').read().index('secret')",
+    "__import__('socket').create_connection(('127.0.0.1', {port}))",
+    "__import__('subprocess').run(['touch', {trace!r}], check=True)",
+    "__import__('signal') and __import__('os').kill({pid}, 9)",
 )
-def test_an_answer_reaches_no_file_no_key_no_network_and_no_process(
-    attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+
+
+@on_event_loop
+async def test_an_answer_reaches_no_file_no_key_no_network_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHTITAN_RL_ADMIN_KEY", "secret")
     trace, mine = tmp_path / "trace", tmp_path / "mine"
     mine.write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        text = attack.format(trace=str(trace), mine=str(mine), port=port, pid=os.getpid())
-        with pytest.raises(CheckFailedError):
-            check_of(text)
+        for attack in ATTACKS:
+            text = attack.format(trace=str(trace), mine=str(mine), port=port, pid=os.getpid())
+            with pytest.raises(CheckFailedError):
+                await run_checker(f"{HERE}:evaluate", text, timeout_s=10)
     assert not trace.exists()
 
 
@@ -180,30 +181,23 @@ def test_what_an_answer_changes_in_its_process_is_not_there_for_the_next() -> No
     assert check_of(patch, clear, "0", "0", "0") == [None, None, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "forged",
-    [
-        "2.0",
-        "-1",
-        "float('nan')",
-        "'1.0'",
-        "[1.0]",
-        "'x' * 200_000",
-        "{}",
-        *(
-            f"(__import__('os').write(3, {text}), __import__('os')._exit(0))"
-            for text in (
-                "b'{}'",
-                "b'1.0'",
-                "b'[' * 60_000",
-                "b'9' * 60_000",
-                "b'\\x80\\x04cos\\nsystem\\n'",
-                "b'{\"error\": ' + b'[' * 900 + b']' * 900 + b'}'",
-                "b'{\"result\": ' + b'[' * 900 + b']' * 900 + b'}'",
-            )
-        ),
-    ],
+WRITTEN = (
+    "b'{}'",
+    "b'1.0'",
+    "b'[' * 60_000",
+    "b'9' * 60_000",
+    "b'\\x80\\x04cos\\nsystem\\n'",
+    "b'{\"error\": ' + b'[' * 900 + b']' * 900 + b'}'",
+    "b'{\"result\": ' + b'[' * 900 + b']' * 900 + b'}'",
 )
-def test_a_forged_result_is_no_score(forged: str) -> None:
-    with pytest.raises(CheckFailedError):
-        checked_score(*check_of(f"[{forged}][0]"))
+FORGED = (
+    *("2.0", "-1", "float('nan')", "'1.0'", "[1.0]", "'x' * 200_000", "{}"),
+    *(f"(__import__('os').write(3, {text}), __import__('os')._exit(0))" for text in WRITTEN),
+)
+
+
+@on_event_loop
+async def test_a_forged_result_is_no_score() -> None:
+    for forged in FORGED:
+        with pytest.raises(CheckFailedError):
+            checked_score(await run_checker(f"{HERE}:evaluate", f"[{forged}][0]", timeout_s=10))

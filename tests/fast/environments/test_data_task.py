@@ -62,19 +62,6 @@ def test_a_problem_is_the_filled_prompt_and_the_right_answer(task: DataTask) -> 
     }
 
 
-def test_a_column_may_have_the_whole_conversation(tmp_path: Path) -> None:
-    """As in the Parquet files that verl's scripts write."""
-    prompt = [{"role": "user", "content": "1 + 1?"}]
-    rows = [{"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "2"}}]
-    task = DataTask(
-        train=(write(tmp_path, rows),),
-        validation=(write(tmp_path, rows, "v.jsonl"),),
-        messages="prompt",
-        answer="{reward_model[ground_truth]}",
-    )
-    assert problems(task)[0].data == {"messages": prompt, "answer": "2"}
-
-
 def test_splits_of_one_file_share_no_prompt_and_lose_no_row(tmp_path: Path) -> None:
     task = DataTask(train=(write(tmp_path, ROWS * 2),), validation_share=0.3)
     train, validation = problems(task), problems(task, "validation")

@@ -56,28 +56,6 @@ def test_a_map_is_text_and_names_are_actions() -> None:
     assert not moves[-1].truncated
 
 
-def test_the_environment_s_own_limit_truncates() -> None:
-    _, moves = play(LAKE, 0, *["left"] * 7)
-    assert [move.truncated for move in moves] == [False] * 6 + [True]
-    assert not moves[-1].ended
-
-
-def test_other_observations_and_environments_are_given_by_a_subclass() -> None:
-    class Maps(GymnasiumTask):
-        def make(self, seed: int) -> Any:
-            map_of = gymnasium.envs.toy_text.frozen_lake.generate_random_map
-            return gymnasium.make(self.env_id, desc=map_of(size=4, seed=seed), **self.kwargs)
-
-        def describe(self, env: Any, observation: Any, info: Any) -> str:
-            return f"place {observation}\n{super().describe(env, observation, info)}"
-
-    task = Maps(env_id="FrozenLake-v1", kwargs=LAKE.kwargs)
-    assert task.errors() == []
-    texts = [play(task, seed)[0]["observation"] for seed in (0, 0, 1)]
-    assert texts[0].startswith("place 0\n[S]")
-    assert texts[0] == texts[1] != texts[2]
-
-
 SPACES = [
     spaces.Discrete(4),
     spaces.Discrete(4, start=-1),

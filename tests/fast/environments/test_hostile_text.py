@@ -87,7 +87,6 @@ def called(arguments: str) -> Awaitable[Any]:
 
 READERS: dict[str, Callable[[str], Any]] = {
     "extract": partial(extract, r"(?s)<answer>(.*?)</answer>"),
-    "extract, nested": partial(extract, r"(?:\d+,?)+$"),
     "exact": answered(DATA),
     "number": answered(replace(DATA, compare="number")),
     "judge": lambda text: Judge(JudgeConfig())._read(text),

@@ -110,16 +110,12 @@ def with_hash_seed(hash_seed: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def test_problems_do_not_depend_on_the_hash_seed_of_the_process() -> None:
-    names = ["codeio", "isomorphic_strings", "polynomial_multiplication", "ransom_note"]
-    assert with_hash_seed("1", names) == with_hash_seed("2", names) == one_of_each(names)
+    names = ["isomorphic_strings", "ransom_note"]
+    assert with_hash_seed("1", names) == one_of_each(names)
 
 
-# Of those whose scorer evaluates the answer as Python.
-EVALUATED = (
-    *("binary_matrix", "countdown", "intermediate_integration", "n_queens"),
-    *("polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix"),
-    "string_insertion",
-)
+# Three of those whose scorer evaluates the answer as Python; the soak test has all.
+EVALUATED = ("countdown", "polynomial_multiplication", "spiral_matrix")
 FORGED = (  # 3 is where the sandboxed process writes its result
     "(__import__('os').write(3, b'{\"result\": 1.0}'), __import__('os')._exit(0))"
 )
@@ -144,21 +140,6 @@ def test_an_answer_that_is_a_program_cannot_forge_its_score() -> None:
     for right, forged, wrong in asyncio.run(rewards_of_all(EVALUATED)).values():
         assert right == 1.0
         assert forged == wrong <= 0.01
-
-
-async def score_of_constants() -> float:
-    """Of an answer to a problem of countdown that makes its target of constants."""
-    task = ReasoningGymTask(tasks={"countdown": 1.0}, answer_pattern="", check_timeout_s=60.0)
-    problem = task.dataset("train", seed=0).next()
-    right = problem.data["answer"]
-    total = "*".join(re.findall(r"\d+", right)) + "*sin(pi)"
-    for digit in str(round(eval(right))):
-        total = f"({total})*floor(E*E + E)" + " + cos(pi - pi)" * int(digit)
-    return await task.score(total, problem)
-
-
-def test_an_answer_of_countdown_has_no_other_numbers_than_it_was_given() -> None:
-    assert asyncio.run(score_of_constants()) <= 0.05
 
 
 @pytest.mark.soak

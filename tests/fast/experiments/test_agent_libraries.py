@@ -18,8 +18,7 @@ from torchtitan_rl.experiments.agent_libraries.demonstrations import (
     conversation,
 )
 from torchtitan_rl.experiments.agent_libraries.exercise import Exercise
-from torchtitan_rl.experiments.agent_libraries.libraries import PACKAGES
-from torchtitan_rl.experiments.agent_libraries.task import SIZES, AgentLibrariesTask
+from torchtitan_rl.experiments.agent_libraries.task import SIZES
 from torchtitan_rl.experiments.agent_libraries.tokenizer import build_tokenizer
 from torchtitan_rl.experiments.calculator_agent.calculator import calculate
 from torchtitan_rl.experiments.calculator_agent.demonstrations import Mistakes, imitated
@@ -83,15 +82,3 @@ def test_demonstrations_are_one_episode_each_and_fit_into_the_ready_run(tools: A
         messages = conversation(problem.data, mistakes, tools=tools, rng=rng)
         episode = imitated(messages, tools=tools, tokenizer=tokenizer, name="x")
         assert len(episode.token_ids) < config.rollout.max_total_tokens / 1.5
-
-
-def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PACKAGES, "langgraph", "no_such_package")
-    (message,) = AgentLibrariesTask(libraries=("langgraph", "openai_client")).errors()
-    assert message.startswith("task.libraries has langgraph, which is not installed")
-
-
-def test_problems_go_to_the_libraries_in_turn() -> None:
-    task = AgentLibrariesTask(libraries=("openai_agents", "pydantic_ai"))
-    agents: list[Any] = [task.agent(make_problem("train", index, SIZES)) for index in range(4)]
-    assert [agent.args for agent in agents] == [("openai_agents",), ("pydantic_ai",)] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -14,19 +13,14 @@ from tokenizers import Tokenizer
 from torchtitan_rl.configs import (
     alphabet_sort_tiny,
 )
-from torchtitan_rl.experiments.alphabet_sort.demonstrations import (
-    Mistakes,
-    demonstration,
-)
 from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
 from torchtitan_rl.experiments.alphabet_sort.prompts import user_message
 from torchtitan_rl.experiments.alphabet_sort.scoring import right_answer, score
 from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
-from torchtitan_rl.experiments.alphabet_sort.tokenizer import build_backend, build_tokenizer
+from torchtitan_rl.experiments.alphabet_sort.tokenizer import build_backend
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
-from torchtitan_rl.rollout.rendering import make_renderer
-from torchtitan_rl.types import Episode, RolloutStatus
+from torchtitan_rl.types import RolloutStatus
 
 TURNS = [["Zoe", "Adam"], ["Kate", "Ben"], ["Carl"]]
 
@@ -60,17 +54,6 @@ def test_the_reward_is_the_mean_of_the_turns_scores() -> None:
     assert (first.turn_reward, second.turn_reward, end.turn_reward) == (1.0, 0.0, 0.8)
     assert isinstance(end, Terminal)
     assert end.reward == pytest.approx(1.8 / 3)
-
-
-def test_turns_after_a_limit_count_zero() -> None:
-    async def cut_after_one_turn() -> Terminal:
-        env = AlphabetSortEnv(TURNS, power=2)
-        await play(env, [right_answer(TURNS, 0)])
-        return await env.finish(RolloutStatus.MAX_TOKENS)
-
-    end = asyncio.run(cut_after_one_turn())
-    assert end.reward == pytest.approx(1 / 3)
-    assert end.status is RolloutStatus.MAX_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -118,32 +101,6 @@ def encode(text: str) -> list[int]:
 def test_a_text_is_encoded_piece_by_piece_so_that_turns_can_be_appended() -> None:
     parts = ["<|im_start|>", "user\n", "Adam\nZoe", "<|im_end|>", "\n"]
     assert encode("".join(parts)) == [token for part in parts for token in encode(part)]
-
-
-@cache
-def tokenizer() -> Any:
-    return build_tokenizer()
-
-
-def demonstrate(mistakes: Mistakes) -> Episode:
-    return demonstration(
-        TURNS,
-        mistakes=mistakes,
-        rng=random.Random(0),
-        renderer=make_renderer(tokenizer(), kind="qwen3", thinking="keep"),
-        tokenizer=tokenizer(),
-        name="p",
-    )
-
-
-@pytest.mark.slow
-def test_only_answers_and_their_ends_are_trained_on() -> None:
-    episode = demonstrate(Mistakes())
-    trained = [
-        token for token, mask in zip(episode.token_ids, episode.loss_mask, strict=True) if mask
-    ]
-    answers = ["\n".join(right_answer(TURNS, turn)) for turn in range(3)]
-    assert tokenizer().decode(trained) == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
 TINY = alphabet_sort_tiny.config

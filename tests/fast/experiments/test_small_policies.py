@@ -19,7 +19,6 @@ from torchtitan_rl.experiments.frozen_lake.walks import best_moves, walk
 from torchtitan_rl.experiments.gsm8k import tiny as words
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile, main, row
 from torchtitan_rl.experiments.gsm8k.warm_start import build_tokenizer as words_tokenizer
-from torchtitan_rl.experiments.reasoning_gym.warm_start import careless
 from torchtitan_rl.experiments.tiny_policy import demonstration
 from torchtitan_rl.rollout.rendering import make_renderer
 
@@ -69,12 +68,3 @@ def test_questions_and_right_solutions_fit_into_the_budgets() -> None:
         solution = encode(row(make_problem("train", number, words.SIZES).data)["answer"])
         assert len(solution) < gsm8k_tiny.config.rollout.sampling.max_tokens_per_turn
         assert len(prompt) + 40 <= gsm8k_tiny.config.rollout.max_total_tokens
-
-
-def test_careless_answers_are_wrong_by_a_little() -> None:
-    rng = random.Random(0)
-    assert careless("12", 0.0, rng) == "12"
-    assert abs(int(careless("-3", 1.0, rng)) + 3) in (1, 2, 3)
-    words = {careless("abc", 1.0, rng) for _ in range(50)}
-    assert len(words) > 1
-    assert all(sorted(word) == list("abc") for word in words)

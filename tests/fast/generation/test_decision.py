@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.errors import ConfigError, InvalidRequestError
-from torchtitan_rl.generation.commands import Pause, Pull, Sleep, WakeUp
+from torchtitan_rl.generation.commands import Pause, Pull
 from torchtitan_rl.generation.decision import (
     Action,
     Inbox,
@@ -93,15 +93,6 @@ def test_a_pull_steps_at_once_but_not_while_paused() -> None:
     inbox.ask(Pull(4))
     paused = take(inbox)
     assert (paused.action, paused.num_steps) == (Action.PULL, 0)
-
-
-def test_sleeps_and_wake_ups_are_decided_and_answered_one_by_one() -> None:
-    inbox = Inbox()
-    futures = [inbox.ask(command) for command in (Sleep(), WakeUp(), Sleep())]
-    for number, action in enumerate([Action.SLEEP, Action.WAKE_UP, Action.SLEEP]):
-        assert take(inbox).action is action
-        inbox.answer(None)
-        assert [future.done() for future in futures] == [index <= number for index in range(3)]
 
 
 @given(st.lists(st.sampled_from(["token", "pull"]), max_size=60))

@@ -23,7 +23,7 @@ from torchtitan_rl.errors import (
     RequestGivenUpError,
     WeightSyncError,
 )
-from torchtitan_rl.generation.commands import Pull, ReadStats
+from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.generation.decision import KvPolicy, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.types import FinishReason, VersionRun
@@ -135,14 +135,6 @@ def test_a_refused_reset_is_expected_beside_running_requests_that_keep_their_kv(
         assert engine.cache_resets == 0
 
 
-def test_a_policy_that_shares_prefixes_across_versions_keeps_the_cache() -> None:
-    engine = ScriptedEngine()
-    policy = KvPolicy(reset_prefix_cache=False, recompute_running=False)
-    with running_loop(engine, kv_policy=policy) as loop:
-        assert loop.execute(Pull(1)).result(WAIT_S).recomputed is False
-    assert engine.cache_resets == 0
-
-
 def test_trap_35_an_invalid_request_fails_alone() -> None:
     with stepped_loop() as (loop, engine):
         good = loop.submit(request("good", 2))
@@ -229,36 +221,6 @@ def test_close_ends_every_outstanding_and_every_later_future() -> None:
         assert pull.done()
         assert loop.failure is None
         assert engine.is_closed
-
-
-def test_a_future_cannot_be_cancelled_under_the_loop() -> None:
-    with stepped_loop() as (loop, engine):
-        future = loop.submit(request("a", 2))
-        assert not future.cancel()
-        engine.permits.release(10)
-        assert len(future.result(WAIT_S).token_ids) == 2
-        assert loop.failure is None
-
-
-def test_metrics_count_the_requests_in_flight_when_the_last_step_began() -> None:
-    with stepped_loop() as (loop, engine):
-        futures = [loop.submit(request(name, 2)) for name in "abc"]
-        engine.permits.release(20)
-        metrics = [future.result(WAIT_S).metrics for future in futures]
-    # The loop may have admitted the first alone; those that ended together count each other.
-    assert metrics[2].requests_in_flight in (2, 3)
-    for metric in metrics:
-        assert 0.0 <= metric.queue_s <= metric.time_to_first_token_s
-        assert metric.inter_token_latency_s == metric.decode_s
-
-
-def test_stats_count_requests_that_are_still_in_the_inbox_as_waiting() -> None:
-    with stepped_loop() as (loop, engine):
-        loop.submit(request("a", 50))
-        assert engine.asked.acquire(timeout=WAIT_S)
-        before = loop.execute(ReadStats()).result(WAIT_S).waiting
-        loop.submit(request("b", 50))
-        assert loop.execute(ReadStats()).result(WAIT_S).waiting == before + 1
 
 
 def test_an_idle_loop_of_one_rank_sleeps_until_notified() -> None:

@@ -111,18 +111,6 @@ def test_while_paused_weights_are_pulled_and_requests_aborted() -> None:
         assert running.result(WAIT_S).version_runs == (VersionRun(0, 0), VersionRun(3, 7))
 
 
-def test_wait_after_keep_lets_the_frozen_requests_finish() -> None:
-    engine, pauses = TriggeredEngine(), []
-    engine.triggers[3] = lambda: pauses.append(loop.execute(Pause("keep")))
-    with running_loop(engine) as loop:
-        running = loop.submit(request("a", 9))
-        while not pauses:
-            pass
-        pauses[0].result(WAIT_S)
-        loop.execute(Pause("wait")).result(WAIT_S)
-        assert running.result(WAIT_S).finish_reason is FinishReason.LENGTH
-
-
 def test_a_pause_that_resume_overtakes_is_told_so() -> None:
     engine, pauses = SteppedEngine(), []
     with running_loop(engine) as loop:

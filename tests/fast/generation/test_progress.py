@@ -100,18 +100,6 @@ def test_what_is_told_is_a_beginning_of_the_completion() -> None:
         assert tuple(tokens) == done[name].token_ids[:19]  # the last one comes with the completion
 
 
-def test_all_requests_of_a_sink_are_told_in_one_call_per_reading() -> None:
-    hearer = Hearer()
-    listener = Listener(sink=hearer.hear, streams=True)
-    with stepped_loop(stream_interval_s=0.0) as (loop, engine):
-        for name in "abc":
-            loop.submit(request(name, 10), listener)
-        engine.asked.acquire(timeout=WAIT_S)
-        engine.allow(5)
-        assert len(hearer.batches) <= 5
-        assert max(len(batch) for batch in hearer.batches) == 3
-
-
 def test_versions_that_are_told_are_exact_across_a_pull() -> None:
     hearer = Hearer()
     listener = Listener(sink=hearer.hear, streams=True)
@@ -153,15 +141,6 @@ def test_a_pause_and_a_reading_report_all_progress_before_they_are_answered(
             assert (reading.sampled_tokens, reading.running_tokens) == (sampled, sampled)
 
 
-def test_a_request_without_a_listener_is_never_read() -> None:
-    class Unread(ScriptedEngine):
-        def sampled_since(self, starts):  # type: ignore[no-untyped-def]
-            raise AssertionError("it has no listener")
-
-    with running_loop(Unread(), stream_interval_s=0.0, progress_interval_s=0.0) as loop:
-        assert len(loop.submit(request("a", 20)).result(WAIT_S).token_ids) == 20
-
-
 def test_a_streaming_request_is_due_at_once_after_a_silence_and_then_once_per_interval() -> None:
     clock = Clock()
     requests = outstanding(clock, a=True)
@@ -174,34 +153,3 @@ def test_a_streaming_request_is_due_at_once_after_a_silence_and_then_once_per_in
     assert requests.due() == {}
     clock.now_s = 5.03
     assert requests.due() == {"a": 1}
-
-
-def test_a_request_that_does_not_stream_is_due_every_second_with_all_others() -> None:
-    clock = Clock()
-    requests = outstanding(clock, slow=False, a=True)
-    requests.add("waiting", Listener(sink=print))  # not admitted
-    requests.add("unheard")
-    requests.admit("unheard")
-    clock.now_s = 5.5
-    assert requests.due() == {"a": 0}
-    clock.now_s = 6.0
-    assert requests.due() == {"a": 0, "slow": 0}
-    clock.now_s = 6.1
-    assert requests.due(at_once=True) == {"a": 0, "slow": 0}
-    requests.finish([ended("a")], in_flight=2)
-    clock.now_s = 6.2
-    assert requests.due() == {}
-    requests.finish([ended("slow")], in_flight=1)
-    assert requests.due(at_once=True) == {}
-
-
-def test_after_a_drain_what_the_engine_still_reports_is_ignored() -> None:
-    requests = outstanding(Clock(), a=True, b=False)
-    assert len(requests.drain()) == 2
-    requests.pull(1, {"a": 3})
-    requests.admit("b")
-    assert requests.due(at_once=True) == {}
-    assert requests.report([sampled("a", 1)]) == []
-    assert requests.finish([ended("a")], in_flight=1) == []
-    assert requests.refuse("b") is None
-    assert "a" not in requests

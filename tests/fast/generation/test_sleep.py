@@ -4,31 +4,24 @@ before they have weights again."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from tests.fast.generation.test_loop import WAIT_S, SteppedEngine, request, running_loop
-from tests.fast.generation.test_pause import undisturbed
 from tests.support.async_tests import on_event_loop
-from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, settle
 from tests.support.replicas import request as routed
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.threaded_channel import make_threaded_channels
-from torchtitan_rl.errors import LoopClosedError, ReplicaError
+from torchtitan_rl.errors import LoopClosedError
 from torchtitan_rl.generation.commands import (
-    EngineCommand,
-    Pause,
     Pull,
     ReadTokens,
     Resume,
     Sleep,
     WakeUp,
 )
-from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import FinishReason
 
@@ -79,19 +72,6 @@ def test_whatever_is_asked_in_between_nothing_is_stepped_before_weights_are_back
         assert set(held.result(WAIT_S).versions) == {1}
 
 
-def test_a_woken_loop_that_was_resumed_waits_for_its_weights() -> None:
-    with running_loop(ScriptedEngine()) as loop:
-        loop.execute(Sleep()).result(WAIT_S)
-        loop.execute(WakeUp()).result(WAIT_S)
-        loop.execute(Resume())
-        held = loop.submit(request("a", 3))
-        loop.execute(Pause("keep")).result(WAIT_S)  # the loop has looked at it
-        assert not held.done()
-        loop.execute(Resume())
-        loop.execute(Pull(0)).result(WAIT_S)
-        assert len(held.result(WAIT_S).token_ids) == 3
-
-
 def test_trap_2_sleeps_end_with_the_loop() -> None:
     engine = SteppedEngine()
     with running_loop(engine) as loop:
@@ -104,34 +84,6 @@ def test_trap_2_sleeps_end_with_the_loop() -> None:
         with pytest.raises(LoopClosedError):
             loop.execute(WakeUp()).result(WAIT_S)
         engine.permits.release(100)
-
-
-@on_event_loop
-async def test_requests_through_replicas_that_sleep_equal_undisturbed_ones() -> None:
-    expected = undisturbed(200)
-
-    loops = [
-        EngineLoop(ScriptedEngine(step_delay_s=0.0005), SoloChannel(), is_leader=True)
-        for _ in range(2)
-    ]
-    for loop in loops:
-        loop.start()
-    replicas = [loop_replica(f"r{n}", loop) for n, loop in enumerate(loops)]
-    router = GeneratorRouter(replicas)
-    await router.sync_weights(handle(0), mode="hot_swap")
-    calls = [asyncio.create_task(router.generate(request(f"a{i}", 200))) for i in range(8)]
-    for mode in ("hot_swap", "drain", "hot_swap"):
-        await asyncio.sleep(0.01)
-        await router.sleep()
-        assert set(router.versions().values()) == {-1}
-        await router.wake_up()
-        # Weights of a version that they held before are pulled all the same.
-        report = await router.sync_weights(handle(0), mode=mode)  # type: ignore[arg-type]
-        assert len(report.pulls) == 2
-        await router.resume()
-    for done in await asyncio.gather(*calls):
-        assert done.token_ids == expected
-    await router.close()
 
 
 @on_event_loop
@@ -157,25 +109,6 @@ async def test_no_weights_are_swapped_while_replicas_fall_asleep_or_sleep() -> N
 
 
 @on_event_loop
-async def test_a_drained_replica_that_falls_asleep_swaps_when_it_wakes_up() -> None:
-    replica = GatedReplica("r", is_open=False)
-    router = GeneratorRouter([replica])
-    running = asyncio.create_task(router.generate(routed("a")))
-    await settle()
-    sync = asyncio.create_task(router.sync_weights(handle(1), mode="drain"))
-    await settle()
-    await router.sleep()
-    await settle()
-    assert replica.pulled == []
-    await router.wake_up()
-    await sync
-    assert replica.pulled == [1]
-    await router.resume()
-    replica.gate.set()
-    await running
-
-
-@on_event_loop
 async def test_a_pinned_replica_gets_its_own_weights_back() -> None:
     replicas = [GatedReplica(f"r{n}") for n in range(2)]
     router = GeneratorRouter(replicas)
@@ -190,38 +123,3 @@ async def test_a_pinned_replica_gets_its_own_weights_back() -> None:
         assert set(done.versions) == {1}
     await settle()
     assert router.versions() == {"r0": 2, "r1": 2}
-
-
-@on_event_loop
-async def test_a_pin_during_a_sleep_waits_until_a_replica_has_weights() -> None:
-    router = GeneratorRouter([GatedReplica("r")])
-    await router.sleep()
-    pin = router.pin()
-    entering = asyncio.create_task(pin.__aenter__())
-    await settle()
-    await router.wake_up()
-    await settle()
-    assert not entering.done()
-    await router.sync_weights(handle(1), mode="hot_swap")
-    assert (await entering).version == 1
-    await pin.__aexit__(None, None, None)
-
-
-@pytest.mark.parametrize("when", ["sleep", "wake_up"])
-@on_event_loop
-async def test_a_replica_that_fails_to_sleep_or_wake_up_is_dead(when: str) -> None:
-    class Failing(GatedReplica):
-        async def answer(self, command: EngineCommand[Any]) -> Any:
-            if command == Sleep() and when == "sleep":
-                raise ReplicaError("no memory to give")
-            if command == WakeUp() and when == "wake_up":
-                await asyncio.sleep(10)
-            return await super().answer(command)
-
-    router = GeneratorRouter([Failing("bad"), GatedReplica("good")], sync_timeout_s=0.01)
-    await router.sleep()
-    await router.wake_up()
-    await router.sync_weights(handle(1), mode="hot_swap")
-    await router.resume()
-    assert router.states() == {"bad": Phase.DEAD, "good": Phase.SERVING}
-    assert (await router.generate(routed("a"))).replica == "good"

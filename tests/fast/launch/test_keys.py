@@ -55,35 +55,6 @@ def test_a_hosts_folder_gives_monarchs_variables(keys: Path) -> None:
     assert tls_environment(keys, host="NODE3") == expected  # one folder for all
 
 
-def test_the_output_says_what_to_copy_where(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "keys"
-    assert main(["keys", "--hosts", "10.0.0.1", "fd00::2", "--output", str(folder)]) == 0
-    output = capsys.readouterr().out
-    assert f"scp -r {folder}/10.0.0.1 10.0.0.1:torchtitan-rl-keys" in output
-    assert f"scp -r {folder}/fd00--2 [fd00::2]:torchtitan-rl-keys" in output
-    assert "worker --address tls://[fd00::2]:26600 --keys torchtitan-rl-keys" in output
-
-
-def test_later_keys_end_with_the_authority_and_the_output_says_when(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "keys"
-    assert main(["keys", "--hosts", "10.0.0.1", "--output", str(folder), "--days", "30"]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    end = f"{datetime.now(UTC) + timedelta(days=30):%Y-%m-%d}"
-    assert first == f"keys for 1 machine are in {folder}, valid until {end}"
-    assert main(["keys", "--add", "10.0.0.2", "--output", str(folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == first
-
-
-def test_quiet_keys_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(tmp_path / "keys")
-    assert main(["keys", "--hosts", "10.0.0.1", "--output", folder, "--quiet"]) == 0
-    assert capsys.readouterr().out == ""
-
-
 def test_keys_are_not_overwritten_and_later_hosts_get_theirs(keys: Path) -> None:
     with pytest.raises(ConfigError, match="exists; give another, or --add"):
         create(keys, ["10.0.0.9"], days=30)
@@ -165,9 +136,3 @@ def test_files_that_do_not_belong_together_are_refused(keys: Path, tmp_path: Pat
     (folder / "cert.pem").write_text("nothing")
     (error,) = errors_of(folder)
     assert "is not in PEM form" in error
-
-
-def test_a_host_finds_its_keys_by_each_of_its_names(keys: Path) -> None:
-    for name in ("node3", "10.0.0.3"):
-        assert tls_environment(keys, host=name)["HYPERACTOR_TLS_CERT"].endswith("node3/cert.pem")
-    assert "give the folder of this host (10.0.0.1, " in errors_of(keys, host="10.0.0.9")[0]

@@ -37,53 +37,11 @@ TIMES = LeaseTimes()
 OURS = Entry(number=3, content=b"0", token="us", process="process 1 on here")
 
 
-def test_an_empty_or_released_folder_is_taken_at_once() -> None:
-    assert Contender(TIMES).see(None, 5.0) == 0.0
-    assert Contender(TIMES).see(replace(OURS, is_released=True), 5.0) == 0.0
-
-
 def test_a_dead_owner_on_the_same_system_is_succeeded_at_once() -> None:
     dead = replace(OURS, place="boot 1, device 2")
     assert Contender(TIMES, dead_place="boot 1, device 2").see(dead, 5.0) == 0.0
     assert Contender(TIMES, dead_place="boot 1, device 3").see(dead, 5.0) is None
     assert Contender(TIMES).see(OURS, 5.0) is None
-
-
-def test_an_owner_elsewhere_is_succeeded_after_it_did_not_move_for_long_enough() -> None:
-    contender = Contender(TIMES)
-    assert contender.see(OURS, 100.0) is None
-    assert contender.see(OURS, 100.0 + TIMES.silence_s - 0.1) is None
-    assert contender.see(OURS, 100.0 + TIMES.silence_s) == TIMES.settle_s
-
-
-@pytest.mark.parametrize("moved", [replace(OURS, content=b"1"), replace(OURS, number=4)])
-def test_an_owner_that_moves_refuses_the_contender(moved: Entry) -> None:
-    contender = Contender(TIMES)
-    contender.see(OURS, 0.0)
-    with pytest.raises(RunInUseError, match=OURS.process):
-        contender.see(moved, 1.0)
-
-
-def test_an_owner_acts_for_a_while_after_each_look_and_never_after_it_was_succeeded() -> None:
-    owner = Ownership(3, "us", TIMES)
-    assert not owner.may_act(0.0)
-    owner.looked(OURS, began_s=10.0)
-    assert owner.may_act(10.0 + TIMES.valid_s - 0.1)
-    assert not owner.may_act(10.0 + TIMES.valid_s)
-    owner.looked(OURS, began_s=100.0)  # after a pause
-    assert owner.may_act(100.0)
-    owner.looked(replace(OURS, number=4, process="process 2 on there"), began_s=101.0)
-    assert owner.is_lost
-    assert owner.successor == "process 2 on there"
-    owner.looked(OURS, began_s=102.0)
-    assert not owner.may_act(102.0)
-
-
-def test_an_entry_of_the_same_number_by_another_is_a_loss() -> None:
-    for newest in (replace(OURS, token="them"), None):
-        owner = Ownership(3, "us", TIMES)
-        owner.looked(newest, began_s=0.0)
-        assert owner.is_lost
 
 
 # A simulation: each host is a generator that yields for how long it sleeps, and every access to the
@@ -185,27 +143,14 @@ def simulate(seed: int) -> Folder:
     return folder
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 500))
-def test_no_owner_writes_after_a_later_one_did(first: int) -> None:
+@pytest.mark.parametrize("seeds", [300, pytest.param(2000, marks=pytest.mark.soak)])
+def test_no_owner_writes_after_a_later_one_did(seeds: int) -> None:
     successions = 0
-    for seed in range(first, first + 500):
+    for seed in range(seeds):
         numbers = [number for _, number in simulate(seed).writes]
         assert numbers == sorted(numbers), f"seed {seed}"
         successions += len(set(numbers)) > 1
-    assert successions > 100  # the simulation is not about single owners
-
-
-def test_a_lone_owner_is_never_lost() -> None:
-    """However long it pauses."""
-    folder = Folder()
-    host = Host(
-        name="host", folder=folder, chance=random.Random(1), speed=1, offset_s=0, dies_at_s=1e9
-    )
-    for delay in host.life():
-        folder.now_s += delay
-        if folder.now_s > 20_000:
-            break
-    assert folder.writes[-1][0] > 19_000
+    assert successions > seeds / 5  # the simulation is not about single owners
 
 
 SHORT = LeaseTimes(beat_s=0.4, valid_s=1.6, silence_s=2.0, settle_s=2.0)
@@ -264,17 +209,6 @@ def test_a_second_owner_is_refused_while_the_first_one_beats(tmp_path: Path) -> 
             Lease(tmp_path).require_silence(has_kernel_lock=False)
 
 
-def test_a_released_folder_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(3):
-        lease = Lease(tmp_path, SHORT)
-        lease.acquire(has_kernel_lock=False)
-        lease.check()
-        lease.release()
-        Lease(tmp_path).require_silence(has_kernel_lock=False)
-    assert entries(tmp_path) == ["000003.json"]
-    assert not caplog.messages
-
-
 def test_a_killed_owner_is_succeeded_at_once_where_the_kernel_lock_says_it_is_dead(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,18 +247,6 @@ def test_a_stopped_owner_that_is_taken_over_writes_nothing_more(tmp_path: Path) 
     assert set(names) == {"first", "second"}
 
 
-def test_a_stopped_owner_that_no_one_takes_over_continues(tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    with owner(tmp_path, "first") as first:
-        stop_once_it_writes(first, journal)
-        with pytest.raises(subprocess.TimeoutExpired):
-            first.wait(timeout=2 * SHORT.valid_s)
-        size = journal.stat().st_size
-        first.send_signal(signal.SIGCONT)
-        while journal.stat().st_size == size:
-            assert first.poll() is None
-
-
 def test_an_owner_whose_lease_was_removed_by_hand_ends_and_says_so(tmp_path: Path) -> None:
     """To write it again is not safe: who finds no entry owns the folder at once."""
     lease = Lease(tmp_path, SHORT)
@@ -334,18 +256,6 @@ def test_an_owner_whose_lease_was_removed_by_hand_ends_and_says_so(tmp_path: Pat
         asyncio.run(lease.wait_until_lost())
     lease.release()
     assert not (tmp_path / LEASE_FOLDER).exists()
-
-
-def test_a_loss_ends_the_wait_for_it(tmp_path: Path) -> None:
-    lease = Lease(tmp_path, SHORT)
-    lease.acquire(has_kernel_lock=False)
-    (tmp_path / LEASE_FOLDER / "000002.json").write_text('{"token": "theirs"}')
-    with pytest.raises(RunTakenOverError, match="another process has taken over"):
-        asyncio.run(lease.wait_until_lost())
-    with pytest.raises(RunTakenOverError):
-        lease.check()
-    lease.release()
-    assert entries(tmp_path) == ["000001.json", "000002.json"]
 
 
 _HOLD = """

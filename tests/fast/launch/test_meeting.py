@@ -4,12 +4,9 @@ one or all of them."""
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import TCPStore
 
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.meeting import (
@@ -53,16 +50,6 @@ def meet(launchers: list[Joining]) -> list[Round]:
     return rounds
 
 
-def test_launchers_meet_in_torchs_own_store() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10))
-    leader, follower = meet(launchers_of(store, 2))
-    follower.say("address/1", "tcp://10.0.0.2:26600")
-    assert leader.hear_of_nodes("address") == [None, "tcp://10.0.0.2:26600"]
-    assert leader.hear("end") is None
-    leader.say("end", 3)
-    assert follower.hear("end") == "3"
-
-
 def test_a_restarted_run_reads_nothing_of_the_round_before() -> None:
     store = DictStore()
     before = meet(launchers_of(store, 3))
@@ -75,18 +62,6 @@ def test_a_restarted_run_reads_nothing_of_the_round_before() -> None:
     assert after[2].hear("end") is None
     assert after[0].hear_of_nodes("address") == [None, None, None]
     assert after[0].is_repeated()
-
-
-def test_a_launcher_waits_for_those_of_its_own_round() -> None:
-    """Only one of the others has started again; what is there of the third is from before."""
-    store = DictStore()
-    meet(launchers_of(store, 3))
-    leader, follower = Joining(store, 0, 3), Joining(store, 1, 3)
-    for _ in range(4):
-        assert leader.look() is None
-        follower.look()
-    assert leader.missing() == [2]
-    assert follower.missing() == [0]
 
 
 @given(
@@ -132,11 +107,6 @@ def test_a_launcher_of_torchrun_knows_its_place() -> None:
     assert Node.of(TORCHRUN) == Node(
         rank=1, num_nodes=4, store_host="node0", store_port=29500, restarts=2
     )
-
-
-def test_one_launcher_needs_no_store() -> None:
-    assert Node.of({}) == Node()
-    assert Node.of({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}).num_nodes == 1
 
 
 def test_rank_0_provides_the_store_where_no_agent_does() -> None:

@@ -41,10 +41,3 @@ def test_ranks_exchange_gradients_on_the_interface_of_the_first_rank() -> None:
     listen_privately()
     loopback = interface_towards("127.0.0.1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (loopback,) * 2
-
-
-def test_an_interface_that_the_user_names_is_kept() -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1"}
-    os.environ["GLOO_SOCKET_IFNAME"] = "ib0"
-    listen_privately()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -77,8 +77,7 @@ def cause_at(port: int, keys: Path | None, scheme: str = "tls") -> str:
 
 
 @pytest.mark.parametrize(
-    ("most", "tickets"),
-    [(ssl.TLSVersion.TLSv1_2, 0), (ssl.TLSVersion.TLSv1_3, 0), (ssl.TLSVersion.TLSv1_3, 2)],
+    ("most", "tickets"), [(ssl.TLSVersion.TLSv1_2, 0), (ssl.TLSVersion.TLSv1_3, 2)]
 )
 def test_a_worker_with_keys_of_the_same_authority_is_accepted(
     keys: Path, most: ssl.TLSVersion, tickets: int
@@ -161,11 +160,6 @@ def test_a_plain_worker_is_accepted_at_a_plain_address(keys: Path) -> None:
         )
 
 
-def test_a_controller_without_keys_is_refused(keys: Path) -> None:
-    with serving(tls(keys / "127.0.0.1")) as port:
-        assert "of another authority" in cause_at(port, None)
-
-
 def test_what_does_not_listen_is_tried_again_and_then_named() -> None:
     with serving(hang_up) as port:
         pass
@@ -176,9 +170,3 @@ def test_what_does_not_listen_is_tried_again_and_then_named() -> None:
         late.bind(("127.0.0.1", port))
         threading.Timer(0.3, late.listen).start()
         assert probe_errors("launch.attach", [dead], None, wait_s=30) == []
-
-
-@pytest.mark.slow  # a resolver that cannot be reached
-def test_an_unknown_name_is_named(keys: Path) -> None:
-    cause = why_not_attach(Address.parse("tls://no.invalid:1"), keys / "127.0.0.1")
-    assert "no machine of this name is known" in cause

@@ -232,29 +232,6 @@ def test_no_value_of_an_option_changes_its_meaning(kind, words_of, script, tmp_p
     assert words[place : place + len(prompts)] == prompts
 
 
-def test_a_tilde_in_a_folder_is_the_home_of_the_node(script, tmp_path) -> None:
-    (tmp_path / "a b").mkdir()
-    folders = ["--folder", "~/a b", "--keys", "~/k y"]
-    text = script("ssh", TINY, "--hosts", "2x0", "--nodes", "a", "b", *folders)
-    (call, _) = run_script(f"export HOME={tmp_path}\n{text}", tmp_path, {"ssh": SSH})
-    assert call[call.index("--launch.keys") + 1] == f"{tmp_path}/k y"
-
-
-@pytest.mark.parametrize("kind", ["slurm", "ssh"])
-def test_a_folder_may_have_any_name(kind, script, tmp_path) -> None:
-    folder = tmp_path / """it's "a" $HOME ${X} $(echo x) `x` ~ * \\ # \t gr\u00fc\u00df\nend"""
-    folder.mkdir()
-    folders = ["--folder", str(folder), "--keys", f"{folder}/keys"]
-    here = ["--setup", 'printf %s "$PWD" > here']
-    nodes = ["--nodes", "a", "b"] if kind == "ssh" else []
-    text = script(kind, TINY, "--hosts", "2x0", *folders, *here, *nodes)
-    programs = {"scontrol": SCONTROL, "srun": SRUN, "ssh": SSH, "torchtitan-rl": "true"}
-    (call, _) = run_script(f"{SLURM_JOB}\n{text}", tmp_path, programs)
-    assert (folder / "here").read_text() == str(folder)
-    keys = call[call.index("--launch.keys") + 1]
-    assert keys == (f"{folder}/keys/7-0" if kind == "slurm" else f"{folder}/keys")
-
-
 def test_the_end_of_a_connection_reaches_torchrun(script, tmp_path) -> None:
     """As sshd does it: a terminal of its own, which is closed."""
     text = script("ssh", TINY, "--hosts", "2x0", "--nodes", "a", "b")
@@ -280,38 +257,6 @@ def test_the_end_of_a_connection_reaches_torchrun(script, tmp_path) -> None:
             break
         time.sleep(0.05)
     assert ended.read_text() == "got HUP\n"
-
-
-def test_a_folder_of_containers_may_have_any_name(script) -> None:
-    folders = ["--outputs", "a:b $X", "--keys", "k:y"]
-    text = script("docker-compose", TINY, "--hosts", "2x0", *folders)
-    compose_spec.PyCompose.from_yaml(text).validate()
-    outputs, keys = yaml.safe_load(text)["services"]["host1"]["volumes"]
-    assert compose_expands(outputs["source"]) == "./a:b $X"
-    assert keys["source"] == "./k:y/host1"
-
-
-@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "ssh", "docker-compose"])
-def test_a_script_without_encryption_says_so(kind, script) -> None:
-    nodes = ["--nodes", "a", "b"] if kind == "ssh" else []
-    said = "is neither encrypted nor authenticated"
-    assert said in script(kind, TINY, "--hosts", "2x0", *nodes)
-    assert said not in script(kind, TINY, "--hosts", "2x0", *nodes, "--keys", "keys")
-
-
-def test_a_trainer_on_several_hosts_may_send_plain_text_next_to_keys(script) -> None:
-    wide = ["--", "--trainer.data-parallel-shard", "8"]
-    text = script("slurm", GPUS, "--hosts", "4x4", "--keys", "k", "--allow-plain-tcp", *wide)
-    assert '--launch.allow-plain-tcp --launch.keys "$KEYS"' in text
-    assert text.count("--launch.allow-plain-tcp") == 1
-
-
-def test_the_ssh_script_exits_with_the_code_of_a_node_that_failed(script, tmp_path) -> None:
-    text = script("ssh", TINY, "--hosts", "2x0", "--nodes", "a", "b")
-    (tmp_path / "ssh").write_text('#!/usr/bin/env bash\n[ "$4" = a ] || exit 3\n')
-    (tmp_path / "ssh").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    assert subprocess.run(["bash"], input=text, env=environment, text=True).returncode == 3
 
 
 def pod_of(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -341,20 +286,6 @@ def test_a_kubernetes_manifest_fits_the_schema_and_its_parts_each_other(script) 
     check_shell(f"#!/usr/bin/env bash\nJOB_COMPLETION_INDEX=0\n{command}")
     assert "--launch.allow-plain-tcp" in command
     assert "nvidia.com/gpu" not in script("kubernetes", TINY, "--hosts", "2x0")
-
-
-def test_the_keys_of_pods_are_files_of_their_own_folder(script) -> None:
-    text = script("kubernetes", TINY, "--hosts", "2x0", "--name", "sort", "--keys", "keys")
-    _, _, pod = pod_of(text)
-    secret = pod["volumes"][-1]["secret"]
-    assert secret["defaultMode"] == 0o400
-    paths = {item["key"]: item["path"] for item in secret["items"]}
-    assert paths["1.key.pem"] == "1/key.pem"
-    made = dict(re.findall(r"--from-file=(\S+?)=(\S+)", text))
-    assert made.keys() == paths.keys()
-    assert made["1.key.pem"] == "keys/sort-1.sort/key.pem"
-    assert "keys --hosts sort-0.sort sort-1.sort --output keys" in text
-    assert "--launch.keys /keys" in pod["containers"][0]["args"][0]
 
 
 def test_a_compose_file_fits_the_specification(script) -> None:

@@ -43,13 +43,6 @@ def test_the_part_that_is_always_busy_while_the_other_waits_is_the_bottleneck(
     assert overlap(trainer_idle, generator_idle).bottleneck is verdict
 
 
-def test_parts_that_share_their_devices_are_not_told_to_overlap_on_them() -> None:
-    advisor = warm_advisor(staleness=1, is_colocated=True, every_steps=1)
-    assert "has the devices 40% of the time; with placement separate" in str(
-        advisor.observe(overlap(0.6, 0.5))
-    )
-
-
 @pytest.mark.parametrize(
     ("trainer_idle", "generator_idle", "staleness", "words"),
     [
@@ -73,15 +66,6 @@ def test_advice_is_given_once_per_period_where_the_verdict_changed() -> None:
     assert [number for number, text in enumerate(said, start=1) if text] == [3, 9]
     assert "generation is the bottleneck" in str(said[2])
     assert "the trainer is the bottleneck" in str(said[8])
-
-
-def test_short_runs_get_no_advice_at_their_end_and_step_1_never_counts() -> None:
-    advisor = Advisor(staleness=1)
-    advisor.observe(overlap(0.9, 0.0))
-    for _ in range(Advisor.MIN_STEPS):
-        assert advisor.conclude() is None
-        advisor.observe(overlap(0.0, 0.6))
-    assert "replicas have nothing to do 60% of the time" in str(advisor.conclude())
 
 
 def parked_group(group_id: str, length: int, *rewards: float | None) -> RolloutGroup:

@@ -13,7 +13,6 @@ from torchtitan_rl.observability.console import (
     Console,
     EvaluationState,
     ProgressState,
-    format_seconds,
 )
 from torchtitan_rl.observability.engine import Overlap
 from torchtitan_rl.orchestration.records import BufferStates
@@ -85,16 +84,6 @@ def test_the_words_of_a_step_are_explained_alike_by_help_and_docs() -> None:
         assert f"| `{example}` | {meaning.strip()} |" in docs
 
 
-def test_without_a_terminal_steps_and_messages_are_lines_with_the_time() -> None:
-    stream = io.StringIO()
-    console = Console("auto", total=50, stream=stream, stamp=lambda: "[1:05] ")
-    console.update(1, "train", "step 1/50")
-    console.line("step 1/50")
-    console.say("replica 1 is lost")
-    console.close()
-    assert stream.getvalue().splitlines() == ["[1:05] step 1/50", "[1:05] replica 1 is lost"]
-
-
 def test_a_terminal_of_110_columns_has_room_for_an_asynchronous_run_and_messages_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,15 +104,6 @@ def test_a_terminal_of_110_columns_has_room_for_an_asynchronous_run_and_messages
     assert re.search(r"checkpoint +step 400/500 .* ETA 2:46:40", text)  # cut where it is too long
     assert "[not markup] is kept" in text
     assert "not shown twice" not in text
-
-
-def test_without_a_display_messages_still_reach_the_user(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    console = Console("none", total=1, stamp=lambda: "[0:00] ")
-    console.line("step 1/1")
-    console.say("replica 1 is lost")
-    assert capsys.readouterr() == ("", "replica 1 is lost\n")
 
 
 def test_a_line_that_a_full_disk_refuses_does_not_end_the_run() -> None:
@@ -151,10 +131,3 @@ def test_an_evaluation_estimates_from_new_rollouts_and_prints_each_tenth() -> No
         "base, temperature 1: rollouts 12/20  reward 0.500  1 tok/s  ETA 0:16",
         "base, temperature 1: rollouts 14/20  reward 0.500  1 tok/s  ETA 0:12",
     ]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (65.4, "1:05"), (3725, "1:02:05"), (59.6, "1:00")]
-)
-def test_durations_are_written_for_people(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text

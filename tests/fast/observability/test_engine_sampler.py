@@ -84,39 +84,3 @@ def test_a_replica_that_does_not_answer_is_counted_and_sampling_goes_on() -> Non
     check_names(first)
     assert (first["engine/failed_readings"], first["engine/running_mean"]) == (1, 2)
     assert then == {"engine/failed_readings": 0}
-
-
-def test_a_replica_that_hangs_does_not_end_the_sampling() -> None:
-    async def sample() -> dict[str, float]:
-        calls = 0
-        enough = asyncio.Event()
-
-        async def read() -> dict[str, EngineStats]:
-            nonlocal calls
-            calls += 1
-            if calls == 1:
-                await asyncio.Event().wait()
-            if calls == 3:
-                enough.set()
-            return {"a": stats(calls)}
-
-        sampler = EngineSampler(read, interval_s=0.0, timeout_s=0.01)
-        async with background(sampler.run()):
-            await enough.wait()
-        return sampler.take()
-
-    metrics = asyncio.run(sample())
-    assert metrics["engine/failed_readings"] == 1
-    assert metrics["engine/running_max"] >= 2
-
-
-def test_an_unexpected_error_of_a_reading_is_not_lost() -> None:
-    async def sample() -> None:
-        async def read() -> dict[str, EngineStats]:
-            raise KeyError("a error in the code")
-
-        async with background(EngineSampler(read, interval_s=0.0).run()):
-            await asyncio.sleep(0.01)
-
-    with pytest.raises(KeyError, match="a error in the code"):
-        asyncio.run(sample())

@@ -75,8 +75,9 @@ def test_a_share_is_within_its_interval_and_that_between_0_and_1(solved: list[in
     assert interval.low < interval.high
 
 
-@pytest.mark.parametrize(("problems", "samples"), [(4, 4), (8, 1), (8, 4), (8, 16), (40, 4)])
-@pytest.mark.parametrize("rates", [(0.2, 0.8), (0.0, 0.1, 0.4, 0.9)])
+@pytest.mark.parametrize(
+    ("problems", "samples", "rates"), [(4, 4, (0.2, 0.8)), (8, 1, (0.0, 0.1, 0.4, 0.9))]
+)
 def test_the_interval_covers_the_truth_at_least_about_as_often_as_it_says(
     problems: int, samples: int, rates: tuple[float, ...]
 ) -> None:
@@ -104,11 +105,6 @@ def test_differences_are_those_of_the_same_problems() -> None:
     assert ROWS[1]["difference_to_first"]["mean"] == pytest.approx(sum(changes) / 3)
 
 
-def test_each_part_of_a_mixture_has_its_own_row() -> None:
-    assert ROWS[0]["of_task"] == {}
-    assert ROWS[1]["of_task"]["sums"]["problems"] == 3
-
-
 def test_results_are_json_and_a_table_of_all_models() -> None:
     json.dumps(ROWS)
     text = io.StringIO()
@@ -117,7 +113,7 @@ def test_results_are_json_and_a_table_of_all_models() -> None:
         assert word in text.getvalue()
 
 
-@pytest.mark.parametrize("width", [60, 80, 120, 160, 250])
+@pytest.mark.parametrize("width", [60, 160])
 def test_with_many_columns_every_number_and_name_is_still_there(width: int) -> None:
     pass_at_k = {str(2**n): {"mean": n / 100} for n in range(7)}
     rows = [{**row, "samples_per_problem": 64, "pass_at_k": pass_at_k} for row in ROWS]

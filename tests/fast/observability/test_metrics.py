@@ -114,26 +114,6 @@ def test_episodes_are_counted_as_they_are_made(turns: list[Turn]) -> None:
     assert metrics["train/episodes_mean"] == len(rollout_to_episodes(rollout, 1.0))
 
 
-def test_lengths_and_generation_times_are_means_and_maxima() -> None:
-    rollout = make_rollout(
-        1.0,
-        make_turn((1, 1), (2, 3), in_flight=1),
-        make_turn((1, 1, 2, 3, 4, 4), (5,), cached_tokens=4, in_flight=3),
-        metrics={"exact": 1.0},
-    )
-    other = make_rollout(0.0, make_turn((1, 1), (2,)), metrics={"exact": 0.0})
-    metrics = rollout_metrics([make_group(rollout, other)], Split.TRAIN)
-    assert metrics["train/turns_mean"] == 1.5
-    assert metrics["train/response_length_mean"] == 2.0
-    assert metrics["train/response_length_max"] == 3.0
-    assert metrics["train/generation/queue_s_mean"] == pytest.approx(0.5 / 3)
-    assert metrics["train/generation/queue_s_max"] == pytest.approx(0.3)
-    assert metrics["train/generation/requests_in_flight_max"] == 3.0
-    assert metrics["train/generation/cached_share"] == pytest.approx(0.4)
-    assert metrics["train/generation/first_turn_cached_share"] == 0.0
-    assert metrics["train/task/exact"] == 0.5
-
-
 def test_staleness_is_counted_per_token_not_per_turn() -> None:
     turn = make_turn((1,), (2, 3, 4), versions=(VersionRun(0, 5), VersionRun(2, 7)))
     metrics = staleness_metrics([make_group(make_rollout(1.0, turn))], trained_version=7)
@@ -142,14 +122,6 @@ def test_staleness_is_counted_per_token_not_per_turn() -> None:
     assert metrics["policy/age_share/2"] == pytest.approx(2 / 3)
     assert metrics["policy/age_share/0"] == pytest.approx(1 / 3)
     check_names(metrics)
-
-
-def test_failed_rollouts_are_not_trained_and_have_no_staleness() -> None:
-    old = make_turn((1,), (2, 3), versions=(VersionRun(0, 0),))
-    new = make_turn((1,), (2, 3), versions=(VersionRun(0, 7),))
-    failed = make_rollout(None, old, status=RolloutStatus.ENV_ERROR)
-    metrics = staleness_metrics([make_group(make_rollout(1.0, new), failed)], trained_version=7)
-    assert metrics["policy/staleness_max"] == 0.0
 
 
 @pytest.mark.parametrize("groups", [[], [make_group()], [make_group(make_rollout(None))]])
@@ -166,14 +138,6 @@ def test_every_metric_of_a_full_rollout_is_in_the_table() -> None:
     check_names(metrics)
     of_rollouts = {name for name in metric_names() if name.startswith("train/")}
     assert {name for name in of_rollouts if not name.endswith("/*")} <= metrics.keys()
-
-
-def test_families_know_their_members_only() -> None:
-    assert is_known("tokens/discarded/masked_nonfinite")
-    assert not is_known("tokens/discarded/")
-    assert not is_known("tokens/discarded/*")
-    with pytest.raises(ValueError, match=r"unknown metrics \['train/rewrd'\]"):
-        check_names(["train/rewrd", "train/reward_mean"])
 
 
 def test_each_name_has_one_row_and_each_row_of_the_page_is_a_name_with_three_columns() -> None:

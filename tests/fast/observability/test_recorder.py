@@ -17,7 +17,6 @@ from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.config import ScheduleConfig
 from torchtitan_rl.orchestration.records import BufferStates, StepRecord
-from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.types import EngineStats, RolloutStatus
 
 
@@ -103,17 +102,6 @@ def test_an_asynchronous_step_is_recorded_and_shown_with_its_overlap(
     assert "generation is the bottleneck: the trainer waits 60% of the time" in out
 
 
-def test_a_synchronous_step_is_shown_in_the_short_form(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(tmp_path, staleness=0)
-    record_run(config, record_one)
-    out = capsys.readouterr().out
-    assert "step 8/9  reward 1.000" in out
-    assert "age" not in out
-    assert "ready" not in out
-
-
 def test_failed_rollouts_are_in_each_step_line_and_their_first_cause_is_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,39 +168,3 @@ def test_a_resumed_runs_last_line_counts_its_own_steps(
     assert headline("failed", 7, record_one) == "failed after step 8 of 9; 1 step in TIME"
     assert headline("failed", 7) == "failed after step 7 of 9; 0 steps in TIME"
     assert headline("failed", None) == "failed before the end of step 1 of 9; 0 steps in TIME"
-
-
-def test_the_next_command_has_the_parsers_of_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(tmp_path, staleness=0)
-    (config.run_dir / "policy").mkdir(parents=True)
-    endpoint = EndpointConfig(enabled=True, tool_call_parser="hermes")
-    for one in (config, replace(config, endpoint=endpoint)):
-        record_run(one, record_one)
-    out = capsys.readouterr().out
-    serve = f"next: torchtitan-rl serve {config.run_dir / 'policy'}"
-    assert [line for line in out.splitlines() if line.startswith(serve)] == [
-        serve,
-        f"{serve} --endpoint.tool-call-parser hermes",
-    ]
-
-
-def test_phases_of_loops_that_run_beside_each_other_lie_on_rows_of_their_own(
-    tmp_path: Path,
-) -> None:
-    config = make_config(tmp_path, staleness=1)
-
-    def overlap(recorder: RunRecorder) -> None:
-        evaluation, train = recorder.phase("evaluation"), recorder.phase("train")
-        evaluation.__enter__()
-        train.__enter__()
-        evaluation.__exit__(None, None, None)
-        train.__exit__(None, None, None)
-        recorder.record_step(asynchronous_record())
-
-    record_run(config, overlap)
-    events = json.loads((config.run_dir / "trace.json").read_text())["traceEvents"]
-    rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
-    assert rows.keys() == {"evaluation", "train"}
-    assert rows["evaluation"] != rows["train"]

@@ -10,7 +10,7 @@ from torchtitan_rl.observability.rollouts import RolloutLog, choose_rollouts
 from torchtitan_rl.observability.sinks import Row, Split, read_rows
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.types import RolloutStatus, VersionRun
+from torchtitan_rl.types import RolloutStatus
 
 FAILED = make_rollout(None, status=RolloutStatus.ENV_ERROR)
 
@@ -25,33 +25,6 @@ def test_the_best_the_worst_and_random_others_are_chosen() -> None:
     picks = chosen(0.2, 0.9, 0.5, 0.1, 0.5, count=4)
     assert picks == [("best", 0.9), ("worst", 0.1), *picks[2:]]
     assert [why for why, _ in picks[2:]] == ["random", "random"]
-
-
-def test_no_rollout_is_chosen_twice_and_few_are_enough() -> None:
-    assert chosen(0.5) == [("best", 0.5)]
-    assert chosen(0.5, 0.7) == [("best", 0.7), ("worst", 0.5)]
-    assert chosen(0.5, 0.7, count=1) == [("best", 0.7)]
-    assert chosen(0.5, count=0) == []
-    assert chosen() == []
-
-
-def test_failed_rollouts_are_only_chosen_at_random() -> None:
-    assert chosen(None, None, count=2) == [("random", None), ("random", None)]
-    assert chosen(0.5, None) == [("best", 0.5), ("random", None)]
-
-
-def test_a_line_holds_text_tokens_logprobs_versions_rewards_and_status(tmp_path: Path) -> None:
-    turn = make_turn((1, 2), (3, 4, 5), versions=(VersionRun(0, 6), VersionRun(2, 7)))
-    log = RolloutLog(tmp_path / "rollouts.jsonl", per_step=1, seed=0)
-    log.record(4, 7, [make_group(make_rollout(0.5, turn))], Split.TRAIN)
-    row = json.loads((tmp_path / "rollouts.jsonl").read_text())
-    assert (row["step"], row["version"], row["split"], row["chosen"]) == (4, 7, "train", "best")
-    assert (row["reward"], row["status"]) == (0.5, "completed")
-    written = row["turns"][0]
-    assert written["prompt_token_ids"] == [1, 2]
-    assert written["token_ids"] == [3, 4, 5]
-    assert written["logprobs"] == [-1.0, -1.0, -1.0]
-    assert written["versions"] == [6, 6, 7]
 
 
 def test_a_trained_turn_has_its_advantage_and_its_mask_and_any_turn_how_it_was_sampled(

@@ -54,22 +54,6 @@ def test_a_full_file_gets_the_next_number_and_all_are_read_in_order(tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir()} == {"m.jsonl", "m.x.jsonl"}
 
 
-def test_a_next_file_that_cannot_be_opened_costs_one_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> None:
-        raise OSError("Too many open files")
-
-    log = opened(tmp_path, max_bytes=10)
-    log.append({"step": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr("torchtitan_rl.observability.sinks.open_for_append", refuse)
-        with pytest.raises(OutputError, match="Too many open files"):
-            log.append({"step": 2})
-    log.append({"step": 3})
-    assert steps(tmp_path) == [1, 3]
-
-
 def test_rows_of_steps_that_are_taken_again_do_not_count_and_lives_are_told_apart(
     tmp_path: Path,
 ) -> None:
@@ -80,12 +64,6 @@ def test_rows_of_steps_that_are_taken_again_do_not_count_and_lives_are_told_apar
         log.close()
     assert steps(tmp_path) == [1, 1, 2]
     assert [line.life for line in read_rows(tmp_path / "m.jsonl")] == [0, 0, 3]
-
-
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    (tmp_path / "m.jsonl").write_bytes(b'{"step":1}\n[2]\n')
-    with pytest.raises(ValueError, match=r"m\.jsonl, line 2: not a JSON object"):
-        rows(tmp_path)
 
 
 class Killed(BaseException):
@@ -126,7 +104,7 @@ def kill_at(patch: pytest.MonkeyPatch, moment: int, *, torn: float) -> None:
         patch.setattr(Path, name, guarded(getattr(Path, name)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lives=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=4),
     moment=st.integers(1, 12),

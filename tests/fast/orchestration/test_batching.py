@@ -64,14 +64,6 @@ def test_tokens_of_which_it_is_not_known_what_they_were_sampled_from_are_masked_
     assert "truncated_sampling" in MASKED_CAUSES
 
 
-def test_advantages_are_of_the_group_and_only_on_sampled_tokens():
-    batch, tokens, _ = BATCHER([group(rollout(0, 1.0), rollout(1, 0.0))])
-    assert batch is not None
-    assert batch.temperature == 0.7
-    assert sorted(batch.advantages[batch.loss_mask].tolist()) == [-0.5, -0.5, 0.5, 0.5]
-    assert (tokens.generated, tokens.trained, dict(tokens.discarded)) == (4, 4, {})
-
-
 def test_trap_18_a_failed_sibling_is_discarded_alone_and_named():
     failed = rollout(2, None, status=RolloutStatus.ENV_ERROR, num_sampled=5)
     batch, tokens, _ = BATCHER([group(rollout(0, 1.0), rollout(1, 0.0), failed)])
@@ -101,13 +93,6 @@ def test_trap_29_a_batch_without_one_finite_logprob_is_a_diverged_policy_not_an_
         BATCHER([group(*bad, failed)])
 
 
-def test_there_is_no_batch_where_every_rollout_failed():
-    failed = rollout(0, None, status=RolloutStatus.STEP_TIMEOUT)
-    batch, tokens, _ = BATCHER([group(failed)])
-    assert batch is None
-    assert tokens.discarded == {"step_timeout": 2}
-
-
 some_rollouts = st.builds(
     rollout,
     st.integers(0, 99),
@@ -119,7 +104,7 @@ some_rollouts = st.builds(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.lists(st.lists(some_rollouts, min_size=1, max_size=4), max_size=4))
 def test_generated_tokens_are_trained_or_discarded_by_name(groups):
     healthy = rollout(0, 1.0)

@@ -15,10 +15,7 @@ from tests.fast.orchestration.runs import failing, live, run
 from tests.support.simulation import Plan, Simulation
 from torchtitan_rl.errors import (
     CheckpointError,
-    GenerationError,
-    NothingTrainedError,
     OutputError,
-    TorchtitanRLError,
 )
 from torchtitan_rl.orchestration.batching import Batched
 from torchtitan_rl.orchestration.checkpointing import SavedRun, read_saved_run
@@ -69,7 +66,7 @@ def test_a_run_goes_on_without_its_journal_and_says_so(
     assert sum("NO JOURNAL" in text for text in simulation.recorder.said) == 1
 
 
-@pytest.mark.parametrize("kind", ["record_step", "record_evaluation", "record_account"])
+@pytest.mark.parametrize("kind", ["record_step", "record_account"])
 def test_a_row_that_cannot_be_written_waits_for_the_next_one(tmp_path: Path, kind: str) -> None:
     plan = replace(PLAN, validate_every=2, evaluation_problems=2)
 
@@ -169,16 +166,6 @@ def test_a_run_whose_checkpoints_all_fail_ends_after_so_many(tmp_path: Path) -> 
     assert simulation.controller.step == 3
 
 
-def test_a_failure_elsewhere_waits_for_the_step_under_way_however_long_it_takes(
-    tmp_path: Path,
-) -> None:
-    """The wait was 120 s, whatever a step takes."""
-    plan = replace(PLAN, staleness=1, train_s=300.0, checkpoint_every=0)
-    first, error = live(plan, tmp_path, prepare=partial(end_dataset, after=8))
-    assert isinstance(error, TorchtitanRLError)
-    assert newest(first).position.step == len(first.trainer.batches) > 0
-
-
 def test_recorded_turns_of_groups_that_were_not_admitted_again_outlive_a_second_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -206,21 +193,6 @@ class NothingToTrain:
         number = sum(rollout.num_sampled_tokens for rollout in rollouts)
         counts = TokenCounts(generated=number, trained=0, discarded={"env_error": number})
         return Batched(None, counts, ())
-
-
-def test_groups_that_are_restarted_before_the_producer_begins_are_rolled_out_once(
-    tmp_path: Path,
-) -> None:
-    plan = replace(PLAN, window=0.67, checkpoint_every=0)
-    fails = failing("train_step", 1, GenerationError("the step failed"))
-    live(plan, tmp_path, prepare=fails)  # leaves a finished batch
-
-    def empties(simulation: Simulation) -> None:
-        object.__setattr__(simulation.controller._parts, "batcher", NothingToTrain())
-
-    simulation, error = live(plan, tmp_path, resume=True, prepare=empties)
-    assert isinstance(error, NothingTrainedError)
-    assert simulation.controller.step == plan.num_steps
 
 
 def test_the_last_rows_and_the_last_evaluation_are_in_the_files_or_the_run_fails(

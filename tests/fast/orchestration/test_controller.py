@@ -21,11 +21,8 @@ from torchtitan_rl.errors import (
 )
 from torchtitan_rl.generation.commands import Pause
 from torchtitan_rl.orchestration.ledger import require_sums
-from torchtitan_rl.orchestration.producer import Producer
-from torchtitan_rl.orchestration.work_buffer import Entry
 from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.types import RolloutGroup
 
 
 def reference_weights(plan: Plan, root: Path) -> int:
@@ -55,11 +52,8 @@ def reference_weights(plan: Plan, root: Path) -> int:
     return run_virtually(work())
 
 
-@pytest.mark.parametrize("chance", range(3))
-def test_trap_26_staleness_0_equals_a_plain_synchronous_loop_bit_for_bit(
-    tmp_path: Path, chance: int
-) -> None:
-    plan = Plan(num_steps=8, chance=chance)
+def test_trap_26_staleness_0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path: Path) -> None:
+    plan = Plan(num_steps=6)
     simulation = run(plan, tmp_path / "run")
     assert simulation.trainer.weights == reference_weights(plan, tmp_path / "plain")
     assert all(
@@ -109,26 +103,6 @@ def test_generation_overlaps_training_from_staleness_1_on(tmp_path: Path) -> Non
     assert seconds(replace(plan, staleness=1)) < 0.8 * seconds(plan)
 
 
-def test_over_admission_at_staleness_0_restarts_the_late_groups_and_counts_their_tokens(
-    tmp_path: Path,
-) -> None:
-    simulation = run(Plan(num_steps=8, window=0.67), tmp_path)
-    for step, batch in enumerate(simulation.trainer.batches):
-        assert (batch.versions[batch.loss_mask] == step).all()
-    totals = simulation.recorder.steps[-1].totals
-    assert totals is not None
-    assert totals.tokens_discarded["restarted"] > 0
-
-
-LOSSES = {
-    "restarted": Plan(num_steps=12, window=0.67, train_s=0.0),
-    "resampled": Plan(
-        num_steps=8, window=0.67, zero_variance="resample", reward_levels=2, train_s=0.0
-    ),
-    "cut": Plan(staleness=1, turns=3, env_delay_s=0.5, rollout_timeout_s=2.0),
-}
-
-
 def test_tokens_that_the_loss_masked_are_in_the_account_as_masked(tmp_path: Path) -> None:
     def prepare(simulation: Simulation) -> None:
         original = simulation.trainer.train_step
@@ -162,30 +136,11 @@ def test_aborted_groups_go_on_from_their_tokens_under_the_new_weights(tmp_path: 
     assert not totals.tokens_discarded
 
 
-def test_a_group_that_is_restarted_in_the_moment_it_is_resampled_is_rolled_out_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first task has not ended yet; the newest is the one to cancel."""
-    original, restarted = Producer._sort, []
-
-    def sort(producer: Producer, entry: Entry, group: RolloutGroup) -> None:
-        original(producer, entry, group)
-        newest = [one for one in producer._buffer.entries if one.group_id == entry.group_id]
-        if newest[0].resamples > entry.resamples:
-            restarted.append(entry.group_id)
-            producer.restart([entry.group_id])
-
-    monkeypatch.setattr(Producer, "_sort", sort)
-    simulation = run(Plan(num_steps=4, reward_levels=2, zero_variance="resample"), tmp_path)
-    assert restarted
-    assert simulation.ledger.groups_trained == 12
-
-
 def test_trap_19_problems_that_are_all_solved_end_the_run_with_a_message_where_they_are_skipped(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(TorchtitanRLError, match="rewards that do not differ"):
-        run(Plan(reward_levels=1, zero_variance="skip"), tmp_path)
+        run(Plan(reward_levels=1, zero_variance="skip", max_empty_batches=2), tmp_path)
 
 
 TURN_REWARDS = Plan(reward_levels=1, turn_reward_levels=3, num_steps=3)
@@ -194,7 +149,7 @@ TURN_REWARDS = Plan(reward_levels=1, turn_reward_levels=3, num_steps=3)
 def test_groups_that_differ_in_the_rewards_of_turns_alone_are_flat_by_outcome_and_not_by_turn(
     tmp_path: Path,
 ) -> None:
-    skipping = replace(TURN_REWARDS, zero_variance="skip")
+    skipping = replace(TURN_REWARDS, zero_variance="skip", max_empty_batches=2)
     with pytest.raises(TorchtitanRLError, match="rewards that do not differ"):
         run(skipping, tmp_path / "outcome")
     simulation = run(replace(skipping, credit="turn"), tmp_path / "turn")
@@ -203,15 +158,6 @@ def test_groups_that_differ_in_the_rewards_of_turns_alone_are_flat_by_outcome_an
     assert all(batch.advantages.any() for batch in simulation.trainer.batches)
     flat = run(TURN_REWARDS, tmp_path / "flat").recorder.steps
     assert [len(record.flat) for record in flat] == [3, 3, 3]
-
-
-def test_rewards_of_turns_that_are_not_trained_on_are_noted_once(tmp_path: Path) -> None:
-    def notes(plan: Plan, name: str) -> list[str]:
-        return [line for line in run(plan, tmp_path / name).recorder.said if "note: turns" in line]
-
-    assert len(notes(TURN_REWARDS, "ignored")) == 1
-    assert notes(replace(TURN_REWARDS, credit="turn"), "used") == []
-    assert notes(replace(TURN_REWARDS, turn_reward_levels=0), "none") == []
 
 
 def test_trap_19_problems_that_are_all_solved_are_trained_on_with_a_word_otherwise(
@@ -265,7 +211,7 @@ def test_a_run_in_which_nothing_moves_says_who_waits_and_ends(tmp_path: Path) ->
         run_virtually(work())
 
 
-@pytest.mark.parametrize("after_s", [0.5, 2.0, 30.0, 500.0])
+@pytest.mark.parametrize("after_s", [0.5, 30.0])
 def test_a_trainer_that_dies_while_nobody_calls_it_ends_the_run_at_once(
     tmp_path: Path, after_s: float
 ) -> None:
@@ -316,24 +262,24 @@ def test_a_run_that_is_cancelled_again_while_it_closes_closes_every_environment(
 
 
 @pytest.mark.parametrize(
-    ("during_step", "staleness"), [("running", 0), ("running", 2), ("asleep", 0), ("asleep", 1)]
+    ("during_step", "staleness", "seconds"),
+    [("running", 0, (4.4, 0.7)), ("running", 2, (14.2, 0.2, 5.0)), ("asleep", 1, (0.7,))],
 )
-@pytest.mark.parametrize("seconds", [(0.7,), (4.4, 0.7), (14.2, 0.2, 5.0)])
 def test_trap_28_a_killed_run_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, seconds: tuple[float, ...], during_step: str, staleness: int
 ) -> None:
     plan = Plan(
-        num_steps=10, checkpoint_every=3, staleness=staleness, turns=3, during_step=during_step
+        num_steps=8, checkpoint_every=3, staleness=staleness, turns=3, during_step=during_step
     )
     for attempt, after in enumerate(seconds):
         live(plan, tmp_path / "cut", kill_after=after, resume=attempt > 0)
     resumed = run(plan, tmp_path / "cut", resume=True)
     whole = run(plan, tmp_path / "whole")
-    assert resumed.trainer.version == 10
+    assert resumed.trainer.version == 8
     assert resumed.dataset.state_dict() == whole.dataset.state_dict()
     for one in (resumed, whole):
         require_sums(one.ledger.totals())
-    assert resumed.ledger.groups_trained == whole.ledger.groups_trained == 30
+    assert resumed.ledger.groups_trained == whole.ledger.groups_trained == 24
     assert resumed.ledger.groups_admitted == whole.ledger.groups_admitted
     if staleness == 0:
         assert resumed.trainer.weights == whole.trainer.weights

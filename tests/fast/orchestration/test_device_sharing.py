@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.orchestration.runs import live, run
+from tests.fast.orchestration.runs import run
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
@@ -17,20 +17,16 @@ from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 SHARED = Plan(num_steps=6, during_step="asleep")
 
 
-@pytest.mark.parametrize("window", [0.0, 0.67])
-@pytest.mark.parametrize("chance", range(3))
 def test_at_staleness_0_shared_devices_train_what_separate_ones_do_bit_for_bit(
-    tmp_path: Path, chance: int, window: float
+    tmp_path: Path,
 ) -> None:
-    plan = replace(
-        SHARED, chance=chance, validate_every=2, evaluation_problems=3, checkpoint_every=2
-    )
-    separate = replace(plan, during_step="running", chance=chance + 100)
+    plan = replace(SHARED, validate_every=2, evaluation_problems=3, checkpoint_every=2)
+    separate = replace(plan, during_step="running", chance=100)
     shared = run(plan, tmp_path / "shared")
     assert shared.trainer.weights == run(separate, tmp_path / "separate").trainer.weights
     assert shared.trainer.switches == 7  # six steps, and the end
     # Late groups are other ones by chance; here only their tokens must be in order.
-    late = run(replace(plan, window=window), tmp_path / "late")
+    late = run(replace(plan, window=0.67), tmp_path / "late")
     for step, batch in enumerate(late.trainer.batches):
         assert (batch.versions[batch.loss_mask] == step).all()
 
@@ -49,30 +45,7 @@ def test_while_the_next_batch_is_there_the_trainer_keeps_the_devices(tmp_path: P
     assert [(record.step, record.version) for record in records] == [(0, 0), (4, 4), (8, 8)]
 
 
-def test_training_waits_for_an_evaluation_whose_tokens_are_of_one_version(tmp_path: Path) -> None:
-    plan = replace(SHARED, staleness=2, validate_every=1, evaluation_problems=40)
-    simulation = run(plan, tmp_path)
-    records = simulation.recorder.evaluations
-    assert [(record.step, record.version) for record in records] == [(n, n) for n in range(7)]
-    for record in records:
-        completions = [
-            turn.completion
-            for group in record.groups
-            for rollout in group.rollouts
-            for turn in rollout.turns
-        ]
-        assert {version for one in completions for version in one.versions} == {record.version}
-        assert not any("#" in name for name in simulation.requested if "validation" in name)
-
-
-def test_a_step_without_a_token_to_train_on_leaves_the_devices_alone(tmp_path: Path) -> None:
-    plan = replace(SHARED, env_fails=1.0, turns=1, checkpoint_every=0)
-    simulation, error = live(plan, tmp_path)
-    assert "first two steps failed" in str(error)
-    assert simulation.trainer.switches == 1  # to save
-
-
-@pytest.mark.parametrize("chance", range(6))
+@pytest.mark.parametrize("chance", range(2))
 def test_aborted_engines_stay_empty_while_the_trainer_works_whatever_is_pulled(
     tmp_path: Path, chance: int
 ) -> None:
@@ -100,9 +73,8 @@ def test_aborted_engines_stay_empty_while_the_trainer_works_whatever_is_pulled(
     assert simulation.trainer.version == 8
 
 
-@pytest.mark.parametrize("chance", range(3))
-def test_evaluation_is_not_cut_while_the_trainer_works(tmp_path: Path, chance: int) -> None:
-    plan = Plan(num_steps=6, staleness=1, during_step="aborted", chance=chance)
+def test_evaluation_is_not_cut_while_the_trainer_works(tmp_path: Path) -> None:
+    plan = Plan(num_steps=6, staleness=1, during_step="aborted")
     plan = replace(plan, validate_every=1, evaluation_problems=8, train_s=4.0)
     simulation = run(plan, tmp_path)
     assert len(simulation.recorder.evaluations) == 7

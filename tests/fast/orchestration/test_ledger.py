@@ -1,13 +1,7 @@
-import asyncio
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.simulation import Plan, Simulation
-from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require_sums
 from torchtitan_rl.orchestration.records import TokenCounts
 
@@ -42,31 +36,6 @@ def test_every_token_is_trained_masked_discarded_or_buffered() -> None:
     assert (totals.groups_admitted, totals.groups_trained, totals.groups_buffered) == (4, 1, 2)
     assert totals.groups_discarded == {"zero_variance": 1}
     assert (ledger.tokens_of("c"), ledger.tokens_of("d")) == (0, 20)
-
-
-def test_a_batch_with_other_tokens_than_were_sampled_for_its_groups_is_refused() -> None:
-    ledger = ledger_with(a=100)
-    before = ledger.state_dict()
-    with pytest.raises(LedgerError, match="100 tokens were generated for the groups of a batch"):
-        ledger.train(["a"], TokenCounts(generated=90, trained=90))
-    assert ledger.state_dict() == before
-
-
-def test_a_batch_whose_own_account_does_not_add_up_is_refused() -> None:
-    with pytest.raises(LedgerError, match="90 trained and 5 discarded"):
-        ledger_with(a=100).train(
-            ["a"], TokenCounts(generated=100, trained=90, discarded={"oversized_episode": 5})
-        )
-
-
-def test_a_resumed_group_that_reports_its_tokens_again_is_counted_once() -> None:
-    ledger = ledger_with(a=10, b=5)
-    resumed = TokenLedger()
-    resumed.load_state_dict(ledger.state_dict(without={"a"}))
-    resumed.generate("a", 12)
-    assert (resumed.tokens_of("a"), resumed.tokens_of("b")) == (12, 5)
-    assert resumed.totals().tokens_generated == 17
-    assert resumed.totals().groups_admitted == 2
 
 
 def test_a_saved_account_that_does_not_add_up_is_refused() -> None:
@@ -109,23 +78,3 @@ def test_whatever_happens_the_account_adds_up_and_a_refused_call_changes_nothing
         except LedgerError:
             assert ledger.state_dict() == before
         require_sums(ledger.totals())
-
-
-def test_a_comparison_that_still_runs_is_recorded_before_the_last_one(tmp_path: Path) -> None:
-    async def work() -> list[int]:
-        simulation = Simulation(Plan(), tmp_path)
-        reconciliation = simulation.controller._reconciliation
-        original, delays = simulation.router.account, [10.0, 1.0]
-
-        async def slow() -> Any:
-            await asyncio.sleep(delays.pop(0))
-            return await original()
-
-        simulation.router.account = slow  # type: ignore[method-assign]
-        reconciliation.start(0, 0)
-        await asyncio.sleep(1.0)
-        reconciliation.start(0, 0)  # no second one while the first runs
-        await reconciliation.finish(3, 3)
-        return [record.step for record in simulation.recorder.accounts]
-
-    assert run_virtually(work()) == [0, 3]

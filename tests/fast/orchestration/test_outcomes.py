@@ -68,17 +68,16 @@ def test_the_dataset_is_told_of_each_trained_and_each_skipped_group_once(
     assert not trained - Counter(name for name, _ in found)
 
 
-@pytest.mark.parametrize("plan", [PLAN, MANY_SKIPPED, ALL_SKIPPED])
+@pytest.mark.parametrize("plan", [MANY_SKIPPED, ALL_SKIPPED])
 def test_what_it_is_told_does_not_depend_on_which_group_ends_first(
     tmp_path: Path, plan: Plan
 ) -> None:
-    runs = [told(replace(plan, chance=chance), tmp_path / str(chance))[0] for chance in range(6)]
+    runs = [told(replace(plan, chance=chance), tmp_path / str(chance))[0] for chance in range(2)]
     runs.append(told(replace(plan, is_even=True), tmp_path / "even")[0])
     assert all(run == runs[0] for run in runs)
 
 
-@pytest.mark.parametrize("plan", [PLAN, MANY_SKIPPED])
-@pytest.mark.parametrize("kill_after", [12.0, 25.0, 40.0])
+@pytest.mark.parametrize(("plan", "kill_after"), [(PLAN, 12.0), (MANY_SKIPPED, 25.0)])
 def test_a_resumed_run_tells_what_the_uninterrupted_one_did(
     tmp_path: Path, kill_after: float, plan: Plan
 ) -> None:
@@ -92,21 +91,15 @@ def test_a_resumed_run_tells_what_the_uninterrupted_one_did(
     assert resumed.trainer.weights == whole.trainer.weights
 
 
-@pytest.mark.parametrize("plan", [PLAN, MANY_SKIPPED])
-def test_groups_that_were_skipped_before_a_stop_are_told_after_it(
-    tmp_path: Path, plan: Plan
-) -> None:
-    expected, _ = told(plan, tmp_path / "whole")
-    for stop_after in (1.0, 2.0, 3.0, 5.0, 14.0, 23.0, 31.0):
+def test_groups_that_were_skipped_before_a_stop_are_told_after_it(tmp_path: Path) -> None:
+    expected, _ = told(MANY_SKIPPED, tmp_path / "whole")
+    for stop_after in (2.0, 14.0, 31.0):
         root = tmp_path / str(stop_after)
-        told(plan, root, stop_after=stop_after)
-        assert told(plan, root, resume=True)[0] == expected
+        told(MANY_SKIPPED, root, stop_after=stop_after)
+        assert told(MANY_SKIPPED, root, resume=True)[0] == expected
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_dataset_is_told_of_a_skipped_batch_and_may_choose_others(
-    tmp_path: Path, staleness: int
-) -> None:
+def test_a_dataset_is_told_of_a_skipped_batch_and_may_choose_others(tmp_path: Path) -> None:
     def get_harder(simulation: Simulation) -> None:
         adapt(simulation)
         dataset: Any = simulation.dataset
@@ -118,8 +111,7 @@ def test_a_dataset_is_told_of_a_skipped_batch_and_may_choose_others(
 
         dataset.record = record_and_change
 
-    plan = replace(ALL_SKIPPED, staleness=staleness)
-    simulation, error = live(plan, tmp_path, prepare=get_harder)
+    simulation, error = live(replace(ALL_SKIPPED), tmp_path, prepare=get_harder)
     assert error is None
     assert simulation.ledger.totals().groups_trained == 6
 

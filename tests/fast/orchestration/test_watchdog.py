@@ -7,8 +7,6 @@ from torchtitan_rl.errors import DeadlineError
 from torchtitan_rl.orchestration.watchdog import (
     WaitRegistry,
     Watchdog,
-    describe_group,
-    describe_replicas,
 )
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.run import Phase, RolloutActivity
@@ -68,17 +66,6 @@ def test_a_quiet_period_is_reported_with_the_chain_of_waits() -> None:
     ]
 
 
-def test_a_long_wait_is_reported_once_per_period_until_something_moves() -> None:
-    run = Run()
-    run.pass_time(130)
-    assert len(run.said) == 2
-    run.progress += 1
-    run.pass_time(50)
-    assert len(run.said) == 2
-    run.pass_time(20)
-    assert len(run.said) == 3
-
-
 def test_a_rollout_that_begins_something_new_is_progress() -> None:
     run = Run()
     run.activities = [activity("e0/p9/r0", since_s=0), activity("e0/p12/r3", since_s=900)]
@@ -110,21 +97,6 @@ def test_time_in_which_the_process_was_stopped_is_not_quiet() -> None:
     run.now += 100_000
     run.watchdog.poll()
     assert run.said == []
-
-
-def test_a_wait_is_listed_exactly_while_it_is_open() -> None:
-    waits = WaitRegistry(clock=lambda: 0.0)
-    names: list[str] = []
-
-    def fail_while_waiting() -> None:
-        with waits.track("a waits for b"), waits.track("c waits for d"):
-            names.extend(wait.name for wait in waits.open())
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail_while_waiting()
-    assert names == ["a waits for b", "c waits for d"]
-    assert waits.open() == ()
 
 
 def test_at_the_deadline_the_loops_end_and_a_hanging_environment_is_named() -> None:
@@ -163,34 +135,3 @@ def test_at_the_deadline_the_loops_end_and_a_hanging_environment_is_named() -> N
     assert (
         "2 rollouts run (2 in environment); longest: e0/p12/r0, turn 2, environment step" in chain
     )
-
-
-def test_equal_waits_are_one_line_of_the_chain() -> None:
-    run = Run()
-    with run.waits.track("group waits for a replica"), run.waits.track("trainer waits for a batch"):
-        run.pass_time(10)
-        with (
-            run.waits.track("group waits for a replica"),
-            run.waits.track("group waits for a replica"),
-        ):
-            assert run.watchdog.chain().splitlines() == [
-                "  group waits for a replica (10 s) [and 2 more]",
-                "  trainer waits for a batch (10 s)",
-                "  replica0 serving, 2 requests",
-            ]
-
-
-def test_a_group_is_described_by_its_rollout_that_has_waited_longest() -> None:
-    activities = [
-        activity("e0/p1/r1", since_s=7),
-        activity("e0/p1/r0", since_s=5),
-        activity("e0/p12/r1", since_s=1),
-    ]
-    text = describe_group("e0/p1", activities, 10)
-    assert text == "group e0/p1: 2 rollouts run; e0/p1/r0, turn 2, environment step for 5 s"
-    assert describe_group("e0/p2", activities, 10) == "group e0/p2 has no running rollout"
-
-
-def test_replicas_are_described_with_state_and_load() -> None:
-    text = describe_replicas({"replica0": "serving", "replica1": "dead"}, {"replica0": 240})
-    assert text == "replica0 serving, 240 tokens outstanding; replica1 dead, 0 tokens outstanding"

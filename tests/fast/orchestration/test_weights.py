@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
-
-import pytest
 
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.errors import TrainerLostError, WeightSyncError
 from torchtitan_rl.orchestration.weights import PublishedStep, WeightDelivery
-from torchtitan_rl.routing.pausing import PinnedReplica
-from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
+from torchtitan_rl.weights.handle import SharedMemoryHandle
 
 
 def finished(step: int, version: int, *, has_weights: bool) -> PublishedStep:
@@ -102,59 +96,3 @@ def test_the_weights_of_a_resumed_run_stay_readable_until_its_evaluation_has_a_r
         await asyncio.wait({running})
 
     run_virtually(work())
-
-
-def test_an_evaluation_has_started_only_when_it_has_its_replica(tmp_path: Path) -> None:
-    async def work() -> list[int]:
-        simulation = Simulation(Plan(validate_every=1, evaluation_problems=1), tmp_path)
-        evaluator, pin = simulation.controller._evaluator, simulation.router.pin
-        is_free = asyncio.Event()
-
-        @contextlib.asynccontextmanager
-        async def pin_when_free(version: int) -> AsyncIterator[PinnedReplica]:
-            await is_free.wait()
-            async with pin(version) as pinned:
-                yield pinned
-
-        simulation.router.pin = pin_when_free  # type: ignore[method-assign]
-        for step in (1, 2):
-            is_free.clear()
-            starting = asyncio.create_task(evaluator.start(step, 0))
-            await asyncio.sleep(10.0)
-            assert not starting.done()
-            is_free.set()
-            await starting
-            assert evaluator.is_running
-        await evaluator.finish()
-        return [record.step for record in simulation.recorder.evaluations]
-
-    assert run_virtually(work()) == [1, 2]
-
-
-def test_the_loss_of_the_trainer_is_the_error_of_a_run_whose_replicas_cannot_fetch_its_weights(
-    tmp_path: Path,
-) -> None:
-    async def work() -> list[str]:
-        simulation = Simulation(Plan(num_steps=6, staleness=3, train_s=5.0), tmp_path)
-        trainer, train_step = simulation.trainer, simulation.trainer.train_step
-
-        async def stage(handle: WeightHandle) -> None:
-            if handle.version == 2:
-                raise WeightSyncError("version 2: cannot map it")
-
-        async def lost_after_2(batch: TrainingBatch) -> StepOutput:
-            if trainer.version < 2:
-                return await train_step(batch)
-            await asyncio.sleep(5.0)  # the replicas notice first
-            raise TrainerLostError("gone")
-
-        for replica in simulation.replicas:
-            replica.stage = stage  # type: ignore[method-assign]
-        trainer.train_step = lost_after_2  # type: ignore[method-assign]
-        with pytest.raises(TrainerLostError, match="gone"):
-            await simulation.run()
-        return simulation.recorder.said
-
-    assert any(
-        "weight delivery: WeightSyncError: no replica" in line for line in run_virtually(work())
-    )

@@ -13,7 +13,6 @@ from torchtitan_rl.orchestration.capacity import capacity_errors, derive_capacit
 from torchtitan_rl.orchestration.ledger import TokenLedger, require_sums
 from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.orchestration.work_buffer import (
-    Entry,
     GroupState,
     StalenessError,
     WorkBuffer,
@@ -187,24 +186,6 @@ def test_whatever_happens_the_bound_holds_the_counts_add_up_and_nothing_gets_stu
         held = work._ledger.state_dict()["tokens_of"].keys()
         assert held == {entry.group_id for entry in work.entries}
         require_sums(work._ledger.totals())
-
-
-def test_a_batch_is_taken_without_comparing_groups_with_each_other(monkeypatch):
-    def compared(one: Entry, other: object) -> bool:
-        raise AssertionError("P groups looked for among P others are P * P comparisons")
-
-    work = buffer(groups_per_step=64, staleness=1, max_share=0.5)
-    names = fill(work)
-    for name in names[8:]:
-        work.finish(group(name))
-    monkeypatch.setattr(Entry, "__eq__", compared)
-    batch = taken(work)
-    assert batch is None  # 8 groups may be overtaken by 32 others at most
-    for name in names[4:8]:
-        work.finish(group(name))
-    for name in names[:4]:
-        work.finish(group(name))
-    assert taken(work) == names[:64]
 
 
 def test_a_batch_that_was_put_back_is_taken_again_and_nothing_was_overtaken():

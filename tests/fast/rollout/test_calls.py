@@ -16,7 +16,6 @@ from torchtitan_rl.rollout.calls import (
     AbandonedCalls,
     CallTimeoutError,
     HangingCallsError,
-    call,
     within,
 )
 from torchtitan_rl.rollout.env import threaded
@@ -86,19 +85,6 @@ def test_a_run_whose_environment_keeps_hanging_fails_with_an_error_that_names_th
     asyncio.run(scenario())
 
 
-def test_calls_that_were_just_abandoned_do_not_end_a_run():
-    now_s = 0.0
-    own = AbandonedCalls(max_hanging=2, hangs_after_s=60.0, clock=lambda: now_s)
-    for name in ("a", "b", "a"):
-        own.add(object(), name)
-    now_s = 59.0
-    own.require_few()
-    assert own.num_running == 3
-    now_s = 60.0
-    with pytest.raises(HangingCallsError, match="a: 2, b: 1"):
-        own.require_few()
-
-
 def test_a_process_with_hanging_calls_can_still_exit():
     program = """
 import asyncio, threading
@@ -120,29 +106,3 @@ asyncio.run(main())
 
 def test_seeds_are_the_same_in_every_process_and_version():
     assert request_seed(0, "g0/r0", 0) == 7547325789847896400
-
-
-@pytest.mark.parametrize(("error", "seen"), [(KeyError, KeyError), (StopIteration, RuntimeError)])
-def test_errors_come_back_from_threads(error, seen):
-    def fail():
-        raise error("x")
-
-    with pytest.raises(seen):
-        asyncio.run(call(fail))
-
-
-def test_the_result_of_a_thread_is_dropped_after_a_timeout():
-    release, ended = threading.Event(), threading.Event()
-
-    def hang():
-        release.wait()
-        ended.set()
-
-    async def scenario():
-        async with asyncio.timeout(0.01):
-            await call(hang)
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(scenario())
-    release.set()  # its result comes after the loop has closed, and is dropped
-    assert ended.wait(60)

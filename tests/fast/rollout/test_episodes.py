@@ -37,12 +37,6 @@ def test_a_turn_that_no_agent_saw_is_in_no_episode_and_opens_none():
     assert episode.num_trained_tokens + num_unseen_tokens(seen) == seen.num_sampled_tokens == 4
 
 
-def test_the_longest_episode_is_extended():
-    made = (turn([1], [2]), turn([1, 2, 3], [4]), turn([1], [2]), turn([1, 2, 3, 4, 5], [6]))
-    episodes = rollout_to_episodes(rollout(*made), advantage=1.0)
-    assert [episode.token_ids for episode in episodes] == [(1, 2), (1, 2, 3, 4, 5, 6)]
-
-
 @given(order=st.permutations(range(5)))
 def test_the_episodes_do_not_depend_on_the_order_in_which_turns_ended(order):
     made = (
@@ -55,15 +49,6 @@ def test_the_episodes_do_not_depend_on_the_order_in_which_turns_ended(order):
     episodes = rollout_to_episodes(rollout(*(made[index] for index in order)), advantage=1.0)
     assert episodes == rollout_to_episodes(rollout(*made), advantage=1.0)
     assert len(episodes) == 3
-
-
-def test_turns_without_sampled_tokens_are_passed_over():
-    episodes = rollout_to_episodes(
-        rollout(turn([1], []), turn([1, 8], [2]), turn([1, 8, 2, 8], [])), advantage=1.0
-    )
-    assert [episode.token_ids for episode in episodes] == [(1, 8, 2)]
-    assert rollout_to_episodes(rollout(turn([1], [])), advantage=1.0) == []
-    assert rollout_to_episodes(rollout(), advantage=1.0) == []
 
 
 def test_misaligned_fields_are_refused():

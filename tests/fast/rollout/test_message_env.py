@@ -118,16 +118,6 @@ def test_a_replaced_history_is_rendered_from_scratch_and_branches():
     assert [len(e.token_ids) for e in rollout_to_episodes(rollout, 1.0)] == [12, 16]
 
 
-def test_tools_of_the_first_observation_are_kept_when_rendering_again():
-    class WithTools(Dialogue):
-        async def reset(self):
-            return user("U", tools=[{"name": "add "}])
-
-    tool = MessageObservation(messages=[{"role": "tool", "content": "T"}])
-    rollout, _ = play(WithTools(tool, Terminal(reward=1.0)), "x$", "y$")
-    assert texts(rollout) == ["add u:U$a:", "add u:U$a:x$t:T$a:"]
-
-
 @pytest.mark.parametrize(
     ("answer", "cause"),
     [

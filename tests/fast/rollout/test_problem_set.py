@@ -42,10 +42,6 @@ def evaluate(
 WHOLE, ALL, _ = evaluate()
 
 
-def test_how_many_run_at_a_time_changes_nothing() -> None:
-    assert evaluate(groups_at_once=1)[0] == WHOLE
-
-
 @given(st.sets(st.sampled_from([one.rollout_id for one in ALL])))
 def test_finished_rollouts_are_kept_and_not_run_again(names: set[str]) -> None:
     kept = {one.rollout_id: one for one in ALL if one.rollout_id in names}

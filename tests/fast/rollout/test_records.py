@@ -141,7 +141,7 @@ def read(recorded: RecordedRollout) -> RecordedRollout:
     return restored_rollout(msgspec.msgpack.decode(data, type=SavedRollout))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(rollouts(), max_size=3))
 def test_a_group_comes_back_equal(members):
     problem = Problem(problem_id="p", data={"turns": [["a", "b"]], "seed": 3})
@@ -149,7 +149,7 @@ def test_a_group_comes_back_equal(members):
     assert restored(whole) == whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(recorded_rollouts())
 def test_a_recorded_rollout_comes_back_equal(recorded):
     assert read(recorded) == recorded
@@ -159,12 +159,6 @@ def test_logprobs_that_are_not_finite_survive():
     turns = (turn((1,), (2, 3), logprobs=(math.nan, -math.inf)),)
     back = read(RecordedRollout(rollout_id="r", turns=turns))
     assert list(map(str, back.turns[0].completion.logprobs)) == ["nan", "-inf"]
-
-
-def test_a_prompt_that_extends_the_turn_before_is_written_as_what_is_new():
-    turns = (turn((1, 2), (3,)), turn((1, 2, 3, 4), (5,)), turn((1, 9), (6,)))
-    short = saved_rollout(RecordedRollout(rollout_id="r", turns=turns)).turns
-    assert [one.prompt_token_ids for one in short] == [(1, 2), (-1, 4), (1, 9)]
 
 
 def test_what_users_code_returned_can_be_written_whatever_it_is():

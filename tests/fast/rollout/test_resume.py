@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from tests.fast.rollout.test_message_env import LetterRenderer
-from tests.support.async_tests import cancel, ticks
 from tests.support.resuming import (
     SIZE,
     Counter,
@@ -20,7 +17,6 @@ from tests.support.resuming import (
     stops_by_tokens,
     through_bytes,
 )
-from tests.support.rollouts import PROBLEM
 from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
@@ -132,23 +128,6 @@ def test_a_replay_that_differs_starts_again(maker):
     assert after.closed()
 
 
-def test_a_sibling_that_had_ended_keeps_its_end_and_is_only_scored_again():
-    class Fails(Replaying):
-        async def step(self, completion):
-            raise ValueError("no")
-
-    for _, recorded in stops(Replaying, Fails):
-        if recorded[1].ended is None:
-            continue
-        after = Run(Replaying)
-        group = after.whole(recorded)
-        assert group.rollouts[1].status is RolloutStatus.ENV_ERROR
-        assert "ValueError: no" in group.rollouts[1].cause
-        assert len(after.factory.made) == (0 if recorded[0].ended else 1)
-        return
-    raise AssertionError("there was no such moment")
-
-
 def test_a_rollout_whose_last_recorded_turn_ended_it_needs_no_environment():
     """As from a journal, which has no `ended`; even where the environment could not resume."""
     run = Run(Counter)
@@ -162,89 +141,6 @@ def test_a_rollout_whose_last_recorded_turn_ended_it_needs_no_environment():
     after = Run(lambda: pytest.fail("an environment was made"))
     assert contents(after.whole(recorded)) == whole
     assert after.turns == []
-
-
-def test_what_another_attempt_recorded_is_discarded():
-    recorded = middle_of(Replaying)
-    after = Run(Replaying)
-    assert contents(after.whole(recorded, attempt=1)) == contents(Run(Replaying).whole(attempt=1))
-    assert {cause for _, cause, _ in after.discarded} == {"rolled_back"}
-    assert sum(tokens for *_, tokens in after.discarded) == sampled_tokens(recorded)
-
-
-def test_a_snapshot_inside_on_turn_can_be_resumed():
-    run, snapshots = Run(Replaying), []
-
-    def on_turn(*_):
-        snapshots.append(tuple(map(through_bytes, run.rollouter.snapshot("g"))))
-
-    group = asyncio.run(run.rollouter.run_group("g", PROBLEM, size=SIZE, seed=7, on_turn=on_turn))
-    assert len(snapshots) == 6
-    for recorded in snapshots:
-        after = Run(Replaying)
-        assert contents(after.whole(recorded)) == contents(group)
-        assert after.discarded == []
-
-
-def test_tokens_of_a_resumed_request_that_still_waits_for_a_replica_are_in_the_snapshot():
-    recorded = next(
-        entries for _, entries in stops(Replaying) if entries[0].partial and entries[0].turns
-    )
-
-    async def waits(request):
-        await asyncio.Event().wait()
-
-    async def scenario():
-        after = Run(Replaying)
-        task = asyncio.create_task(after.start(recorded, generate=waits))
-        await ticks()
-        snapshot = after.rollouter.snapshot("g", {})
-        await cancel(task)
-        return snapshot
-
-    assert asyncio.run(scenario())[0].partial == recorded[0].partial
-
-
-def test_a_group_that_is_started_again_has_its_snapshot_when_the_first_one_ends():
-    async def scenario():
-        run = Run(Replaying)
-        first = asyncio.create_task(run.start())
-        await asyncio.sleep(0)
-        second = asyncio.create_task(run.start(attempt=1))
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.wait({first})
-        snapshot = run.rollouter.snapshot("g")
-        await second
-        return snapshot
-
-    assert len(asyncio.run(scenario())) == SIZE
-
-
-def test_an_error_of_the_recorder_ends_the_group_and_closes_its_environments():
-    run = Run(Replaying)
-
-    def fail(*args):
-        raise OSError("disk full")
-
-    group = run.rollouter.run_group("g", PROBLEM, size=2, seed=7, on_turn=fail)
-    with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(group)
-    assert caught.group_contains(OSError, match="disk full")
-    assert sampled_tokens(run.rollouter.snapshot("g")) > 0  # it can still be saved
-    assert run.closed()
-    assert run.rollouter.activities() == []
-
-
-@pytest.mark.parametrize("state", [{1, 2}, object(), float])
-def test_a_state_that_is_not_json_ends_the_rollout_with_a_cause(state):
-    class Odd(Saving):
-        async def state_dict(self):
-            return state
-
-    group = Run(Odd).whole()
-    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ENV_ERROR}
-    assert "state_dict: expected JSON-able" in group.rollouts[0].cause
 
 
 LIMITS = {"max_total_tokens": 10_000, "max_tokens_per_turn": 4}
@@ -311,18 +207,6 @@ class SavedSecret(Secret):
 
     async def load_state_dict(self, state) -> None:
         self.secret, self.heard = state["secret"], list(state["heard"])
-
-
-def test_alphabet_sort_is_replayed_and_continues_from_any_moment_as_if_undisturbed():
-    undisturbed = Run(alphabet_sort, **LIMITS).whole()
-    replayed = 0
-    for _, recorded in stops_by_tokens(lambda: Run(alphabet_sort, **LIMITS)):
-        after = Run(alphabet_sort, **LIMITS)
-        assert contents(after.whole(recorded)) == contents(undisturbed)
-        assert after.discarded == []
-        assert after.closed()
-        replayed += any(entry.turns and not entry.ended for entry in recorded)
-    assert replayed
 
 
 def test_a_saved_conversation_continues_with_its_messages_its_tools_and_its_secret():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -15,7 +13,6 @@ from tests.support.async_tests import cancel, ticks
 from tests.support.rollouts import (
     PROBLEM,
     SCRIPT,
-    BlockingEnv,
     CountingEnv,
     Factory,
     Hanging,
@@ -30,7 +27,7 @@ from tests.support.rollouts import (
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
-from torchtitan_rl.rollout.env import Observation, threaded
+from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.rollout.rollouter import Rollouter, siblings_together
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
 from torchtitan_rl.rollout.run import Phase
@@ -60,13 +57,6 @@ def test_siblings_that_share_a_replica_leave_replicas_evenly_loaded(groups, size
         assert -(-parts // replicas) * replicas <= 1.125 * parts
 
 
-def test_two_runs_with_one_seed_ask_for_the_same():
-    first, second = ScriptedGenerate(SCRIPT), ScriptedGenerate(SCRIPT)
-    run_rollouts(Factory(CountingEnv), generate=first, size=3)
-    run_rollouts(Factory(CountingEnv), generate=second, size=3)
-    assert sorted(map(repr, first.requests)) == sorted(map(repr, second.requests))
-
-
 def test_validation_may_sample_at_another_temperature_and_cuts_nothing():
     def sampled(**validation) -> set[tuple[float, ...]]:
         generate = ScriptedGenerate(SCRIPT)
@@ -82,21 +72,6 @@ def test_validation_may_sample_at_another_temperature_and_cuts_nothing():
 
     assert sampled() == {(0.7, 0.9, 5, 0.1)}
     assert sampled(temperature=0.5) == {(0.5, 1.0, 0, 0.0)}
-
-
-def test_blocking_environments_block_only_their_own_rollout():
-    """Plain methods meet at a barrier, which a single thread could never pass."""
-    barrier = threading.Barrier(40)
-
-    class Blocking(BlockingEnv):
-        def reset(self):
-            barrier.wait(timeout=60)
-            return super().reset()
-
-    envs = [Blocking() for _ in range(40)]
-    rollouts = run_rollouts(Factory(*(partial(threaded, env) for env in envs)), size=40)
-    assert {rollout.status for rollout in rollouts} == {RolloutStatus.COMPLETED}
-    assert [env.calls for env in envs] == [["reset", "step", "close"]] * 40
 
 
 def test_activities_name_what_each_rollout_waits_for():
@@ -145,13 +120,6 @@ def test_the_budget_is_the_smallest_of_turn_rollout_and_observation():
     assert budget(None, max_tokens_per_turn=6) == 6
     assert budget(None, max_tokens_per_turn=6, max_total_tokens=5) == 3
     assert budget(2, max_tokens_per_turn=6, max_total_tokens=5) == 2
-
-
-def test_a_completion_cut_at_the_token_limit_ends_as_max_tokens_if_the_env_continues():
-    factory = Factory(lambda: CountingEnv(turns=2))
-    rollout = only(factory, max_total_tokens=3)
-    assert rollout.status is RolloutStatus.MAX_TOKENS
-    assert factory.made[0].calls == ["reset", "step", "finish max_tokens", "close"]
 
 
 def test_a_pause_does_not_count_against_the_rollouts_time():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 
 import pytest
 
@@ -69,18 +68,6 @@ def test_a_function_may_return_a_score_with_components_or_why_there_is_none():
     assert score(gives(math.inf)).cause == "reward judge: returned inf"
 
 
-def test_blocking_functions_run_in_threads_of_their_own():
-    """They meet at a barrier, which one thread could never pass."""
-    barrier = threading.Barrier(3)
-
-    def meet(rollout, problem):
-        barrier.wait(timeout=60)
-        return 1.0
-
-    functions = [RewardFunction(name=f"{i}", function=meet, blocking=True) for i in range(3)]
-    assert score(*functions).reward == 3.0
-
-
 def raises(rollout, problem):
     raise KeyError("answer")
 
@@ -113,11 +100,6 @@ def test_a_function_without_a_finite_value_is_a_reward_error_with_its_cause(
     assert scored.cause.startswith("reward broken: ")
     assert cause in scored.cause
     assert scored.metrics["reward/a"] == 2.0  # what could be computed is kept
-
-
-def test_two_functions_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="different names"):
-        Rubric([constant("a", 1.0), constant("a", 2.0)])
 
 
 def test_a_rollout_is_reported_as_soon_as_it_ends_not_when_its_group_does():

@@ -202,7 +202,7 @@ async def _in_time(trial: Trial) -> None:
         await trial.run()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=CASES)
 def test_whatever_happens_each_request_ends_once_and_no_token_is_lost(case: Case) -> None:
     check(case)

@@ -50,25 +50,6 @@ async def test_a_deadline_passes_after_so_many_active_seconds(begins_paused: boo
 
 
 @on_virtual_clock
-async def test_a_deadline_that_is_over_before_a_pause_raises_and_a_running_one_does_not() -> None:
-    clock = ActiveTime()
-    async with clock.timeout(1.0):
-        await asyncio.sleep(0.5)
-
-    async def work() -> None:
-        async with clock.timeout(1.0):
-            try:
-                await asyncio.sleep(5)
-            finally:
-                clock.pause()  # while the time-out is on its way out
-                clock.resume()
-
-    with pytest.raises(TimeoutError):
-        await work()
-    await asyncio.sleep(5)
-
-
-@on_virtual_clock
 async def test_time_in_which_the_process_stood_still_does_not_count():
     clock, loop = ActiveTime(), asyncio.get_running_loop()
 

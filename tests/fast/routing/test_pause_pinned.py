@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from tests.support.async_tests import on_virtual_clock
 from tests.support.far_replica import FarReplica, connected
 from tests.support.replicas import request
@@ -61,9 +59,3 @@ async def test_a_pin_that_begins_during_such_a_pause_has_its_replica_go_on_alone
         assert len((await other).token_ids) == 3
     for replica in replicas:
         await replica.link.close()
-
-
-@on_virtual_clock
-async def test_only_an_abort_can_leave_pinned_replicas_out() -> None:
-    with pytest.raises(ValueError, match="a pause by keep"):
-        await GeneratorRouter(connected([FarReplica("r")])).pause("keep", pinned=False)

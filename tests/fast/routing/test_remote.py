@@ -11,7 +11,7 @@ import pytest
 from tests.support.replicas import request, settle
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.channel import Call, CallId, End, Submission
-from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, ReplicaError
+from torchtitan_rl.errors import InvalidRequestError, ReplicaError
 from torchtitan_rl.generation.commands import AbortRequests, ReadTokens
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.remote import ConnectedReplica
@@ -88,20 +88,6 @@ def virtually(scenario: Callable[[Wire], Awaitable[None]]) -> None:
     run_virtually(run())
 
 
-def test_messages_of_one_iteration_leave_together_and_in_order() -> None:
-    async def scenario(wire: Wire) -> None:
-        calls = [wire.call(name) for name in "abc"]
-        await settle()
-        calls.append(wire.call("d"))
-        await settle()
-        assert wire.sent() == [["a", "b", "c"], ["d"]]
-        wire.tell(*(done(name) for name in "dcba"))
-        completions = await asyncio.gather(*calls)
-        assert [one.request_id for one in completions] == list("abcd")
-
-    virtually(scenario)
-
-
 def test_a_cancelled_call_reports_nothing_more_and_keeps_its_id_until_it_has_ended() -> None:
     async def scenario(wire: Wire) -> None:
         heard: list[Progress] = []
@@ -118,20 +104,6 @@ def test_a_cancelled_call_reports_nothing_more_and_keeps_its_id_until_it_has_end
         wire.tell(progress("a"), done("a"))
         assert (await again).request_id == "a"
         assert len(heard) == 1
-
-    virtually(scenario)
-
-
-def test_an_error_of_one_request_fails_that_one_alone() -> None:
-    async def scenario(wire: Wire) -> None:
-        bad, good = wire.call("bad"), wire.call("good")
-        await settle()
-        error = InvalidRequestError("prompt too long")
-        wire.tell(End(call_id="bad", error=error))
-        with pytest.raises(InvalidRequestError, match="prompt too long"):
-            await bad
-        wire.tell(done("good"))
-        assert (await good).request_id == "good"
 
     virtually(scenario)
 
@@ -192,17 +164,6 @@ def test_progress_is_heard_before_the_end_and_by_those_who_asked() -> None:
         wire.tell(progress("s"))
         await settle()
         assert heard == ["s"]
-
-    virtually(scenario)
-
-
-def test_closing_fails_what_is_outstanding() -> None:
-    async def scenario(wire: Wire) -> None:
-        call = wire.call("a")
-        await settle()
-        await wire.replica.close()
-        with pytest.raises(LoopClosedError):
-            await call
 
     virtually(scenario)
 

@@ -11,7 +11,7 @@ from tests.support.replicas import GatedReplica, handle, request, settle
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import GenerationError, ReplicaError
 from torchtitan_rl.routing.replicas import Phase
-from torchtitan_rl.routing.restarts import EXPECTED_S, SETTLED_S, ReplicaRestarts, first_name
+from torchtitan_rl.routing.restarts import EXPECTED_S, ReplicaRestarts
 from torchtitan_rl.routing.router import GeneratorRouter
 
 
@@ -89,24 +89,6 @@ def test_trap_13_a_new_replica_gets_no_request_before_it_has_the_newest_weights(
     run_virtually(play())
 
 
-def test_no_sync_waits_for_a_replica_that_joins_and_it_gets_the_newest_of_them():
-    async def play():
-        machine = Machine("replica0")
-        await machine.router.sync_weights(handle(1), mode="hot_swap")
-        late = GatedReplica("replica1")
-        late.stage_gate.clear()
-        await machine.router.join(late)
-        report = await machine.router.sync_weights(handle(2), mode="hot_swap")
-        assert report.lagging == ("replica1",)
-        late.unreadable.add(1)  # the trainer has released it meanwhile
-        late.stage_gate.set()
-        await settle()
-        assert late.pulled == [2]
-        assert machine.router.states()["replica1"] is Phase.SERVING
-
-    run_virtually(play())
-
-
 def test_where_no_other_replica_is_left_requests_and_syncs_wait_for_the_restart():
     async def play():
         machine = Machine("replica0")
@@ -161,19 +143,6 @@ def test_a_replica_that_does_not_stay_is_given_up():
     run_virtually(play())
 
 
-def test_one_that_served_for_long_is_as_good_as_new():
-    async def play():
-        machine = Machine("replica0", "replica1")
-        async with machine.restarting(max_restarts=1):
-            for name in ("replica0", "replica0-2", "replica0-3"):
-                machine.kill(name)
-                await settle()
-                await asyncio.sleep(SETTLED_S)
-            assert machine.router.states()["replica0-4"] is Phase.SERVING
-
-    run_virtually(play())
-
-
 def test_a_start_that_fails_is_tried_again_and_then_given_up():
     async def play():
         machine = Machine("replica0", "replica1")
@@ -190,56 +159,3 @@ def test_a_start_that_fails_is_tried_again_and_then_given_up():
             assert machine.said[-1] == "replica1 is given up: replica1-3 does not start"
 
     run_virtually(play())
-
-
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_of_a_replica_that_was_lost_with_its_host_only_the_new_one_is_said(is_alone: bool):
-    async def play():
-        machine = Machine("replica0", "replica1")
-
-        async def answer(name: str) -> bool:
-            await asyncio.sleep(4.0)
-            return is_alone
-
-        async with machine.restarting(is_alone=answer):
-            machine.kill("replica0")
-            await settle()
-            assert machine.said == []
-            await asyncio.sleep(5.0)
-        lost = ["replica0 is lost and is started again: replica0 was killed"]
-        assert machine.said == [*lost * is_alone, "replica0-2 takes the place of replica0"]
-
-    run_virtually(play())
-
-
-def test_a_reserved_replica_is_replaced_by_a_reserved_one():
-    async def play():
-        machine = Machine("replica0", "replica1", reserved=["replica1"])
-        await machine.router.sync_weights(handle(4), mode="hot_swap")
-        async with machine.restarting(reserved=["replica1"]):
-            machine.kill("replica1")
-            await settle()
-            async with machine.router.pin() as pin:
-                assert (await pin.generate(request("evaluated"))).replica == "replica1-2"
-                assert machine.router.versions()["replica1-2"] == 4
-
-    run_virtually(play())
-
-
-def test_a_replica_joins_after_a_pause():
-    async def play():
-        machine = Machine("replica0", "replica1")
-        async with machine.restarting():
-            await machine.router.pause("abort")
-            machine.kill("replica0")
-            await settle()
-            assert "replica0-2" not in machine.router.states()
-            await machine.router.resume()
-            await settle()
-            assert "replica0-2" in machine.router.states()
-
-    run_virtually(play())
-
-
-def test_names_of_restarts_lead_to_the_name_in_the_plan():
-    assert first_name("replica0-12") == first_name("replica0") == "replica0"

@@ -6,8 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.async_tests import on_virtual_clock
 from tests.support.replicas import GatedReplica, handle, request, settle
@@ -57,32 +55,6 @@ async def test_new_sessions_with_one_prompt_go_to_one_replica():
     for replica in replicas:
         replica.gate.set()
     await asyncio.gather(*tasks)
-
-
-@on_virtual_clock
-async def test_new_sessions_spread_by_outstanding_tokens():
-    replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
-    router = GeneratorRouter(replicas)
-    big = asyncio.create_task(router.generate(request("big", max_tokens=100)))
-    await settle()
-    small = [asyncio.create_task(router.generate(request(f"s{i}"))) for i in range(5)]
-    await settle()
-    assert replicas[0].served == ["big"]
-    assert len(replicas[1].served) == 5
-    for replica in replicas:
-        replica.gate.set()
-    await asyncio.gather(big, *small)
-    assert router.outstanding_tokens() == {"r0": 0, "r1": 0}
-
-
-@on_virtual_clock
-async def test_a_request_that_loses_its_replica_runs_on_another():
-    dead, alive = GatedReplica("dead"), GatedReplica("alive")
-    dead.is_dead = True
-    router = GeneratorRouter([dead, alive])
-    completion = await router.generate(request("a"))
-    assert completion.replica == "alive"
-    assert router.states() == {"dead": Phase.DEAD, "alive": Phase.SERVING}
 
 
 @on_virtual_clock
@@ -152,39 +124,6 @@ async def test_trap_10_an_id_that_is_still_running_is_refused_and_not_run_twice(
         replica.gate.set()
     await first
     assert (await router.generate(request("a"))).request_id == "a"
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    events=st.lists(
-        st.tuples(st.sampled_from(["call", "cancel", "kill", "open"]), st.integers(0, 3)),
-        max_size=30,
-    )
-)
-@on_virtual_clock
-async def test_load_is_zero_once_every_call_has_ended(events):
-    replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(4)]
-    router = GeneratorRouter(replicas)
-    calls: list[asyncio.Task] = []
-    for number, (event, index) in enumerate(events):
-        if event == "call":
-            calls.append(asyncio.create_task(router.generate(request(str(number)))))
-        elif event == "cancel" and calls:
-            calls[index % len(calls)].cancel()
-        elif event == "kill":
-            replicas[index].is_dead = True
-            replicas[index].gate.set()
-        elif event == "open":
-            replicas[index].gate.set()
-        await settle()
-    for replica in replicas:
-        replica.gate.set()
-    for call in calls:
-        try:
-            await call
-        except (GenerationError, asyncio.CancelledError):
-            continue
-    assert set(router.outstanding_tokens().values()) == {0}
 
 
 @on_virtual_clock

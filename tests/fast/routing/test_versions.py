@@ -8,23 +8,8 @@ import pytest
 
 from tests.support.async_tests import on_virtual_clock
 from tests.support.replicas import GatedReplica, handle, request, settle
-from torchtitan_rl.errors import GenerationTimeoutError, WeightSyncError
+from torchtitan_rl.errors import GenerationTimeoutError
 from torchtitan_rl.routing.router import GeneratorRouter
-
-
-@on_virtual_clock
-async def test_a_hot_swap_pulls_while_requests_run():
-    replicas = [GatedReplica(f"r{i}", is_open=False) for i in range(2)]
-    router = GeneratorRouter(replicas)
-    running = [asyncio.create_task(router.generate(request(str(i)))) for i in range(4)]
-    await settle()
-    report = await router.sync_weights(handle(1), mode="hot_swap")
-    assert [r.running_at_pull for r in replicas] == [[2], [2]]
-    assert report.version == 1
-    assert report.lost == ()
-    for replica in replicas:
-        replica.gate.set()
-    await asyncio.gather(*running)
 
 
 @on_virtual_clock
@@ -44,20 +29,6 @@ async def test_a_drain_pulls_when_nothing_runs_and_holds_new_requests_meanwhile(
     assert replica.running_at_pull == [0]
     assert (await old).versions == (0,) * 4
     assert (await new).versions == (1,) * 4
-
-
-@on_virtual_clock
-async def test_a_replica_that_cannot_follow_a_sync_serves_no_more():
-    stuck, good = GatedReplica("stuck"), GatedReplica("good")
-    stuck.refuses_weights = True
-    router = GeneratorRouter([stuck, good])
-    report = await router.sync_weights(handle(1), mode="hot_swap")
-    assert report.lost == ("stuck",)
-    completions = [await router.generate(request(str(i))) for i in range(4)]
-    assert {c.replica for c in completions} == {"good"}
-    good.refuses_weights = True
-    with pytest.raises(WeightSyncError, match="no replica holds version 2"):
-        await router.sync_weights(handle(2), mode="hot_swap")
 
 
 @on_virtual_clock

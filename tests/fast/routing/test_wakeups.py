@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable
 
-import pytest
-
 from tests.support.async_tests import on_virtual_clock
 from tests.support.replicas import GatedReplica, handle, request, settle
 from torchtitan_rl.routing.clock import Condition, Wakeups
@@ -51,50 +49,6 @@ async def test_what_a_change_costs_does_not_grow_with_the_requests_that_wait() -
     assert [one.request_id for one in done] == [f"new{n}" for n in range(1024)]
     assert wakeups.num_wakes <= 1024 + 2
     assert replica.served[1024:] == [f"new{n}" for n in range(1024)]  # in order
-
-
-@on_virtual_clock
-async def test_one_check_serves_all_who_share_a_key_and_changes_that_come_together() -> None:
-    wakeups = CountedWakeups()
-    is_open = False
-    order: list[int] = []
-
-    async def wait(index: int) -> None:
-        await wakeups.until(lambda: is_open, key="door")
-        order.append(index)
-
-    tasks = [asyncio.create_task(wait(index)) for index in range(50)]
-    await settle()
-    for _ in range(3):
-        wakeups.notify()
-        wakeups.notify()
-        await settle()
-    assert (wakeups.num_checks, wakeups.num_wakes) == (3, 0)
-    tasks[7].cancel()
-    is_open = True
-    wakeups.notify()
-    await asyncio.wait(tasks)
-    assert (wakeups.num_checks, wakeups.num_wakes) == (4, 49)
-    assert order == [index for index in range(50) if index != 7]
-
-
-@on_virtual_clock
-async def test_a_condition_that_raises_raises_in_everyone_who_waits() -> None:
-    wakeups = Wakeups()
-    is_broken = False
-
-    def condition() -> bool:
-        if is_broken:
-            raise LookupError("gone")
-        return False
-
-    tasks = [asyncio.create_task(wakeups.until(condition, key="k")) for _ in range(3)]
-    await settle()
-    is_broken = True
-    wakeups.notify()
-    for task in tasks:
-        with pytest.raises(LookupError):
-            await task
 
 
 @on_virtual_clock

@@ -6,8 +6,6 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 
-import pytest
-
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.channel import Outbox
 
@@ -45,45 +43,6 @@ def test_an_urgent_message_takes_those_before_it_along_at_once() -> None:
         await asyncio.sleep(0.4)
         outbox.put(3, is_urgent=True)
         assert (await taking, now()) == ((2, 3), 0.4)
-
-    virtually(scenario)
-
-
-def test_nothing_to_take_is_an_empty_batch_in_time() -> None:
-    async def scenario(outbox: Outbox[int]) -> None:
-        assert (await outbox.take(5.0), now()) == ((), 5.0)
-        outbox.put(1)
-        assert outbox.discard(lambda one: one == 1)
-        assert not outbox.discard(lambda one: one == 1)
-        assert await outbox.take() == ()
-
-    virtually(scenario)
-
-
-def test_a_taker_that_is_cancelled_leaves_the_messages_to_the_next() -> None:
-    async def scenario(outbox: Outbox[int]) -> None:
-        outbox.put(1)
-        await outbox.take()
-        outbox.put(2)
-        taking = asyncio.create_task(outbox.take())
-        await asyncio.sleep(0.5)
-        taking.cancel()
-        await asyncio.wait({taking})
-        assert await outbox.take() == (2,)
-
-    virtually(scenario)
-
-
-def test_a_failure_ends_the_wait_and_every_later_one() -> None:
-    async def scenario(outbox: Outbox[int]) -> None:
-        taking = asyncio.create_task(outbox.take())
-        await asyncio.sleep(1)
-        outbox.fail(OSError("broken"))
-        with pytest.raises(OSError, match="broken"):
-            await taking
-        outbox.put(1)
-        with pytest.raises(OSError, match="broken"):
-            await outbox.take()
 
     virtually(scenario)
 

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
+from tests.fast.test_files import files_of_at_most
 from tests.support.agents import asked
 from tests.support.served_sessions import make
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.report import EpisodesFile
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """As on a disk with so much room, a file takes a part of what would make it longer."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_each_episode_is_a_line_with_its_session_its_reward_and_its_temperature(tmp_path):
@@ -73,18 +60,3 @@ def test_a_full_disk_loses_no_session_and_leaves_no_half_line(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["session_id"] for line in lines] == ["first", "second"]
     assert lines[1]["token_ids"] == list(report.episodes[0].token_ids)
-
-
-def test_a_line_that_a_kill_cut_off_is_gone_when_the_file_is_opened_again(tmp_path):
-    path = tmp_path / "episodes.jsonl"
-    path.write_bytes(b'{"session_id":"whole"}\n{"session_id":"to')
-
-    async def scenario():
-        with EpisodesFile(path) as file:
-            sessions = make(keep=file.write)
-            await sessions.complete(asked((1, 2), "after", max_tokens=2))
-            await sessions.close("after", 0.5)
-
-    run_virtually(scenario())
-    found = [json.loads(line)["session_id"] for line in path.read_text().splitlines()]
-    assert found == ["whole", "after"]

@@ -329,20 +329,31 @@ def test_without_a_fault_everyone_is_answered() -> None:
     assert outcome.sessions.counts()["session_unseen_turns"] >= 2
 
 
-def chosen(sites: list[Any]) -> Collection[int]:
-    """Of each site the first and the last time."""
+def chosen(sites: list[Any], times: tuple[int, ...]) -> Collection[int]:
+    """Of each site the first (0) and the last (-1) time."""
     numbers: dict[Any, list[int]] = {}
     for number, site in enumerate(sites):
         numbers.setdefault(site, []).append(number)
-    return sorted({n[i] for n in numbers.values() for i in (0, -1)})
+    return sorted({n[i] for n in numbers.values() for i in times})
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_whatever_await_fails_every_request_ends_once_and_nothing_is_left(kind: Kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "times"),
+    [
+        (Kind.RAISE, (0,)),
+        (Kind.CANCEL_WITHIN, (-1,)),
+        (Kind.CANCEL_TASK, (0,)),
+        (Kind.DELAY, (-1,)),
+        *(pytest.param(kind, (0, -1), marks=pytest.mark.soak) for kind in Kind),
+    ],
+)
+def test_whatever_await_fails_every_request_ends_once_and_nothing_is_left(
+    kind: Kind, times: tuple[int, ...]
+) -> None:
     counted = Faults(watches=watched)
     run(counted)
-    numbers = chosen(counted.sites)
-    assert len(numbers) > 45
+    numbers = chosen(counted.sites, times)
+    assert len(numbers) > 25
     for number in numbers:
         faults = Faults(watches=watched, number=number, kind=kind)
         outcome = run(faults)

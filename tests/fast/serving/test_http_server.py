@@ -105,15 +105,6 @@ def test_an_error_of_building_or_starting_is_raised_by_start() -> None:
     server.close(0.0)
 
 
-def test_a_server_that_ends_by_itself_says_so() -> None:
-    app = App()
-    with started(app) as server:
-        assert server._server is not None
-        server._server.should_exit = True
-        server._thread.join(60)
-        assert app.num_ends == 1
-
-
 def test_a_request_that_runs_at_the_end_of_the_grace_is_answered_and_not_cut() -> None:
     app = App()
     with started(app) as server:

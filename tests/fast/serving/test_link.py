@@ -9,10 +9,8 @@ import pytest
 from tests.support.async_tests import on_virtual_clock
 from tests.support.endpoints import HEALTHY, completion, ends_of, request
 from torchtitan_rl.channel import Abort, Call, CallId, End
-from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.serving.link import ControllerLink, RequestEnd, SystemStatus, ToController
-from torchtitan_rl.types import Progress, VersionRun
+from torchtitan_rl.serving.link import ControllerLink, RequestEnd, ToController
 
 
 def linked(**options: float) -> ControllerLink:
@@ -20,16 +18,6 @@ def linked(**options: float) -> ControllerLink:
     link = ControllerLink(**options)
     link.attach()
     return link
-
-
-def progress(request_id: str, start: int, *tokens: int) -> Progress:
-    return Progress(
-        request_id=request_id,
-        start=start,
-        token_ids=tokens,
-        logprobs=tuple(-1.0 for _ in tokens),
-        version_runs=(VersionRun(0, 0),),
-    )
 
 
 def end(request_id: str) -> RequestEnd:
@@ -46,38 +34,11 @@ def aborted(messages: Iterable[ToController]) -> list[CallId]:
 
 
 @on_virtual_clock
-async def test_what_clients_want_is_taken_once() -> None:
-    link = linked()
-    link.submit(request("a"))
-    link.submit(request("b", streams=True))
-    link.abort(["a"])
-    batch = await link.take()
-    assert requested(batch) == ["a", "b"]
-    assert aborted(batch) == ["a"]
-    polling = asyncio.create_task(link.take())
-    await asyncio.sleep(50.0)
-    assert not polling.done()
-    link.submit(request("c"))
-    assert requested(await polling) == ["c"]
-
-
-@on_virtual_clock
 async def test_a_command_without_an_answer_ends_at_its_deadline_and_says_what_it_was() -> None:
     link = linked()
     with pytest.raises(RefusedError, match="pause was not answered within 30 s") as raised:
         await link.command("pause", {"mode": "wait"}, timeout_s=30.0)
     assert raised.value.status == 504
-
-
-@on_virtual_clock
-async def test_the_answer_to_a_command_whose_client_is_gone_is_passed_over() -> None:
-    link = linked()
-    asked = asyncio.create_task(link.command("resume", {}))
-    (command,) = await link.take()
-    asked.cancel()
-    await asyncio.wait([asked])
-    link.deliver((End(call_id=command.call_id, result={}),))
-    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("moment", ["waiting", "on its way", "answered", "refused"])
@@ -127,58 +88,6 @@ async def test_a_controller_that_delivers_no_more_fails_everything_that_waits_fo
     assert (await ends_of(link, 1))["later"].error is not None
     with pytest.raises(RefusedError, match="does not answer"):
         await link.command("resume", {})
-
-
-@on_virtual_clock
-async def test_a_controller_that_comes_back_is_told_what_nobody_waits_for_any_more() -> None:
-    link = linked(lost_after_s=60.0)
-    link.submit(request("running"))
-    await link.take()
-    link.deliver((HEALTHY,))
-    link.submit(request("not polled"))
-    await asyncio.sleep(100.0)
-    batch = await link.take()
-    assert requested(batch) == []
-    assert set(aborted(batch)) == {"running", "not polled"}
-    assert not link.status().is_healthy
-    link.deliver(())
-    await asyncio.sleep(0)
-    assert link.status().is_healthy
-    link.submit(request("new"))
-    assert requested(await link.take()) == ["new"]
-    link.deliver((end("running"), end("new")))
-    ends = await ends_of(link, 3)
-    assert ends["running"].error is not None
-    assert ends["new"].result is not None
-
-
-@on_virtual_clock
-async def test_a_closed_link_leaves_nothing_pending() -> None:
-    link = linked()
-    link.submit(request("a"))
-    asked = asyncio.create_task(link.command("resume", {}))
-    await asyncio.sleep(0)
-    link.close()
-    link.submit(request("b"))
-    ends = await ends_of(link, 2)
-    assert {item.error.code for item in ends.values() if item.error} == {"shutting_down"}
-    with pytest.raises(RefusedError, match="shutting down"):
-        await asked
-    with pytest.raises(EndpointLostError, match="HTTP server has ended"):
-        await link.take()
-
-
-@on_virtual_clock
-async def test_the_status_is_the_last_one_delivered_with_the_gauges_of_this_process() -> None:
-    link = linked()
-    assert not link.status().is_healthy
-    link.add_gauges(lambda: {"http_requests_running": 2.0})
-    link.deliver((SystemStatus(is_healthy=True, gauges={"x": 1.0}),))
-    link.deliver(())
-    await asyncio.sleep(0)
-    status = link.status()
-    assert status.is_healthy
-    assert status.gauges == {"x": 1.0, "torchtitan_rl_http_requests_running": 2.0}
 
 
 def test_both_sides_may_live_on_threads_of_their_own() -> None:

@@ -41,17 +41,6 @@ def test_no_other_session_sees_a_response() -> None:
     assert (len(store), store.num_bytes) == (0, 0)
 
 
-def test_what_was_used_longest_ago_is_dropped_and_the_error_says_so() -> None:
-    store = ResponseStore(max_responses=3)
-    store.keep("s", response("a"), [], None)
-    store.keep("s", response("x"), [], None)
-    store.keep("s", response("b"), [], "a")
-    assert store.conversation("s", "b")  # uses a, too
-    store.keep("s", response("y"), [], None)
-    assert refusal(store, "s", "x") == (410, "response_dropped")
-    assert store.conversation("s", "b")
-
-
 @given(st.lists(st.tuples(st.integers(1, 400), st.booleans()), max_size=30))
 def test_the_bounds_hold_whatever_is_kept(turns: list[tuple[int, bool]]) -> None:
     store = ResponseStore(max_responses=5, max_bytes=12_000)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from tests.support.async_tests import on_event_loop
-from tests.support.http_driver import Client, settle
+from tests.support.http_driver import Client
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.errors import RefusedError
@@ -97,61 +95,6 @@ def test_a_reward_with_a_response_goes_to_its_branch(controller: Controller) -> 
     assert ask("POST", "/v1/sessions/a/reward", {**body, "choice": -1})[0] == 422
 
 
-def test_a_lease_whose_client_leaves_is_aborted_or_given_back() -> None:
-    lease = {"session_id": "run-1", "model": "m", "lease_s": 60.0, "problem_id": "p", "data": {}}
-
-    class Queue(Controller):
-        def __init__(self) -> None:
-            self.calls, self.begins = [], asyncio.Event()
-            self.is_aborted = False  # then what is leased meanwhile is given back by the link
-            self.leased: asyncio.Future[Mapping[str, Any]] = asyncio.Future()
-
-        async def command(
-            self, name: CommandName, arguments: Mapping[str, Any]
-        ) -> Mapping[str, Any]:
-            self.calls.append((name, dict(arguments)))
-            self.begins.set()
-            try:
-                return await self.leased if name == "problem.lease" else {}
-            except asyncio.CancelledError:
-                self.is_aborted = True
-                raise
-
-    async def outcome(num_steps: int) -> str:
-        """The client leaves so many steps of the event loop before it gets a lease."""
-        queue = Queue()
-        app = EndpointApp(FastAPI(), CONFIG, keys=KEYS, commands=queue)
-        typed = {**CLIENT, "content-type": "application/json"}
-        client = Client(app, "/v1/problems/lease", body=b'{"wait_s": 60}', headers=typed)
-        await queue.begins.wait()
-        await settle()
-        leaving = asyncio.create_task(client.leave())
-        for _ in range(num_steps):
-            await asyncio.sleep(0)
-        if not queue.leased.done():
-            queue.leased.set_result(lease)
-        await leaving
-        if queue.is_aborted:
-            assert len(queue.calls) == 1
-            return "aborted"
-        if client.status == 200:
-            assert len(queue.calls) == 1
-            return "answered"
-        unused = {"session_id": "run-1", "outcome": "unused", "cause": ""}
-        assert queue.calls[1:] == [("problem.return", unused)]
-        return "given back"
-
-    outcomes = [asyncio.run(outcome(num_steps)) for num_steps in range(20)]
-    assert set(outcomes) == {"answered", "given back", "aborted"}
-    assert outcomes == sorted(outcomes, key=["answered", "given back", "aborted"].index)
-
-
-def test_a_choice_without_its_response_closes_no_session(controller: Controller) -> None:
-    status, answer = ask("POST", "/v1/sessions/a/reward", {"reward": 1, "choice": 1})
-    assert (status, answer["error"]["code"]) == (400, "invalid_request")
-    assert controller.calls == []
-
-
 def test_a_problem_is_leased_kept_and_returned(controller: Controller) -> None:
     lease = {"session_id": "run-1", "model": "m", "lease_s": 60.0, "problem_id": "p", "data": {}}
     controller.lease = lease
@@ -198,12 +141,8 @@ def test_invalid_leases_and_loads_are_refused(path: str, body: Any, controller: 
     "body",
     [
         None,
-        {},
         {"reward": "much"},
-        {"reward": None},
         {"reward": 1, "extra": 1},
-        [1],
-        {"reward": []},
         {"reward": 1e31},
     ],
 )
@@ -239,30 +178,3 @@ def test_administration_passes_the_mode_and_needs_the_admin_key(
     for method, path in [("POST", "/pause"), ("POST", "/resume"), ("GET", "/versions")]:
         assert ask(method, "/admin" + path, None, CLIENT)[0] == 403
     assert len(controller.calls) == num_calls
-
-
-@on_event_loop
-async def test_lifespan_events_reach_the_app() -> None:
-    events = []
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        events.append("started")
-        yield
-        events.append("ended")
-
-    async def receive() -> Any:
-        return incoming.pop(0)
-
-    async def send(message: Any) -> None:
-        events.append(message["type"])
-
-    app = EndpointApp(FastAPI(lifespan=lifespan), CONFIG, keys=KEYS, commands=CONTROLLER)
-    incoming = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
-    await app({"type": "lifespan"}, receive, send)
-    assert events == [
-        "started",
-        "lifespan.startup.complete",
-        "ended",
-        "lifespan.shutdown.complete",
-    ]

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -13,11 +12,9 @@ from tests.support.endpoints import LinkedEndpoint, ends_of, request
 from tests.support.replicas import GatedReplica, handle
 from torchtitan_rl.commands.replicas import RunEndpoint, run_endpoint
 from torchtitan_rl.errors import EndpointLostError, GenerationError
-from torchtitan_rl.generation.commands import EngineCommand, Pause
 from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.config import EndpointConfig, Keys
-from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
@@ -62,35 +59,6 @@ async def test_a_service_that_has_begun_is_healthy_and_answers_requests_and_comm
 
 
 @on_virtual_clock
-async def test_an_admin_pauses_and_resumes_the_router() -> None:
-    system = parts()
-    async with system.service():
-        await system.link.command("pause", {"mode": "abort"})
-        system.link.submit(request("a"))
-        await asyncio.sleep(5.0)
-        assert all(replica.served == [] for replica in system.replicas)
-        await system.link.command("resume", {})
-        assert (await ends_of(system.link, 1))["a"].result is not None
-    system.link.close()
-
-
-@on_virtual_clock
-async def test_a_pause_that_a_resume_overtakes_is_a_conflict_and_not_a_lost_replica() -> None:
-    class Overtaken(GatedReplica):
-        async def answer(self, command: EngineCommand[Any]) -> Any:
-            if command == Pause("wait"):
-                raise GenerationError(f"{self.name}: resumed before it was paused")
-            return await super().answer(command)
-
-    system = parts(Overtaken)
-    async with system.service():
-        with pytest.raises(RefusedError, match="resumed") as caught:
-            await system.link.command("pause", {"mode": "wait"})
-        assert caught.value.status == 409
-    system.link.close()
-
-
-@on_virtual_clock
 async def test_the_status_follows_the_replicas_and_names_nothing_internal() -> None:
     system = parts()
     async with system.service():
@@ -129,38 +97,12 @@ async def test_a_service_that_ends_gives_time_and_leaves_no_request() -> None:
     system.link.close()
 
 
-@on_virtual_clock
-async def test_a_lost_endpoint_is_an_error_of_the_service_and_does_not_hold_up_its_end() -> None:
-    system = parts()
-    async with system.service() as service:
-        waiting = asyncio.create_task(service.run_until_lost())
-        await asyncio.sleep(5.0)
-        assert not waiting.done()
-        system.endpoint.is_lost = True
-        with pytest.raises(EndpointLostError):
-            await waiting
-    with pytest.raises(EndpointLostError):
-        async with system.service():
-            pass
-    system.link.close()
-
-
 @contextlib.asynccontextmanager
 async def in_a_run(system: Parts) -> AsyncIterator[RunEndpoint]:
     config, keys = EndpointConfig(model_name="m"), Keys(api="key")
     async with run_endpoint(system.endpoint, system.router, config, keys) as endpoint:
         yield endpoint
     system.link.close()
-
-
-@on_virtual_clock
-async def test_agents_of_a_run_are_told_where_the_endpoint_is() -> None:
-    system = parts()
-    async with in_a_run(system) as endpoint:
-        host = endpoint.host
-        assert (host.base_url, host.model) == (system.endpoint.base_url, "m")
-        assert host.api_key == "key"
-        assert host.loop is not asyncio.get_running_loop()
 
 
 @on_virtual_clock

@@ -11,15 +11,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
-from uvicorn import Config
-from uvicorn.server import ServerState
 
-from tests.support.async_tests import on_virtual_clock
 from tests.support.http_driver import CHAT
 from torchtitan_rl.backends.monarch.http_server import (
-    BoundedProtocol,
     ConnectionLimits,
-    Connections,
     HttpServer,
 )
 from torchtitan_rl.serving.app import EndpointApp
@@ -84,37 +79,3 @@ def test_a_client_that_does_not_read_is_cut_and_its_stream_ends(header: bytes) -
         assert server.counts() == {"http_connections": 0, "http_connections_cut_total": 1}
     server.close(0.0)
     assert served.app.counts()["http_requests_running"] == 0
-
-
-class SlowTransport(asyncio.Transport):
-    """Its other end has not read ``size`` bytes."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-        self.is_aborted = False
-
-    def get_write_buffer_size(self) -> int:
-        return self.size
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
-@on_virtual_clock
-async def test_a_client_that_reads_slowly_is_not_cut_until_it_stops() -> None:
-    transport = SlowTransport(1 << 20)
-    protocol = BoundedProtocol(
-        Connections(ConnectionLimits(head_s=1e6)),
-        config=Config(Streaming().app),
-        server_state=ServerState(),
-        app_state={},
-    )
-    protocol.connection_made(transport)
-    protocol.pause_writing()
-    for _ in range(10):
-        await asyncio.sleep(50.0)
-        transport.size -= 64 << 10
-        assert not transport.is_aborted
-    await asyncio.sleep(121.0)
-    assert transport.is_aborted

@@ -128,21 +128,6 @@ def test_a_checkpoint_that_does_not_fit_reaches_no_replica(tmp_path, config, ten
 
 
 @on_event_loop
-async def test_a_file_that_is_rewritten_after_the_check_changes_nothing(tmp_path) -> None:
-    class Rewriting(Published):
-        def publish(self, version: int, tensors: Any, **keep: Any) -> SharedMemoryHandle:
-            (new / "model.safetensors").write_bytes(b"")  # as a writer of the next one begins
-            copies = {name: tensor.clone() for name, tensor in tensors.items()}
-            return super().publish(version, copies, **keep)
-
-    tensors = {"embed": torch.full((3, 2), 5.0), "norm": torch.ones(2)}
-    new = checkpoint(tmp_path / "new", tensors=tensors)
-    parts = Rewriting()
-    await WeightLoader(parts, parts, checkpoint(tmp_path / "served")).load(str(new))
-    assert parts.tensors["embed"].tolist() == [[5.0, 5.0]] * 3
-
-
-@on_event_loop
 async def test_the_index_says_which_files_are_of_the_checkpoint(tmp_path) -> None:
     parts = Published()
     loader = WeightLoader(parts, parts, checkpoint(tmp_path / "served"))
@@ -167,17 +152,6 @@ async def test_the_index_says_which_files_are_of_the_checkpoint(tmp_path) -> Non
 
 
 @on_event_loop
-async def test_a_configuration_that_is_nested_deeply_is_a_refusal(tmp_path) -> None:
-    parts = Published()
-    loader = WeightLoader(parts, parts, checkpoint(tmp_path / "served"))
-    new = checkpoint(tmp_path / "new")
-    (new / "config.json").write_text("[" * 100_000 + "]" * 100_000)
-    answer = await refusal(loader.load(str(new)))
-    assert answer[:2] == (400, "wrong_checkpoint")
-    assert "config.json is nested too deeply" in answer[2]
-
-
-@on_event_loop
 async def test_files_that_cannot_be_read_and_lost_replicas_are_refusals(tmp_path) -> None:
     parts = Published()
     loader = WeightLoader(parts, parts, checkpoint(tmp_path / "served"))
@@ -191,17 +165,3 @@ async def test_files_that_cannot_be_read_and_lost_replicas_are_refusals(tmp_path
     parts.is_lost = True
     answer = await refusal(loader.load(str(tmp_path / "served")))
     assert answer[:2] == (503, "not_loaded")
-
-
-@on_event_loop
-async def test_one_checkpoint_is_loaded_at_a_time(tmp_path) -> None:
-    parts = Published()
-    served = checkpoint(tmp_path / "served")
-    loader = WeightLoader(parts, parts, served)
-    parts.gate.clear()
-    first = asyncio.create_task(loader.load(str(served)))
-    while not parts.tensors:
-        await asyncio.sleep(0.001)
-    assert (await refusal(loader.load(str(served))))[:2] == (409, "loading")
-    parts.gate.set()
-    assert (await first)["version"] == 1

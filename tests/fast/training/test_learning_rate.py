@@ -13,8 +13,3 @@ def factors(config: OptimizerConfig, max_steps: int) -> list[float]:
 def test_the_learning_rate_warms_up_stays_and_decays_over_the_last_steps() -> None:
     config = OptimizerConfig(warmup_steps=2, decay_steps=3, min_lr_factor=0.2)
     assert factors(config, 7) == [0.5, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4]
-
-
-def test_without_warm_up_and_decay_the_learning_rate_is_constant_even_after_the_end() -> None:
-    assert factors(OptimizerConfig(), 3) == [1.0, 1.0, 1.0]
-    assert OptimizerConfig().learning_rate_factor(99, 3) == 1.0

@@ -10,7 +10,6 @@ import torch
 from tests.support.loss_tokens import loss_of, make_tokens
 from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.training.losses import loss_metrics
-from torchtitan_rl.training.losses.metrics import AGE_BUCKETS
 
 
 def test_each_age_has_its_own_ratio_clipping_masking_kl_difference_and_effective_share() -> None:
@@ -47,13 +46,6 @@ def test_each_age_has_its_own_ratio_clipping_masking_kl_difference_and_effective
         "ratio_max": 6.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-
-
-def test_an_age_without_tokens_is_left_out() -> None:
-    output, _ = loss_of(make_tokens([1.0], [1.0], ages=[2]), LossConfig())
-    metrics = loss_metrics(output.sums, output.maxima, num_trained=1)
-    ages = {name.split("/")[0] for name in metrics if "/" in name}
-    assert ages == {AGE_BUCKETS[2]}
 
 
 def test_ratios_that_underflow_leave_no_effective_sample() -> None:

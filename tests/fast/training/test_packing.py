@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,20 +102,6 @@ def test_each_trained_token_has_the_set_it_was_sampled_from(cut: list[bool], see
     sets = [WHOLE_VOCABULARY if number < 0 else batch.kept_sets[number] for number in numbers]
     assert sets == wanted
     assert len(set(batch.kept_sets)) == len(batch.kept_sets)
-
-
-def test_an_episode_with_fields_of_different_lengths_is_refused() -> None:
-    broken = Episode(
-        rollout_id="r7",
-        group_id="g",
-        token_ids=(1, 2),
-        loss_mask=(False,),
-        logprobs=(0.0, 0.0),
-        advantages=(0.0, 0.0),
-        versions=(-1, -1),
-    )
-    with pytest.raises(ValueError, match="rollout r7"):
-        pack_episodes([broken], row_len=8, temperature=1.0)
 
 
 def test_tokens_with_nonfinite_behaviour_logprobs_are_masked_and_counted() -> None:

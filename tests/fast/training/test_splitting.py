@@ -43,12 +43,6 @@ def test_minibatches_are_whole_groups_of_about_one_number_and_each_token_is_in_o
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
 
 
-def test_each_version_has_an_order_of_its_own():
-    batch = batch_of([1] * 16)
-    orders = [minibatches(batch, batch.loss_mask, 2, seed=(7, v))[0].tolist() for v in range(4)]
-    assert len({tuple(order) for order in orders}) == 4
-
-
 def test_groups_without_a_token_to_train_on_have_no_minibatch():
     batch = batch_of([1, 1, 1])
     selected = trained_mask(batch) & (batch.episode_ids == 2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.episodes import batch_of, branching_episodes, make_episode
 from torchtitan_rl.token_sets import pack_kept
 from torchtitan_rl.training.batch import TrainingBatch, predicted_mask, trained_mask
-from torchtitan_rl.training.packing import Share, cut, num_rows, rank_share
+from torchtitan_rl.training.packing import Share, cut, rank_share
 from torchtitan_rl.training.trees import Microbatch, SortedEpisodes, lay_out, padded, sort_episodes
 from torchtitan_rl.types import Episode, KeptRun
 
@@ -115,16 +115,6 @@ def test_each_distinct_prefix_that_an_entry_needs_is_computed_once(episodes: lis
     assert share.num_computed == len(set(prefixes))
 
 
-@given(episodes=branching_episodes(max_len=MAX_LEN))
-def test_without_sharing_every_episode_is_a_tree_of_its_own(episodes: list[Episode]) -> None:
-    (share,) = shares(batch_of(episodes, row_len=MAX_LEN), max_tokens=1000, on=False)
-    assert share.num_computed == share.num_needed
-    for part in share.parts:
-        has_root = part.position_ids_T == 0
-        same = has_root.cumsum()[:, None] == has_root.cumsum()[None]
-        assert np.array_equal(visible(part), np.tril(same))
-
-
 @given(
     episodes=branching_episodes(max_len=MAX_LEN, max_episodes=20),
     spare=st.integers(0, 30),
@@ -154,21 +144,6 @@ def test_ranks_get_equally_many_microbatches_none_too_large_and_together_every_e
         assert 0.0 <= first.shared_share < 1.0
 
 
-@given(episodes=branching_episodes(max_len=MAX_LEN), chance=st.randoms(use_true_random=False))
-def test_the_trees_do_not_depend_on_the_order_of_the_episodes(
-    episodes: list[Episode], chance: object
-) -> None:
-    other = list(episodes)
-    chance.shuffle(other)  # type: ignore[attr-defined]
-    first, second = (
-        shares(batch_of(each, row_len=MAX_LEN), max_tokens=30)[0] for each in (episodes, other)
-    )
-    for one, two in zip(first.parts, second.parts, strict=True):
-        assert np.array_equal(one.token_ids_T, two.token_ids_T)
-        assert np.array_equal(one.subtree_end_T, two.subtree_end_T)
-        assert np.array_equal(one.predecessors_E, two.predecessors_E)
-
-
 @settings(max_examples=50)
 @given(
     episodes=branching_episodes(max_len=MAX_LEN),
@@ -196,18 +171,6 @@ def test_a_tree_is_cut_only_where_it_is_larger_than_the_limit(
             assert before.stop == after.start
 
 
-@given(episodes=branching_episodes(max_len=MAX_LEN), ends=st.tuples(*[st.integers(0, 12)] * 2))
-def test_rows_of_logits_of_consecutive_members_are_counted_exactly(
-    episodes: list[Episode], ends: tuple[int, int]
-) -> None:
-    batch = batch_of(with_sets(episodes), row_len=MAX_LEN)
-    members = sort_episodes(batch, predicted_mask(batch), share_prefixes=True)
-    start, stop = (min(end, len(members.lengths)) for end in sorted(ends))
-    if members.rows_before is not None:
-        piece = range(start, stop)
-        assert num_rows(members, piece) == rows_of_members(batch, members, piece)
-
-
 def test_siblings_with_the_same_tokens_from_many_sets_are_bounded_by_their_rows_of_logits() -> None:
     """Eight that compute ten tokens together, and read ten rows of logits each."""
     tokens = list(range(11))
@@ -233,22 +196,6 @@ def test_siblings_whose_tree_is_too_large_share_their_stem_in_every_microbatch()
     (share,) = shares(batch_of(answers, row_len=128), max_tokens=150)
     assert [len(part.token_ids_T) for part in share.parts] == [150, 150, 150, 110]
     assert share.num_needed == 16 * 110
-
-
-def test_a_large_tree_is_cut_where_the_parts_share_least() -> None:
-    """Two groups with a system prompt of 10: cut between the groups, not inside of one."""
-    system, length = list(range(10)), 20
-    groups = [
-        make_episode(
-            [*system, *[50 + g] * length, *[100 + 10 * g + i] * 3], [i == 32 for i in range(33)]
-        )
-        for g in range(2)
-        for i in range(3)
-    ]
-    batch = batch_of(groups, row_len=64)
-    members = sort_episodes(batch, trained_mask(batch), share_prefixes=True)
-    assert cut(members, 60) == [range(3), range(3, 6)]
-    assert cut(members, 100) == [range(6)]
 
 
 def test_padding_is_trees_of_one_token() -> None:

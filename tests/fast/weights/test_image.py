@@ -78,21 +78,6 @@ def test_parts_of_several_writers_make_the_same_image() -> None:
     assert torch.equal(image, make_image(tensors))
 
 
-def test_parts_are_converted_to_the_type_that_is_published() -> None:
-    tensor = torch.randn(4)
-    part = TensorPart(shape=tensor.shape, dtype=torch.bfloat16, offset=(0,), local=tensor)
-    layout = plan_image({"w": part.whole()}, version=3)
-    image = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    write_header(layout, image)
-    write_parts(layout, {"w": part}, image)
-    assert torch.equal(read_image(image, 3)["w"], tensor.bfloat16())
-
-
-def test_all_versions_of_a_policy_have_one_size() -> None:
-    sizes = {plan_image({"w": torch.zeros(3)}, version).num_bytes for version in (0, 9, 10, 10**19)}
-    assert len(sizes) == 1
-
-
 def test_the_safetensors_library_reads_the_image(tmp_path: Path) -> None:
     tensors = odd_tensors()
     path = tmp_path / "image.safetensors"

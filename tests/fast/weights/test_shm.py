@@ -1,5 +1,4 @@
 import errno
-import gc
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights import shm, shm_cleanup
 from torchtitan_rl.weights.image import plan_image, read_image, write_image
 from torchtitan_rl.weights.shm import SegmentReader, SegmentWriter, SharedMemoryPublisher
@@ -64,19 +62,6 @@ def test_a_kept_version_stays_readable_until_it_is_kept_no_longer(tmp_path: Path
     assert files_under(tmp_path / "shm") == ["v4.safetensors", "v5.safetensors"]
 
 
-def test_a_publishing_that_fails_leaves_the_current_and_the_kept_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher = make_publisher(tmp_path)
-    for version in range(3):
-        publisher.publish(version, weights(version), keep=frozenset({0}))
-    with monkeypatch.context() as patch:
-        patch.setattr(shm.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
-        with pytest.raises(WeightSyncError, match="cannot be published"):
-            publisher.publish(3, larger_weights(3), keep=frozenset({0}))
-    assert files_under(tmp_path) == ["v0.safetensors", "v2.safetensors"]
-
-
 def test_while_a_version_is_written_only_the_current_one_is_there_and_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,16 +108,6 @@ def test_only_memory_without_readers_is_written_again(tmp_path: Path) -> None:
     assert torch.equal(held, before)
 
 
-def test_a_view_of_what_was_read_keeps_its_memory_from_being_written_again(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
-    path = Path(publisher.publish(0, weights(0)).path)
-    inode = path.stat().st_ino
-    view = SegmentReader().image(path)[-4:].view(torch.float32)
-    publisher.publish(1, weights(1))
-    assert Path(publisher.publish(2, weights(2)).path).stat().st_ino != inode
-    assert view.item() == 0.0
-
-
 def test_a_released_version_cannot_be_read_under_its_old_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,38 +127,6 @@ def test_a_released_version_cannot_be_read_under_its_old_name(
         patch.setattr(shm.fcntl, "flock", publish_then_lock)
         with pytest.raises(FileNotFoundError):
             SegmentReader().image(path)
-
-
-def test_a_file_that_is_being_written_again_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reader that opened the file just before, and locks it while it is written."""
-    publisher = make_publisher(tmp_path)
-    path = Path(publisher.publish(0, weights(0)).path)
-    publisher.publish(1, weights(1))
-    write = shm.write_image
-    with path.open("rb") as reader:
-
-        def lock_while_written(*args: object) -> None:
-            with pytest.raises(BlockingIOError):
-                shm.fcntl.flock(reader, shm.fcntl.LOCK_SH | shm.fcntl.LOCK_NB)
-            write(*args)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(shm, "write_image", lock_while_written)
-        publisher.publish(2, weights(2))
-
-
-def test_memory_outside_of_shared_memory_is_not_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher = make_publisher(tmp_path)
-    fill_shared_memory(monkeypatch)
-    taken = []
-    monkeypatch.setattr(shm.Segment, "take_back", lambda *args: taken.append(args) or True)
-    for version in range(3):
-        publisher.publish(version, weights(version))
-    assert taken == []
-    assert files_under(tmp_path / "run") == ["v1.safetensors", "v2.safetensors"]
 
 
 def test_another_process_writes_into_memory_that_readers_find_only_once_it_is_complete(
@@ -241,33 +184,6 @@ def test_room_that_is_taken_between_check_and_write_falls_back_too(
     assert Path(handle.path).exists()
 
 
-def test_a_version_published_again_in_the_other_place_exists_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher = make_publisher(tmp_path)
-    publisher.publish(0, weights(0))
-    fill_shared_memory(monkeypatch)
-    publisher.publish(0, weights(1))
-    assert files_under(tmp_path / "shm") == []
-    assert files_under(tmp_path / "run") == ["v0.safetensors"]
-
-
-def test_no_room_anywhere_names_both_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher = make_publisher(tmp_path)
-    monkeypatch.setattr(shm.shutil, "disk_usage", lambda root: Usage(1, 1, 0))
-    with pytest.raises(WeightSyncError, match=r"version 7 cannot be published: .*shm: .*run: "):
-        publisher.publish(7, weights(0))
-
-
-def test_close_removes_everything(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
-    publisher.publish(0, weights(0))
-    publisher.close()
-    assert list((tmp_path / "shm").iterdir()) == []
-
-
 def test_only_folders_of_dead_processes_are_removed_at_start(tmp_path: Path) -> None:
     publisher = make_publisher(tmp_path)
     mine = Path(publisher.publish(0, weights(0)).path).parent
@@ -316,14 +232,6 @@ def test_files_of_a_killed_publisher_are_removed_without_any_later_run(tmp_path:
         time.sleep(0.01)
 
 
-def test_the_guard_leaves_the_folders_of_a_live_publisher_alone(tmp_path: Path) -> None:
-    """Also after its object was collected: readers of its process still have paths."""
-    path = Path(make_publisher(tmp_path).publish(0, weights(0)).path)
-    gc.collect()
-    publish_and_wait_for_a_kill(tmp_path)
-    assert SegmentReader().image(path).numel() > 0
-
-
 def test_if_the_guard_was_killed_too_the_next_command_cleans_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +261,3 @@ def test_of_another_container_only_unlocked_folders_are_removed(tmp_path: Path) 
     os.close(lock)
     assert remove_leftovers(tmp_path) == [live]
     assert list(tmp_path.iterdir()) == [new]
-
-
-def test_no_other_user_can_know_the_folder_before_it_is_there() -> None:
-    assert shm_cleanup.folder_name("run") != shm_cleanup.folder_name("run")
