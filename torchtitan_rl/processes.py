@@ -307,7 +307,7 @@ async def run_command(
     with ours:
         ours.setblocking(False)
         running = _run(argv, ours, theirs, timeout_s, cwd, env, stdin, max_output_bytes)
-        return await uninterrupted(running, on_cancel=lambda: _hang_up(ours))
+        return await uninterrupted(running, on_cancel=lambda: hang_up(ours))
 
 
 async def _run(
@@ -342,7 +342,7 @@ async def _run(
     )
     reporting = asyncio.ensure_future(_report(ours))  # ends when the shim has
     timed_out = not (await asyncio.wait([reporting], timeout=timeout_s))[0]
-    _hang_up(ours)
+    hang_up(ours)
     pid, kind, value = await reporting
     if not kind and pid:  # the shim was killed: kill at least the program's process group
         with suppress(OSError):
@@ -367,8 +367,9 @@ async def _run(
     )
 
 
-def _hang_up(link: socket.socket) -> None:
-    """Tell the shim to kill everything; harmless when it has ended."""
+def hang_up(link: socket.socket) -> None:
+    """Tell who watches a program, at the other end, to kill all of it; harmless when that has
+    ended."""
     with suppress(OSError):
         link.shutdown(socket.SHUT_WR)
 

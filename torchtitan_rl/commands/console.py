@@ -44,15 +44,36 @@ from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def run_command(work: Callable[[StopSignals], Coroutine[Any, Any, int]], *, log_dir: Path) -> int:
-    """Run ``work``, which starts processes, with asyncio, and return its exit code. It handles
-    signals, and only its own messages reach the console. Call it last."""
+def run_command(
+    work: Callable[[StopSignals], Coroutine[Any, Any, int | None]],
+    *,
+    log_dir: Path,
+    when_stopped: str = "",
+) -> int:
+    """Run ``work``, which starts processes, with asyncio. Only its own messages reach the console.
+    Call it last.
+
+    Returns its exit code, or that of the error that it raised. Where a signal stopped it (it was
+    cancelled, or returned None) that of the signal, after a line with ``when_stopped``.
+    """
     divert_libraries(log_dir / "controller.log")
 
     async def main() -> int:
         signals = StopSignals()
         signals.install()
-        return await work(signals)
+        exit_code: int | None = None
+        try:
+            exit_code = await work(signals)
+        except asyncio.CancelledError:
+            if not signals.received:
+                raise
+        except Exception as error:
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            return print_error(error)
+        if exit_code is None and when_stopped:
+            print(f"stopped by {signals.name}; {when_stopped}", file=sys.stderr)
+        return signals.exit_code if exit_code is None else exit_code
 
     exit_code = asyncio.run(main())
     after_last_message(exit_code)

@@ -29,7 +29,7 @@ from torchtitan_rl.audit.env import (
     settled,
 )
 from torchtitan_rl.bounds import Positive, PositiveFloat
-from torchtitan_rl.commands.console import StopSignals, print_error, run_command
+from torchtitan_rl.commands.console import StopSignals, run_command
 from torchtitan_rl.commands.replicas import Replicas
 from torchtitan_rl.config.checks import field_errors
 from torchtitan_rl.config.evaluate import prepare_generation
@@ -43,6 +43,7 @@ from torchtitan_rl.config.prepare import (
 )
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.rollout.run import EnvironmentFactory
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 
@@ -115,56 +116,38 @@ async def _with_script(
 ) -> int:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(prepared.policy_dir)
-    config = prepared.config
-    scripted = _scripted(tokenizer, options, prepared)
-    checker = EnvChecker(
-        environment=environment_factory(
-            config.task, tokenizer=tokenizer, limits=config.rollout, host=None
-        ),
+    tokenizer, config = AutoTokenizer.from_pretrained(prepared.policy_dir), prepared.config
+    environment = environment_factory(
+        config.task, tokenizer=tokenizer, limits=config.rollout, host=None
+    )
+    return await _show(_checker(options, prepared, tokenizer, environment), problems, options)
+
+
+async def _with_replica(
+    options: EnvCheckConfig, prepared: PreparedRun, problems: Sequence[Problem], _: StopSignals
+) -> int:
+    async with Replicas(prepared) as replicas:
+        found = await replicas.use(prepared.policy_dir)
+        checker = _checker(options, prepared, found.tokenizer, found.environment())
+        checker = replace(checker, generate=found.router.generate)
+        return await found.run(_show(checker, problems, options))
+
+
+def _checker(
+    options: EnvCheckConfig, prepared: PreparedRun, tokenizer: Any, environment: EnvironmentFactory
+) -> EnvChecker:
+    config, vocab_size = prepared.config, read_architecture(prepared.policy_dir).vocab_size
+    scripted = ScriptedPolicy(tokenizer, options.say, vocab_size=vocab_size)
+    return EnvChecker(
+        environment=environment,
         limits=config.rollout,
         rubric=config.task.rubric(),
         generate=scripted,
         scripted=scripted,
-        decode=_decoder(tokenizer),
+        decode=lambda tokens: tokenizer.decode(list(tokens)),
         seed=config.seed,
         max_block_s=options.max_block_ms / 1000,
     )
-    return await _show(checker, problems, options)
-
-
-def _scripted(tokenizer: Any, options: EnvCheckConfig, prepared: PreparedRun) -> ScriptedPolicy:
-    vocab_size = read_architecture(prepared.policy_dir).vocab_size
-    return ScriptedPolicy(tokenizer, options.say, vocab_size=vocab_size)
-
-
-async def _with_replica(
-    options: EnvCheckConfig,
-    prepared: PreparedRun,
-    problems: Sequence[Problem],
-    signals: StopSignals,
-) -> int:
-    config = prepared.config
-    try:
-        async with Replicas(prepared) as replicas:
-            generation = await replicas.use(prepared.policy_dir)
-            checker = EnvChecker(
-                environment=generation.environment(),
-                limits=config.rollout,
-                rubric=config.task.rubric(),
-                generate=generation.router.generate,
-                scripted=_scripted(generation.tokenizer, options, prepared),
-                decode=_decoder(generation.tokenizer),
-                seed=config.seed,
-                max_block_s=options.max_block_ms / 1000,
-            )
-            return await generation.run(_show(checker, problems, options))
-    except asyncio.CancelledError:
-        if not signals.received:
-            raise
-        return signals.exit_code
-    except Exception as error:
-        return print_error(error)
 
 
 async def _show(checker: EnvChecker, problems: Sequence[Problem], options: EnvCheckConfig) -> int:
@@ -212,7 +195,3 @@ def _conclude(findings: Sequence[Finding], allowed: Sequence[Mistake]) -> int:
         print("nothing wrong was found")
         return 0
     return 1
-
-
-def _decoder(tokenizer: Any) -> Any:
-    return lambda tokens: tokenizer.decode(list(tokens))

@@ -73,7 +73,9 @@ def main(words: Sequence[str]) -> int:
             write_identity(prepared)
         except OSError as error:
             raise unwritable(prepared.folder, error) from error
-        return run_command(partial(_run, prepared), log_dir=log_dir)
+        return run_command(
+            partial(_run, prepared), log_dir=log_dir, when_stopped="the same command continues"
+        )
 
 
 def _describe(prepared: PreparedEvaluation) -> str:
@@ -130,7 +132,7 @@ class _Cell:
         return sum(len(group.rollouts) for group in self.groups)
 
 
-async def _run(prepared: PreparedEvaluation, signals: StopSignals) -> int:
+async def _run(prepared: PreparedEvaluation, _: StopSignals) -> int:
     progress: Console | None = None
     try:
         cells = await asyncio.to_thread(_cells, prepared)
@@ -152,15 +154,6 @@ async def _run(prepared: PreparedEvaluation, signals: StopSignals) -> int:
         if evaluated:
             exit_code = _report(prepared, evaluated)
         return max(map(print_error, lost.values())) if lost else exit_code
-    except asyncio.CancelledError:
-        if not signals.received:
-            raise
-        print(f"stopped by {signals.name}; the same command continues", file=sys.stderr)
-        return signals.exit_code
-    except Exception as error:
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        return print_error(error)
     finally:
         if progress is not None:
             progress.close()

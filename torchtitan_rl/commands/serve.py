@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from torchtitan_rl.aio import first_of
-from torchtitan_rl.commands.console import DryRun, StopSignals, print_error, run_command
+from torchtitan_rl.commands.console import DryRun, StopSignals, run_command
 from torchtitan_rl.commands.replicas import served
 from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.config.prepare import PreparedServe, ServeConfig, prepare_serve
@@ -40,19 +40,9 @@ def main(words: Sequence[str]) -> int:
         return dry_run.show(prepared.describe(), prepared.document())
     log_dir = prepared.config.log_dir
     log_dir.mkdir(parents=True, exist_ok=True)
-    return run_command(partial(_run, prepared), log_dir=log_dir)
-
-
-async def _run(prepared: PreparedServe, signals: StopSignals) -> int:
-    try:
-        await _serve(prepared, signals)
-    except asyncio.CancelledError:
-        if not signals.received:
-            raise
-    except Exception as error:
-        return print_error(error)
-    print(f"stopped by {signals.name}; logs are in {prepared.config.log_dir}", file=sys.stderr)
-    return signals.exit_code
+    return run_command(
+        partial(_serve, prepared), log_dir=log_dir, when_stopped=f"logs are in {log_dir}"
+    )
 
 
 async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:

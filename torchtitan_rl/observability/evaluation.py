@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+_QUANTILE = 0.975  # of intervals at 95 %
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
     """A mean with its confidence interval."""
@@ -40,7 +43,7 @@ class Interval:
     high: float
 
 
-def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval | None:
+def mean_interval(values: Sequence[float]) -> Interval | None:
     """Student's interval: mean ± t sqrt(s² / n), with the t of n - 1 degrees of freedom (Student,
     "The Probable Error of a Mean", 1908). None for fewer than two values, which have no spread.
 
@@ -50,7 +53,7 @@ def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Inter
     if len(values) < 2:
         return None
     mean = fmean(values)
-    t = t_quantile(0.5 + confidence / 2, degrees=len(values) - 1)
+    t = t_quantile(_QUANTILE, degrees=len(values) - 1)
     half = t * stdev(values) / math.sqrt(len(values))
     return Interval(mean=mean, low=mean - half, high=mean + half)
 
@@ -85,9 +88,7 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-def share_interval(
-    values: Sequence[float], *, size: int, confidence: float = 0.95
-) -> Interval | None:
+def share_interval(values: Sequence[float], *, size: int) -> Interval | None:
     """The mean of shares between 0 and 1, one a problem, with Wilson's score interval (Wilson,
     "Probable Inference, the Law of Succession, and Statistical Inference", 1927). None for fewer
     than two values, which have no spread.
@@ -103,7 +104,7 @@ def share_interval(
     mean, number = fmean(values), float(len(values))
     if sample_variance := variance(values):
         number = min(mean * (1 - mean) * number / sample_variance, size)
-    t2 = t_quantile(0.5 + confidence / 2, degrees=len(values) - 1) ** 2
+    t2 = t_quantile(_QUANTILE, degrees=len(values) - 1) ** 2
     middle = (mean + t2 / (2 * number)) / (1 + t2 / number)
     spread = mean * (1 - mean) / number + t2 / (4 * number**2)
     half = math.sqrt(t2 * spread) / (1 + t2 / number)

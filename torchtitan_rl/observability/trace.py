@@ -395,7 +395,6 @@ def read_new(
     offsets: Mapping[str, int],
     *,
     patterns: Sequence[str],
-    max_piece_bytes: int = MAX_PIECE_BYTES,
     max_behind_bytes: int = MAX_BEHIND_BYTES,
 ) -> list[FilePiece]:
     """Read what the files of ``folder`` have after ``offsets`` (by name; 0 for new ones)."""
@@ -407,7 +406,7 @@ def read_new(
                 behind = file.seek(0, 2) - offset
                 skipped = max(0, behind - max_behind_bytes)
                 file.seek(offset + skipped)
-                data = file.read(max_piece_bytes)
+                data = file.read(MAX_PIECE_BYTES)
         except FileNotFoundError:
             continue  # it was removed just now
         if data:

@@ -34,6 +34,7 @@ from weakref import WeakKeyDictionary
 
 from torchtitan_rl.aio import uninterrupted
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
+from torchtitan_rl.processes import hang_up
 
 Isolation = Literal["namespaces", "landlock", "limits"]
 
@@ -214,7 +215,7 @@ class Sandbox:
                     zygote.send(theirs, json.dumps(prepared).encode())
                 ours.setblocking(False)
                 answer = await uninterrupted(
-                    _exchange(ours, request), on_cancel=lambda: _hang_up(ours)
+                    _exchange(ours, request), on_cancel=lambda: hang_up(ours)
                 )
         if answer is None:
             if not zygote.is_alive():
@@ -356,9 +357,3 @@ async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, A
     if "error" in answer:
         raise SandboxError(answer["error"])
     return answer
-
-
-def _hang_up(link: socket.socket) -> None:
-    """Make the keeper kill everything; harmless when it has ended."""
-    with contextlib.suppress(OSError):
-        link.shutdown(socket.SHUT_WR)

@@ -38,6 +38,7 @@ from torchtitan_rl.serving.report import (
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
 _DRIVEN = "torchtitan-rollout-"  # begins the ids of driven sessions, which clients cannot open
+MAX_SESSIONS = 10_000  # that are open at once
 MAX_ENDED = 100_000  # ended sessions that are remembered
 MAX_HELD_TOKENS = 1 << 24  # of the prompts and completions of one session; about 0.6 GB
 MAX_TOTAL_TOKENS = 1 << 26  # of all open sessions together; about 2.5 GB
@@ -119,7 +120,6 @@ class Sessions:
         router: GeneratorRouter,
         *,
         timeout_s: float = 600.0,
-        max_sessions: int = 10_000,
         max_held_tokens: int = MAX_HELD_TOKENS,
         max_total_tokens: int = MAX_TOTAL_TOKENS,
         keep: Callable[[SessionReport], None] | None = None,
@@ -129,7 +129,6 @@ class Sessions:
         self._max_held_tokens = max_held_tokens
         self._budget = TokenBudget(max_total_tokens)
         self._timeout_s = timeout_s
-        self._max_sessions = max_sessions
         self._open: dict[str, _Session] = {}
         self._ended: OrderedDict[str, SessionReport] = OrderedDict()
         self._counts = SessionCounts()
@@ -288,7 +287,7 @@ class Sessions:
         session = _Session(session_id, driver=driver)
         if driver is None:
             self._budget.require(num_tokens)
-            if len(self._open) >= self._max_sessions:
+            if len(self._open) >= MAX_SESSIONS:
                 message = f"{len(self._open)} sessions are open: close some, or try again later"
                 raise RefusedError(429, "too_many_sessions", message)
             session.recording = SessionRecording(
