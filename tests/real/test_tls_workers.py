@@ -12,10 +12,10 @@ import pytest
 
 from tests.real.runs import ROOT, TINY
 from torchtitan_rl.commands import cli
+from torchtitan_rl.commands.attaching import probe_errors
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.interfaces import free_port
 from torchtitan_rl.launch.keys import create
-from torchtitan_rl.launch.probe import probe_errors
 
 CLI = (sys.executable, "-m", "torchtitan_rl.commands.cli")
 

@@ -45,8 +45,8 @@ from torchtitan_rl.config.run import File, output_file_errors
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
 from torchtitan_rl.generation.config import EngineConfig, GeneratorConfig
 from torchtitan_rl.generation.engine import MAX_SEED
+from torchtitan_rl.launch.interfaces import listen_privately
 from torchtitan_rl.launch.own_user import use_private_folder
-from torchtitan_rl.launch.process_groups import listen_privately
 from torchtitan_rl.orchestration.config import MAY_BE_GREEDY
 from torchtitan_rl.rollout.rendering import make_renderer
 from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams

@@ -6,6 +6,12 @@ asks for no key (gloo, torch's TCP stores, uvloop) gets only the connections tha
 Invariant: of a connection that another user of this machine has opened no byte is read. Those from
 other machines are not looked at.
 
+A C function is replaced in what one loaded library calls: `replace_call`. A shared library calls
+the functions of others through a table of its own, its global offset table, which the loader has
+filled in. Another address there changes what this library calls, and nothing else in the process.
+Linux on 64-bit machines, whose format this reads:
+https://refspecs.linuxfoundation.org/elf/gabi4+/ch5.dynamic.html
+
 A temporary folder that no other user of the machine can enter: `use_private_folder`.
 
 torch, vLLM and Monarch put sockets, locks and caches into the temporary folder, some under names
@@ -18,18 +24,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import ipaddress
+import mmap
 import os
 import socket
 import struct
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from torchtitan_rl.launch.c_functions import libc, replace_call
 from torchtitan_rl.weights.shm_cleanup import FolderGuard
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # proc_net_tcp(5), of all users
@@ -42,6 +49,8 @@ _KIND = struct.Struct("=4xH")
 _ERROR = struct.Struct("=16xi")  # nlmsgerr
 _ANSWER = struct.Struct("=17xB62xI")  # of inet_diag_msg: state and user
 _Size = ctypes.c_uint32
+
+libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def accept_own_user(library: str, *names: str) -> None:
@@ -152,6 +161,67 @@ _FUNCTIONS = {
     "accept": ctypes.CFUNCTYPE(*_ACCEPT, use_errno=True)(_accept4),
     "accept4": ctypes.CFUNCTYPE(*_ACCEPT, ctypes.c_int, use_errno=True)(_accept4),
 }
+
+
+_END_TAG, _STRINGS, _SYMBOLS = 0, 5, 6  # tags of the dynamic section
+_RELOCATIONS = ((7, 8), (23, 2))  # of relocations: address and size
+_NUM_WITHOUT_SYMBOL = 0x6FFFFFF9  # how many at the beginning of the first one have none
+_SYMBOL_BYTES = _RELOCATION_BYTES = 24
+_READ_WRITE = 3  # mprotect(2)
+_Word = ctypes.c_size_t
+
+
+def replace_call(library: str, name: str, function: Any) -> Callable[[], None]:
+    """Have a library call ``function``, made with `ctypes.CFUNCTYPE`, instead of the C function
+    ``name``; returns what undoes it.
+
+    Raises:
+        OSError: there is no such library, it calls no such function, or its table cannot be
+            written.
+    """
+    slots = list(_slots(ctypes.CDLL(library), name.encode()))
+    if not slots:
+        raise OSError(f"{library} does not call {name}")
+    before = [slot.value for slot in slots]
+    for slot in slots:
+        page = ctypes.addressof(slot) & -mmap.PAGESIZE
+        if libc.mprotect(ctypes.c_void_p(page), _Word(mmap.PAGESIZE), _READ_WRITE) != 0:
+            raise OSError(ctypes.get_errno(), f"the calls of {library} cannot be replaced")
+        slot.value = ctypes.cast(function, ctypes.c_void_p).value or 0
+    _kept.append(function)  # which native code may call from now on
+
+    def undo() -> None:
+        for slot, address in zip(slots, before, strict=True):
+            slot.value = address
+
+    return undo
+
+
+_kept: list[Any] = []
+
+
+def _slots(library: ctypes.CDLL, name: bytes) -> Iterator[Any]:
+    """The places in the tables of a library that hold the address of a function."""
+    base, _, section = (_Word * 3).from_address(library._handle)  # glibc's struct link_map
+    dynamic = dict(_entries(section))
+    for number, (table, size) in enumerate(_RELOCATIONS):
+        relocations = range(0, dynamic.get(size, 0), _RELOCATION_BYTES)
+        for place in relocations[0 if number else dynamic.get(_NUM_WITHOUT_SYMBOL, 0) :]:
+            relocation = dynamic[table] + place
+            offset, info = (_Word * 2).from_address(relocation)
+            symbol = dynamic[_SYMBOLS] + _SYMBOL_BYTES * (info >> 32)
+            name_offset = ctypes.c_uint32.from_address(symbol).value
+            if name_offset and ctypes.string_at(dynamic[_STRINGS] + name_offset) == name:
+                yield _Word.from_address(base + offset)
+
+
+def _entries(section: int) -> Iterator[tuple[int, int]]:
+    while True:
+        tag, value = (_Word * 2).from_address(section)
+        if tag == _END_TAG:
+            return
+        yield tag, value
+        section += 2 * ctypes.sizeof(_Word)
 
 
 _VARIABLE = "TORCHTITAN_RL_TMPDIR"

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.launch.addresses import Address
-from torchtitan_rl.launch.interfaces import interface_towards
+from torchtitan_rl.launch.interfaces import interface_towards, listen_privately
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
-from torchtitan_rl.launch.process_groups import listen_privately
 
 OWN = Address.parse("tcp://127.0.0.1:26600")
 WATCHDOG = "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT"

@@ -13,7 +13,7 @@ from tests.support.other_user import as_other_user, listening_sockets, needs_roo
 
 _RANK = """
 import os, sys
-from torchtitan_rl.launch.process_groups import listen_privately, take_port
+from torchtitan_rl.launch.interfaces import listen_privately, take_port
 
 rank, *port = sys.argv[1:]
 if rank == "0":

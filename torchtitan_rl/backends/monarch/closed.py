@@ -51,8 +51,7 @@ class MonarchFinder:
 
 class _Loader(ExtensionFileLoader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        from torchtitan_rl.launch.c_functions import libc, replace_call
-        from torchtitan_rl.launch.own_user import use_private_folder
+        from torchtitan_rl.launch.own_user import libc, replace_call, use_private_folder
 
         folder = os.fsencode(use_private_folder())
         os.environ[PYTHON_VARIABLE] = sys.executable

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
+import threading
+import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +30,17 @@ from torchtitan_rl.backends.monarch.runtime import (
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.errors import DeadlineError, WeightSyncError
-from torchtitan_rl.generation.server import FromReplica, ToReplica
+from torchtitan_rl.errors import DeadlineError, LoopFailedError, WeightSyncError
+from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
+from torchtitan_rl.launch.interfaces import listen_privately
+from torchtitan_rl.observability.trace import EngineTrace, Tracer, host_label
+from torchtitan_rl.processes import collect_less
 from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 
 _CLOSE_S = 60.0
+_LOOP_END_S = 30.0
 _LOST_CLOSE_S = 2.0  # of a lost replica: ranks that still work can close their loops
 
 
@@ -46,9 +54,7 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def start(self) -> None:
         """Build the engine (all ranks together) and start stepping."""
-        from torchtitan_rl.backends.monarch.generator_rank import GeneratorRank
-
-        self._generator = await asyncio.to_thread(GeneratorRank, self._spec, self._rank)
+        self._generator = await asyncio.to_thread(_Rank, self._spec, self._rank)
 
     @concurrent_endpoint
     async def connect(self, port: Port[Any]) -> None:
@@ -63,6 +69,57 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def close(self) -> None:
         await self._generator.close()
+
+
+class _Rank:
+    """One rank's engine, its loop and its staged weights. Build it on all ranks together, in a
+    thread of the actor."""
+
+    def __init__(self, spec: GeneratorSpec, rank: int) -> None:
+        from torchtitan_rl.backends.vllm.engine import build_loop  # these two import torch
+        from torchtitan_rl.weights.shm import WeightStaging
+
+        self._rank = rank
+        listen_privately()
+        self._tracer = Tracer(spec.trace_dir, f"{spec.name} rank {rank}", host=host_label())
+        self._engine_trace = EngineTrace(self._tracer)
+        self._staging = WeightStaging()
+        with self._tracer.span("start"):
+            self._loop = build_loop(
+                spec,
+                rank,
+                self._staging,
+                on_end=self._on_loop_end,
+                on_pulled=self._on_pulled,
+                on_work=self._engine_trace,
+            )
+        self.server = EngineServer(self._loop, stall_timeout_s=spec.generator.stall_timeout_s)
+        collect_less()
+        self._loop.start()
+
+    def _on_pulled(self, version: int) -> None:
+        # In a thread of its own: to give memory back takes time.
+        threading.Thread(target=self._staging.discard_before, args=(version,), daemon=True).start()
+
+    def _on_loop_end(self, failure: LoopFailedError | None) -> None:
+        self._engine_trace.flush()
+        if failure is None:
+            return
+        traceback.print_exception(failure)
+        if self._rank > 0:
+            # The other ranks may wait for this one inside a collective.
+            sys.stderr.flush()
+            os._exit(1)
+
+    async def stage(self, handle: SharedMemoryHandle) -> None:
+        """Map a version, while decoding continues. Every rank does it."""
+        with self._tracer.span("fetch weights", track="fetch", version=handle.version):
+            await asyncio.to_thread(self._staging.stage, handle)
+
+    async def close(self) -> None:
+        if self._rank == 0:
+            await asyncio.to_thread(self._loop.close, _LOOP_END_S)
+        self._tracer.close()
 
 
 class GeneratorProcesses:

@@ -33,7 +33,7 @@ from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, start_comm
 from torchtitan_rl.config.machine import host_name
 from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
-from torchtitan_rl.launch.process_groups import take_port
+from torchtitan_rl.launch.interfaces import take_port
 from torchtitan_rl.observability.trace import HOST_VARIABLE
 from torchtitan_rl.processes import stay_on_cores
 

@@ -12,7 +12,7 @@ from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.backends.titan.publishing import JointPublisher, RemotePublisher
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.errors import CheckpointError
-from torchtitan_rl.launch.process_groups import listen_privately
+from torchtitan_rl.launch.interfaces import listen_privately
 from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.config import Transport

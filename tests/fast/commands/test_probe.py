@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_rl.commands.attaching import probe_errors, why_not_attach
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.keys import create, make_authority, make_host
-from torchtitan_rl.launch.probe import probe_errors, why_not_attach
 
 Serve = Callable[[socket.socket], None]
 
