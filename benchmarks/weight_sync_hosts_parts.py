@@ -78,7 +78,7 @@ class TrainerSide(Actor):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def build(self) -> None:
-        from torchtitan_rl.backends.titan.publishing import RemotePublisher
+        from torchtitan_rl.backends.monarch.trainer_rank import RemotePublisher
         from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 
         setting = self._setting

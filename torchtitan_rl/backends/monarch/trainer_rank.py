@@ -1,25 +1,47 @@
-"""What runs in a trainer process: the policy trainer, and its publishers of weights."""
+"""What runs in a trainer process: the policy trainer, and its publishers of weights.
+
+All ranks publish together. Each copies its shards; nothing is gathered.
+
+On the trainer's host the ranks write into the same shared memory: rank 0 first allocates it, and
+makes the version visible after all ranks have written. To other hosts each rank offers what it
+holds, and only where the parts are is collected on rank 0.
+
+Invariant: a version that a rank could not write or offer is never visible, and every rank returns.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from torchtitan_rl.backends.specs import TrainerSpec
-from torchtitan_rl.backends.titan.publishing import JointPublisher, RemotePublisher
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
-from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.errors import CheckpointError, WeightSyncError
 from torchtitan_rl.launch.interfaces import listen_privately
 from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.config import Transport
-from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
-from torchtitan_rl.weights.image import TensorPart, whole_parts
+from torchtitan_rl.weights.handle import (
+    RemoteMemoryHandle,
+    RemoteSource,
+    SharedMemoryHandle,
+    WeightHandle,
+)
+from torchtitan_rl.weights.image import (
+    ImageLayout,
+    TensorPart,
+    plan_image,
+    whole_parts,
+    write_header,
+    write_parts,
+)
 from torchtitan_rl.weights.remote import PartPublisher
-from torchtitan_rl.weights.shm import SharedMemoryPublisher
+from torchtitan_rl.weights.shm import Segment, SegmentWriter, SharedMemoryPublisher
 
 
 class TrainerRank:
@@ -37,9 +59,18 @@ class TrainerRank:
                 max_steps=spec.num_steps,
                 dtype=spec.dtype,
             )
-            self._shared = _shared_publisher(spec, transport) if rank == 0 else None
-            self._joint = JointPublisher(self._shared) if transport.shares_memory else None
-            self._remote = _remote_publisher(spec, rank) if transport.reaches_others else None
+            self._shared: SharedMemoryPublisher | None = None
+            self._joint: JointPublisher | None = None
+            self._remote: RemotePublisher | None = None
+            if transport.shares_memory:
+                if rank == 0:
+                    self._shared = SharedMemoryPublisher(spec.run_dir.name, spec.run_dir)
+                self._joint = JointPublisher(self._shared)
+            if transport.reaches_others:
+                from torchtitan_rl.backends.monarch.rdma import RdmaOffers
+
+                offers = PartPublisher(RdmaOffers(), owner=f"trainer rank {rank}")
+                self._remote = RemotePublisher(offers)
 
     def train_step(self, batch: TrainingBatch) -> StepOutput:
         with self._tracer.span("optimizer step", tokens=batch.num_tokens):
@@ -127,13 +158,147 @@ class TrainerRank:
         self._tracer.close()
 
 
-def _shared_publisher(spec: TrainerSpec, transport: Transport) -> SharedMemoryPublisher | None:
-    return (
-        SharedMemoryPublisher(spec.run_dir.name, spec.run_dir) if transport.shares_memory else None
-    )
+_PATH_BYTES = 4096  # PATH_MAX of Linux
 
 
-def _remote_publisher(spec: TrainerSpec, rank: int) -> RemotePublisher:
-    from torchtitan_rl.backends.monarch.rdma import RdmaOffers
+class JointPublisher:
+    """One on each rank; ``publisher`` is None on all ranks but 0."""
 
-    return RemotePublisher(PartPublisher(RdmaOffers(), owner=f"trainer rank {rank}"))
+    def __init__(self, publisher: SharedMemoryPublisher | None) -> None:
+        self._publisher = publisher
+        self._writer = SegmentWriter()
+
+    def publish(
+        self, version: int, parts: Mapping[str, TensorPart], *, keep: frozenset[int]
+    ) -> SharedMemoryHandle | None:
+        """As `SharedMemoryPublisher.publish`, on all ranks together; None on ranks other than 0.
+
+        Raises:
+            WeightSyncError: on rank 0, if there is no room or a rank could not write.
+        """
+        layout = plan_image({name: part.whole() for name, part in parts.items()}, version)
+        segment, refusal = self._begin(layout, keep)
+        path = _path_of_first_rank(segment.path if segment is not None else None)
+        if path is None:
+            if refusal is not None:
+                raise refusal
+            return None
+        errors = _errors_of_all_ranks(self._write(path, layout, parts, segment))
+        if self._publisher is None or segment is None:
+            return None
+        if errors:
+            segment.remove()
+            raise WeightSyncError(f"version {version} cannot be written: {'; '.join(errors)}")
+        return self._publisher.finish(layout, segment)
+
+    def _begin(
+        self, layout: ImageLayout, keep: frozenset[int]
+    ) -> tuple[Segment | None, Exception | None]:
+        """Rank 0: memory for the version, or the error, to be raised after all ranks know of it."""
+        if self._publisher is None:
+            return None, None
+        try:
+            return self._publisher.begin(layout, keep), None
+        except Exception as refusal:
+            return None, refusal
+
+    def _write(
+        self,
+        path: Path,
+        layout: ImageLayout,
+        parts: Mapping[str, TensorPart],
+        segment: Segment | None,
+    ) -> str | None:
+        """The error, or None. Nothing is raised, since the other ranks wait for the result."""
+        try:
+            if segment is not None:
+                write_header(layout, segment.image)
+            image = self._writer.image(path) if segment is None else segment.image
+            write_parts(layout, parts, image)
+        except Exception as error:
+            return repr(error)
+        return None
+
+
+# Both send tensors in each publishing. `broadcast_object_list` and `all_gather_object` would send
+# the sizes of pickles first, which doubles the time.
+def _path_of_first_rank(path: Path | None) -> Path | None:
+    """The ``path`` of rank 0. Collective."""
+    if dist.get_world_size() == 1:
+        return path
+    encoded = b"" if path is None else os.fsencode(path)
+    sent = torch.frombuffer(bytearray(encoded.ljust(_PATH_BYTES, b"\0")), dtype=torch.uint8)
+    dist.broadcast(sent, src=0)
+    received = bytes(sent.numpy()).rstrip(b"\0")
+    return Path(os.fsdecode(received)) if received else None
+
+
+def _errors_of_all_ranks(message: str | None) -> list[str]:
+    """The messages that are not None, each with its rank. Collective."""
+    are_any = torch.tensor([message is not None], dtype=torch.int32)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(are_any, dist.ReduceOp.MAX)
+    if not are_any.item():
+        return []
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, message)
+    return [f"rank {rank}: {why}" for rank, why in enumerate(errors) if why]
+
+
+class RemotePublisher:
+    """One on each rank."""
+
+    def __init__(self, publisher: PartPublisher) -> None:
+        self._publisher = publisher
+
+    def publish(
+        self,
+        version: int,
+        parts: Mapping[str, TensorPart],
+        *,
+        keep: frozenset[int],
+        shared: SharedMemoryHandle | None,
+    ) -> RemoteMemoryHandle | None:
+        """Returns the handle on rank 0, None elsewhere. Collective.
+
+        Args:
+            parts: of this rank; rank 0's name all tensors.
+            shared: the same version in shared memory, on rank 0 where it is there.
+
+        Raises:
+            WeightSyncError: on rank 0, if a rank could not offer its parts.
+        """
+        answers = _gathered(self._offer(version, parts, keep))
+        if answers is None:
+            return None
+        errors = [f"rank {rank}: {one}" for rank, one in enumerate(answers) if isinstance(one, str)]
+        if errors:
+            raise WeightSyncError(f"version {version} cannot be offered: {'; '.join(errors)}")
+        return RemoteMemoryHandle(
+            layout=plan_image({name: part.whole() for name, part in parts.items()}, version),
+            sources=tuple(one for one in answers if isinstance(one, RemoteSource)),
+            keep=keep,
+            shared=shared,
+        )
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def _offer(
+        self, version: int, parts: Mapping[str, TensorPart], keep: frozenset[int]
+    ) -> RemoteSource | str | None:
+        """The source, or the error: nothing is raised, since rank 0 waits for the answer."""
+        try:
+            return self._publisher.publish(version, parts, keep=keep)
+        except Exception as error:
+            return repr(error)
+
+
+def _gathered(answer: RemoteSource | str | None) -> list[RemoteSource | str | None] | None:
+    """Those of all ranks on rank 0, None elsewhere. Collective."""
+    if dist.get_world_size() == 1:
+        return [answer]
+    answers: list[RemoteSource | str | None] = [None] * dist.get_world_size()
+    is_first = dist.get_rank() == 0
+    dist.gather_object(answer, answers if is_first else None, dst=0)
+    return answers if is_first else None
