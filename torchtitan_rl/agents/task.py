@@ -6,13 +6,13 @@ where the agent's own reward is not all). The training run needs its endpoint, w
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.agents.agent import Agent, RemoteAgent
 from torchtitan_rl.agents.env import AgentEnv, AgentHost
+from torchtitan_rl.bounds import Count, Positive, PositiveFloat
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.rollout.tree import RolloutEnv
@@ -31,7 +31,7 @@ class AgentTask(Task):
     ``rollout.step_timeout_s`` is how long an agent may take between two requests.
     """
 
-    grace_s: float = 5.0
+    grace_s: PositiveFloat = 5.0
     """Seconds that an agent has to return a reward after a limit, and to end once cancelled."""
     reward_at_limit: float | None = 0.0
     """Reward of an agent that returned none by then. ``None``: its rollout fails."""
@@ -39,7 +39,7 @@ class AgentTask(Task):
     """The agents send the same requests again when they are given the same answers. Then one that
     fails, or whose run was killed, is started again, and its requests are answered from the record;
     what it asks differently is a new branch."""
-    max_restarts: int = 2
+    max_restarts: Count = 2
     """How often the agent of a rollout is started again after it failed, if it is replayable."""
 
     def agent(self, problem: Problem) -> Agent:
@@ -80,11 +80,11 @@ class RemoteAgentTask(AgentTask):
     holds; their rollouts wait until workers have leased all of them. `docs/agents.md` has a worker.
     """
 
-    lease_s: float = 60.0
+    lease_s: PositiveFloat = 60.0
     """Seconds without a request or a heartbeat after which a worker counts as lost."""
-    max_leases: int = 3
+    max_leases: Positive = 3
     """How often a rollout's problem is handed out; then the rollout fails."""
-    reward_timeout_s: float | None = None
+    reward_timeout_s: PositiveFloat | None = None
     """Seconds that a reward may take after a worker has returned its lease as done. None is
     ``rollout.step_timeout_s``."""
 
@@ -137,19 +137,5 @@ def agent_errors(task: Task, endpoint: EndpointConfig, *, num_rollouts: int = 0)
             f"endpoint.max_concurrent_requests is {endpoint.max_concurrent_requests}: up to "
             f"{num_rollouts} agents ask at once, and the time in the queue would count against "
             f"rollout.step_timeout_s; give at least {num_rollouts}"
-        )
-    if not task.grace_s > 0:
-        errors.append(f"task.grace_s is {task.grace_s}: give a number above 0")
-    if task.max_restarts < 0:
-        errors.append(f"task.max_restarts is {task.max_restarts}: give 0 or more")
-    if isinstance(task, RemoteAgentTask):
-        errors += [
-            f"task.{name} is {value}: give a number above 0"
-            for name in ("lease_s", "max_leases", "reward_timeout_s")
-            if (value := getattr(task, name)) is not None and not value > 0
-        ]
-    if task.reward_at_limit is not None and not math.isfinite(task.reward_at_limit):
-        errors.append(
-            f"task.reward_at_limit is {task.reward_at_limit}: give a finite number, or None"
         )
     return errors

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from torchtitan_rl.agents.task import AgentTask
+from torchtitan_rl.config.checks import check_fields
 from torchtitan_rl.config.loader import load_config, parse_options, split_config
 from torchtitan_rl.config.model import find_policy
 from torchtitan_rl.config.run import RunConfig
@@ -77,6 +78,7 @@ def _split(options: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 async def _show(config: RunConfig, preview: PreviewConfig) -> None:
+    check_fields(config)
     if errors := config.task.errors():
         raise ConfigError(errors)
     config = replace(config, task=sharing_servers(config.task))

@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -140,10 +141,10 @@ def _adapters(kind: Any) -> dict[str, Any]:
 
     strict = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
     names = [field.name for field in dataclasses.fields(kind)]
-    try:
-        hints = get_type_hints(kind, include_extras=True)
-    except NameError:  # a task whose types are imported for type checkers only
-        hints = dict.fromkeys(names, Any)
+    hints: dict[str, Any] = dict.fromkeys(names, Any)
+    for base in reversed(kind.__mro__):
+        with suppress(NameError):  # a task whose types are imported for type checkers only
+            hints |= get_type_hints(base, include_extras=True)
     adapters: dict[str, Any] = {}
     for name in names:
         hint = hints[name]

@@ -5,7 +5,7 @@ of a nested column is ``{reward_model[ground_truth]}``. A condition is ``COLUMN 
 ``level <= 3``, ``subject == algebra``, ``answer != null``. A value is JSON, ``True``, ``False``,
 ``None``, or a text in quotes of either kind or in none; its type is that of the column, or null.
 
-`range_errors`, `template_errors` and `pattern_errors` check fields of tasks: each message names
+`template_errors`, `pattern_errors` and `url_errors` check fields of tasks: each message names
 field, value and fix.
 """
 
@@ -146,30 +146,6 @@ def _kind(value: object) -> str:
         if isinstance(value, of):
             return kind
     return f"of type {type(value).__name__}"
-
-
-_COMPARE = {
-    "above": operator.gt,
-    "below": operator.lt,
-    "at least": operator.ge,
-    "at most": operator.le,
-}
-_BOUND = re.compile(rf"({'|'.join(_COMPARE)}) (\S+?)(?:,|$)")
-
-
-def range_errors(owner: object, section: str, **rules: str) -> list[str]:
-    """One message for each number of ``owner`` that breaks its rule.
-
-    >>> from torchtitan_rl import RestConfig
-    >>> range_errors(RestConfig(epochs=-1), "task.rest", epochs="at least 0, below 9")
-    ['task.rest.epochs=-1: must be at least 0, below 9']
-    """
-    found = []
-    for name, rule in rules.items():
-        value = getattr(owner, name)
-        if not all(_COMPARE[word](value, float(end)) for word, end in _BOUND.findall(rule)):
-            found.append(f"{section}.{name}={value}: must be {rule}")
-    return found
 
 
 def template_errors(owner: object, section: str, *names: str) -> list[str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from torchtitan_rl.bounds import Count, Positive
 from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metrics_of
 from torchtitan_rl.types import Problem
 
@@ -30,13 +31,13 @@ class CurriculumConfig:
 
     enabled: bool = False
     """Begin at the lowest level and go by success. Otherwise the difficulty is fixed."""
-    window: int = 16
+    window: Positive = 16
     """Number of groups, the newest ones of the level, over which success is averaged."""
     raise_at: float = 0.7
     """Share of solved rollouts from which the level rises."""
     lower_at: float = 0.1
     """Share of solved rollouts up to which the level falls; below 0 it never does."""
-    max_level: int = 5
+    max_level: Count = 5
     """Highest level, from 0. A task that has fewer stays at its own highest one."""
 
 
@@ -113,7 +114,7 @@ def level_name(level: int) -> str:
 class RestConfig:
     """Which problems are left out, and for how long."""
 
-    epochs: int = 0
+    epochs: Count = 0
     """Number of epochs that a problem is left out, after the one in which its rollouts showed that
     it is too easy or too hard; 0 leaves none out."""
     easy_at: float = 1.0

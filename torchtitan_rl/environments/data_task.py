@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl.bounds import CallSeconds, ShareBelowOne
 from torchtitan_rl.data.columns import (
     Condition,
     all_hold,
     column,
     fill,
     pattern_errors,
-    range_errors,
     template_errors,
 )
 from torchtitan_rl.data.curriculum import RestConfig, RestingDataset
@@ -26,7 +26,6 @@ from torchtitan_rl.data.row_dataset import RowDataset, in_split
 from torchtitan_rl.data.rows import DataError, Row, open_sources
 from torchtitan_rl.environments.question import QuestionEnv, ToolAnswer, ToolEnv, Tools, as_messages
 from torchtitan_rl.environments.scoring import (
-    CHECK_TIMEOUT,
     MATH_SCORE,
     Comparison,
     checked_score,
@@ -76,7 +75,7 @@ class DataTask(Task):
     folder)."""
     validation: tuple[str, ...] = ()
     """Files of the validation problems. None: ``validation_share`` of the training problems."""
-    validation_share: float = 0.1
+    validation_share: ShareBelowOne = 0.1
     """Share of the problems that are kept for validation where that has no files of its own. The
     text of the prompt decides, so that equal prompts are in one split."""
     prompt: str = "{question}"
@@ -98,7 +97,7 @@ class DataTask(Task):
     compare: Comparison = "exact"
     """How answers are compared: ``exact`` as texts, ``number`` by their last number, ``math`` with
     `math-verify`, in ``sandbox``."""
-    check_timeout_s: float = 5.0
+    check_timeout_s: CallSeconds = 5.0
     """Seconds for one comparison by ``math``; an answer that takes longer scores 0."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """Where ``math`` compares answers."""
@@ -169,11 +168,8 @@ class DataTask(Task):
                 Condition(condition)
             except ValueError as error:
                 found.append(f"task.where: {error}")
-        if not self.validation:
-            wrong = range_errors(self, "task", validation_share="above 0, below 1")
-            found += [f"{error}; or give files by task.validation" for error in wrong]
-        found += range_errors(self, "task", check_timeout_s=CHECK_TIMEOUT)
-        found += range_errors(self.rest, "task.rest", epochs="at least 0")
+        if not self.validation and not self.validation_share:
+            found.append("task.validation_share is 0: give more, or give files by task.validation")
         if not self.rest.hard_at < self.rest.easy_at:
             found.append(
                 f"task.rest.hard_at={self.rest.hard_at}: must be below task.rest.easy_at "

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from torchtitan_rl.data.columns import fill, pattern_errors, range_errors, template_errors
+from annotated_types import Interval
+
+from torchtitan_rl.bounds import OpenShare, PositiveShare
+from torchtitan_rl.data.columns import fill, pattern_errors, template_errors
 from torchtitan_rl.data.row_dataset import split_of_rows
 from torchtitan_rl.data.rows import Rows
 from torchtitan_rl.environments.question import as_messages
@@ -90,18 +93,18 @@ class GameTask(Task):
     reward: Literal["sum", "last", "discounted"] = "sum"
     """The rollout's reward: the ``sum`` of the steps' rewards, the ``last`` one, or the
     ``discounted`` sum."""
-    discount: float = 0.99
+    discount: PositiveShare = 0.99
     """With ``discounted``, step ``n`` counts ``discount**n``, the first with ``n = 0``."""
-    invalid_reward: float = 0.0
+    invalid_reward: Annotated[float, Interval(ge=-1e6, le=1e6)] = 0.0
     """Added to the rollout's reward for each answer that is no action."""
     solved_at: float = 1.0
     """Reward from which a game counts as solved (pass@k). Give less where
     ``discounted`` or ``invalid_reward`` take from the reward of a game that is won."""
-    num_problems: int = 10_000
+    num_problems: Annotated[int, Interval(ge=1, le=100_000_000)] = 10_000
     """Seeds in an epoch, those for validation included."""
-    validation_share: float = 0.1
+    validation_share: OpenShare = 0.1
     """Share of the seeds that are kept for validation."""
-    data_seed: int = 0
+    data_seed: Annotated[int, Interval(ge=0, le=2_000_000_000)] = 0  # later ones fit 32 bits, too
     """The first seed; the run's seed decides only the order."""
     replays: bool = True
     """Whether a game depends on nothing but its seed and the actions, so that a resumed run can
@@ -151,15 +154,6 @@ class GameTask(Task):
         return [
             *pattern_errors(self, "task", "answer_pattern"),
             *template_errors(self, "task", *TEXTS),
-            *range_errors(
-                self,
-                "task",
-                discount="above 0, at most 1",
-                invalid_reward="at least -1e6, at most 1e6",
-                num_problems="at least 1, at most 100000000",
-                validation_share="above 0, below 1",
-                data_seed="at least 0, at most 2000000000",  # later seeds fit into 32 bits, too
-            ),
         ]
 
 

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
+from torchtitan_rl.bounds import Count, NotNegative, Positive, PositiveFloat, Share
 from torchtitan_rl.data.columns import (
     fill,
     pattern_errors,
-    range_errors,
     template_errors,
     url_errors,
 )
@@ -86,36 +86,36 @@ class JudgeConfig:
     """The score that becomes 1; one outside of this range is none."""
     options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})
     """More fields of the request, as the endpoint knows them."""
-    max_concurrent: int = 16
+    max_concurrent: Positive = 16
     """Requests that may run at once."""
-    requests_per_minute: int = 0
+    requests_per_minute: Count = 0
     """Requests that may begin within any 60 seconds, repeated ones included, spread evenly; 0: any
     number."""
-    attempts: int = 4
+    attempts: Positive = 4
     """Requests for one score at most: the judge is asked again when the connection failed, the
     endpoint was busy or at fault (408, 409, 429, 5xx), or the answer had no score. After a fault
     the wait is what ``Retry-After`` says (more than two minutes is a failure), else 0.5 s, doubled
     for each attempt up to 8 s."""
-    backoff_s: float = 0.5
+    backoff_s: NotNegative = 0.5
     """Seconds before the judge is asked again after an answer without a score, doubled for each
     attempt and shortened at random by up to a half."""
-    request_timeout_s: float = 60.0
+    request_timeout_s: PositiveFloat = 60.0
     """Seconds for one request."""
-    deadline_s: float = 300.0
+    deadline_s: PositiveFloat = 300.0
     """Seconds for one score, waiting for a turn and all attempts included."""
     on_failure: Literal["error", "default"] = "error"
     """When there is no score: ``error`` fails the rollout, which is then not trained on;
     ``default`` gives ``default_score``. Either is counted, by ``reward/judge/failures``."""
-    default_score: float = 0.0
+    default_score: Share = 0.0
     """From 0 to 1, after ``lowest`` and ``highest`` are applied."""
-    cache_size: int = 100_000
+    cache_size: Count = 100_000
     """Scores that are kept, so that the same question is asked once; the oldest are dropped. 0
     keeps none."""
     cache_file: Path | None = None
     """File that keeps them after the run, for others to use; without it they are in memory."""
-    price_per_million_prompt_tokens: float = 0.0
+    price_per_million_prompt_tokens: NotNegative = 0.0
     """For the metric ``reward/judge/cost``, in any currency."""
-    price_per_million_completion_tokens: float = 0.0
+    price_per_million_completion_tokens: NotNegative = 0.0
     """For the metric ``reward/judge/cost``, in any currency."""
 
     def errors(self, section: str = "task.judge") -> list[str]:
@@ -129,20 +129,7 @@ class JudgeConfig:
         found += pattern_errors(self, section, "score_pattern")
         if not self.lowest < self.highest:
             found.append(f"{section}.lowest={self.lowest}: must be below highest ({self.highest})")
-        return found + range_errors(
-            self,
-            section,
-            default_score="at least 0, at most 1",
-            max_concurrent="at least 1",
-            attempts="at least 1",
-            requests_per_minute="at least 0",
-            cache_size="at least 0",
-            backoff_s="at least 0",
-            price_per_million_prompt_tokens="at least 0",
-            price_per_million_completion_tokens="at least 0",
-            request_timeout_s="above 0",
-            deadline_s="above 0",
-        )
+        return found
 
 
 @dataclass(slots=True)

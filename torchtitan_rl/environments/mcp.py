@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from weakref import WeakKeyDictionary
 
 from torchtitan_rl.aio import wait_within
-from torchtitan_rl.data.columns import range_errors, url_errors
+from torchtitan_rl.bounds import CallSeconds, Positive
+from torchtitan_rl.data.columns import url_errors
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.data_task import DataTask, tool_environment
 from torchtitan_rl.environments.question import ToolAnswer
@@ -71,16 +72,16 @@ class McpServer:
     shared: bool = False
     """One session for all rollouts, for servers that keep no state; otherwise each rollout has a
     session (and, with ``command``, a process) of its own."""
-    start_timeout_s: float = 30.0
+    start_timeout_s: CallSeconds = 30.0
     """Seconds until the server has listed its tools; below ``rollout.step_timeout_s``. With
     ``command``, two servers per core start at once; waiting for that counts only in the latter."""
-    call_timeout_s: float = 30.0
+    call_timeout_s: CallSeconds = 30.0
     """Seconds for one call, below ``rollout.step_timeout_s``; one that takes longer is answered to
     the policy as an error."""
     in_order: bool = False
     """Calls of one message run one after another, for tools where one changes what the next does
     (write, then read); all of them have ``rollout.step_timeout_s``. Otherwise they run at once."""
-    max_answer_chars: int = 4000
+    max_answer_chars: Positive = 4000
     """Characters after which an answer is cut."""
 
     def resume_identity(self) -> Mapping[str, Any]:
@@ -98,14 +99,7 @@ class McpServer:
             )
         if self.url:
             found += url_errors(self, section, "url")
-        below_a_million = "above 0, below 1e6"
-        return found + range_errors(
-            self,
-            section,
-            start_timeout_s=below_a_million,
-            call_timeout_s=below_a_million,
-            max_answer_chars=below_a_million,
-        )
+        return found
 
 
 class McpSession:

@@ -14,9 +14,11 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from torchtitan_rl.data.columns import range_errors, url_errors
+from annotated_types import Interval
+
+from torchtitan_rl.data.columns import url_errors
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.games import TEXTS, Game, GameTask, InvalidActionError, Move
 from torchtitan_rl.errors import TorchtitanRLError, one_line
@@ -64,7 +66,7 @@ class OpenEnvTask(GameTask):
     headers: dict[str, str] = field(default_factory=dict)
     """HTTP headers, such as ``{"Authorization": "Bearer $HF_TOKEN"}``; ``$NAME`` stands for an
     environment variable."""
-    connect_timeout_s: float = 30.0
+    connect_timeout_s: Annotated[float, Interval(ge=0.0, lt=1e6)] = 30.0
     """Seconds for which a rollout tries to connect while no server listens, so that one that is
     started again costs only the games that it had; below ``rollout.step_timeout_s``."""
     prompt: str = "{observation}"
@@ -117,7 +119,6 @@ class OpenEnvTask(GameTask):
 
     def errors(self) -> list[str]:
         found = super().errors()
-        found += range_errors(self, "task", connect_timeout_s="at least 0, below 1e6")
         if wrong := url_errors(self, "task", "url"):
             return found + wrong
         import httpx

@@ -12,9 +12,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from torchtitan_rl.data.columns import pattern_errors, range_errors
+from annotated_types import Interval
+
+from torchtitan_rl.bounds import CallSeconds, Count, OpenShare
+from torchtitan_rl.data.columns import pattern_errors
 from torchtitan_rl.data.curriculum import CurriculumConfig, LevelDataset, level_name
 from torchtitan_rl.data.row_dataset import split_of_rows
 from torchtitan_rl.data.rows import DataError, Row, Rows
@@ -28,7 +31,6 @@ from torchtitan_rl.environments.gym_datasets import (
 from torchtitan_rl.environments.mixture import MixtureDataset
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
 from torchtitan_rl.environments.scoring import (
-    CHECK_TIMEOUT,
     checked_score,
     checker_sandbox,
     extract,
@@ -62,12 +64,12 @@ class ReasoningGymTask(Task):
     """Names of the tasks, each with its weight in the mixture."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Options of the tasks, by name; a curriculum replaces those that it knows."""
-    num_problems: int = 10_000
+    num_problems: Annotated[int, Interval(ge=1, le=1_000_000)] = 10_000  # some make all at once
     """Problems of each task (and of each level) in an epoch, those for validation included."""
-    validation_share: float = 0.1
+    validation_share: OpenShare = 0.1
     """Share of the problems that are kept for validation; the text of the question decides, so that
     equal questions are in one split."""
-    data_seed: int = 42
+    data_seed: Count = 42
     """Seed that the problems are made with; the run's seed decides only their order."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Difficulty by the tasks' own curricula. The validation set then has all levels alike."""
@@ -79,7 +81,7 @@ class ReasoningGymTask(Task):
     answer_pattern: str = r"(?s)<answer>(.*?)</answer>"
     """Regular expression whose last match in a completion is its answer; its first group, if it has
     one. Empty: the whole completion. A completion without a match scores 0."""
-    check_timeout_s: float = 10.0
+    check_timeout_s: CallSeconds = 10.0
     """Seconds for scoring one answer; one that takes longer scores 0."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """Where answers are scored."""
@@ -136,19 +138,6 @@ class ReasoningGymTask(Task):
         if unknown := sorted(self.options.keys() - self.tasks.keys()):
             found.append(f"task.options has {unknown[0]}, which is not in task.tasks")
         found += pattern_errors(self, "task", "answer_pattern")
-        found += range_errors(self, "task", check_timeout_s=CHECK_TIMEOUT)
-        wrong = range_errors(
-            self,
-            "task",
-            num_problems="at least 1, at most 1000000",  # some tasks make all of them at once
-            validation_share="above 0, below 1",
-            data_seed="at least 0, below 2147483648",
-        )
-        wrong += range_errors(
-            self.curriculum, "task.curriculum", window="at least 1", max_level="at least 0"
-        )
-        if wrong:
-            return found + wrong  # the datasets below are made with these numbers
         found += [error for name in self.tasks for error in self._name_errors(name, names)]
         return found + checker_sandbox(GYM_SCORE, self.sandbox).errors("task.sandbox")
 

@@ -25,7 +25,6 @@ from torchtitan_rl.sandbox.sandbox import SandboxConfig, SandboxStatus, shared_s
 Comparison = Literal["exact", "number", "math"]
 
 MATH_SCORE = "torchtitan_rl.environments.math_score:math_score"
-CHECK_TIMEOUT = "above 0, at most 86400"  # the rule of `check_timeout_s`
 _MAX_DIGITS = 4000
 _SEARCH_S = 2.0  # of CPU time
 # A hyphen after a digit or a bracket is a minus between two numbers, or belongs to a range.

@@ -33,6 +33,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from torchtitan_rl.aio import uninterrupted
+from torchtitan_rl.bounds import Positive, PositiveFloat
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 from torchtitan_rl.processes import hang_up
 
@@ -84,22 +85,22 @@ class SandboxStatus(StrEnum):
 class SandboxLimits:
     """What a snippet may use, with all that it starts."""
 
-    wall_s: float = 10.0
+    wall_s: PositiveFloat = 10.0
     """Seconds until it is killed."""
-    cpu_s: float = 5.0
+    cpu_s: PositiveFloat = 5.0
     """Seconds of CPU time, of all its processes."""
-    memory_mb: int = 512
+    memory_mb: Positive = 512
     """Megabytes of memory, of all its processes, besides what ``preload`` takes; and of addresses,
     of each. Pipes and sockets count with what they may hold."""
-    processes: int = 32
+    processes: Positive = 32
     """Processes and threads at once. Without namespaces: threads of one process."""
-    file_mb: int = 32
+    file_mb: Positive = 32
     """Megabytes of files, all together. With namespaces they are in memory."""
-    files: int = 256
+    files: Positive = 256
     """Files and folders."""
-    open_files: int = 64
+    open_files: Positive = 64
     """Descriptors that a process may have open."""
-    output_bytes: int = 16384
+    output_bytes: Positive = 16384
     """Bytes of stdout and of stderr that are kept; the rest is dropped."""
 
 
@@ -137,7 +138,7 @@ class SandboxConfig:
     preload: tuple[str, ...] = ()
     """Modules that are imported once, as this process finds them, so that no snippet waits for
     them."""
-    concurrent: int | None = None
+    concurrent: Positive | None = None
     """Snippets that run at once; others wait. None: one for each core."""
 
     def errors(self, name: str) -> list[str]:
@@ -148,11 +149,6 @@ class SandboxConfig:
             for path in self.readable
             if os.path.realpath(path) == "/tmp"
         ]
-        if self.concurrent is not None and self.concurrent < 1:
-            found.append(f"{name}.concurrent={self.concurrent}: must be 1 or more")
-        for limit, value in asdict(self.limits).items():
-            if not value > 0:
-                found.append(f"{name}.limits.{limit}={value}: must be above 0")
         if not found:
             found += [f"{name}{error}" for error in _start_errors(self)]
         return found

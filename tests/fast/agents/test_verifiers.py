@@ -189,7 +189,6 @@ for text in sys.argv[1:]:
         ({"python": "/nowhere/python"}, "task.python='/nowhere/python': there is no such program"),
         ({"python": sys.executable}, "No module named 'verifiers' in "),
         ({"validation_share": 1.0}, "task.validation_share=1.0: must be between 0 and 1"),
-        ({"num_processes": 0}, "task.num_processes=0: must be at least 1"),
     ],
 )
 def test_errors_of_the_configuration_name_field_and_fix(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.config_mutations import with_value
+from torchtitan_rl.agents.task import AgentTask, RemoteAgentTask
 from torchtitan_rl.config import machine
 from torchtitan_rl.config.checks import field_errors, find_errors, start_notes
 from torchtitan_rl.config.machine import MachineFacts, machine_facts
@@ -16,11 +17,15 @@ from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.room import serving_errors, weight_room
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
+from torchtitan_rl.data.curriculum import RestConfig
+from torchtitan_rl.environments.judge import JudgeConfig, JudgedTask
 from torchtitan_rl.environments.mcp import McpServer, McpTask
 from torchtitan_rl.environments.mixture import MixtureTask
 from torchtitan_rl.environments.open_env import OpenEnvTask
+from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.rollout.task import Task
+from torchtitan_rl.sandbox.sandbox import SandboxConfig, SandboxLimits
 
 POLICY = PolicyFacts(
     num_heads=4,
@@ -37,6 +42,7 @@ TOOLS = McpTask(
     train=("a",),
     servers={"s": McpServer(command=("true",), start_timeout_s=59.0, call_timeout_s=100.0)},
 )
+NO_TIME = SandboxConfig(limits=SandboxLimits(cpu_s=0))
 GAME = OpenEnvTask(url="http://a", connect_timeout_s=60.0)
 
 
@@ -56,6 +62,32 @@ def complaints(
 ) -> list[str]:
     config = changed(config, changes or {})
     return list(field_errors(config).values()) or find_errors(config, POLICY, machine)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (replace(TOOLS, check_timeout_s=0.0), "task.check_timeout_s is 0.0: it must be greater"),
+        (replace(TOOLS, rest=RestConfig(epochs=-1)), "task.rest.epochs is -1: it must be greater"),
+        (replace(TOOLS, sandbox=NO_TIME), "task.sandbox.limits.cpu_s is 0: it must be greater"),
+        (
+            replace(TOOLS, servers={"s": McpServer(url="http://b", call_timeout_s=0)}),
+            "task.servers.s.call_timeout_s is 0: it must be greater",
+        ),
+        (replace(GAME, discount=0.0), "task.discount is 0.0: it must be greater"),
+        (JudgedTask(task=replace(GAME, num_problems=0)), "task.task.num_problems is 0: it must be"),
+        (
+            JudgedTask(task=GAME, judge=JudgeConfig(default_score=5.0)),
+            "task.judge.default_score is 5.0: it must be less",
+        ),
+        (RemoteAgentTask(lease_s=0.0), "task.lease_s is 0.0: it must be greater"),
+        (AgentTask(reward_at_limit=float("nan")), "task.reward_at_limit is nan: it must be"),
+        (ReasoningGymTask(tasks={}, validation_share=1.0), "task.validation_share is 1.0: it must"),
+    ],
+)
+def test_numbers_of_a_task_have_bounds(task: Task, message: str) -> None:
+    (error,) = field_errors(task, "task.").values()
+    assert error.startswith(message)
 
 
 PUBLISHED_METHODS: list[dict[str, Any]] = [

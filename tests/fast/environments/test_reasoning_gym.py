@@ -187,7 +187,6 @@ def test_the_level_rises_with_success_and_survives_a_checkpoint() -> None:
             r"task.curriculum: level \d of survo is not possible",
         ),
         ({"answer_pattern": "("}, r"task.answer_pattern='\(': not a regular expression"),
-        ({"num_problems": 0}, "task.num_problems=0: must be at least 1, at most 1000000"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_field(changes: dict[str, Any], message: str) -> None:

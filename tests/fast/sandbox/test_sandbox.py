@@ -254,8 +254,6 @@ def shown_file() -> Iterator[Path]:
         ({"preload": ("no_such_module",)}, "No module named 'no_such_module'"),
         ({"readable": ("/no/such/folder",)}, "task.sandbox.readable: there is no /no/such/folder"),
         ({"readable": ("/tmp",)}, "/tmp would be hidden by the /tmp that each snippet has"),
-        ({"concurrent": 0}, "task.sandbox.concurrent=0: must be 1 or more"),
-        ({"limits": SandboxLimits(cpu_s=0)}, "task.sandbox.limits.cpu_s=0: must be above 0"),
     ],
 )
 def test_a_configuration_that_cannot_be_met_says_why(options, error):

@@ -28,6 +28,7 @@ from typing import IO, Any, cast
 
 from torchtitan_rl.agents.agent import Agent, AgentCall, AgentError, AgentResult
 from torchtitan_rl.agents.task import AgentTask
+from torchtitan_rl.bounds import Positive
 from torchtitan_rl.data.row_dataset import split_of_rows
 from torchtitan_rl.data.rows import Rows
 from torchtitan_rl.errors import ConfigError
@@ -55,7 +56,7 @@ class VerifiersTask(AgentTask):
     validation_share: float = 0.1
     """Share of the tasks that are kept for validation where ``validation_args`` is empty. A task's
     data decides, so that equal tasks are in one split."""
-    num_problems: int | None = None
+    num_problems: Positive | None = None
     """Use only the first ``num_problems`` tasks; needed where an environment has no end of them."""
     shuffle: bool = True
     """Whether training problems come in another order in each epoch; otherwise as in the
@@ -68,7 +69,7 @@ class VerifiersTask(AgentTask):
     variables: tuple[str, ...] = ()
     """Environment variables that its process gets, such as ``OPENAI_API_KEY`` for a judge. Of the
     others it gets PATH, HOME and what else every program needs, and no keys."""
-    num_processes: int = 1
+    num_processes: Positive = 1
     """Processes that run the environment. More than one where its code computes for long."""
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
@@ -125,9 +126,6 @@ class VerifiersTask(AgentTask):
                 f"task.validation_share={self.validation_share}: must be between 0 and 1; or give "
                 "task.validation_args"
             )
-        for name in ("num_problems", "num_processes"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                found.append(f"task.{name}={value}: must be at least 1")
         if missing := [name for name in self.variables if name not in os.environ]:
             found.append(f"task.variables has {', '.join(missing)}, not set here; export it")
         if self.python and shutil.which(self.python) is None:
