@@ -60,6 +60,18 @@ def test_the_weights_before_a_step_without_any_are_pulled_for_its_evaluation(
     assert versions_after(steps, tmp_path, plan) == ({2}, [1, 2])
 
 
+def test_a_version_that_waits_is_given_up_for_a_newer_one_unless_it_is_to_be_evaluated(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        _, feed = make_weights(tmp_path, Plan(validate_every=2, evaluation_problems=1))
+        for step, needed in ((1, {1}), (2, {2}), (3, {2, 3}), (4, {2, 4})):
+            feed.put(finished(step, step, has_weights=True))
+            assert feed.needed_versions == needed
+
+    run_virtually(work())
+
+
 def test_versions_that_wait_behind_an_evaluation_are_given_up_for_newer_ones(
     tmp_path: Path,
 ) -> None:
