@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-import pytest
 
 from tests.fast.generation.test_loop import running_loop
 from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.far_replica import FarReplica, connected
 from tests.support.loop_replica import loop_replica
 from tests.support.replicas import GatedReplica, handle, request, settle
-from tests.support.scripted_engine import GivingUpEngine, scripted_token
-from tests.support.virtual_clock import run_virtually
+from tests.support.scripted_engine import GivingUpEngine
 from torchtitan_rl.errors import (
     RequestGivenUpError,
 )
@@ -44,90 +40,6 @@ class Ended:
             len(known.token_ids) - len(request.resume_from.token_ids if request.resume_from else ())
             for request, known, _ in self.heard
         )
-
-    def check_tokens(self) -> None:
-        """Each token that is known is the one that was sampled there."""
-        for asked, known, _ in self.heard:
-            tokens = [*asked.prompt_token_ids, *known.token_ids]
-            for index in range(len(asked.prompt_token_ids), len(tokens)):
-                token, _ = scripted_token(tokens[:index], seed=None, version=0, vocab_size=40)
-                assert token == tokens[index]
-            assert len(known.logprobs) == len(known.versions) == len(known.token_ids)
-
-
-Scenario = Callable[[list[FarReplica], GeneratorRouter, Ended], Awaitable[None]]
-
-
-def virtually(scenario: Scenario, *, num_replicas: int = 2, **options: float) -> None:
-    """Run it, then see that everything adds up and nothing is left."""
-
-    async def run() -> None:
-        replicas = [FarReplica(f"r{n}") for n in range(num_replicas)]
-        ended = Ended()
-        router = GeneratorRouter(connected(replicas), on_ended=ended, **options)  # type: ignore[arg-type]
-        await scenario(replicas, router, ended)
-        accounts = await router.account()
-        for account in accounts.values():
-            if account.is_live:
-                assert (account.unaccounted, account.running) == (0, 0)
-        assert ended.new_tokens == sum(account.received for account in accounts.values())
-        ended.check_tokens()
-        assert set(router.outstanding_tokens().values()) == {0}
-        for replica in replicas:
-            await replica.link.close()
-        await settle()
-        left = {
-            task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()
-        }
-        assert left == set()
-
-    run_virtually(run())
-
-
-async def end_of(task: asyncio.Task[Completion]) -> Completion | BaseException:
-    await asyncio.wait({task})
-    if task.cancelled():
-        return asyncio.CancelledError()
-    return task.exception() or task.result()
-
-
-async def iterations(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("again", [None, 1])
-def test_a_request_that_is_cancelled_at_any_moment_is_accounted_to_the_last_token(
-    again: int | None,
-) -> None:
-    """``again``: a second cancel after so many iterations of the event loop."""
-    kinds = set()
-    # Every 0.1 s there is a step, and the end travels for 0.05 s: all phases of both.
-    for at in range(0, 200, 7):
-
-        async def scenario(
-            replicas: list[FarReplica], router: GeneratorRouter, ended: Ended, at: int = at
-        ) -> None:
-            other = asyncio.create_task(router.generate(request("other", max_tokens=9)))
-            task = asyncio.create_task(router.generate(request("a", max_tokens=5)))
-            await asyncio.sleep((at // 8) * 0.05)
-            await iterations(at % 8)
-            task.cancel()
-            if again is not None:
-                await iterations(again)
-                task.cancel()
-            outcome = await end_of(task)
-            await other
-            kinds.add(type(outcome))
-            if ended.names == ["other"]:
-                assert at == 0  # it never began
-            else:
-                assert ended.names == ["a", "other"]
-                (is_returned,) = [back for one, _, back in ended.heard if one.request_id == "a"]
-                assert is_returned == isinstance(outcome, Completion)
-
-        virtually(scenario)
-    assert kinds == {asyncio.CancelledError, Completion}
 
 
 @on_virtual_clock

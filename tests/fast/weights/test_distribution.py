@@ -121,18 +121,6 @@ def test_many_hosts_fetch_in_a_tree(fan_out: int) -> None:
         assert network.most_at_once == {TRAINER: 16}
 
 
-@on_virtual_clock
-async def test_a_host_reads_from_the_trainer_when_its_parent_is_lost() -> None:
-    network = Network()
-    weights = WeightDistribution(network.hosts(4), fan_out=1)
-    await weights.ensure_on_host(handle(1), 0)
-    network.lost.add("host 0")
-    shared = await asyncio.gather(*(weights.ensure_on_host(handle(1), host) for host in (1, 2, 3)))
-    assert [one.path for one in shared] == [f"/host {host}/v1" for host in (1, 2, 3)]
-    assert Counter(host for host, _, _ in network.fetches)["host 1"] == 2  # one failed
-    assert sum(source == "host 0" for _, source, _ in network.fetches) == 1  # nobody tries again
-
-
 @pytest.mark.parametrize("after_s", [0.05, 0.5])  # while it is asked, while it is read
 def test_a_host_reads_from_the_trainer_when_its_parent_is_cut_off(after_s: float) -> None:
     @on_virtual_clock
