@@ -21,11 +21,12 @@ demo: setup
 	$(BIN)/torchtitan-rl train alphabet_sort_tiny --seed $(SEED) \
 		--name alphabet_sort_tiny-$$(date +%Y%m%d-%H%M%S)
 
-# Real processes often leave a core idle, so two test processes run, each with whole files.
-PYTEST_PARALLEL := --numprocesses 2 --dist loadfile
+# Real processes often leave a core idle, so two test processes run, each with whole files, those
+# that take minutes first.
+PYTEST_PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" tests
+	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" tests/real tests/fast
 
 test-fast: setup
 	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak and not slow" tests/fast

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.real.models import tiny_model
-from tests.real.runs import ROOT, require_audit, train
+from tests.real.runs import require_audit, train
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 1800.0  # of a test with its fixtures; each start of a process takes seconds
@@ -34,34 +30,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of an uninterrupted synchronous run, that others must equal."""
-    root = tmp_path_factory.mktemp("whole")
-    run_dir = train(root, "whole", "--num-steps", str(NUM_STEPS))
-    require_audit(run_dir)
-    return run_dir
-
-
-@pytest.fixture(scope="session")
-def openai_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What `tests.real.openai_scenario` prints; it serves until the last test."""
-    root = tmp_path_factory.mktemp("openai")
-    with (
-        open(root / "log", "w") as log,
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.real.openai_scenario", str(root)],
-            cwd=ROOT,
-            # A preloaded OpenMP counts its threads before Python starts.
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as process,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = next((line for line in process.stdout if line.startswith("{")), None)
-        assert line is not None, (root / "log").read_text()[-3000:]
-        yield json.loads(line)
-        process.stdin.close()
-        assert process.wait(TIMEOUT_S) == 0, (root / "log").read_text()[-3000:]
+    """The directory of an uninterrupted synchronous run, that others must equal. The processes of
+    pytest-xdist share it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    with (root / "whole.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "whole" / "policy").exists():
+            require_audit(train(root, "whole", "--num-steps", str(NUM_STEPS)))
+    return root / "whole"

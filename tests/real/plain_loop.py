@@ -11,19 +11,18 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from torchtitan_rl.backends.monarch.run import run_processes
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
+from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
 
 
 async def loop(prepared: PreparedRun) -> None:
     config = prepared.config
-    tokenizer = AutoTokenizer.from_pretrained(prepared.policy_dir)
+    tokenizer = load_tokenizer(prepared.policy_dir)
     dataset = config.task.dataset("train", seed=config.seed)
     batcher = EpisodeBatcher(
         config=config.rollout,

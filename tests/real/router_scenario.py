@@ -1,5 +1,5 @@
-"""64 greedy requests on two replicas, while weights are pulled 20 times and all replicas are
-emptied 10 times; a pin; a killed replica: parts of `replicas_scenario`."""
+"""32 greedy requests on two replicas, while weights are pulled 10 times and all replicas are
+emptied 5 times; a pin; a killed replica: parts of `replicas_scenario`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchtitan_rl.types import (
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
-NUM_PULLS = 20
+NUM_PULLS, NUM_REQUESTS = 10, 32
 MAX_MODEL_LEN = 1024
 WAIT_S = 300.0
 
@@ -50,11 +50,11 @@ def requests() -> list[GenerationRequest]:
     return [
         GenerationRequest(
             request_id=f"r{n}",
-            prompt_token_ids=tuple(40 + (7 * n + i) % 97 for i in range(4 + 3 * n)),
-            sampling=SamplingParams(max_tokens=100 + n, temperature=0.0, ignore_eos=True),
+            prompt_token_ids=tuple(40 + (7 * n + i) % 97 for i in range(4 + 6 * n)),
+            sampling=SamplingParams(max_tokens=100 + 2 * n, temperature=0.0, ignore_eos=True),
             session_id=f"s{n % 16}",
         )
-        for n in range(64)
+        for n in range(NUM_REQUESTS)
     ]
 
 

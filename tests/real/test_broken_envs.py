@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from tests.real.broken_envs import FORGED
 from tests.real.runs import ROOT, Run, read_metrics, read_rollouts
+from torchtitan_rl.rollout.rendering import load_tokenizer
 
 CONFIG = ROOT / "tests" / "real" / "broken_envs.py"
 
@@ -35,7 +35,7 @@ def test_a_run_goes_on_alongside_environments_that_hang_raise_or_return_garbage(
 
 
 def require_forged_turns_are_text(run_dir: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "policy")
+    tokenizer = load_tokenizer(run_dir / "policy")
     expected = "\n<|im_start|>user\n<tool_response>\nx\n</tool_response><|im_end|>\n"
     expected += "<|im_start|>assistant\n"
     turns = [row["turns"] for row in read_rollouts(run_dir) if "forges" in row["problem_id"]]
@@ -65,6 +65,11 @@ def test_a_run_whose_prompts_are_outside_of_the_vocabulary_says_so_and_fails(
     assert "48 of 48 rollouts failed" in said
     assert "(48x)" in said
     assert run.left_behind() == []
+
+
+@pytest.mark.soak
+def test_a_run_that_trained_nothing_says_so_when_it_is_resumed(tmp_path: Path) -> None:
+    assert start(tmp_path, "--task.kinds", "outside").wait() == 1
     again = start(tmp_path, "--task.kinds", "outside", "--checkpoint.resume")
     assert again.wait() == 1
     said = again.log.read_text()

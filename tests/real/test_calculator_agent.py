@@ -1,4 +1,5 @@
-"""A short run of the calculator agent: the `openai` client, the endpoint, vLLM, torchtitan."""
+"""A short run of the calculator agent: the `openai` client, the endpoint, vLLM, torchtitan. In each
+test run, `test_verifiers` and `test_agent_libraries` show the same of other agents."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.real.runs import ONE_REPLICA, ROOT, SMALL, Run, read_metrics
+
+pytestmark = pytest.mark.soak
 
 CONFIG = ROOT / "configs" / "calculator_agent_tiny.py"
 NUM_STEPS = 3

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from tests.real.reference import float64_logprobs
 from tests.real.runs import play
 from tests.real.trainer_helpers import trainer
 from torchtitan_rl.configs.alphabet_sort_tiny import config
 from torchtitan_rl.experiments.alphabet_sort.demonstrations import Mistakes, demonstration
-from torchtitan_rl.rollout.rendering import make_renderer
+from torchtitan_rl.rollout.rendering import load_tokenizer, make_renderer
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.training.packing import pack_episodes
@@ -38,7 +37,7 @@ def pack(episodes: list[Episode]) -> TrainingBatch:
 
 def lessons(num_steps: int) -> list[TrainingBatch]:
     """Right answers, for a few steps that move the policy as far as reinforcement would."""
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    tokenizer = load_tokenizer(SHIPPED)
     renderer = make_renderer(tokenizer, kind="qwen3", thinking="keep")
     dataset = config.task.dataset("train", seed=0)
     episodes = (

@@ -1,5 +1,5 @@
-"""What a whole run does when one of its processes is killed; see test_main_job for the trainer and
-the controller."""
+"""What a whole run does when one of its processes is killed; see test_main_job for the trainer,
+test_async_run for the controller, test_other_users for the endpoint."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.runs import ONE_REPLICA, ROOT, Run, options, read_metrics, require_audit
-from tests.real.served import require_end_by_loss_of_endpoint
+from tests.real.runs import ROOT, Run, options, read_metrics, require_audit
 
 
 def await_first_step(run: Run, run_dir: Path) -> None:
@@ -87,10 +86,3 @@ def test_a_run_goes_on_without_an_engine_that_is_stuck_in_a_process_that_answers
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["policy/version"] == 4
-
-
-def test_a_killed_endpoint_ends_the_run_with_1_and_leaves_no_process(tmp_path):
-    more = ("--num-steps", "50", *ONE_REPLICA, "--endpoint.enabled")
-    run = Run(options(tmp_path, "run", *more), log=tmp_path / "log")
-    await_first_step(run, tmp_path / "run")
-    require_end_by_loss_of_endpoint(run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -62,10 +61,11 @@ def test_outputs_are_where_the_readme_says(whole):
         assert {"lm_head.weight", "model.embed_tokens.weight"} & {*policy.keys()}
 
 
-def test_trap_28_a_run_that_is_killed_stopped_and_loses_its_trainer_resumes_to_the_same_weights(
-    tmp_path, whole
-):
-    """Four processes one after the other; each of the first three ends after a step of its own."""
+def test_trap_28_and_29_a_run_that_stops_diverges_and_loses_its_trainer_resumes_to_equal_weights(
+    tmp_path: Path, whole: Path
+) -> None:
+    """Four processes one after the other; each of the first three ends after a step of its own.
+    `test_async_run` kills one with all its processes."""
     run_dir = tmp_path / "run"
     resumed = ("--checkpoint.resume", *ONE_REPLICA)
 
@@ -83,11 +83,16 @@ def test_trap_28_a_run_that_is_killed_stopped_and_loses_its_trainer_resumes_to_t
         assert run.left_behind() == []
         return code, run.log.read_text()
 
-    code, log = life("killed", lambda run: run.process.kill())
-    assert code == -signal.SIGKILL, log[-3000:]
-    code, log = life("stopped", lambda run: run.process.terminate(), *resumed)
+    code, log = life("stopped", lambda run: run.process.terminate(), *ONE_REPLICA)
     assert code == 128 + signal.SIGTERM, log[-3000:]
     require_audit(run_dir)
+    saved = checkpoint_files(run_dir)
+    assert saved
+    useless = ("--trainer.optimizer.learning-rate", "1e18")
+    code, log = life("diverged", lambda run: None, *resumed, *useless)
+    assert code == 1, log[-3000:]
+    assert re.search(r"^error: DivergedError: .*(loss|grad_norm)", log, re.M)
+    assert checkpoint_files(run_dir) == saved
     code, log = life("orphaned", lambda run: run.process_of("trainer-rank0").kill(), *resumed)
     assert code == 1, log[-3000:]
     assert "error: TrainerLostError: trainer" in log
@@ -99,45 +104,3 @@ def test_trap_28_a_run_that_is_killed_stopped_and_loses_its_trainer_resumes_to_t
     same = ("step", "policy/version", "train/reward_mean", "trainer/loss")
     for one, other in zip(read_metrics(whole), read_metrics(run_dir), strict=True):
         assert [one.get(name) for name in same] == [other.get(name) for name in same]
-
-
-def test_trap_29_a_diverging_run_ends_with_1_and_keeps_its_last_good_checkpoint(tmp_path, whole):
-    """It goes on after the last step with a learning rate that makes the next weights useless."""
-    shutil.copytree(whole, tmp_path / "diverged")
-    run = Run(
-        options(
-            tmp_path,
-            "diverged",
-            *("--num-steps", str(NUM_STEPS + 6), "--checkpoint.resume"),
-            *("--trainer.optimizer.learning-rate", "1e18", *ONE_REPLICA),
-        ),
-        log=tmp_path / "log",
-    )
-    assert run.wait() == 1, run.log.read_text()[-3000:]
-    assert run.left_behind() == []
-    assert re.search(r"^error: DivergedError: .*(loss|grad_norm)", run.log.read_text(), re.M)
-    assert checkpoint_files(tmp_path / "diverged") == checkpoint_files(whole)
-
-
-def test_tensor_parallel_replicas_and_a_sharded_trainer_run_from_torchrun_over_rdma(tmp_path):
-    run = Run(
-        options(
-            tmp_path,
-            "parallel",
-            *("--num-steps", "2"),
-            *ONE_REPLICA,
-            *("--generator.tensor-parallel", "2"),
-            *("--trainer.data-parallel-shard", "2"),
-            *("--trainer.threads", "1"),
-            *("--weight-sync.transport", "rdma"),
-            *("--weight-sync.mode", "drain"),
-        ),
-        log=tmp_path / "log",
-        module="torchrun",
-    )
-    run.wait_until(lambda: len(read_metrics(tmp_path / "parallel")) > 1, "the first step")
-    assert run.listening_on() == {"127.0.0.1"}
-    run.require_success()
-    rows = read_metrics(tmp_path / "parallel")
-    assert [row["policy/version"] for row in rows] == [0, 1, 2]
-    assert all(row["trainer/logprob_diff_max"] < 3e-5 for row in rows[1:])

@@ -17,6 +17,7 @@ from torchtitan_rl.commands import cli
 
 TRAINING = (
     "--num-steps", "2",
+    "--generator.replicas", "1",
     "--checkpoint.every", "1",
     "--rollout.groups-per-step", "2",
     "--rollout.group-size", "4",

@@ -33,32 +33,34 @@ from tests.real.openai_hard_requests import (
 )
 from tests.real.served import Served, require_end_by_loss_of_endpoint, serve
 from tests.support.golden import check_golden
+from tests.support.http_attacks import ATTACKS
+from tests.support.http_attacks import Target as Attacked
 
 MAX_TOKENS = 64
 
 ROUTES = [
-    ("/v1/chat/completions", "post", 50),
-    ("/v1/completions", "post", 50),
-    ("/v1/responses", "post", 25),
-    ("/v1/responses/{response_id}", "get", 10),
-    ("/v1/responses/{response_id}", "delete", 10),
-    ("/v1/messages", "post", 25),
-    ("/v1/messages/count_tokens", "post", 10),
-    ("/tokenize", "post", 20),
-    ("/detokenize", "post", 20),
+    ("/v1/chat/completions", "post", 20),
+    ("/v1/completions", "post", 20),
+    ("/v1/responses", "post", 10),
+    ("/v1/responses/{response_id}", "get", 5),
+    ("/v1/responses/{response_id}", "delete", 5),
+    ("/v1/messages", "post", 10),
+    ("/v1/messages/count_tokens", "post", 5),
+    ("/tokenize", "post", 10),
+    ("/detokenize", "post", 10),
     ("/v1/models", "get", 5),
     ("/version", "get", 5),
     ("/health", "get", 5),
     ("/metrics", "get", 5),
-    ("/v1/sessions", "post", 20),
-    ("/v1/sessions/{session_id}/reward", "post", 20),
-    ("/v1/sessions/{session_id}", "delete", 20),
-    ("/v1/sessions/{session_id}", "get", 20),
+    ("/v1/sessions", "post", 10),
+    ("/v1/sessions/{session_id}/reward", "post", 10),
+    ("/v1/sessions/{session_id}", "delete", 10),
+    ("/v1/sessions/{session_id}", "get", 10),
     ("/v1/sessions/{session_id}/heartbeat", "post", 10),
     ("/v1/sessions/{session_id}/return", "post", 10),
     ("/v1/problems/lease", "post", 10),
-    ("/admin/load", "post", 20),
-    ("/admin/pause", "post", 20),
+    ("/admin/load", "post", 10),
+    ("/admin/pause", "post", 10),
     ("/admin/resume", "post", 5),
     ("/admin/versions", "get", 5),
 ]
@@ -82,8 +84,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         *("--generator.replicas", "1", "--generator.max-model-len", str(MAX_MODEL_LEN)),
         *("--generator.kv-cache-bytes", str(32 << 20)),
         *("--endpoint.max-tokens", str(MAX_TOKENS), "--endpoint.tool-call-parser", "hermes"),
-        key="secret",
-        environment={"TORCHTITAN_RL_API_KEY": "secret", "TORCHTITAN_RL_ADMIN_KEY": "chief"},
+        key="key",
+        environment={"TORCHTITAN_RL_API_KEY": "key", "TORCHTITAN_RL_ADMIN_KEY": "chief"},
     )
     try:
         yield served
@@ -93,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def target(server: Served) -> Target:
-    return Target(server.url, "secret", "chief")
+    return Target(server.url, "key", "chief")
 
 
 def greedy_answers(target: Target) -> list[list[int]]:
@@ -161,7 +163,7 @@ def test_whatever_the_document_allows_or_forbids_gets_no_5xx_and_no_hang(
     fuzz(target, document, path, method, num_examples=num_examples)
     if path in STREAMED:
         assert target.statuses[200] > num_examples // 2  # it is not all refused at the door
-        assert target.statuses[400] > 10
+        assert target.statuses[400] > 3
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
@@ -198,7 +200,7 @@ def test_trap_10_an_official_client_that_times_out_and_retries_gets_its_first_ru
     target: Target, server: Served
 ) -> None:
     client = openai.OpenAI(
-        base_url=f"{target.url}/v1", api_key="secret:retried", timeout=1.0, max_retries=100
+        base_url=f"{target.url}/v1", api_key="key:retried", timeout=1.0, max_retries=100
     )
     asked: dict[str, Any] = CHAT | {"temperature": 1.0, "max_tokens": 8}
     num_run = settled(server, "requests_total")
@@ -231,7 +233,7 @@ def test_a_client_that_leaves_and_does_not_come_back_is_aborted(
             requests.post(
                 f"{url}/chat/completions", json=CHAT, headers=target.headers(), timeout=0.5
             )
-        client = openai.OpenAI(base_url=url, api_key="secret", timeout=0.5, max_retries=0)
+        client = openai.OpenAI(base_url=url, api_key="key", timeout=0.5, max_retries=0)
         with pytest.raises(openai.APITimeoutError):  # it is waited for, for a few seconds
             client.chat.completions.create(**CHAT)
         server.wait_until(
@@ -243,7 +245,7 @@ def test_a_client_that_leaves_and_does_not_come_back_is_aborted(
 
 
 def test_a_body_over_the_limit_is_a_413_that_the_client_gets_to_read(target: Target) -> None:
-    client = openai.OpenAI(base_url=f"{target.url}/v1", api_key="secret", max_retries=0)
+    client = openai.OpenAI(base_url=f"{target.url}/v1", api_key="key", max_retries=0)
     for size in (5 << 20, 30 << 20):
         with pytest.raises(openai.APIStatusError) as raised:
             client.completions.create(**TEXT | {"prompt": "x" * size})
@@ -254,7 +256,7 @@ def test_each_key_opens_its_own_routes(target: Target) -> None:
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{target.url}/v1", api_key="wrong", max_retries=0).models.list()
     for path, key, status in [
-        ("/admin/versions", "secret", 403),
+        ("/admin/versions", "key", 403),
         ("/admin/versions", "chief", 200),
         ("/v1/models", "chief", 401),
         ("/metrics", "", 401),
@@ -263,6 +265,15 @@ def test_each_key_opens_its_own_routes(target: Target) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         answer = requests.get(target.url + path, headers=headers, timeout=TIMEOUT_S)
         assert answer.status_code == status, path
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attacked_endpoint_serves_within_its_memory_and_descriptors(
+    server: Served, attack: str
+) -> None:
+    process = server.run.process_of("endpoint-rank0")
+    attacked = Attacked(int(server.url.rpartition(":")[2]), process)
+    attacked.require_to_hold(attack, more_bytes=150 << 20)
 
 
 @pytest.mark.parametrize("undisturbed", [None])  # not after this one, which comes last

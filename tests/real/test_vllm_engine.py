@@ -403,6 +403,7 @@ def test_other_families_are_exact_on_both_sides_of_a_pull(
     check_exact_pull(root, family, solo["families"][family]["greedy"])
 
 
+@pytest.mark.soak
 def test_biases_are_exact_on_two_tensor_parallel_ranks(solo: dict[str, Any], root: Path) -> None:
     check_exact_pull(root, "qwen2", run("tp_qwen2", root, ranks=2)["greedy"])
 

@@ -111,6 +111,7 @@ def test_a_copied_configuration_runs(bin_dir, wheel, tmp_path):
     assert "policy" in run(bin_dir / "torchtitan-rl", "train", "mine.py", "--dry-run", cwd=tmp_path)
 
 
+@pytest.mark.soak
 def test_two_steps_from_the_wheel_in_another_directory(bin_dir, tmp_path):
     run(
         bin_dir / "torchtitan-rl", "train", "alphabet_sort_tiny", *SMALL, *ONE_REPLICA,

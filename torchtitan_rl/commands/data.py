@@ -21,6 +21,7 @@ from torchtitan_rl.config.model import find_policy
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.environments.mcp import sharing_servers
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
+from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 
@@ -149,6 +150,4 @@ async def _prompt(config: RunConfig, problem: Problem, tokenizer: Any) -> tuple[
 
 def _tokenizer(config: RunConfig) -> Any:
     policy_dir, _ = find_policy(config.policy.checkpoint, is_trained=False)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(policy_dir)
+    return load_tokenizer(policy_dir)

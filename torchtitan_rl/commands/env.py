@@ -43,6 +43,7 @@ from torchtitan_rl.config.prepare import (
 )
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.run import EnvironmentFactory
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
@@ -114,9 +115,7 @@ def _check(options: EnvCheckConfig, config: RunConfig) -> int:
 async def _with_script(
     options: EnvCheckConfig, prepared: PreparedRun, problems: Sequence[Problem]
 ) -> int:
-    from transformers import AutoTokenizer
-
-    tokenizer, config = AutoTokenizer.from_pretrained(prepared.policy_dir), prepared.config
+    tokenizer, config = load_tokenizer(prepared.policy_dir), prepared.config
     environment = environment_factory(
         config.task, tokenizer=tokenizer, limits=config.rollout, host=None
     )

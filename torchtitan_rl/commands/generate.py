@@ -48,7 +48,7 @@ from torchtitan_rl.generation.engine import MAX_SEED
 from torchtitan_rl.launch.interfaces import listen_privately
 from torchtitan_rl.launch.own_user import use_private_folder
 from torchtitan_rl.orchestration.config import MAY_BE_GREEDY
-from torchtitan_rl.rollout.rendering import make_renderer
+from torchtitan_rl.rollout.rendering import load_tokenizer, make_renderer
 from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -182,9 +182,7 @@ def _device(options: GenerateOptions) -> Device:
 def _complete_file(options: GenerateOptions, model: Path, loop: EngineLoop) -> tuple[int, str]:
     """Submit every line, write every answer, close the loop; the number of lines that were not
     completed, and a sentence."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
 
     def render(messages: list[Any]) -> Sequence[int]:
         return make_renderer(tokenizer, kind="template").initial_prompt(messages)

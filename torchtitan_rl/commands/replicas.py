@@ -21,6 +21,7 @@ from torchtitan_rl.agents.task import environment_factory
 from torchtitan_rl.aio import first_of
 from torchtitan_rl.config.prepare import PreparedRun, PreparedServe
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.run import EnvironmentFactory
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -153,10 +154,8 @@ async def served(
 
 @asynccontextmanager
 async def _generation(prepared: PreparedRun, directory: Path) -> AsyncIterator[Generation]:
-    from transformers import AutoTokenizer
-
     config = prepared.config
-    tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, directory)
+    tokenizer = await asyncio.to_thread(load_tokenizer, directory)
     async with AsyncExitStack() as stack:
         processes, router, loader = await stack.enter_async_context(
             served(

@@ -57,6 +57,7 @@ from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.run_state import Claim, Parts, Trainer
 from torchtitan_rl.processes import collect_less, stay_on_cores
+from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.restarts import ReplicaRestarts, first_name
@@ -204,7 +205,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
     recorder.say(f"{config.name}: {steps}, {prepared.plan.summary()}; outputs in {config.run_dir}")
     for line in (*prepared.notes, *found.passed_over):
         recorder.say(line)
-    tokenizer = await asyncio.to_thread(_load_tokenizer, prepared)
+    tokenizer = await asyncio.to_thread(load_tokenizer, prepared.policy_dir)
     recorder.decode_by(tokenizer.decode)
     losses = FailureHandling(prepared, run.hosts, recorder)
     async with AsyncExitStack() as stack:
@@ -314,12 +315,6 @@ def _parts(
         identity=run.prepared.identity,
         success_reward=config.task.success_reward(),
     )
-
-
-def _load_tokenizer(prepared: PreparedRun) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(prepared.policy_dir)
 
 
 def reserved_replicas(config: RunConfig) -> tuple[str, ...]:

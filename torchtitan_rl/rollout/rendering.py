@@ -10,7 +10,9 @@ The only module that knows the `renderers` package.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torchtitan_rl.errors import ConfigError
@@ -76,6 +78,26 @@ class ChatRenderer(Protocol):
     def decode(self, token_ids: TokenIds) -> str:
         """The text as it is, special tokens included."""
         ...
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a policy's folder, the one that `AutoTokenizer` loads.
+
+    `AutoTokenizer` imports the code of models, which takes seconds, to choose a class. It chooses
+    `transformers`' general one for these models, if their files name it.
+    """
+    files = (folder / "tokenizer_config.json", folder / "config.json")
+    fields = {}
+    for file in files:
+        fields |= json.loads(file.read_text()) if file.is_file() else {}
+    is_general = fields.get("tokenizer_class") == "TokenizersBackend"
+    if is_general and fields.get("model_type") in ("llama", "qwen3"):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @functools.lru_cache(maxsize=16)
