@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.real.models import tiny_model
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.rollout.chatml import ChatMLRenderer
 from torchtitan_rl.rollout.rendering import (
     LibraryRenderer,
+    load_tokenizer,
     make_renderer,
 )
 
@@ -54,6 +59,19 @@ def build_tokenizer(tokens: list[str], template: str | None = None) -> PreTraine
         eos_token="<|im_end|>" if tokens else None,
         chat_template=template,
     )
+
+
+@pytest.mark.parametrize("family", ["shipped", "qwen3", "qwen2", "llama", "mistral"])
+def test_a_tokenizer_is_the_one_that_transformers_chooses(family: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = POLICY_DIR if family == "shipped" else tiny_model(tmp_path, family=family)
+    found, expected = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert type(found) is type(expected)
+    assert found.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert found.init_kwargs.keys() == expected.init_kwargs.keys()
+    assert found.chat_template == expected.chat_template
+    assert found.special_tokens_map == expected.special_tokens_map
 
 
 FIRST = [{"role": "system", "content": "Sort."}, {"role": "user", "content": "hello\n"}]
