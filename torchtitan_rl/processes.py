@@ -12,8 +12,8 @@ import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -161,6 +161,18 @@ def collect_less() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS)
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Collect nothing in the body, which imports much and builds what stays, and less afterwards.
+    Collections took a fifth of the CPU time of importing vLLM or torchtitan."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        collect_less()
 
 
 class ChildProcess:

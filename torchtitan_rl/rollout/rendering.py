@@ -87,7 +87,7 @@ def load_tokenizer(folder: Path) -> Any:
     `transformers`' general one for these models, if their files name it.
     """
     files = (folder / "tokenizer_config.json", folder / "config.json")
-    fields = {}
+    fields: dict[str, Any] = {}
     for file in files:
         fields |= json.loads(file.read_text()) if file.is_file() else {}
     is_general = fields.get("tokenizer_class") == "TokenizersBackend"

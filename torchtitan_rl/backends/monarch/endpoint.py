@@ -24,6 +24,7 @@ from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, EndpointLostError
+from torchtitan_rl.processes import collecting_later
 from torchtitan_rl.serving.config import reachable
 from torchtitan_rl.serving.link import ToController, ToEndpoint
 
@@ -47,7 +48,8 @@ class EndpointActor(Actor):
     @concurrent_endpoint
     async def start(self) -> int:
         """Take the address and serve; returns the port."""
-        self._server, self._link = await asyncio.to_thread(start_server, self._spec)
+        with collecting_later():
+            self._server, self._link = await asyncio.to_thread(start_server, self._spec)
         return self._server.port
 
     @concurrent_endpoint

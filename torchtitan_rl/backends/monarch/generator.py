@@ -34,7 +34,7 @@ from torchtitan_rl.errors import DeadlineError, LoopFailedError, WeightSyncError
 from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
 from torchtitan_rl.launch.interfaces import listen_privately
 from torchtitan_rl.observability.trace import EngineTrace, Tracer, host_label
-from torchtitan_rl.processes import collect_less
+from torchtitan_rl.processes import collecting_later
 from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.weights.distribution import WeightDistribution
 from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
@@ -54,7 +54,8 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def start(self) -> None:
         """Build the engine (all ranks together) and start stepping."""
-        self._generator = await asyncio.to_thread(_Rank, self._spec, self._rank)
+        with collecting_later():
+            self._generator = await asyncio.to_thread(_Rank, self._spec, self._rank)
 
     @concurrent_endpoint
     async def connect(self, port: Port[Any]) -> None:
@@ -94,7 +95,6 @@ class _Rank:
                 on_work=self._engine_trace,
             )
         self.server = EngineServer(self._loop, stall_timeout_s=spec.generator.stall_timeout_s)
-        collect_less()
         self._loop.start()
 
     def _on_pulled(self, version: int) -> None:

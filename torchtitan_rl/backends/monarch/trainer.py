@@ -30,6 +30,7 @@ from torchtitan_rl.backends.monarch.runtime import (
 from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
+from torchtitan_rl.processes import collecting_later
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.config import Transport
 from torchtitan_rl.weights.handle import WeightHandle
@@ -52,9 +53,10 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def start(self, transport: Transport) -> None:
-        from torchtitan_rl.backends.monarch.trainer_rank import TrainerRank
+        with collecting_later():
+            from torchtitan_rl.backends.monarch.trainer_rank import TrainerRank
 
-        self._trainer = await self._work(TrainerRank, self._spec, self._rank, transport)
+            self._trainer = await self._work(TrainerRank, self._spec, self._rank, transport)
 
     @concurrent_endpoint
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
