@@ -23,7 +23,7 @@ demo: setup
 
 # Real processes often leave a core idle, so two test processes run, each with whole files, those
 # that take minutes first.
-PYTEST_PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+PYTEST_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" tests/real tests/fast

@@ -5,10 +5,11 @@ time it takes on a busy machine."""
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 # Before a library reads it on import: without a network each try to reach the hub takes 20 s.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,13 +18,16 @@ settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-ROOT = Path(__file__).parent
-SHARING = ROOT / "real" / "own_server"
+SHARING = "tests/real/own_server/"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process of pytest-xdist runs all tests of a file, or of a folder that shares what it
-    starts."""
-    for item in items:
-        place = SHARING if SHARING in item.path.parents else item.path
-        item.add_marker(pytest.mark.xdist_group(str(place.relative_to(ROOT))))
+class ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """One process runs all tests of a file, or of a folder that shares what it starts."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return SHARING if nodeid.startswith(SHARING) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
