@@ -76,5 +76,5 @@ def test_each_module_of_the_trainer_may_be_imported_first() -> None:
         "    failed += [name] * bool(os.waitpid(child, 0)[1])\n"
         "print(json.dumps(failed))"
     )
-    modules = ("hf", "model", "optim", "trainer", "publishing")
+    modules = ("hf", "model", "optim", "trainer")
     assert outcome(code, *modules) == []
