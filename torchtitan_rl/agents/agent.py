@@ -1,10 +1,10 @@
 """Agents: user code that calls the OpenAI API and returns a reward.
 
-An agent is an async function, a plain one (it gets a thread of its own, and may block), a command,
-or a program elsewhere (`RemoteAgent`). It gets the endpoint's address and an API key that names its
-session: the requests it makes with that key become the turns of its rollout. Its session ends when
-it returns, when its rollout reaches a limit, or when a client closes the session; later requests
-are refused (HTTP 400, code ``session_closed``).
+An agent is an async function, a synchronous function (which runs in its own thread, and may block),
+a command, or a program elsewhere (`RemoteAgent`). It gets the endpoint's address and an API key
+that names its session: the requests that the agent makes with this key become the turns of its
+rollout. The session ends when the agent returns, when its rollout reaches a limit, or when a client
+closes the session. Later requests are refused (HTTP 400, code ``session_closed``).
 
     async def solve(call: AgentCall) -> float:
         client = AsyncOpenAI(base_url=call.base_url, api_key=call.api_key)
@@ -28,14 +28,14 @@ from torchtitan_rl.rollout.records import problem_to_json
 from torchtitan_rl.serving.config import ADMIN_KEY, API_KEY
 from torchtitan_rl.types import Problem
 
-_SECRETS = (API_KEY, ADMIN_KEY)  # which commands do not inherit
+_SECRETS = (API_KEY, ADMIN_KEY)  # environment variables that commands do not inherit
 _MAX_OUTPUT_BYTES = 16 << 20
-_MAX_ENVIRONMENT_BYTES = 96 << 10  # of one variable; Linux refuses those over 128 KiB
+_MAX_ENVIRONMENT_BYTES = 96 << 10  # for one variable; Linux refuses more than 128 KiB
 _STDERR_CHARS = 400
 
 
 class AgentError(TorchtitanRLError):
-    """An agent failed; its rollout fails, and no other."""
+    """An agent failed. Only its own rollout fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +51,14 @@ class AgentCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """What an agent may return instead of a number. ``reward`` None leaves the reward to the
-    rubric, or to the client that closes the session with one. ``part_rewards`` are rewards of
-    their own for the branches of requests in ``SESSION.PART``, by PART."""
+    """The result of an agent, which may also return only a number. If ``reward`` is None, the
+    rubric gives the reward, or the client that closes the session. ``part_rewards[PART]`` is the
+    reward of the branches whose requests named the session ``SESSION.PART``."""
 
     reward: float | None = None
     part_rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, for the records
+    messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, for the logged rollouts
 
 
 AgentAnswer = float | AgentResult | None
@@ -67,18 +67,19 @@ AgentFunction = Callable[[AgentCall], AgentAnswer | Awaitable[AgentAnswer]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCommand:
-    """A program that is an agent.
+    """An agent that is a program.
 
     Its environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``TORCHTITAN_RL_MODEL`` and
-    ``TORCHTITAN_RL_SESSION_ID``. Its problem is JSON (``problem_id``, ``data``) on stdin and, where
-    it is short enough, in ``TORCHTITAN_RL_PROBLEM``. The last line of its output is its reward: a
+    ``TORCHTITAN_RL_SESSION_ID``. Its problem is JSON (``problem_id``, ``data``) on stdin; a short
+    problem is also in ``TORCHTITAN_RL_PROBLEM``. The last line of its output is its reward: a
     number, or ``{"reward": number, "metrics": {name: number}}``; anything else means no reward. An
-    exit code other than 0 is a failure. Everything that it started is killed at its end.
+    exit code other than 0 is a failure. At its end, all processes that the program started are
+    killed.
     """
 
     argv: tuple[str, ...]
     cwd: str | Path | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to the above
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables
     timeout_s: float = 24 * 3600.0  # a rollout's own limits usually end it earlier
 
 
@@ -86,9 +87,10 @@ class AgentCommand:
 class RemoteAgent:
     """An agent that runs elsewhere: its problem waits in the run's queue until a worker leases it.
 
-    ``lease_s`` without a request or a heartbeat of its worker end a lease; after ``max_leases`` of
-    one problem that were lost, its rollout fails. ``reward_timeout_s`` is how long the reward may
-    take after the worker has returned its lease as done; None is ``rollout.step_timeout_s``.
+    A lease is lost after ``lease_s`` without a request or a heartbeat of its worker. After
+    ``max_leases`` lost leases of one problem, its rollout fails. After the worker has returned its
+    lease as done, the reward must arrive within ``reward_timeout_s`` (None:
+    ``rollout.step_timeout_s``).
     """
 
     lease_s: float = 60.0
@@ -103,8 +105,8 @@ async def run_agent(agent: AgentFunction | AgentCommand, agent_call: AgentCall) 
     """Run an agent to its end.
 
     Raises:
-        AgentError: a command failed.
-        Exception: what a function raised.
+        AgentError: the agent is a command, and it failed.
+        Exception: the agent is a function, and it raised this exception.
     """
     if isinstance(agent, AgentCommand):
         return await _run_command(agent, agent_call)

@@ -1,22 +1,22 @@
 """`AgentEnv`: runs an agent and turns its requests into the turns of a rollout.
 
-Requests of one session run at once. What they make is a tree (`rollout/tree.py`): a prompt that
-extends an earlier turn continues its branch, any other begins one. So limits, seeds, versions,
-journal and advantages are those of any rollout.
+Requests of one session run concurrently. Their turns form a tree (`rollout/tree.py`): a prompt that
+extends an earlier turn continues that turn's branch, any other prompt begins a new branch. Limits,
+seeds, versions, journal and advantages work as for any other rollout.
 
 | sampling option of a request | what happens |
 |---|---|
 | ``max_tokens``, stop strings, stop tokens, logprobs | used, within the rollout's limits |
-| ``temperature``, ``seed`` | the run's are used |
-| ``top_p``, ``top_k``, ``min_p`` | the run's are used; counted |
-| structured outputs, allowed tokens, bad words | used: the loss knows what they leave |
+| ``temperature``, ``seed`` | the run's own values are used |
+| ``top_p``, ``top_k``, ``min_p`` | the run's own values are used; the request is counted |
+| structured outputs, allowed tokens, bad words | used: the loss knows the remaining candidates |
 | penalties | ignored and counted: the loss does not know them |
 | ``logit_bias``, ``min_tokens``, ... | refused (400): the answer needs them |
 
 Invariants: each request is answered or refused, once. A turn whose caller left before the answer is
-unseen, and not trained on; it is still sampled to its end, so that its tokens do not depend on when
-the caller left. When `close` returns, the agent has ended or an error says that it has not. A
-`RunningAgent` ends once, and ``on_end`` is called on the event loop that started it.
+unseen, and not trained on. It is still sampled to its end, so that its tokens do not depend on when
+the caller left. When `close` returns, the agent has ended; `close` raises if the agent does not
+end. A `RunningAgent` ends once, and ``on_end`` is called on the event loop that started the agent.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ _IGNORED = frozenset(
         "skip_special_tokens",
         "spaces_between_special_tokens",
     }
-)  # engine options; any other is refused
+)  # engine options that are ignored; others are refused, except `CONSTRAINTS`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentHost:
-    """Where agents find the endpoint, and where they run.
+    """The endpoint that agents use, and the place where they run.
 
-    ``loop``: the event loop of another thread that runs async agents (`AgentThread`). None is the
-    current loop, which an agent that blocks would deadlock. ``problems``: where `RemoteAgent`s wait
-    for workers.
+    ``loop`` is the event loop that runs async agents, in another thread (`AgentThread`). If it is
+    None, they run on the current loop; an agent that blocks would then cause a deadlock.
+    ``problems`` is the queue in which problems of `RemoteAgent`s wait for workers.
     """
 
     base_url: str
     model: str
     sessions: Sessions
-    api_key: str = field(default="", repr=False)  # empty: the endpoint has none
+    api_key: str = field(default="", repr=False)  # empty: the endpoint needs no key
     loop: asyncio.AbstractEventLoop | None = None
     problems: ProblemQueue | None = None
 
@@ -103,7 +103,8 @@ class AgentHost:
 class AgentThread:
     """A daemon thread with an event loop for agents, for a ``with`` block.
 
-    Agents share it: one that blocks delays the others, but not the controller that has to answer.
+    Agents share the thread: an agent that blocks delays the other agents, but not the controller,
+    which answers their requests.
     """
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ class AgentThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel the agents that still run. One that blocks the thread keeps it."""
+        """Cancel the agents that still run. While an agent blocks the thread, the thread stays."""
         self._is_ending = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_JOIN_TIMEOUT_S)
@@ -134,7 +135,7 @@ class AgentThread:
 class RunningAgent:
     """One run of an agent, ``work``, started at once.
 
-    ``outcome`` is None until the agent has ended, then its result, or what it raised.
+    ``outcome`` is None until the agent has ended; then it is the agent's result or exception.
     """
 
     def __init__(
@@ -156,21 +157,21 @@ class RunningAgent:
             self._loop.call_soon_threadsafe(self._start, work)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; False where it has not ended in time."""
+        """Wait until the agent has ended; False if it has not ended within ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
         return self._ended.is_set()
 
     async def end(self, timeout_s: float) -> None:
-        """Cancel it, unless it has ended, and wait for its end.
+        """Cancel the agent, unless it has ended, and wait for its end.
 
         Raises:
             AgentError: the agent does not end.
         """
         if self._ended.is_set():
             return
-        with contextlib.suppress(RuntimeError):  # its loop is closed: it has been cancelled
+        with contextlib.suppress(RuntimeError):  # a closed loop has already cancelled its tasks
             self._loop.call_soon_threadsafe(self._cancel)
         if not await self.wait(timeout_s):
             raise AgentError(f"the agent did not end within {timeout_s} s of its cancellation")
@@ -183,7 +184,7 @@ class RunningAgent:
                 return error
 
         self._task = self._loop.create_task(outcome())
-        self._task.add_done_callback(self._report)  # called even where it never started
+        self._task.add_done_callback(self._report)  # called even if the task never started
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -191,7 +192,7 @@ class RunningAgent:
 
     def _report(self, task: asyncio.Task[AgentResult | BaseException]) -> None:
         outcome = asyncio.CancelledError() if task.cancelled() else task.result()
-        with contextlib.suppress(RuntimeError):  # that loop is closed
+        with contextlib.suppress(RuntimeError):  # raised if that loop is closed
             self._home.call_soon_threadsafe(self._finish, outcome)
 
     def _finish(self, outcome: AgentResult | BaseException) -> None:
@@ -203,15 +204,16 @@ class RunningAgent:
 class AgentEnv:
     """One rollout of an agent; a `TreeEnv`.
 
-    ``grace_s``: how long an agent may take to return its reward after a limit, and to end once it
-    is cancelled. ``reward_at_limit``: the reward where it returns none by then. ``decode`` makes
-    the turns readable in the records. ``prepare`` is called before the agent runs; its time does
-    not count as the agent's.
+    After a limit, the agent has ``grace_s`` to return its reward; otherwise the reward is
+    ``reward_at_limit``. A cancelled agent must also end within ``grace_s``. ``decode`` makes the
+    turns readable in logged rollouts. ``prepare`` is called before the agent runs; its time does
+    not count as the agent's time.
 
     ``replays`` declares that the agent sends the same requests again when it gets the same answers.
-    An agent that fails is then restarted, up to ``max_restarts`` times, and its requests are
-    answered from the record; so they are where a resumed run starts it again. A `RemoteAgent` whose
-    worker is lost is handed out again in any case; one that does not replay starts from nothing.
+    An agent that fails is then restarted, up to ``max_restarts`` times, and its repeated requests
+    are answered from the recorded turns. The same happens when a resumed run starts the agent
+    again. If the worker of a `RemoteAgent` is lost, the problem is handed out again in any case;
+    without ``replays`` the new worker begins a new conversation.
     """
 
     def __init__(
@@ -239,13 +241,13 @@ class AgentEnv:
         self._turns: TurnTree | None = None
         self._session_id = ""
         self._running: RunningAgent | None = None
-        self._answers: dict[str, asyncio.Future[Completion]] = {}  # by the client's request's id
-        self._turn_ids: dict[str, str] = {}  # by the same, of all requests of the session
-        self._parts: dict[str, list[str]] = {}  # turns by the part of the session that asked
+        self._answers: dict[str, asyncio.Future[Completion]] = {}  # by id of the client's request
+        self._turn_ids: dict[str, str] = {}  # turn of each request of the session, by request id
+        self._parts: dict[str, list[str]] = {}  # turns by the part of the session that made them
         self._changed = asyncio.Event()
-        self._is_over = False  # no more requests are taken
-        self._posted: float | None = None  # the reward that a client closed the session with
-        self._ending = SessionEnding.FAILED  # until the end says otherwise
+        self._is_over = False  # further requests are refused
+        self._posted: float | None = None  # the reward with which a client closed the session
+        self._ending = SessionEnding.FAILED  # stays if the rollout fails
         self._reward: float | None = None
         self._counts = {"ignored_options": 0, "refused_requests": 0, "restarts": 0}
 
@@ -255,11 +257,12 @@ class AgentEnv:
         return () if result is None else tuple(result.messages)
 
     async def run(self, turns: TurnTree) -> Terminal:
-        """
+        """Run the agent until it returns or a client closes its session with a reward.
+
         Raises:
             AgentError: the agent ended, or its session was closed, without a request.
             LimitReachedError: the agent failed after a limit; it is not started again.
-            Exception: what the agent raised last.
+            Exception: the agent raised it, and is not restarted.
         """
         self._turns = turns
         while True:
@@ -277,7 +280,7 @@ class AgentEnv:
             return self._over()
 
     async def finish(self, status: RolloutStatus) -> Terminal:
-        """A limit ended the rollout: refuse the agent's requests, and wait for its reward."""
+        """Refuse the agent's requests, because a limit ended the rollout; wait for its reward."""
         self._ending = SessionEnding.LIMIT
         self._refuse_all()
         if self._running is not None:
@@ -287,7 +290,8 @@ class AgentEnv:
         return self._terminal(result, self._reward_at_limit if posted is None else posted)
 
     async def close(self) -> None:
-        """
+        """End the agent and its session.
+
         Raises:
             AgentError: the agent does not end.
         """
@@ -301,7 +305,7 @@ class AgentEnv:
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
-        """`SessionDriver`: one of the agent's requests."""
+        """Complete one of the agent's requests; see `SessionDriver`."""
         if self._is_over or self._turns is None:
             raise self._closed()
         self._check(request.sampling)
@@ -311,7 +315,7 @@ class AgentEnv:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
         def answer(completion: Completion) -> bool:
-            if future.done() or self._outcome is not None:  # its caller, or the agent, is gone
+            if future.done() or self._outcome is not None:  # the caller or the agent is gone
                 return False
             future.set_result(replace(completion, request_id=name))
             return True
@@ -331,7 +335,7 @@ class AgentEnv:
             )
             part = (request.session_id or "").partition(".")[2]
             self._parts.setdefault(part, []).append(self._turn_ids[name])
-            return await future  # cancelled with its caller
+            return await future  # cancelled if the caller is cancelled
         except LimitReachedError:
             raise self._closed() from None
         finally:
@@ -344,14 +348,14 @@ class AgentEnv:
         return list(self._turn_ids)
 
     def reward_turns(self, request_ids: Collection[str], reward: float) -> None:
-        """`SessionDriver`: give the branches with these turns a reward of their own."""
+        """Give the branches with these turns their own reward; see `SessionDriver`."""
         for request_id in request_ids:
             assert self._turns is not None
             self._turns.reward(self._turn_ids[request_id], reward)
 
     def close_session(self, reward: float | None) -> None:
-        """`SessionDriver`: a reward ends the rollout, without one the agent may still return
-        its own."""
+        """End the rollout with ``reward``. Without a reward only refuse further requests; the agent
+        may still return its own reward. See `SessionDriver`."""
         self._posted = reward
         self._refuse_all()
         self._changed.set()
@@ -363,7 +367,7 @@ class AgentEnv:
             self._host.problems.record_use(self._session_id)
 
     async def _run_once(self, turns: TurnTree) -> None:
-        """Run the agent in a new session, until it has ended or a client gave a reward."""
+        """Run the agent in a new session until the agent has ended or a client gave a reward."""
         self._is_over = False
         self._turn_ids.clear()
         self._parts.clear()
@@ -386,7 +390,7 @@ class AgentEnv:
             await self._changed.wait()
         self._refuse_all()
         if self._posted is not None:
-            await self._running.wait(self._grace_s)  # the agent itself may have closed it
+            await self._running.wait(self._grace_s)  # the agent itself may have given the reward
 
     def _may_restart(self, outcome: BaseException) -> bool:
         if isinstance(outcome, LeaseLostError):
@@ -416,7 +420,7 @@ class AgentEnv:
         )
 
     def _reward_parts(self, rewards: Mapping[str, float]) -> None:
-        """Each to the last turns of the part's branches."""
+        """Give each part's reward to the last turns of the part's branches."""
         if self._turns is None:
             return
         for part, reward in rewards.items():
@@ -445,7 +449,7 @@ class AgentEnv:
         return RefusedError(400, "session_closed", message)
 
     def _check(self, sampling: SamplingParams) -> None:
-        """Refuse what would change the distribution and cannot be ignored; count the rest."""
+        """Refuse options that change the distribution and cannot be ignored; count ignored ones."""
         options = set(sampling.engine_options)
         unsupported = options - _IGNORED - CONSTRAINTS
         if sampling.min_tokens > 0:
@@ -464,7 +468,8 @@ class AgentEnv:
 
 
 def _rollout_error(error: BaseException) -> BaseException:
-    """An error that ends the rollout; others (`KeyboardInterrupt`) would end the run."""
+    """Return an error that ends only the rollout. Exceptions that would end the whole run, such as
+    `KeyboardInterrupt`, become an `AgentError`."""
     if isinstance(error, Exception | asyncio.CancelledError | SystemExit):
         return error
     return AgentError(f"the agent raised {summary(error)}")

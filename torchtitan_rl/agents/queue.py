@@ -1,23 +1,23 @@
-"""Problems that wait for workers elsewhere, and the leases of those that work on one.
+"""The problems that wait for remote workers, and the workers' leases.
 
 A worker is any program that reaches the endpoint: a container, a remote machine, a service. It
 leases a problem, which comes with a session, makes its requests in that session and posts its
 reward there.
 
-| what | effect |
+| event | effect |
 |---|---|
-| a request of the session, a heartbeat | the lease lasts another ``lease_s`` |
+| a request of the session, or a heartbeat | the lease lasts another ``lease_s`` |
 | a reward, or the session is closed | the lease ends, and the rollout with it |
-| returned as ``done`` | the lease ends; the reward may still come, for ``reward_timeout_s`` |
-| returned as ``failed``, or silence for ``lease_s`` | the lease is lost |
-| the worker has left before it got the lease | the problem waits again, as before |
+| the lease is returned as ``done`` | it ends; the reward may arrive within ``reward_timeout_s`` |
+| the lease is returned as ``failed``, or ``lease_s`` pass in silence | the lease is lost |
+| the worker left before it got the lease | the problem is the next one to be leased |
 
-A problem whose lease is lost is handed out again, in a new session (`AgentEnv`), or its rollout
-fails with that cause.
+After a lost lease, the problem is handed out again in a new session (`AgentEnv`); after too many
+lost leases its rollout fails with `LeaseLostError`.
 
-Invariants: a problem has one lease at a time, and the session of a lost lease takes nothing any
-more; every lease ends once, in a counted way. On one event loop; a resumed run starts with an empty
-queue, into which its rollouts come again.
+Invariants: a problem has one lease at a time. After a lease is lost, its session refuses all
+requests. Every lease ends once, and each kind of ending is counted. The queue is used on one event
+loop. A resumed run starts with an empty queue, and its rollouts add their problems again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_WAITING_WORKERS = 4096
 
 
 class LeaseLostError(TorchtitanRLError):
-    """The worker on a problem failed, or was silent for too long."""
+    """The worker that leased a problem failed, or was silent for too long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class _Entry:
     ended: asyncio.Future[AgentResult]
     worker: str = ""
     used_s: float = 0.0
-    is_returned: bool = False  # its reward is to come
+    is_returned: bool = False  # returned as done, but the reward has not arrived
     timer: asyncio.TimerHandle | None = None
 
     def lose(self, cause: str) -> None:
@@ -61,12 +61,12 @@ class _Entry:
 
 
 class ProblemQueue:
-    """The queue of one run."""
+    """The queue of one training run."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, _Entry] = OrderedDict()  # by session id, oldest first
         self._leased: dict[str, _Entry] = {}
-        self._workers: dict[asyncio.Future[_Entry], str | None] = {}  # that wait; by problem id
+        self._workers: dict[asyncio.Future[_Entry], str | None] = {}  # waiting; wanted problem id
         self._counts: Counter[str] = Counter(
             leases=0, leases_expired=0, leases_failed=0, leases_done=0, leases_unused=0
         )
@@ -80,10 +80,10 @@ class ProblemQueue:
         }
 
     async def serve(self, agent: RemoteAgent, call: AgentCall, waits: TurnTree) -> AgentResult:
-        """Have a worker solve the problem of ``call``; returns once its session has been closed.
+        """Have a worker solve the problem of ``call``; return once its session has been closed.
 
         Raises:
-            LeaseLostError: its worker was lost.
+            LeaseLostError: the worker was lost.
         """
         entry = _Entry(agent, call, waits, asyncio.get_running_loop().create_future())
         self._waiting[call.session_id] = entry
@@ -98,23 +98,23 @@ class ProblemQueue:
                 entry.timer.cancel()
 
     def end(self, session_id: str) -> None:
-        """Its session was closed."""
+        """End the lease of a session, because the session was closed."""
         entry = self._leased.get(session_id)
         if entry is not None and not entry.ended.done():
             entry.ended.set_result(AgentResult())
 
     def record_use(self, session_id: str) -> None:
-        """A request of its session began or ended."""
+        """Extend the lease of a session, because a request of the session began or ended."""
         if session_id in self._leased:
             self._leased[session_id].used_s = _now()
 
     async def lease(
         self, *, problem_id: str | None = None, worker: str = "", wait_s: float = 0.0
     ) -> Mapping[str, Any]:
-        """Lease the problem that has waited longest, or the one that is named.
+        """Lease the problem named ``problem_id``, or the problem that has waited longest.
 
         Returns:
-            The lease; empty where no problem came within ``wait_s``.
+            The lease; empty if no problem arrived within ``wait_s``.
 
         Raises:
             RefusedError: too many workers wait.
@@ -136,9 +136,10 @@ class ProblemQueue:
         }
 
     def heartbeat(self, session_id: str) -> Mapping[str, Any]:
-        """
+        """Extend a lease.
+
         Raises:
-            RefusedError: there is no such lease any more.
+            RefusedError: the lease does not exist, or has ended.
         """
         entry = self._require(session_id)
         entry.used_s = _now()
@@ -150,7 +151,7 @@ class ProblemQueue:
         """End a lease. ``unused``: no worker got it, so its problem waits again in this session.
 
         Raises:
-            RefusedError: there is no such lease any more.
+            RefusedError: the lease does not exist, or has ended.
         """
         entry = self._require(session_id)
         if outcome == "unused":
@@ -206,7 +207,7 @@ class ProblemQueue:
         return worker.result() if worker.done() else None
 
     def _hand_out(self, entry: _Entry) -> None:
-        """Give a new problem to the worker that has waited longest for it."""
+        """Give a new problem to the worker that has waited longest and accepts this problem."""
         for worker, problem_id in self._workers.items():
             if not worker.done() and problem_id in (None, _problem_id(entry)):
                 worker.set_result(entry)
@@ -214,7 +215,7 @@ class ProblemQueue:
                 return
 
     def _give_back(self, entry: _Entry) -> None:
-        """No worker got its lease: it is the next problem again."""
+        """Make this problem the next one again, because no worker got its lease."""
         session_id = entry.call.session_id
         if entry.ended.done() or self._leased.pop(session_id, None) is None:
             return
@@ -246,7 +247,7 @@ class ProblemQueue:
     def _check(self, entry: _Entry, due_s: float) -> None:
         now_s = _now()
         if entry.waits.is_sampling or now_s - due_s > STOOD_STILL_S:
-            entry.used_s = now_s  # its worker waits for an answer, or this process was stopped
+            entry.used_s = now_s  # the worker waits for an answer, or this process was stopped
         silent_s = now_s - entry.used_s
         if silent_s < entry.agent.lease_s:
             self._watch(entry, entry.agent.lease_s - silent_s)

@@ -1,7 +1,8 @@
 """Tasks whose rollouts are agents.
 
-A subclass of `AgentTask` names an agent for each problem, in addition to the dataset (and a rubric,
-where the agent's own reward is not all). The training run needs its endpoint, which serves them.
+A subclass of `AgentTask` defines the dataset and an agent for each problem (and a rubric, if the
+agent's own reward is not the whole reward). The training run must enable its endpoint, which serves
+the agents.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class AgentTask(Task):
     """A task that runs an agent for each rollout.
 
-    ``rollout.step_timeout_s`` is how long an agent may take between two requests.
+    An agent may take ``rollout.step_timeout_s`` between two requests.
     """
 
     grace_s: PositiveFloat = 5.0
@@ -36,9 +37,9 @@ class AgentTask(Task):
     reward_at_limit: float | None = 0.0
     """Reward of an agent that returned none by then. ``None``: its rollout fails."""
     replayable: bool = False
-    """The agents send the same requests again when they are given the same answers. Then one that
-    fails, or whose run was killed, is started again, and its requests are answered from the record;
-    what it asks differently is a new branch."""
+    """Whether the agents send the same requests again when they get the same answers. If so, an
+    agent that fails, or whose run was killed, is started again, and its repeated requests are
+    answered from the recorded turns; a different request begins a new branch."""
     max_restarts: Count = 2
     """How often the agent of a rollout is started again after it failed, if it is replayable."""
 
@@ -50,8 +51,8 @@ class AgentTask(Task):
         raise NotImplementedError(f"{type(self).__name__} does not override `agent`")
 
     async def prepare(self, problem: Problem) -> None:
-        """Start what the agent needs, such as a server. Called before each of its runs, on the
-        controller's event loop; does not count as time of the agent."""
+        """Prepare a run of the agent, for example start a server. Called before each run, on the
+        controller's event loop; its time does not count as the agent's time."""
 
     def agent_environment(
         self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost
@@ -76,8 +77,9 @@ class AgentTask(Task):
 class RemoteAgentTask(AgentTask):
     """A task whose agents run elsewhere: workers lease its problems from the endpoint.
 
-    Only `dataset` has to be overridden. Groups are admitted as always, so the bound on staleness
-    holds; their rollouts wait until workers have leased all of them. `docs/agents.md` has a worker.
+    Only `dataset` has to be overridden. Groups are admitted as for other tasks, so the bound on
+    staleness holds; each rollout waits until a worker leases its problem. `docs/agents.md` has an
+    example of a worker.
     """
 
     lease_s: PositiveFloat = 60.0
@@ -102,7 +104,7 @@ def environment_factory(
     """The function that makes a task's environments, one for each rollout.
 
     Raises:
-        ValueError: the task's rollouts are agents, and there is no endpoint for them.
+        ValueError: the task's rollouts are agents, and ``host`` is None.
     """
     if not isinstance(task, AgentTask):
         return partial(task.environment, tokenizer=tokenizer, limits=limits)
@@ -112,7 +114,7 @@ def environment_factory(
 
 
 def agent_notes(task: Task, endpoint: EndpointConfig) -> list[str]:
-    """What a user should know before agents run: one line each."""
+    """Notes for the user before agents run, one line each."""
     if not isinstance(task, AgentTask) or endpoint.tool_call_parser:
         return []
     return [
@@ -123,7 +125,7 @@ def agent_notes(task: Task, endpoint: EndpointConfig) -> list[str]:
 
 
 def agent_errors(task: Task, endpoint: EndpointConfig, *, num_rollouts: int = 0) -> list[str]:
-    """One message for each reason why the endpoint cannot serve a task's agents."""
+    """The reasons why the endpoint cannot serve a task's agents, one message each."""
     if not isinstance(task, AgentTask):
         return []
     errors = []

@@ -1,9 +1,9 @@
-"""From the columns of a row to text: templates and conditions, with errors that name the place.
+"""Fills templates with the columns of a row, and evaluates conditions; errors name the row's place.
 
 A template is a text with columns in braces, in the syntax of `str.format`: ``{question}``; an item
 of a nested column is ``{reward_model[ground_truth]}``. A condition is ``COLUMN OPERATOR VALUE``:
 ``level <= 3``, ``subject == algebra``, ``answer != null``. A value is JSON, ``True``, ``False``,
-``None``, or a text in quotes of either kind or in none; its type is that of the column, or null.
+``None``, or a text in single, double or no quotes. Its type must be the column's type, or null.
 
 `template_errors`, `pattern_errors` and `url_errors` check fields of tasks: each message names
 field, value and fix.
@@ -33,7 +33,7 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
 }
 _CONSTANTS = {"True": True, "False": False, "None": None}
-# Types of columns, and how their values are written.
+# Types of columns, each with its Python type and how its values are written in a condition.
 _KINDS: Mapping[str, tuple[type, str]] = {
     "a boolean": (bool, "true or false"),
     "a number": (Number, "a number without quotes"),
@@ -46,7 +46,7 @@ _CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>)\s*(.*?)\s*")
 
 
 def template_error(template: str) -> str | None:
-    """What is wrong with a template, or None."""
+    """The error in a template, or None."""
     try:
         names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -57,7 +57,7 @@ def template_error(template: str) -> str | None:
 
 
 def fill(template: str, row: Row, place: str) -> str:
-    """The template with the row's columns.
+    """Fill a template with a row's columns.
 
     Raises:
         DataError: a column is missing or null.
@@ -73,9 +73,10 @@ def fill(template: str, row: Row, place: str) -> str:
 
 
 def column(name: str, row: Row, place: str) -> Any:
-    """
+    """The value of a column.
+
     Raises:
-        DataError: it is missing or null.
+        DataError: the column is missing or null.
     """
     if name not in row:
         raise DataError(f"{place}: no column {name!r}; it has {', '.join(row)}")
@@ -85,7 +86,8 @@ def column(name: str, row: Row, place: str) -> Any:
 
 
 class Condition:
-    """
+    """A condition that rows must meet.
+
     >>> Condition("level <= 3").holds({"level": 2}, "line 1")
     True
 
@@ -106,9 +108,10 @@ class Condition:
         self._value = _parse(value)
 
     def holds(self, row: Row, place: str) -> bool:
-        """
+        """Whether the row meets the condition.
+
         Raises:
-            DataError: there is no such column, or its value is not of the condition's type.
+            DataError: the column is missing, or its value has another type than the condition's.
         """
         if self._column not in row:
             raise DataError(f"{place}: no column {self._column!r}; it has {', '.join(row)}")
@@ -168,7 +171,7 @@ def pattern_errors(owner: object, section: str, *names: str) -> list[str]:
 
 
 def url_errors(owner: object, section: str, name: str) -> list[str]:
-    """A message if the text is not an address of HTTP."""
+    """A message if the text is not an HTTP or HTTPS address."""
     if (value := getattr(owner, name)).startswith(("http://", "https://")):
         return []
     return [f"{section}.{name}={value!r}: must begin with http:// or https://"]

@@ -1,13 +1,14 @@
-"""Datasets that choose problems by the success of earlier ones: levels of difficulty, and rest.
+"""Datasets that choose problems by the success of earlier ones: `LevelDataset`, `RestingDataset`.
 
-`LevelDataset`: the level rises with success and falls without. Invariants: only outcomes of the
-current level count; the state has the level, these outcomes and the position in each level.
+`LevelDataset` has levels of difficulty: the level rises with success and falls with failure.
+Invariants: only outcomes of the current level count; the state has the level, these outcomes and
+the position in each level.
 
-`RestingDataset`: a problem that nearly all of its rollouts solved goes into the pool ``easy``, one
-that nearly none solved into ``hard``; both are left out for some epochs, then tried again.
-Invariants: a problem is in at most one pool; the pools are part of the state. To find the next
-problem at most 64 are read, so that the event loop is not held up; if all of them rest, the last
-one is given all the same.
+`RestingDataset` leaves out problems for some epochs, then tries them again: a problem that at least
+the share `easy_at` of its rollouts solved goes into the pool ``easy``, a problem that at most
+`hard_at` solved into the pool ``hard``. Invariants: a problem is in at most one pool; the pools are
+part of the state. To find the next problem, at most 64 problems are read, so that the event loop is
+not blocked; if all of them rest, the last one is returned nevertheless.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class CurriculumConfig:
 
 
 class LevelDataset:
-    """Problems of the current level; ``make`` gives the dataset of a level."""
+    """Problems of the current level; ``make`` returns the dataset of a level."""
 
     def __init__(
         self, make: Callable[[int], Dataset], config: CurriculumConfig, *, max_level: int
@@ -124,23 +125,23 @@ class RestConfig:
 
 
 class RestingDataset:
-    """The problems of ``source`` that do not rest. If all do, none is skipped, so that an epoch
-    takes as long as before."""
+    """The problems of ``source`` that do not rest. If all rest, none is skipped, so that an epoch
+    is as long as before."""
 
     def __init__(self, source: Dataset, config: RestConfig) -> None:
         self._source = source
         self._config = config
         self._until: dict[str, dict[str, int]] = {"easy": {}, "hard": {}}
-        self._num_read = 0  # problems of the epoch so far
-        self._epoch_size: int | None = None  # of the epoch before; None in the first
-        self._num_resting: int | None = None  # now; None: to be counted
+        self._num_read = 0  # problems read in this epoch
+        self._epoch_size: int | None = None  # size of the previous epoch; None in the first
+        self._num_resting: int | None = None  # resting problems; None: must be counted
 
     @property
     def epoch(self) -> int:
         return self._source.epoch
 
     def metrics(self) -> Mapping[str, float]:
-        """``resting/easy`` and ``resting/hard``: how many problems rest in each pool."""
+        """``resting/easy`` and ``resting/hard``: the number of problems that rest in each pool."""
         own = {
             f"resting/{pool}": float(self._count(members)) for pool, members in self._until.items()
         }
@@ -194,7 +195,7 @@ class RestingDataset:
         return self._epoch_size is not None and self._num_resting >= self._epoch_size
 
     def _count(self, members: Mapping[str, int]) -> int:
-        """How many of them rest now."""
+        """The number of the pool's members that rest now."""
         return sum(until > self._source.epoch for until in members.values())
 
     def _pool_of(self, outcome: Outcome) -> str | None:

@@ -1,9 +1,10 @@
 """Problems made from rows or taken from a list, in a different order in each epoch.
 
-Invariants: the id of a problem is the source and the number of its row (``train.jsonl:17``),
-whatever the seed, the filters and the split are. The order depends on the seed and the epoch alone.
-In an epoch each row is read once: blocks are shuffled, and the rows within each, so that a row
-group is decoded once. The state is a position; only the row that is read is in memory.
+Invariants: the id of a problem is the source and the number of its row (``train.jsonl:17``); it
+does not depend on the seed, the filters or the split. The order depends only on the seed and the
+epoch. In an epoch each row is read once: the order of the blocks and the rows within each block are
+shuffled, so that each row group is decoded once. The state is a position; only the current row is
+in memory.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 
 MakeProblem = Callable[[str, str, Row], Problem | None]
-"""Makes a problem of a row's id, its place for error messages, and the row; or skips the row."""
+"""Makes a problem from a row's id, the row's place for error messages, and the row; returns None to
+skip the row."""
 
 _ROUNDS = 4
 
 
 class RowDataset:
-    """Endless epochs over all rows that ``make`` makes a problem of.
+    """Endless epochs over all rows for which ``make`` returns a problem.
 
-    ``chosen_by`` names the options that decide which rows are problems, for the error if none is.
+    ``chosen_by`` names the options that select rows; the error for an empty selection shows them.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class RowDataset:
         self._seed = seed
         self._shuffle = shuffle
         self._chosen_by = chosen_by
-        self._epoch = 0  # of the row that was read last
-        self._position = 0  # rows of that epoch that were read
+        self._epoch = 0  # the epoch of the row that was read last
+        self._position = 0  # the number of rows read in that epoch
         self._order: tuple[list[int], list[int]] | None = None
 
     @property
@@ -59,9 +61,10 @@ class RowDataset:
         return self._epoch
 
     def next(self) -> Problem:
-        """
+        """The next problem.
+
         Raises:
-            DataError: a row cannot be read or used, or the filters leave none.
+            DataError: a row cannot be read or used, or the filters leave no row.
         """
         for _ in range(2 * self._num_rows):
             if self._position == self._num_rows:
@@ -132,8 +135,8 @@ def split_of_rows(
     shuffle: bool = True,
     chosen_by: str = "task.num_problems and task.validation_share",
 ) -> RowDataset:
-    """One split of problems whose data are the rows themselves: `in_split` decides by ``text``.
-    Without a share all rows belong to ``split``."""
+    """One split of ``rows``; each row is a problem's data. `in_split` assigns a row by
+    ``text(row)``. If ``validation_share`` is None, all rows belong to ``split``."""
 
     def make(problem_id: str, place: str, row: Row) -> Problem | None:
         if validation_share is not None and not in_split(split, text(row), validation_share):
@@ -146,15 +149,16 @@ def split_of_rows(
 
 
 def in_split(split: Split, text: str, validation_share: float) -> bool:
-    """Whether a problem belongs to a split: its text decides, so that equal ones are together."""
+    """Whether a problem belongs to a split. The problem's text decides, so that problems with equal
+    texts are in the same split."""
     digest = blake2b(text.encode(), digest_size=6).digest()
     is_validation = int.from_bytes(digest, "big") / 2**48 < validation_share
     return is_validation == (split == "validation")
 
 
 class ListDataset:
-    """Endless epochs over ``problems``, each in a different order; in the list's own order with
-    ``shuffle=False``, as validation needs it.
+    """Endless epochs over ``problems``, each in a different order. With ``shuffle=False`` (for
+    validation) every epoch is in the list's order.
 
     >>> problems = [Problem(problem_id=f"sum/{n}", data={"question": f"{n} + 1?"}) for n in (1, 2)]
     >>> dataset = ListDataset(problems, seed=0, shuffle=False)
@@ -202,18 +206,18 @@ class ListDataset:
 
 
 def shuffled(position: int, size: int, *, key: str) -> int:
-    """The image of ``position`` under a permutation of ``range(size)`` that ``key`` alone
-    determines, on every machine; it takes no memory.
+    """The image of ``position`` under a permutation of ``range(size)``. The permutation depends
+    only on ``key`` and ``size``, is the same on every machine, and takes no memory.
 
-    A Feistel network permutes the smallest square power of two that holds ``size``; images outside
-    of the range are permuted again (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    2002, method 2).
+    A Feistel network permutes ``range(4**k)``, for the smallest such range that holds ``size``; an
+    image outside of ``range(size)`` is permuted again (Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002, method 2).
 
     >>> sorted(shuffled(position, 5, key="epoch 0") for position in range(5))
     [0, 1, 2, 3, 4]
 
     Raises:
-        ValueError: ``position`` is not in the range.
+        ValueError: ``position`` is not in ``range(size)``.
     """
     if not 0 <= position < size:
         raise ValueError(f"position {position} is not in range({size})")

@@ -1,8 +1,8 @@
 """Rows of data files, read one at a time: JSON Lines, Parquet, Hugging Face `datasets`.
 
-Only an index is in memory (the offset of each line; the sizes of row groups), and the row group of
-a Parquet file that was read last. Rows are in blocks: reading the rows of one block after another
-is cheap in any order.
+Only an index is in memory (the offset of each line; the sizes of row groups), and for a Parquet
+file the row group that was read last. Rows belong to blocks: while reading stays within one block,
+it is cheap in any order.
 
 | source | read by | block |
 |---|---|---|
@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 HUB_PREFIX = "hf:"
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
-_SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes
+_SAVED = ("state.json", "dataset_dict.json")  # files that `save_to_disk` writes
 _SCAN_BYTES = 1 << 22
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 256
@@ -42,33 +42,33 @@ _ONE_A_LINE = "write one object a line (JSON Lines)"
 
 
 class DataError(TorchtitanRLError):
-    """A row cannot be used; names the file, the line and the column."""
+    """A row cannot be used. The message names the file, the line and the column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of one source, read by their index."""
+    """The rows of one source, which are read by their index."""
 
     name: str
     """Name of the source; ids of rows begin with it."""
     size: str
-    """A text that changes when the rows do: a resumed run compares it."""
+    """A text that changes if the rows change; a resumed run compares it."""
     blocks: Sequence[int]
     """Number of rows in each block."""
     read: Callable[[int], Row | None]
-    """Returns the row with an index from 0, or None for a line without text. Raises a `DataError`
-    for a row that cannot be read."""
+    """Returns the row with an index (from 0), or None for an empty line. Raises a `DataError` if
+    the row cannot be read."""
     place: str
-    """What stands before a row's number in error messages: ``data/train.jsonl, line``."""
+    """The text before a row's number in error messages, such as ``data/train.jsonl, line``."""
     first: int = 1
-    """Number of the first row."""
+    """The number of the first row, for ids and error messages."""
 
 
 def open_sources(sources: Sequence[str]) -> list[Rows]:
-    """Open the files of all sources, in their order; those of a pattern are sorted by name.
+    """Open the files of all sources, in their order; files of a pattern are sorted by name.
 
     Raises:
-        ConfigError: a source names no file, or one that cannot be read.
+        ConfigError: a source names no file, or a file cannot be read.
     """
     opened: list[Rows] = []
     for source in sources:
@@ -99,7 +99,7 @@ def _open_file(path: str) -> Rows:
 
 
 def _json_lines(path: str) -> Rows:
-    """One JSON object in each line; empty lines are skipped."""
+    """Open a file with one JSON object in each line; empty lines are skipped."""
     file = FileIO(path)
     now = os.fstat(file.fileno())
     ends, digest = _scan(path, now.st_size, now.st_mtime_ns)
@@ -128,7 +128,8 @@ def _json_lines(path: str) -> Rows:
 
 @functools.lru_cache(maxsize=64)  # a run opens its files several times before it starts
 def _scan(path: str, num_bytes: int, _mtime_ns: int) -> tuple[Any, str]:
-    """Where each line ends (int64; the last one may lack its line break), and a digest."""
+    """The offset of each line's end (int64; the last line may lack its line break), and a digest of
+    the file."""
     import numpy as np
 
     ends, digest = [np.empty(0, np.int64)], xxhash.xxh3_64()
@@ -143,7 +144,7 @@ def _scan(path: str, num_bytes: int, _mtime_ns: int) -> tuple[Any, str]:
 
 
 def _parquet(path: str) -> Rows:
-    """A row group is decoded at a time, and kept until another one is needed."""
+    """Open a Parquet file. One row group is decoded at a time, and kept until another is needed."""
     file = require("pyarrow.parquet", "pyarrow").ParquetFile(path, memory_map=True)
     metadata = file.metadata
     blocks = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -170,7 +171,7 @@ def _parquet(path: str) -> Rows:
 
 @functools.lru_cache(maxsize=64)
 def _digest_of_samples(path: str, num_bytes: int, _mtime_ns: int) -> str:
-    """A digest of the whole file up to 256 MiB; of 256 samples of a larger one, evenly spread."""
+    """A digest of the whole file, or of 256 evenly spread samples if it is larger than 256 MiB."""
     digest = xxhash.xxh3_64()
     with FileIO(path) as file:
         for offset in _evenly(num_bytes, _SAMPLE_BYTES):
@@ -179,7 +180,8 @@ def _digest_of_samples(path: str, num_bytes: int, _mtime_ns: int) -> str:
 
 
 def _evenly(size: int, step: int = 1) -> list[int]:
-    """Where samples of ``step`` begin: the first and the last, and all of a few."""
+    """Evenly spread start offsets of samples of length ``step``. They include the first and the
+    last sample; if there are few samples, they include all."""
     last = max(0, size - step)
     if size <= _NUM_SAMPLES * step:
         return list(range(0, size, step))
@@ -187,8 +189,8 @@ def _evenly(size: int, step: int = 1) -> list[int]:
 
 
 def _hub(source: str) -> Rows:
-    """A split of a dataset of the Hugging Face hub, or of a local folder instead of its name: one
-    in the hub's layout, or one that `datasets` wrote by ``save_to_disk``."""
+    """Open a split of a Hugging Face dataset, named by its name on the hub or by a local folder,
+    which has the hub's layout or was written by ``save_to_disk`` of `datasets`."""
     datasets = require("datasets", "datasets")
     folder, config, split = ([*source.removeprefix(HUB_PREFIX).split(":"), "", ""])[:3]
     split = split or "train"
@@ -198,13 +200,13 @@ def _hub(source: str) -> Rows:
             rows = loaded[split] if isinstance(loaded, dict) else loaded
         else:
             rows = datasets.load_dataset(folder, config or None, split=split)
-    except Exception as error:  # from a dozen libraries: network, files, names
+    except Exception as error:  # a dozen libraries may raise: network, files, names
         cause = one_line(error)
         raise ConfigError(
             f"{source}: cannot be loaded ({cause}); give hf:NAME:CONFIG:SPLIT of the hub, or a "
             "local folder as NAME"
         ) from error
-    # The library's own fingerprint depends on when the files were written to its cache.
+    # Not the library's fingerprint, which depends on when the files were written to its cache.
     tables, digest = rows.with_format("arrow"), xxhash.xxh3_64()
     for index in _evenly(len(rows)):
         digest.update(repr(tables[index : index + 1].to_pylist()).encode())

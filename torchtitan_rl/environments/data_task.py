@@ -1,6 +1,6 @@
-"""Questions and answers from data files as a `Task`: columns to prompts, answers to rewards. They
-are answered at once, or with tools: those of MCP servers, or ``python``, which runs programs that
-the policy writes in the sandbox and shows what they print.
+"""Questions and answers from data files as a `Task`: columns become prompts, and answers rewards.
+The policy answers at once (`DataTask`) or with tools: here ``python`` (`PythonTask`), which runs
+the policy's programs in the sandbox and returns what they print.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DataTask(Task):
             compare="number",
         )
 
-    For rewards of another kind override `score`, or `environment` for several turns.
+    For other rewards override `score`; for several turns override `environment`.
     """
 
     train: tuple[str, ...]
@@ -147,10 +147,10 @@ class DataTask(Task):
         return MessageTokenEnv(QuestionEnv(problem.data["messages"], score), renderer)
 
     def resume_identity(self) -> Mapping[str, Any]:
-        """Files are compared by their names and contents."""
+        """A resumed run must have files with the same names and contents."""
         contents = {}
         for name in ("train", "validation"):
-            with suppress(ConfigError):  # found by `errors`
+            with suppress(ConfigError):  # `errors` reports it
                 contents[name] = [rows.size for rows in open_sources(getattr(self, name))]
         return contents
 
@@ -215,7 +215,7 @@ class DataTask(Task):
 
 
 def _jsonable(value: Any) -> Any:
-    """Convert to JSON; dates and other types become text."""
+    """Convert to JSON types; dates and other types become text."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -228,7 +228,7 @@ def tool_environment(
     replays: bool,
     shows_tools: bool,
 ) -> TokenEnv:
-    """A `ToolEnv` of one rollout that `DataTask.score` scores.
+    """Make the `ToolEnv` of one rollout, which `DataTask.score` scores.
 
     Raises:
         ConfigError: the policy's chat format has no tools.
@@ -251,8 +251,8 @@ class PythonTask(DataTask):
 
         PythonTask(train=("data/train.jsonl",), compare="number")
 
-    A completion without a call is the answer. The programs run in ``sandbox``. Needs a model whose
-    chat format has tools (Qwen3 and others), and room in ``rollout.max_turns`` for the calls.
+    A completion without a call is the answer. The programs run in ``sandbox``. The model's chat
+    format must have tools (Qwen3 and others), and ``rollout.max_turns`` must allow for the calls.
     """
 
     shows_tools: bool = True
@@ -265,7 +265,7 @@ class PythonTask(DataTask):
             PythonTools(self.sandbox),
             problem,
             tokenizer,
-            replays=True,  # a program that prints something else is noticed then
+            replays=True,  # a replay notices if a program prints something else
             shows_tools=self.shows_tools,
         )
 
@@ -289,17 +289,17 @@ PYTHON: Mapping[str, Any] = {
 
 
 class PythonTools:
-    """The tool ``python`` for a rollout or an agent; each call starts afresh.
+    """The tool ``python`` for a rollout or an agent; each call runs in a new process.
 
-    All share one sandbox (see `shared_sandbox`)::
+    All instances share one sandbox (see `shared_sandbox`)::
 
         ToolEnv(messages, PythonTools(), score, replays=True)
 
-    An agent calls it itself::
+    An agent calls the tool itself::
 
         answer = await PythonTools().call("python", {"code": "print(6 * 7)"})
 
-    With ``traceback`` the policy also reads where an exception was raised.
+    With ``traceback`` the policy also sees where an exception was raised.
     """
 
     def __init__(self, config: SandboxConfig | None = None, *, traceback: bool = True) -> None:
@@ -310,10 +310,11 @@ class PythonTools:
         return [PYTHON]
 
     async def call(self, name: str, arguments: Mapping[str, Any], /) -> ToolAnswer:
-        """
+        """Run a program, and return its output.
+
         Raises:
             SandboxError: the sandbox has failed.
-            ConfigError: this machine does not allow its isolation.
+            ConfigError: this machine does not allow the sandbox's isolation.
         """
         if name != "python":
             return ToolAnswer(text=f"error: no tool {name!r}; there is python", failed=True)
@@ -327,11 +328,11 @@ class PythonTools:
         return ToolAnswer(text=text, failed=result.status is not SandboxStatus.OK)
 
     async def close(self) -> None:
-        """Releases nothing: the sandbox is shared."""
+        """Does nothing: the sandbox is shared."""
 
 
 def _shown(result: SandboxResult, limits: SandboxLimits) -> str:
-    """A result as a policy reads it."""
+    """Convert a result to the text that the policy reads."""
     stopped = {
         SandboxStatus.TIMEOUT: f"stopped after {limits.wall_s:g} s",
         SandboxStatus.CPU: f"stopped after {limits.cpu_s:g} s of CPU time",

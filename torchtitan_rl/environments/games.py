@@ -1,8 +1,9 @@
 """Games in chat messages: observations become text, answers become actions, rewards add up.
 
-A `Game` is what is played (a gymnasium environment, an OpenEnv server, code of your own); `GameEnv`
-plays it in messages, and `GameTask` is what tasks of games share: seeds as problems, templates,
-rewards. An invalid action is answered with the reason, does not step the game, and is counted.
+A `Game` is for example a gymnasium environment, an OpenEnv server, or your own code. `GameEnv`
+plays it in messages. `GameTask` is the base class of tasks with games: problems are seeds, and
+templates and rewards are options. An invalid action is answered with the reason, does not change
+the game, and is counted.
 """
 
 from __future__ import annotations
@@ -29,42 +30,43 @@ from torchtitan_rl.types import Problem, RolloutStatus
 if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
-INVALID_ACTIONS = "invalid_actions"  # a metric, which `torchtitan-rl env check` reads, too
+INVALID_ACTIONS = "invalid_actions"  # a metric, also read by `torchtitan-rl env check`
 TEXTS = ("system", "prompt", "reply", "invalid_reply")
-_TOLERANCE = 1e-9  # of sums of rewards
+_TOLERANCE = 1e-9  # rounding of sums of rewards
 
 
 class InvalidActionError(Exception):
-    """An answer is not an action; the message tells the policy why."""
+    """An answer is not a valid action; the message tells the policy why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """The result of an action. ``fields`` are for the templates: ``observation`` and others."""
+    """The result of an action. Templates use ``fields``: ``observation`` and others."""
 
     fields: Mapping[str, Any]
     reward: float
     ended: bool
-    truncated: bool = False  # a limit of the game cut it
+    truncated: bool = False  # a limit of the game ended it early
 
 
 class Game(Protocol):
-    """One game, played once. Methods are called one after another, on the event loop; only `close`
-    may be called while another call, which took too long, still runs."""
+    """One game, played once. Methods are called one after another, on the event loop; but `close`
+    may be called while another call, which took too long, is still running."""
 
     async def reset(self) -> Mapping[str, Any]:
-        """Begin. Returns the fields of the first observation."""
+        """Begin the game, and return the fields of the first observation."""
         ...
 
     async def step(self, action: str, /) -> Move:
-        """
+        """Perform an action.
+
         Raises:
-            InvalidActionError: the text is not an action; the game is as before.
+            InvalidActionError: the text is not an action; the game is unchanged.
         """
         ...
 
     async def close(self) -> None:
-        """Release the game. Called once, on every path."""
+        """Release the game. Called exactly once, also after an error."""
         ...
 
 
@@ -72,8 +74,8 @@ class Game(Protocol):
 class GameTask(Task):
     """Games that begin with a seed. A subclass overrides `game` and `name`.
 
-    The texts are templates: ``{observation}``, ``{actions}`` (what can be chosen), ``{steps}`` (how
-    many were made) and the other fields of the game.
+    The texts are templates with ``{observation}``, ``{actions}`` (the possible actions),
+    ``{steps}`` (the number of steps so far) and the other fields of the game.
     """
 
     system: str = (
@@ -115,15 +117,15 @@ class GameTask(Task):
     """How Qwen3 thinks: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
 
     def name(self) -> str:
-        """What problems' ids begin with."""
+        """The prefix of the problems' ids."""
         raise NotImplementedError(f"{type(self).__name__} does not override `name`")
 
     def game(self, seed: int) -> Game:
-        """A new game. Called on the event loop: slow set-up belongs into its `reset`."""
+        """Make a new game. Called on the event loop: slow set-up belongs into `Game.reset`."""
         raise NotImplementedError(f"{type(self).__name__} does not override `game`")
 
     def total(self, rewards: Sequence[float], num_invalid: int) -> float:
-        """The rollout's reward, made of those of the steps; see ``reward``."""
+        """Combine the steps' rewards into the rollout's reward; see ``reward``."""
         penalty = num_invalid * self.invalid_reward if num_invalid else 0.0
         if self.reward == "last":
             return penalty + (rewards[-1] if rewards else 0.0)

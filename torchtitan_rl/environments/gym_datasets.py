@@ -1,8 +1,9 @@
 """The reasoning-gym library: datasets by name, and levels of their curricula.
 
-A dataset is described by JSON (`MadeFrom`). Some tasks depend on the order of sets, and so on the
-interpreter's hash seed: problems are made in processes with a fixed one, that of `call_gym` and the
-one that scores answers. Only this module and `gym_score` use the library.
+A dataset is described by JSON (`MadeFrom`). Some tasks depend on the order of sets, and therefore
+on the interpreter's hash seed. So problems are made only in processes with a fixed hash seed: the
+process of `call_gym` and the processes that score answers. Only this module and `gym_score` use the
+library.
 
     python -m torchtitan_rl.environments.gym_datasets     # lists all tasks with their options
 """
@@ -30,8 +31,8 @@ GYM_SCORE = "torchtitan_rl.environments.gym_score:gym_scorer"
 
 
 class MadeFrom(TypedDict):
-    """What a dataset is made from. A ``level`` sets the options that the task's curriculum knows;
-    None is for a task without one."""
+    """The description of a dataset. ``level`` sets the options that the task's curriculum controls;
+    None: no curriculum is used."""
 
     name: str
     level: int | None
@@ -45,8 +46,8 @@ class GymError(TorchtitanRLError):
 
 
 def call_gym(function: str, *args: Any) -> Any:
-    """The result of a function of this module, from the process with the fixed hash seed; arguments
-    and result are JSON.
+    """Call a function of this module in the process with the fixed hash seed. Arguments and result
+    are JSON.
 
     Raises:
         GymError: the function raised an error, or the process ended.
@@ -61,7 +62,8 @@ def _process() -> _Process:
 
 
 class _Process:
-    """Runs `_serve`, again where it has ended; it ends with its standard input."""
+    """Runs `_serve` in a process, which is started again if it has ended. The process ends when its
+    standard input is closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,18 +93,18 @@ class _Process:
             encoding="utf-8",
             errors="surrogatepass",
             bufsize=1,
-            start_new_session=True,  # Ctrl-C is the controller's
+            start_new_session=True,  # Ctrl-C goes only to the controller
         )
 
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="surrogatepass")
-    os.dup2(2, 1)  # some tasks print
+    os.dup2(2, 1)  # some tasks print to stdout
     for line in sys.stdin:
         function, args = json.loads(line)
         try:
             answer = {"result": globals()[function](*args)}
-        except Exception as error:  # of a hundred generators
+        except Exception as error:  # a hundred generators raise any type
             is_config = isinstance(error, ConfigError)
             name = "" if is_config else f"{type(error).__name__}: "
             answer = {"error": name + " ".join(str(error).split()), "is_config": is_config}
@@ -114,15 +116,15 @@ def question_digest(question: str) -> str:
 
 
 def gym_row(made: MadeFrom, index: int) -> Row:
-    """A problem as a row."""
+    """Return a problem as a row."""
     entry = gym_entry(made, index)
     return {"question": entry["question"], "answer": str(entry["answer"]), "index": index}
 
 
 def gym_entry(made: MadeFrom, index: int) -> Any:
-    """A problem as the library has it; it does not depend on those made before."""
+    """Make a problem in the library's format. It does not depend on problems made before."""
     dataset = gym_dataset(made)
-    random.seed(index)  # some programs of codeio draw from these
+    random.seed(index)  # some programs of codeio draw from these global generators
     numpy.random.seed(index)
     return dataset[index]
 
@@ -133,15 +135,15 @@ def check_dataset(made: MadeFrom) -> None:
 
 
 def gym_dataset(made: MadeFrom) -> Any:
-    """A dataset of the library, made once for each description.
+    """Make a dataset of the library, once for each description.
 
     Raises:
-        Exception: the library cannot make it, or its options are not JSON.
+        Exception: the library cannot make the dataset, or its options are not JSON.
     """
     return _make(json.dumps(made, sort_keys=True))
 
 
-@functools.lru_cache(maxsize=64)  # some read files, or make all of their problems
+@functools.lru_cache(maxsize=64)  # some datasets read files, or make all their problems at once
 def _make(description: str) -> Any:
     gym = require("reasoning_gym", "reasoning-gym")
     made: MadeFrom = json.loads(description)

@@ -1,8 +1,9 @@
-"""Scores of reasoning-gym: for `checkers.run_checker`, which imports this module, and with it the
-library, before a score's time begins.
+"""Scores of reasoning-gym, for `scoring.run_checker`, which imports this module, and with it the
+library, before the time of a score begins.
 
-Some of the library's scorers evaluate the answer as Python. Nothing of the machine is in its reach,
-but its own score would be: so these read literals, and formulas, in place of any Python.
+Some of the library's scorers evaluate the answer as Python. In the sandbox such code cannot reach
+the machine, but it could set its own score. So here these scorers accept only literals and formulas
+instead of arbitrary Python.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 def gym_scorer(made: MadeFrom, index: int, digest: str) -> Callable[[str], float]:
-    """What scores answers to a problem; made where no answer gets.
+    """Make the function that scores answers to a problem, in a process that never sees an answer.
 
     Raises:
-        ValueError: this process makes another problem than the one with that `question_digest`.
+        ValueError: this process makes a problem with another `question_digest` than ``digest``.
     """
     dataset, entry = gym_dataset(made), _entry(json.dumps(made), index)
     if question_digest(entry["question"]) != digest:
@@ -56,16 +57,16 @@ def gym_scorer(made: MadeFrom, index: int, digest: str) -> Callable[[str], float
     return lambda answer: float(dataset.score_answer(answer, entry))
 
 
-@functools.lru_cache(maxsize=256)  # those of the groups that run; some take a second to make
+@functools.lru_cache(maxsize=256)  # problems of running groups; some take a second to make
 def _entry(made: str, index: int) -> Any:
     return gym_entry(json.loads(made), index)
 
 
 def _parse_formula(text: str, **options: Any) -> Any:
-    """`parse_expr`, of numbers, names and mathematical functions alone.
+    """Call `parse_expr`, but only for numbers, names and mathematical functions.
 
     Raises:
-        ValueError, SyntaxError: it is something else.
+        ValueError, SyntaxError: the text has anything else.
     """
     for node in ast.walk(ast.parse(text.strip(), mode="eval")):
         is_known = isinstance(node, _FORMULA)
@@ -81,12 +82,13 @@ def _parse_formula(text: str, **options: Any) -> Any:
 
 
 def _parse_arithmetic(text: str) -> Fraction:
-    """The value of whole numbers with ``+ - * /``.
+    """Evaluate an expression of whole numbers with ``+ - * /``.
 
-    More would let an answer have numbers that it was not given: ``floor(pi)``, ``0x10``, ``1.5``.
+    Other syntax would let an answer use numbers that the puzzle does not give: ``floor(pi)``,
+    ``0x10``, ``1.5``.
 
     Raises:
-        ValueError, SyntaxError, KeyError, ZeroDivisionError: it is something else.
+        ValueError, SyntaxError, KeyError, ZeroDivisionError: the text is not such an expression.
     """
     if not _ARITHMETIC.fullmatch(text):
         raise ValueError("not arithmetic")
@@ -105,4 +107,4 @@ for _module in (binary_matrix, n_queens, spiral_matrix, string_insertion):
     vars(_module)["eval"] = ast.literal_eval
 for _module in (countdown, puzzle24):
     vars(_module)["parse_expr"] = _parse_arithmetic
-vars(sympy)["parse_expr"] = _parse_formula  # which the tasks of algebra call
+vars(sympy)["parse_expr"] = _parse_formula  # the tasks of algebra call it as `sympy.parse_expr`

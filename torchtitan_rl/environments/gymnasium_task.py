@@ -1,7 +1,8 @@
-"""Environments of gymnasium (PyPI) with actions that can be written, as a `Task`.
+"""Environments of gymnasium (PyPI) whose actions can be written as text, as a `Task`.
 
-Each rollout has an environment of its own, whose methods block, so each call has a thread. The
-second half turns actions and observations into text and back: it knows spaces, not environments.
+Each rollout has its own environment. Its methods block, so each call runs in a thread. The second
+half of this module reads actions from text and writes observations as text; it depends only on
+gymnasium's spaces, not on environments.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from torchtitan_rl.environments.games import Game, GameTask, InvalidActionError,
 from torchtitan_rl.errors import ConfigError, one_line
 from torchtitan_rl.rollout.calls import in_thread
 
-_SHORT_CHARS, _LONG_CHARS = 100, 1000  # of error messages
-_FEW = 20  # numbers that are listed one by one
+_SHORT_CHARS, _LONG_CHARS = 100, 1000  # lengths in error messages
+_FEW = 20  # up to so many numbers are listed one by one
 _NUMBERS: dict[str, tuple[type, ...]] = {  # by numpy's kinds
     "i": (int,),
     "u": (int,),
     "f": (int, float),
     "b": (bool,),
 }
-_NO_ACTION = (  # what JSON of another shape raises
+_NO_ACTION = (  # exceptions raised by JSON of another shape
     ValueError,
     TypeError,
     LookupError,
@@ -49,9 +50,9 @@ class GymnasiumTask(GameTask):
             action_names=("left", "down", "right", "up"),
         )
 
-    Siblings have the same seed, so the same start and the same luck. ``rollout.max_turns`` must
-    leave room for all steps. Override `describe` for other observations, `make` for other
-    environments.
+    All rollouts of a group have the same seed, and so the same start and the same random events.
+    ``rollout.max_turns`` must leave room for all steps. Override `describe` for other observations,
+    and `make` for other environments.
     """
 
     env_id: str
@@ -62,12 +63,13 @@ class GymnasiumTask(GameTask):
     """Names of the actions of a `Discrete` space, in their order. Numbers are understood, too."""
 
     def make(self, seed: int) -> Any:
-        """A new environment; called in a thread."""
+        """Make a new environment; called in a thread."""
         return require("gymnasium", "gymnasium").make(self.env_id, **self.kwargs)
 
     def describe(self, env: Any, observation: Any, info: Mapping[str, Any]) -> str:
-        """``{observation}`` of the templates; called in a thread. What the environment renders if
-        its ``render_mode`` is ``ansi``, a highlighted place in brackets; else the observation."""
+        """The text for ``{observation}`` in the templates. If the environment's ``render_mode`` is
+        ``ansi``, this is the rendered text, with a highlighted place in brackets; otherwise it is
+        the observation. Called in a thread."""
         if env.render_mode == "ansi":
             return without_colours(env.render())
         return observation_text(observation)
@@ -89,7 +91,7 @@ class GymnasiumTask(GameTask):
             wrong = _names_error(game.action_space, self.action_names)
         except ConfigError as error:
             return [f"task: {error}"]
-        except Exception as error:  # of any environment
+        except Exception as error:  # environments raise any type
             cause = one_line(error)
             name = self.env_id[:_SHORT_CHARS]
             return [f"task.env_id={name!r}, seed {self.data_seed}: {cause[:_LONG_CHARS]}"]
@@ -101,8 +103,8 @@ class GymnasiumTask(GameTask):
 class GymnasiumGame:
     """A `Game`; the methods without ``async`` block.
 
-    They run one at a time: `end` waits for a step that took too long, as few environments can be
-    closed by another thread during a step.
+    The blocking methods run one at a time. `end` waits for a step that takes too long, because few
+    environments can be closed by another thread during a step.
     """
 
     def __init__(self, task: GymnasiumTask, seed: int) -> None:
@@ -158,7 +160,7 @@ class GymnasiumGame:
 
 
 def actions_text(space: Any, names: Sequence[str]) -> str:
-    """What can be chosen, for the prompt."""
+    """Describe the possible actions, for the prompt."""
     if names:
         return ", ".join(names)
     kind = type(space).__name__
@@ -172,7 +174,7 @@ def actions_text(space: Any, names: Sequence[str]) -> str:
 
 
 def read_action(space: Any, names: Sequence[str], text: str) -> Any:
-    """The action that a text stands for: a name, a number, JSON, or the text of a `Text` space.
+    """Read an action from a text: a name, a number, JSON, or the text of a `Text` space.
 
     Raises:
         InvalidActionError: the text is not an action of the space.
@@ -192,7 +194,7 @@ def read_action(space: Any, names: Sequence[str], text: str) -> Any:
 
 
 def _names_error(space: Any, names: Sequence[str]) -> str | None:
-    """Why the names do not fit the space, or None."""
+    """The reason why the names do not fit the space, or None."""
     if not names:
         return None
     if type(space).__name__ != "Discrete":
@@ -205,7 +207,7 @@ def _names_error(space: Any, names: Sequence[str]) -> str | None:
 
 
 def observation_text(observation: Any) -> str:
-    """An observation as it is, if it is a text, else as JSON.
+    """Return an observation that is text unchanged, any other as JSON.
 
     >>> observation_text({"hand": (7, 10)})
     '{"hand": [7, 10]}'
@@ -216,7 +218,8 @@ def observation_text(observation: Any) -> str:
 
 
 def without_colours(text: str) -> str:
-    r"""What a terminal would show; a highlighted piece is in brackets.
+    r"""Replace escape sequences: the text as a terminal shows it, with highlighted parts in
+    brackets.
 
     >>> without_colours("S\x1b[41mF\x1b[0mF")
     'S[F]F'
@@ -272,7 +275,7 @@ def _graph(space: Any, nodes: Any, edges: Any, links: Any) -> Any:
 
 
 def _array(space: Any, value: Any) -> Any:
-    """An array of exactly these numbers: none is rounded, and no text is read as a number."""
+    """Make an array of exactly these numbers: no number is rounded, and text is not converted."""
     import numpy as np
 
     array = np.asarray(value, dtype=space.dtype)
@@ -294,7 +297,7 @@ def _whole(value: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """JSON for numpy arrays and numbers, and text for everything else."""
+    """Convert numpy arrays and numbers to JSON types, and everything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

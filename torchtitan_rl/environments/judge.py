@@ -1,11 +1,11 @@
 """A reward by a language model: an endpoint that speaks the OpenAI API scores each rollout.
 
-Each score, given or not, comes with its cost as metrics. The same question is asked once, also when
-siblings ask it at the same time. The policy's text goes only into the judge's prompt, in which it
-cannot end the message: a score is read from nothing but the judge's answer.
+Each score, given or not, is reported with its cost as metrics. The same question is asked once,
+even if several rollouts ask it at the same time. The policy's text goes only into the judge's
+prompt, where it cannot end the message. A score is read only from the judge's answer.
 
-Invariants: within any 60 seconds at most ``requests_per_minute`` requests begin; each request that
-is sent is counted, those that the client repeats by itself included.
+Invariants: within any 60 seconds at most ``requests_per_minute`` requests begin. Every request that
+is sent is counted, including those that the client repeats by itself.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 30.0  # the judge's own deadline comes before that of the rubric
+_GRACE_S = 30.0  # the rubric's time-out is this much later than the judge's own deadline
 _MAX_BACKOFF_S = 60.0
-_BUSY_TIMEOUT_S = 1.0  # while another process writes scores; the event loop waits
-# First character of what chat formats mark turns with: <|im_end|>, <turn|>, </s>, <end_of_turn>.
+_BUSY_TIMEOUT_S = 1.0  # time to wait while another process writes scores; blocks the event loop
+# The "<" of the markers of chat formats: <|im_end|>, <turn|>, </s>, <end_of_turn>.
 _CONTROL_STRING = re.compile(r"<(?=[^<>\s]{1,40}[|\uff5c]>|/s>|\w{1,40}_of_turn>)")
 
 _PROMPT = """\
@@ -142,7 +142,7 @@ class _Cost:
     last: str = "it waited for its turn"
 
 
-_cost: ContextVar[_Cost] = ContextVar("cost")  # of the score that this task asks for
+_cost: ContextVar[_Cost] = ContextVar("cost")  # cost of the score that the current task asks for
 
 
 class Judge:
@@ -159,7 +159,7 @@ class Judge:
 
     def __init__(self, config: JudgeConfig) -> None:
         from aiolimiter import AsyncLimiter
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # takes a second to import
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # the import takes a second
 
         self._config = config
         self._scores = ScoreCache(config.cache_size, config.cache_file)
@@ -177,14 +177,15 @@ class Judge:
 
     @property
     def timeout_s(self) -> float:
-        """The time-out of a rubric with this judge."""
+        """The time-out for a rubric with this judge."""
         return self._config.deadline_s + _GRACE_S
 
     def reward_function(self, *, name: str = "judge", weight: float = 1.0) -> RewardFunction:
         return RewardFunction(name=name, function=self.score, weight=weight)
 
     async def score(self, rollout: Rollout, problem: Problem) -> Score:
-        """
+        """Score a rollout.
+
         Raises:
             DataError: the prompt names a column that the problem does not have.
         """
@@ -231,7 +232,7 @@ class Judge:
         return score
 
     async def _ask(self, messages: Sequence[Message], cost: _Cost) -> float | None:
-        """The score of the first answer that has one; None where no attempt succeeded."""
+        """The score in the first answer that has a score; None if all attempts failed."""
         from openai import APIConnectionError, APIStatusError, OpenAIError
 
         while (left := self._config.attempts - cost.requests) > 0:
@@ -247,7 +248,7 @@ class Judge:
             except APIStatusError as error:
                 cost.last = f"HTTP {error.status_code}: {error.message}"
                 return None
-            except (OpenAIError, ValueError) as error:  # the answer is not one of this API
+            except (OpenAIError, ValueError) as error:  # the answer does not follow this API
                 cost.last = one_line(error)
                 continue
             if (score := await self._read(answer)) is not None:
@@ -256,8 +257,8 @@ class Judge:
         return None
 
     async def _answer(self, messages: Any, cost: _Cost, *, max_retries: int) -> str:
-        """The judge's text. The client does not check what the endpoint answers: every part may be
-        missing."""
+        """The judge's text. The client does not validate the endpoint's answer, so any part of it
+        may be missing."""
         response: Any = await self._client.with_options(
             max_retries=max_retries
         ).chat.completions.create(
@@ -270,7 +271,7 @@ class Judge:
         return str(getattr(getattr(choice, "message", None), "content", None) or "")
 
     async def _read(self, answer: str) -> float | None:
-        """The score in an answer, from 0 to 1, or None."""
+        """The score in an answer, scaled to 0 to 1; None if the answer has no valid score."""
         try:
             score = float(await extract(self._config.score_pattern, answer) or "")
         except (ValueError, CheckTimeoutError):
@@ -279,7 +280,7 @@ class Judge:
         return (score - lowest) / (highest - lowest) if lowest <= score <= highest else None
 
     async def _before_request(self, request: object) -> None:
-        """Called by the client before each request, repeated ones included."""
+        """Called by the client before each request, including repeated requests."""
         if self._limit is not None:
             await self._limit.acquire()
         cost = _cost.get()
@@ -309,13 +310,13 @@ async def _after_response(response: Any) -> None:
 
 
 def _as_text(prompt: str) -> str:
-    """The prompt with a space in everything that an endpoint might take for control tokens: our
-    own does not, but others do, and their vocabulary is unknown."""
+    """Insert a space into each text that an endpoint might parse as a control token. Our endpoint
+    does not parse control tokens in text; other endpoints may, and we do not know theirs."""
     return _CONTROL_STRING.sub(r"\g<0> ", prompt)
 
 
 def texts_of(rollout: Rollout) -> dict[str, Any]:
-    """The columns of a prompt that the rollout fills: ``prompt``, ``completion`` and
+    """The texts of a rollout for the judge's prompt: ``prompt``, ``completion`` and
     ``conversation``."""
     messages = rollout.messages
     if not messages:  # the environment has no messages
@@ -335,7 +336,7 @@ def texts_of(rollout: Rollout) -> dict[str, Any]:
 
 
 def _content(message: Message) -> str:
-    """The text of a message, with the tools that it calls."""
+    """The text of a message, with its tool calls."""
     content = message.get("content") or ""
     text = content if isinstance(content, str) else json.dumps(content)
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or ()]
@@ -343,8 +344,9 @@ def _content(message: Message) -> str:
 
 
 class ScoreCache:
-    """The newest ``size`` scores, in memory or in a file that outlives the run and that processes
-    may share. `get` and `put` raise a `sqlite3.Error` where the file cannot be read or written.
+    """The newest ``size`` scores, in memory or in a file. The file outlives the run, and several
+    processes may share it. `get` and `put` raise a `sqlite3.Error` if the file cannot be read or
+    written.
 
     Raises:
         ConfigError: ``file`` cannot be opened, or is not a database.

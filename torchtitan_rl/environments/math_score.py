@@ -1,5 +1,5 @@
-"""Answers compared as mathematics, for `checkers.run_checker`: it imports this module, and with it
-`math-verify`, before a comparison's time begins."""
+"""Compares answers as mathematics, for `scoring.run_checker`, which imports this module, and with
+it `math-verify`, before the time of a comparison begins."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 
 from math_verify import parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the time limit is ours
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
 
 
 def math_score(right: str, answer: str) -> float:
     """1 if `math-verify` finds the two equal: numbers, fractions, sets, expressions, LaTeX.
 
-    It may take any time and memory, for example for towers of powers.
+    Time and memory are unbounded, for example for towers of powers.
     """
     expected = parse(_as_math(right), parsing_timeout=None)
     given = parse(_as_math(answer), parsing_timeout=None)
@@ -21,10 +21,11 @@ def math_score(right: str, answer: str) -> float:
 
 
 def _as_math(text: str) -> str:
-    r"""`math-verify` reads LaTeX only between dollars or in \boxed."""
+    r"""Mark the text as LaTeX: `math-verify` reads LaTeX only between dollars or in \boxed."""
     return text if "$" in text or r"\boxed" in text or "\\" not in text else f"${text}$"
 
 
-# The first of a kind takes its parser 50 ms, and each comparison is in a new process.
+# Warm up the parser: it takes 50 ms for the first expression of each kind, and each comparison runs
+# in a process forked from this one.
 for _text in (r"\frac{1}{2}", r"2\sqrt{3} + x^2", r"\{1, 2\}", "(1, 2]", r"x = \dfrac{1}{2}\pi"):
     math_score(f"${_text}$", f"${_text}$")

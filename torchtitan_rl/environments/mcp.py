@@ -1,13 +1,14 @@
-"""Tools of MCP servers: for environments of your own, and a `DataTask` that answers with them.
+"""Tools of MCP servers: for your own environments, and for a `DataTask` that answers with them.
 
-A server is a process with which a session speaks by its standard streams, or has an address. The
-`mcp` library binds a connection to the task that made it, so each session has a task of its own,
-which others may call from. (Its `ClientSessionGroup` also belongs to one task; it reads only the
-first page of the tools, and drops what a server writes to its standard error.)
+A session connects to a server, which is either a process on standard streams or has an address. The
+`mcp` library binds a connection to the asyncio task that opened it, so each session runs in its own
+task; other tasks may call its tools. (The library's `ClientSessionGroup` also belongs to one task,
+reads only the first page of the tools, and drops a server's standard error.)
 
-Invariant: the task ends with the session, and with it the server's process and all that this
-started: the library closes its input, waits, and ends `shim.py`, which stands between the two and
-kills what is left. It also does so when this process is killed.
+Invariant: when the session ends, its task, the server's process and all processes that the server
+started end, too. The library closes the server's input, waits, and then ends `shim.py`, the
+server's parent process, which kills all processes that are left. `shim.py` also kills them if this
+process is killed.
 """
 
 from __future__ import annotations
@@ -39,25 +40,26 @@ from torchtitan_rl.types import Problem
 if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
-_MAX_PAGES = 100  # of the list of tools
-_LAST_BYTES = 2000  # of what a server wrote to its standard error
-_SESSION_ENDED = "Session terminated"  # an error without a code of its own
+_MAX_PAGES = 100  # pages of the list of tools
+_LAST_BYTES = 2000  # end of a server's standard error that is read for its last line
+_SESSION_ENDED = "Session terminated"  # message of an error that has no code of its own
 _ANSWER_TIMEOUT_S = 10.0
-_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars` has them
-STARTS_PER_CORE = 2  # more at once would only take each other's time
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # the syntax of `os.path.expandvars`
+STARTS_PER_CORE = 2  # more starts at once would only slow each other down
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpSession]] = WeakKeyDictionary()
 
 
 class McpServerError(TorchtitanRLError):
-    """A server cannot be reached, or its session was lost; names the server and the cause."""
+    """A server cannot be reached, or its session was lost. The message names the server and the
+    cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class McpServer:
-    """Where an MCP server is: a ``command`` or a ``url``. In ``env`` and ``headers``, ``$NAME``
-    stands for an environment variable, so that no secret is in a configuration."""
+    """An MCP server: a ``command`` to start or a ``url``. In ``env`` and ``headers``, ``$NAME``
+    stands for an environment variable, so that configurations contain no secrets."""
 
     command: tuple[str, ...] = ()
     """Program and arguments of a server on standard streams; each session starts a process."""
@@ -103,14 +105,15 @@ class McpServer:
 
 
 class McpSession:
-    """Use once: `start`, then any number of `call` at once, then `close`."""
+    """A session with one server. Use it once: `start`, then `call` any number of times, also
+    concurrently, then `close`."""
 
     def __init__(self, name: str, server: McpServer) -> None:
         self._name = name
         self._server = server
         self._client: Any = None
         self._may_end = asyncio.Event()
-        self._begins = asyncio.Event()  # to start, or has failed before
+        self._begins = asyncio.Event()  # the server may be started now, or the session has failed
         self._order = asyncio.Lock()  # first come, first served
         self._task: asyncio.Task[None] | None = None
         self._words: TextIO | None = None  # the server's standard error
@@ -118,10 +121,12 @@ class McpSession:
         self.is_lost = False
 
     async def start(self) -> list[Mapping[str, Any]]:
-        """The schemas of the tools. May be called again, and by several tasks at once.
+        """Connect, and return the schemas of the tools. May be called again, and by several tasks
+        at once.
 
         Raises:
-            McpServerError: the server cannot be reached, or does not answer in time.
+            McpServerError: the server cannot be reached, does not answer in time, or lacks one of
+                the configured tools.
         """
         if self._task is None:
             self._task = asyncio.create_task(self._serve(), name=f"MCP server {self._name}")
@@ -137,7 +142,8 @@ class McpSession:
         return [_schema(tools[name]) for name in self._server.tools or tools]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
-        """
+        """Call a tool. An error of the tool is an answer with ``failed``.
+
         Raises:
             McpServerError: the session is lost.
         """
@@ -155,7 +161,7 @@ class McpSession:
             is_late = error.code == REQUEST_TIMEOUT
             text = f"no answer after {limit_s:g} s" if is_late else error.message
             return ToolAnswer(text=f"error: {text}", failed=True)
-        except ValidationError:  # of what the tool returned
+        except ValidationError:  # the tool's result is invalid
             return ToolAnswer(text="error: the tool's answer does not fit its schema", failed=True)
         except Exception as error:  # from the HTTP client, closed streams, ...
             raise self._lost(_cause(error)) from error
@@ -167,17 +173,17 @@ class McpSession:
         return ToolAnswer(text=prefix + text, failed=result.is_error)
 
     async def close(self) -> None:
-        """End the session, and the process if there is one. Harmless when it has ended."""
+        """End the session, and the server's process if it has one. No effect if already ended."""
         if self._task is None:
             return
         self._may_end.set()
-        if self._client is None:  # it may never get there
+        if self._client is None:  # not connected yet, and it may never be
             self._cancel(self._task)
         await asyncio.wait({self._task})
-        self._fail("the session was closed")  # before its task began
+        self._fail("the session was closed")  # its task may have been cancelled before it began
 
     def _cancel(self, task: asyncio.Task[None]) -> None:
-        """Cancel once: a second time would interrupt the library while it ends the process."""
+        """Cancel once: a second cancellation would interrupt the library as it ends the process."""
         if not task.cancelling():
             task.cancel()
 
@@ -195,7 +201,7 @@ class McpSession:
                         self._client = client
                         self._tools.set_result(tools)
                         await self._may_end.wait()
-            except Exception as error:  # in a group, where the library has several tasks
+            except Exception as error:  # an exception group if the library runs several tasks
                 self._fail(_cause(error))
             finally:
                 self._fail("the session was closed")
@@ -205,18 +211,18 @@ class McpSession:
         error = self._lost(cause)
         if not self._tools.done():
             self._tools.set_exception(error)
-            self._tools.exception()  # the caller may no longer wait
+            self._tools.exception()  # mark as retrieved: callers may no longer wait
         self._begins.set()
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[AbstractAsyncContextManager[Any]]:
-        """What the library's client connects through."""
+        """The transport for the library's client."""
         server = self._server
         if server.url:
             import httpx2
             from mcp.client.streamable_http import streamable_http_client
 
-            timeout = httpx2.Timeout(server.start_timeout_s, read=None)  # calls have their own
+            timeout = httpx2.Timeout(server.start_timeout_s, read=None)  # calls limit their reads
             headers = _expanded(server.headers)
             async with httpx2.AsyncClient(headers=headers, timeout=timeout) as http_client:
                 yield streamable_http_client(server.url, http_client=http_client)
@@ -232,7 +238,7 @@ class McpSession:
         yield stdio_client(parameters, errlog=self._words)
 
     def _lost(self, cause: str) -> McpServerError:
-        """The error of a session that ends with it."""
+        """Mark the session as lost, and return the error to raise."""
         self.is_lost = True
         self._may_end.set()
         where = self._server.url or " ".join(self._server.command)
@@ -271,7 +277,7 @@ def _schema(tool: Any) -> dict[str, Any]:
 
 
 def _text(result: Any) -> str:
-    """The contents that are text, and the types of the others."""
+    """The text of a result; contents of other types are replaced by their type."""
     parts = []
     for content in result.content:
         resource = getattr(content, "resource", None)
@@ -287,17 +293,17 @@ def _expanded(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _cause(error: BaseException) -> str:
-    """An error in one line; of a group, its first one."""
+    """Describe an error in one line; of an exception group, describe the first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return one_line(error)
 
 
 class McpTools:
-    """The `Tools` of one rollout: those of all servers.
+    """The `Tools` of one rollout: the tools of all servers.
 
-    A session that is shared stays until the event loop ends; one that was lost is replaced for the
-    rollouts that begin later.
+    A shared session stays open until the event loop ends. A shared session that was lost is
+    replaced for rollouts that begin later.
     """
 
     def __init__(self, servers: Mapping[str, McpServer]) -> None:
@@ -306,7 +312,8 @@ class McpTools:
         self._session_of: dict[str, McpSession] = {}
 
     async def open(self) -> list[Mapping[str, Any]]:
-        """
+        """Connect to all servers, and return the schemas of their tools.
+
         Raises:
             McpServerError: a server cannot be reached, or two have a tool of the same name.
         """
@@ -324,7 +331,8 @@ class McpTools:
         return [tool for tools in schemas for tool in tools]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
-        """
+        """Call a tool on its server.
+
         Raises:
             McpServerError: the server was lost.
         """
@@ -357,8 +365,8 @@ class McpTask(DataTask):
             servers={"files": McpServer(command=("my-mcp-server", "--root", "data"))},
         )
 
-    A completion without a call is the answer. Needs a model whose chat format has tools (Qwen3 and
-    others), and room in ``rollout.max_turns`` for the calls.
+    A completion without a call is the answer. The model's chat format must have tools (Qwen3 and
+    others), and ``rollout.max_turns`` must allow for the calls.
     """
 
     servers: dict[str, McpServer] = field(default_factory=dict)
@@ -395,7 +403,7 @@ class McpTask(DataTask):
 
 
 def _absences(section: str, server: McpServer) -> list[str]:
-    """What a server needs and this machine does not have."""
+    """The requirements of a server that this machine does not meet, one message each."""
     found = []
     for kind, values in (("env", server.env), ("headers", server.headers)):
         for key, value in values.items():
@@ -415,7 +423,7 @@ def _absences(section: str, server: McpServer) -> list[str]:
 
         try:
             with httpx.stream("HEAD", server.url, timeout=_ANSWER_TIMEOUT_S):
-                pass  # any answer will do
+                pass  # any answer shows that the server is there
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             found.append(
                 f"{section}.url={server.url!r}: no server answers ({one_line(error)}); start it "
@@ -425,7 +433,8 @@ def _absences(section: str, server: McpServer) -> list[str]:
 
 
 def parts_of(task: Task, name: str = "task") -> Iterator[tuple[str, Task | McpServer]]:
-    """The task, its parts and the servers of all of them, with the names of their fields."""
+    """Yield the task, its parts (also nested ones) and all their servers, each with the name of its
+    field."""
     yield name, task
     for one in fields(task):
         value = getattr(task, one.name)
@@ -439,7 +448,7 @@ def parts_of(task: Task, name: str = "task") -> Iterator[tuple[str, Task | McpSe
 
 
 def sharing_servers(part: Any) -> Any:
-    """A task whose parts have one session for all rollouts: enough to look at prompts."""
+    """The task, with all its servers ``shared``: enough to show prompts."""
     if isinstance(part, McpServer):
         return replace(part, shared=True)
     if isinstance(part, dict):

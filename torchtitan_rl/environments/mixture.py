@@ -1,8 +1,9 @@
 """Several tasks in one run, each with its weight, its environments and its rubric.
 
 Invariants of `MixtureDataset`: after n problems each part has given its share of n, to within one
-problem for two parts and a few for more, so that every batch has the mixture's proportions. Which
-part comes next depends on the weights and the numbers given alone. Ids begin with the part's name.
+problem for two parts and a few problems for more parts, so that every batch has the mixture's
+proportions. The next part depends only on the weights and on how many problems each part has given.
+Problem ids begin with the part's name.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torchtitan_rl.types import Problem, Rollout
 if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
-_SAME = 1e-6  # rewards from which a problem counts as solved; some leave room for rounding
+_SAME = 1e-6  # `success_reward`s that differ by less are equal; some tasks allow for rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,8 @@ class MixtureTask(Task):
             weights={"words": 3.0},
         )
 
-    Rewards are reported for each (``train/of_task/words/reward_mean``). Options of a part:
-    ``--task.tasks.words.compare number``.
+    Rewards are reported for each part (``train/of_task/words/reward_mean``). Options of a part are
+    given like ``--task.tasks.words.compare number``.
     """
 
     tasks: dict[str, Task]
@@ -114,7 +115,7 @@ class _Rubrics(Rubric):
 
 
 class _GroupRubrics(_Rubrics):
-    """For mixtures of which a part scores whole groups."""
+    """The rubrics of a mixture with a part that scores whole groups."""
 
     async def score_group(self, rollouts: Sequence[Rollout], problem: Problem) -> Sequence[Score]:
         rubric = self._rubrics[part_of(problem)]
@@ -124,9 +125,10 @@ class _GroupRubrics(_Rubrics):
 
 
 class MixtureDataset:
-    """The next problem comes from the part that is furthest below its share.
+    """Problems of several datasets. The next problem comes from the part that is furthest below its
+    share.
 
-    It ends when one of its parts does.
+    The dataset ends when one of its parts ends.
 
     Raises:
         ValueError: there is no part, or a weight is not above 0.
@@ -158,14 +160,14 @@ class MixtureDataset:
         return any(map(adapts, self._parts.values()))
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Each part gets its own."""
+        """Give each part the outcomes of its own problems."""
         for name, part in self._parts.items():
             if isinstance(part, AdaptiveDataset):
                 own = [one for one in outcomes if part_of(one.problem) == name]
                 part.record([replace(one, problem=split_off(one.problem)) for one in own])
 
     def metrics(self) -> Mapping[str, float]:
-        """Those of the parts, each below the part's name."""
+        """The metrics of all parts, with the part's name as prefix."""
         return {
             f"{name}/{metric}": value
             for name, part in self._parts.items()
@@ -187,17 +189,17 @@ class MixtureDataset:
 
 
 def join(part: str, problem: Problem) -> Problem:
-    """A part's problem as one of the mixture."""
+    """Convert a part's problem to a problem of the mixture."""
     task = f"{part}/{problem.task}" if problem.task else part
     return replace(problem, problem_id=f"{part}/{problem.problem_id}", task=task)
 
 
 def part_of(problem: Problem) -> str:
-    """Which part of the mixture a problem comes from."""
+    """The name of the part of the mixture that a problem comes from."""
     return problem.task.partition("/")[0]
 
 
 def split_off(problem: Problem) -> Problem:
-    """What `join` was given: the problem as its part knows it."""
+    """Undo `join`: return the part's own problem."""
     part, _, task = problem.task.partition("/")
     return replace(problem, problem_id=problem.problem_id.removeprefix(f"{part}/"), task=task)

@@ -1,9 +1,9 @@
-"""Environments of OpenEnv servers, as a `Task`: each rollout has a session of its own.
+"""Environments of OpenEnv servers, as a `Task`: each rollout has its own session.
 
-A session speaks the server's WebSocket protocol itself. The `openenv` package's client connects
-again, to a new environment, where it finds its connection closed between two steps, so a rollout
-would go on in another game; here a lost connection is an error. The package's requirements also
-contradict vLLM's.
+This module implements the server's WebSocket protocol itself, for two reasons. If the connection is
+lost between two steps, the `openenv` package's client reconnects to a new environment, and the
+rollout would continue in another game; here a lost connection is an error. The package's
+requirements also conflict with vLLM's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEALTH_TIMEOUT_S = 10.0
 _SHORT_CHARS = 60
 _LONG_CHARS = 300
 _MAX_MESSAGE_BYTES = 1 << 26
-_PAUSE_S = 0.5  # between two attempts to connect
+_PAUSE_S = 0.5  # pause between two attempts to connect
 
 
 class OpenEnvError(TorchtitanRLError):
@@ -44,10 +44,9 @@ class OpenEnvTask(GameTask):
             actions="a move in UCI notation, such as e2e4",
         )
 
-    A problem is the seed that ``reset`` is called with. The server must give each session an
-    environment of its own, and have room for all rollouts that run at once
-    (``max_concurrent_envs``). Override `describe` for other observations, `action` for other
-    actions.
+    A problem is the seed for ``reset``. The server must give each session its own environment, and
+    must allow as many sessions (``max_concurrent_envs``) as rollouts run at once. Override
+    `describe` for other observations, and `action` for other actions.
     """
 
     url: str
@@ -79,7 +78,8 @@ class OpenEnvTask(GameTask):
     play it again to where it was; otherwise such rollouts start again."""
 
     def describe(self, observation: Mapping[str, Any]) -> str:
-        """``{observation}`` of the templates: the only field if that is a text, else JSON."""
+        """The text for ``{observation}`` in the templates: the observation's only field if that is
+        a text, and otherwise the observation as JSON."""
         fields = {name: value for name, value in observation.items() if name != "metadata"}
         values = list(fields.values())
         if len(values) == 1 and isinstance(values[0], str):
@@ -87,10 +87,10 @@ class OpenEnvTask(GameTask):
         return json.dumps(fields, ensure_ascii=False)
 
     def action(self, answer: str) -> Mapping[str, Any]:
-        """What ``step`` is called with.
+        """Convert an answer to the argument of ``step``.
 
         Raises:
-            InvalidActionError: the answer is no action.
+            InvalidActionError: the answer is not an action.
         """
         if not self.action_field:
             try:
@@ -109,7 +109,7 @@ class OpenEnvTask(GameTask):
         return {**self.action_options, self.action_field: value}
 
     def name(self) -> str:
-        return "openenv"  # not the address, which a resumed run may find elsewhere
+        return "openenv"  # without the address, which may be another one when a run is resumed
 
     def resume_identity(self) -> Mapping[str, Any]:
         return {"url": None, "connect_timeout_s": None}
@@ -134,7 +134,7 @@ class OpenEnvTask(GameTask):
 
 
 class OpenEnvGame:
-    """A `Game`: one environment of the server of ``task``, and the session that it belongs to."""
+    """A `Game`: one session with the server of ``task``, with its own environment."""
 
     def __init__(self, task: OpenEnvTask, seed: int) -> None:
         self._task = task
@@ -143,29 +143,32 @@ class OpenEnvGame:
         self._needs_state = any("{state" in getattr(task, name) for name in TEXTS)
 
     async def reset(self) -> Mapping[str, Any]:
-        """
+        """Connect to the server, and begin a game.
+
         Raises:
-            OpenEnvError: no server listens, it has no room, its environment failed, or it was lost.
+            OpenEnvError: no server listens, the server has no room, its environment failed, or the
+                connection was lost.
         """
         await self._connect()
         options = {**self._task.reset_options, "seed": self._seed}
         return await self._fields(await self._ask("reset", options))
 
     async def step(self, action: str) -> Move:
-        """
+        """Perform an action.
+
         Raises:
             InvalidActionError: the action does not fit the environment's schema.
-            OpenEnvError: the environment failed, or the server was lost.
+            OpenEnvError: the environment failed, or the connection was lost.
         """
         result = await self._ask("step", self._task.action(action))
         fields = await self._fields(result)
         return Move(fields=fields, reward=fields["reward"], ended=bool(result.get("done")))
 
     async def close(self) -> None:
-        """End the session; the server closes the environment. Harmless without a connection."""
+        """End the session; the server closes the environment. No effect without a connection."""
         if self._socket is None:
             return
-        with contextlib.suppress(Exception):  # the connection may be lost already
+        with contextlib.suppress(Exception):  # the connection may already be lost
             await self._socket.send(json.dumps({"type": "close"}))
         await self._socket.close()
 
@@ -180,7 +183,8 @@ class OpenEnvGame:
         }
 
     async def _connect(self) -> None:
-        """Try for ``connect_timeout_s`` while no server listens: it may be starting."""
+        """Connect; retry for ``connect_timeout_s`` while no server listens, for it may be
+        starting."""
         client = require("websockets.asyncio.client", "websockets")
         address = "ws" + self._task.url.removeprefix("http").rstrip("/") + "/ws"
         headers = {name: os.path.expandvars(value) for name, value in self._task.headers.items()}
@@ -201,7 +205,7 @@ class OpenEnvGame:
 
         message = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
-            with contextlib.suppress(ConnectionClosed):  # the reason may still be read
+            with contextlib.suppress(ConnectionClosed):  # `recv` below may still read the reason
                 await self._socket.send(json.dumps(message))
             answer = json.loads(await self._socket.recv())
         except Exception as error:
@@ -224,15 +228,15 @@ class OpenEnvGame:
 
 
 def _validation_text(content: Mapping[str, Any]) -> str:
-    """What is wrong with each field of the action."""
+    """Describe the errors in the fields of the action."""
     errors = content.get("errors") or [{"loc": (), "msg": content.get("message")}]
     texts = [f"{'.'.join(map(str, one['loc'])) or 'action'}: {one['msg']}" for one in errors]
     return f"That is no action ({'; '.join(texts)[:_LONG_CHARS]})."
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether no server listens, at none of the host's addresses (asyncio then raises a plain
-    OSError) or behind a proxy, or one is just ending."""
+    """Whether an error means that no server listens at the host's addresses (for several addresses
+    asyncio raises a plain OSError) or behind a proxy, or that a server is just ending."""
     from websockets.exceptions import InvalidMessage, InvalidStatus
 
     if isinstance(error, InvalidStatus):  # from a proxy

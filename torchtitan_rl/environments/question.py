@@ -1,7 +1,7 @@
-"""Environments of a question with one answer: given at once, or after any number of tool calls.
+"""Environments for questions with one answer, given at once or after any number of tool calls.
 
-An error in a call is answered to the policy and counted. Only tools that are lost (a server that
-died) end the rollout, with an error.
+An error in a call is returned to the policy and counted. The rollout fails only if the tools are
+lost, for example because a server died.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchtitan_rl.rollout.message_env import MessageObservation
 from torchtitan_rl.types import RolloutStatus
 
 ScoreFunction = Callable[[str], Awaitable[float]]
-"""The reward of an answer; the text is without the policy's reasoning."""
+"""Returns the reward of an answer; the text does not contain the policy's reasoning."""
 
 _SHORT_CHARS = 200
 
@@ -28,12 +28,12 @@ _SHORT_CHARS = 200
 class QuestionEnv:
     """A `MessageEnv` of one turn.
 
-    A score that is not found in time is 0, counted by the metric ``check_timeouts``; one that
-    fails with a `CheckFailedError` is 0, counted by ``check_errors``. ``metrics`` are reported with
-    each rollout.
+    If scoring takes too long, the score is 0 and the metric ``check_timeouts`` counts it. If
+    scoring raises a `CheckFailedError`, the score is 0 and ``check_errors`` counts it. ``metrics``
+    are reported with each rollout.
     """
 
-    replays = True  # it depends only on the problem and the completion
+    replays = True  # the environment depends only on the problem and the completion
 
     def __init__(
         self,
@@ -64,18 +64,18 @@ class QuestionEnv:
         return Terminal(reward=0.0, metrics=self._metrics)
 
     async def close(self) -> None:
-        """Releases nothing."""
+        """Does nothing."""
 
 
 def as_messages(system: str, user: str) -> list[Message]:
-    """The user's message, after a system message if that is not empty."""
+    """The user's message, preceded by a system message if ``system`` is not empty."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": user}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolAnswer:
-    """What the policy reads after a call; ``failed`` if that is an error."""
+    """The text that the policy reads after a call; ``failed`` means that it is an error."""
 
     text: str
     failed: bool = False
@@ -85,13 +85,13 @@ class Tools(Protocol):
     """The tools of one rollout."""
 
     async def open(self) -> Sequence[Mapping[str, Any]]:
-        """Get the tools ready. Returns their schemas, as in chat APIs: ``{"type": "function",
+        """Prepare the tools, and return their schemas, as in chat APIs: ``{"type": "function",
         "function": {"name": ..., "description": ..., "parameters": ...}}``."""
         ...
 
     async def call(self, name: str, arguments: dict[str, Any], /) -> ToolAnswer:
-        """Answer a call. Calls of one message begin in their order and run at once: tools whose
-        calls change what later ones do hold an `asyncio.Lock`, which keeps the order.
+        """Answer a call. The calls of one message begin in their order and run concurrently. Tools
+        whose calls affect later calls should hold an `asyncio.Lock`, which keeps the order.
 
         Raises:
             Exception: the tools are lost; the rollout fails.
@@ -99,15 +99,15 @@ class Tools(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release the tools. Called once, on every path, also during another call."""
+        """Release the tools. Called exactly once, also after an error, and maybe during a call."""
         ...
 
 
 class ToolEnv:
-    """A `MessageEnv`: messages with calls are answered by the tools, one without is the answer.
+    """A `MessageEnv`: the tools answer messages with calls; a message without a call is the answer.
 
     ``replays``: the tools give the same answers again, and change nothing outside of the rollout.
-    ``shows_tools``: the chat format puts their schemas into the prompt.
+    ``shows_tools``: the chat format puts the tools' schemas into the prompt.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ToolEnv:
         await self._tools.close()
 
     async def _call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[ToolAnswer]:
-        """The answers, in the order of the calls."""
+        """Run the calls, and return their answers in the same order."""
         tasks = [asyncio.create_task(self._call(call["function"])) for call in calls]
         try:
             return await asyncio.gather(*tasks)

@@ -1,7 +1,8 @@
 """The procedural tasks of reasoning-gym (PyPI) as a `Task`: any of them by name, or a mixture.
 
-A problem is made from its index, in a process with a fixed hash seed; the answer is scored by the
-task's own ``score_answer``, which may evaluate it and compute for long, in the sandbox.
+A problem is made from its index, in a process with a fixed hash seed. The task's own
+``score_answer`` scores the answer in the sandbox, because it may evaluate the answer as code and
+compute for long.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ReasoningGymTask(Task):
 
         Raises:
             CheckFailedError: the task's scorer raised an error.
-            CheckTimeoutError: it took too long.
+            CheckTimeoutError: scoring took too long.
         """
         found = await extract(self.answer_pattern, answer)
         if found is None:
@@ -159,7 +160,7 @@ class ReasoningGymTask(Task):
         for level in levels:
             try:
                 call_gym("check_dataset", self._made(name, level))
-            except (GymError, TypeError) as cause:  # of the library; options that are no JSON
+            except (GymError, TypeError) as cause:  # the library's error; or options are not JSON
                 if level is None:
                     return [f"task.options.{name} is {self.options.get(name, {})}: {cause}"]
                 return [

@@ -1,9 +1,10 @@
-"""How right an answer is: exactly, as a number, as mathematics, or by a function of your own.
+"""Scores answers: compares them exactly, as numbers, as mathematics, or by your own function.
 
-`extract` finds the answer in what the policy wrote, and `score_text` compares it at once. What
-computes with it may hang, crash or use up the memory: `run_checker` calls such a function in the
-sandbox, in a process forked from one that has imported the function's module and has never seen a
-policy's text. Its result is JSON, and may be forged; `checked_score` accepts only a score.
+`extract` finds the answer in the policy's text, and `score_text` compares it in this process. A
+function that computes with an answer may hang, crash or use up the memory, so `run_checker` calls
+it in the sandbox: in a process forked from one that has imported the function's module and has
+never seen a policy's text. The function's result is JSON, which the answer may have forged;
+`checked_score` accepts only a number from 0 to 1.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Comparison = Literal["exact", "number", "math"]
 
 MATH_SCORE = "torchtitan_rl.environments.math_score:math_score"
 _MAX_DIGITS = 4000
-_SEARCH_S = 2.0  # of CPU time
-# A hyphen after a digit or a bracket is a minus between two numbers, or belongs to a range.
+_SEARCH_S = 2.0  # CPU time
+# After a digit or a bracket, a hyphen is a subtraction or a range, not the number's sign.
 _NUMBER = re.compile(r"((?:(?<![\d)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?:[eE]([+-]?\d+))?")
 _MAX_RESULT_BYTES = 1 << 16
 _CALL = """
@@ -48,11 +49,11 @@ class CheckTimeoutError(TorchtitanRLError):
 
 
 class CheckFailedError(TorchtitanRLError):
-    """A check raised an error (the message has it in one line), or its result is not valid."""
+    """A check raised an error (the message describes it in one line), or its result is invalid."""
 
 
 async def extract(pattern: str, text: str) -> str | None:
-    """`last_match` in a policy's text, in a thread that does not hold the interpreter's lock.
+    """Find the `last_match` in a policy's text, in a thread that releases the interpreter's lock.
 
     Raises:
         CheckTimeoutError: the search took more than 2 s of CPU time.
@@ -100,7 +101,8 @@ def score_text(comparison: Literal["exact", "number"], right: str, answer: str) 
 
 
 def _last_number(text: str) -> Fraction | None:
-    """None without a number, or with more digits or a larger exponent than `_MAX_DIGITS`."""
+    """The last number in a text; None if there is none, or if the number has more than
+    `_MAX_DIGITS` digits or a larger exponent."""
     numbers = _NUMBER.findall(text)
     if not numbers or max(map(len, numbers[-1])) > _MAX_DIGITS:
         return None
@@ -118,12 +120,12 @@ async def run_checker(
     made: Sequence[Any] | None = None,
     sandbox: SandboxConfig | None = None,
 ) -> Any:
-    """The result of ``function`` ("package.module:name") in the sandbox.
+    """Call ``function`` ("package.module:name") in the sandbox, and return its result.
 
-    Arguments and result are JSON. ``timeout_s`` limits the function itself: waiting for a free
-    process and importing the module do not count. With ``made``, ``function`` is first called with
-    those arguments, outside of the sandbox and its limits, and what it returns is called with
-    ``args``. No part of ``made`` may come from a policy.
+    Arguments and result are JSON. ``timeout_s`` limits only the call itself: waiting for a free
+    process and importing the module do not count. With ``made``, ``function(*made)`` is first
+    called outside of the sandbox and its limits, and must return a function, which is called with
+    ``args`` in the sandbox. No part of ``made`` may come from a policy.
 
     Raises:
         CheckTimeoutError: the function took too long or too much memory, or killed its process.
@@ -163,7 +165,7 @@ def checker_sandbox(function: str, sandbox: SandboxConfig | None) -> SandboxConf
 
 
 def checked_score(score: object) -> float:
-    """A result of `run_checker` as a reward.
+    """Convert a result of `run_checker` to a reward.
 
     Raises:
         CheckFailedError: the result is not a number from 0 to 1.

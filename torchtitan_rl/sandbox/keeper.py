@@ -1,9 +1,10 @@
 """The process that watches one snippet and reports how it ended.
 
-It reads a request from its link (one JSON line), forks the snippet, keeps the first bytes of its
-output, and answers with one JSON line when the snippet and all that it started are dead. Where
-the other end of the link is closed, it kills them and gives no answer. As the first process of the
-snippet's namespace of process ids, it cannot be killed from within, and its end is theirs.
+The keeper reads a request from its link (one JSON line), forks the snippet, keeps the first bytes
+of the snippet's output, and answers with one JSON line when the snippet and all processes that it
+started are dead. If the other end of the link is closed, the keeper kills them and does not answer.
+With namespaces, the keeper is the first process of the snippet's process-id namespace: the snippet
+cannot kill the keeper, and when the keeper ends, all of the snippet's processes end.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from torchtitan_rl.sandbox import kernel, namespaces
 from torchtitan_rl.sandbox.namespaces import SyscallFilter
 from torchtitan_rl.sandbox.snippet import run_snippet
 
-_CHECK_S = 0.05  # between two looks at time and memory
+_CHECK_S = 0.05  # between two checks of time and memory
 _CHUNK_BYTES = 1 << 16
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MAPPING_BYTES = 256
 _LOCK_BYTES = 192
 _REMOVED_FILES = 8
 _PIPE_BYTES = 16 * _PAGE_BYTES
-_BLOCK_BYTES = 512  # of `st_blocks`
+_BLOCK_BYTES = 512  # the unit of `st_blocks`
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -55,7 +56,7 @@ def _serve(
     link: socket.socket, settings: dict[str, Any], system_calls: SyscallFilter
 ) -> dict[str, Any] | None:
     try:
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the snippet may not look into this process
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the snippet must not inspect this process
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with link.makefile("rb") as lines:
             line = lines.readline()
@@ -70,7 +71,8 @@ def _serve(
 
 @contextlib.contextmanager
 def _own_folder(settings: dict[str, Any], limits: dict[str, Any]) -> Iterator[str | None]:
-    """Make the snippet's folder the current one; its path, where it is on the disk."""
+    """Enter the snippet's folder. Yields its path if the folder is on the disk, which is removed at
+    the end; with namespaces it is in memory, and None is yielded."""
     if settings["isolation"] == "namespaces":
         namespaces.enter_private(limits["file_mb"] << 20, limits["files"], settings["temporary"])
         yield None
@@ -84,7 +86,8 @@ def _own_folder(settings: dict[str, Any], limits: dict[str, Any]) -> Iterator[st
 
 
 class _Keeper:
-    """Forks the snippet at once; ``system_calls`` and the limits bind it and not this process."""
+    """Forks the snippet and watches it. ``system_calls`` and the limits apply to the snippet only,
+    not to this process."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class _Keeper:
         now_s = time.monotonic()
         self._deadline_s = now_s + self._limits["wall_s"]
         self._next_check_s = now_s + _CHECK_S
-        self._status: int | None = None  # of the snippet, once it is reaped
+        self._status: int | None = None  # the snippet's wait status, once it is reaped
         memory_bytes = self._limits["memory_mb"] << 20
         address_bytes, used_bytes = (
             int(pages) * _PAGE_BYTES for pages in Path("/proc/self/statm").read_text().split()[:2]
@@ -134,7 +137,8 @@ class _Keeper:
                 raise OSError(reason.decode())
 
     def watch(self) -> dict[str, Any] | None:
-        """How the snippet ended, once all is dead; None where the caller has gone."""
+        """Watch until the snippet and all its processes are dead, and return how the snippet ended;
+        None if the caller is gone."""
         selector = selectors.DefaultSelector()
         for descriptor, events, act in (
             (self._link.fileno(), selectors.EVENT_READ, lambda: "gone"),
@@ -177,7 +181,7 @@ class _Keeper:
             selector.unregister(descriptor)
 
     def _keep_chunk(self, descriptor: int, name: str) -> bool:
-        """Read a chunk, and keep it up to the limit; False if there was none."""
+        """Read a chunk, and keep it up to the limit; False if nothing could be read."""
         try:
             chunk = os.read(descriptor, _CHUNK_BYTES)
         except BlockingIOError:
@@ -188,7 +192,8 @@ class _Keeper:
         return bool(chunk)
 
     def _exceeded(self) -> str | None:
-        """The limit that the snippet, with all it started, is over."""
+        """The limit that the snippet exceeds, together with all processes that it started; None
+        if none, or if the last check was less than `_CHECK_S` ago."""
         now_s = time.monotonic()
         if now_s < self._next_check_s:
             return None
@@ -213,12 +218,13 @@ class _Keeper:
         return None
 
     def _has_too_many_files(self, removed: set[bytes]) -> bool:
-        """Whether there is more in the folder than allowed, or what cannot be counted.
+        """Whether the snippet's files exceed the limits, or cannot be counted.
 
-        ``removed``: those that the snippet has mapped, which may each be as long as a file can be.
+        ``removed``: the removed files that the snippet has mapped. Each of them may be as large as
+        the limit for a file.
         """
         most_bytes = self._limits["file_mb"] << 20
-        if removed:  # this process has mapped the same libraries, of which some may be, too
+        if removed:  # do not count libraries that were replaced: this process has them mapped, too
             removed -= _removed_files(Path("/proc/self/maps").read_bytes().splitlines())
         if len(removed) > _REMOVED_FILES:
             return True
@@ -234,14 +240,15 @@ class _Keeper:
                         return True
                     if stat.S_ISDIR(status.st_mode):
                         folders.append(entry.path)
-            except FileNotFoundError:  # removed in the meantime
+            except FileNotFoundError:  # the snippet has just removed it
                 continue
-            except OSError:  # closed to its owner, or too deep
+            except OSError:  # unreadable even for its owner, or nested too deeply
                 return True
         return False
 
     def _reap(self, options: int) -> None:
-        """Processes whose parents have died become children of this one."""
+        """Reap dead children, including processes whose parents have died: they become children of
+        this process."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, options))[0]:
                 if ended[0] == self._snippet:
@@ -276,10 +283,10 @@ def _children_cpu_s() -> float:
 
 
 class _Usage:
-    """What processes use, added up.
+    """The resources that processes use, added up.
 
-    ``held``: for each pipe, socket and removed file that is open, the bytes that the kernel may
-    hold. ``removed``: the files that are mapped after they were removed.
+    ``held``: for each open pipe, socket and removed file, the bytes that the kernel may hold for
+    it. ``removed``: the files that were removed while they were mapped.
     """
 
     def __init__(self, open_files: int, socket_bytes: int) -> None:
@@ -289,26 +296,27 @@ class _Usage:
         self.removed: set[bytes] = set()
 
     def add(self, folder: Path) -> None:
-        """Add a process, by its folder in ``/proc``; nothing once it has ended."""
+        """Add a process, given its folder in ``/proc``. No effect if the process has ended."""
         with contextlib.suppress(OSError):
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-            self.cpu_s += sum(map(int, fields[11:15])) / _TICKS  # with those of dead children
+            self.cpu_s += sum(map(int, fields[11:15])) / _TICKS  # includes its dead children
             self.threads += int(fields[17])
             if fields[0] != b"Z":
                 self.memory_bytes += self._memory_bytes(folder)
-            else:  # its first thread has ended; others may go on
+            else:  # its first thread has ended; other threads may still run
                 self.memory_bytes += max(
                     map(self._memory_bytes, (folder / "task").iterdir()), default=0
                 )
 
     def _memory_bytes(self, folder: Path) -> int:
-        """Shared pages count in part, mappings and locks with what the kernel needs for them."""
+        """Bytes of memory. A page shared by n processes counts 1/n; mappings and file locks count
+        with the kernel's memory for them."""
         with contextlib.suppress(OSError):
             try:
                 rollup = (folder / "smaps_rollup").read_bytes()
                 mappings = (folder / "maps").read_bytes().splitlines()
                 num_locks = self._look_at_descriptors(folder)
-            except PermissionError:  # it forbids to look into it: the most that it may use
+            except PermissionError:  # the process forbids inspection: assume the most it may use
                 pages = int((folder / "statm").read_bytes().split()[1])
                 return pages * _PAGE_BYTES + self._most_held_bytes
             sizes = dict(line.split()[:2] for line in rollup.splitlines())
@@ -341,9 +349,9 @@ def _removed_files(mappings: list[bytes]) -> set[bytes]:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder with its contents: also folders without rights, and trees of any depth."""
+    """Remove a folder with its contents, even if folders are unreadable or nested very deeply."""
     with contextlib.suppress(OSError):
-        os.rmdir(folder)  # nearly always
+        os.rmdir(folder)  # most snippets leave it empty
         return
     flat = tempfile.mkdtemp(prefix="snippet-")
     folders = [folder]

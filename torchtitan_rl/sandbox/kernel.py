@@ -1,5 +1,5 @@
-"""Calls of the Linux kernel that Python does not have: namespaces, mounts, rights, Landlock,
-counters. Each raises an OSError that names the call."""
+"""Linux system calls that Python does not offer: namespaces, mounts, capabilities, Landlock,
+performance counters. Each function raises an OSError that names the failed call."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _MOUNT_SETATTR = 442
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
 _SOFTWARE, _TASK_CLOCK = 1, 1
-_INHERIT, _EXCLUDE_KERNEL = 1 << 1, 1 << 5  # unprivileged users have to exclude; clocks ignore it
+_INHERIT, _EXCLUDE_KERNEL = 1 << 1, 1 << 5  # unprivileged users must exclude; clocks ignore it
 _CLOSE_ON_EXEC = 8
 _CAPABILITY_VERSION = 0x20080522
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _RULESET_VERSION, _PATH_BENEATH = 1, 1
 _ACCESS_READ = 0b1101  # execute and read files, list folders
-_ACCESS_FILE = 0xC007  # what a rule for a file, not a folder, may allow
-_ACCESS_BITS = {1: 13, 2: 14, 3: 15, 4: 15}  # by version; later ones have 16
-_SCOPES = 3  # no signals to others, no sockets of others
+_ACCESS_FILE = 0xC007  # the rights that a rule for a file, not a folder, may allow
+_ACCESS_BITS = {1: 13, 2: 14, 3: 15, 4: 15}  # number of rights by version; later versions: 16
+_SCOPES = 3  # no signals to other processes, no abstract sockets of other processes
 _SCOPES_SINCE = 6
 _SET_SECCOMP, _SECCOMP_FILTER = 22, 2
-_INSTRUCTION_BYTES = 8  # of a filter
+_INSTRUCTION_BYTES = 8  # size of an instruction of a seccomp filter
 _COLLAPSE = 25
 _HUGE_PAGE_BYTES = 1 << 21
 
@@ -78,8 +78,7 @@ def pivot_root(new_root: str, old_root: str) -> None:
 
 
 def make_read_only(target: str, *, recursive: bool = True, devices: bool = False) -> None:
-    """Make a mount read-only, with those below it (Linux 5.12); programs on it have no
-    privileges."""
+    """Make a mount, and the mounts below it, read-only and ``nosuid`` (needs Linux 5.12)."""
     attributes = _ATTR_RDONLY | _ATTR_NOSUID | (0 if devices else _ATTR_NODEV)
     wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
@@ -90,7 +89,8 @@ def make_read_only(target: str, *, recursive: bool = True, devices: bool = False
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities irrevocably: no program and no other user gives any back."""
+    """Drop all capabilities irrevocably: executing a program or changing the user id cannot regain
+    them."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     none = (ctypes.c_uint32 * 6)()
@@ -98,8 +98,8 @@ def drop_capabilities() -> None:
 
 
 def open_task_clock() -> int:
-    """A descriptor to read a counter from, 8 bytes: nanoseconds that this thread and all that it
-    starts from now on run, threads and processes, also once they are dead."""
+    """Open a counter of CPU time; reading the descriptor returns 8 bytes, in nanoseconds. It counts
+    this thread and all threads and processes that it starts from now on, also after their end."""
     attributes = bytearray(128)
     struct.pack_into("=IIQ", attributes, 0, _SOFTWARE, len(attributes), _TASK_CLOCK)
     struct.pack_into("=Q", attributes, 40, _INHERIT | _EXCLUDE_KERNEL)
@@ -110,15 +110,18 @@ def open_task_clock() -> int:
 
 
 def filter_system_calls(program: bytes) -> None:
-    """Bind this thread and all that it starts, for good; it must have dropped its capabilities."""
+    """Apply a seccomp filter to this thread and to all processes that it starts, irrevocably.
+
+    The thread must have dropped its capabilities.
+    """
     code = ctypes.create_string_buffer(program, len(program))
     filter_ = struct.pack("@HP", len(program) // _INSTRUCTION_BYTES, ctypes.addressof(code))
     _check(_libc.prctl(_SET_SECCOMP, _SECCOMP_FILTER, filter_, 0, 0), "seccomp")
 
 
 def join_pages() -> None:
-    """Make huge pages of what this process has allocated, so that forks of it copy less; where the
-    kernel cannot (before Linux 6.1), nothing changes."""
+    """Join this process's memory into huge pages, so that forking copies fewer page-table entries.
+    No effect before Linux 6.1."""
     with open("/proc/self/maps") as lines:
         mappings = [line.split() for line in lines]
     for addresses, rights, _, _, inode, *name in mappings:
@@ -137,9 +140,10 @@ def landlock_version() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Close all files to this process and what it starts, but for these (Landlock, Linux 5.13).
+    """Allow this process, and all processes that it starts, to access only these files and folders
+    (Landlock, Linux 5.13).
 
-    Later versions of Linux also keep it from sending signals to others.
+    Newer versions of Linux also forbid it to send signals to other processes.
     """
     version = landlock_version()
     everything = (1 << _ACCESS_BITS.get(version, 16)) - 1
@@ -162,11 +166,11 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
 
 
 class CpuClock:
-    """CPU time of this process's descendants, also of those that no process waits for, counted from
-    now on by a counter of the kernel that new processes inherit.
+    """Counts the CPU time of this process's descendants from now on, even if no process waits for
+    them. New processes inherit the kernel's counter.
 
-    Where the kernel allows no counters (``kernel.perf_event_paranoid`` of 3, or a container that
-    refuses `perf_event_open`) it counts nothing.
+    If counters are not allowed (``kernel.perf_event_paranoid`` is 3, or a container refuses
+    `perf_event_open`), the time is always 0.
     """
 
     def __init__(self) -> None:

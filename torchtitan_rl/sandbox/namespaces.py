@@ -1,13 +1,13 @@
-"""What a snippet sees of the machine, and which system calls it may make.
+"""Limits what a snippet sees of the machine, and which system calls it may make.
 
-`enter` and `make_root` are called once, by the processes that all snippets descend from,
-`enter_private` and `become_nobody` for each snippet. The root has the system's libraries, Python
-and its packages, for reading only; there is no network device. `close_files` leaves as much to a
-snippet without namespaces.
+`enter` and `make_root` are called once, by the processes from which all snippets are forked;
+`enter_private` and `become_nobody` are called for each snippet. The root file system has the
+system's libraries, Python and its packages, all read-only; there is no network device. For a
+snippet without namespaces, `close_files` forbids access to all other files.
 
-System calls pass a seccomp filter made by libseccomp. What is not in the list fails, as it does on
-a kernel that lacks it: namespaces, mounts, tracing, keys, shared memory without a file, io_uring,
-and every call that is new.
+A seccomp filter, made by libseccomp, checks all system calls. A call that is not in the list fails
+as if the kernel did not have it: namespaces, mounts, tracing, keys, shared memory without a file,
+io_uring, and every newer call.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 
 from torchtitan_rl.sandbox import kernel
 
-USER_ID = 1000  # of snippets, as they see it
-_NOBODY = 65534  # as which they run where the sandbox's owner is root
-_UNDER_TMP = "/shown"  # what was in /tmp before a snippet got its own
+USER_ID = 1000  # the user id that snippets see
+_NOBODY = 65534  # the user id under which snippets run if root started the sandbox
+_UNDER_TMP = "/shown"  # where the readable files of the original /tmp are for snippets
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives")
-_DEVICES = ("null", "full", "random", "urandom")  # a mapping of zero is shared memory
+_DEVICES = ("null", "full", "random", "urandom")  # no "zero": mapping it makes shared memory
 _NAMES = {
     "etc/passwd": f"user:x:{USER_ID}:{USER_ID}::/tmp:/bin/sh\n",
     "etc/group": f"user:x:{USER_ID}:\n",
@@ -41,9 +41,10 @@ _LINKS = {
 
 
 def enter() -> None:
-    """Move this process (as to process ids, the next one it forks) into new namespaces.
+    """Move this process into new namespaces; of process ids, only the next process that it forks.
 
-    All its rights end there. Where the owner is root, snippets are another user.
+    Its rights apply only inside the namespaces. If root started the sandbox, snippets run as
+    another user.
     """
     can_be_nobody = os.geteuid() == 0 and all(map(_maps_nobody, ("uid_map", "gid_map")))
     if can_be_nobody:
@@ -65,7 +66,8 @@ def enter() -> None:
 
 
 def close_files(readable: Iterable[str]) -> None:
-    """Instead of a root of its own: leave to this process what such a root would have had."""
+    """Forbid this process all files but those that `make_root` would have shown, and its own
+    folder. Used without namespaces."""
     system = filter(os.path.exists, (*_SYSTEM, "/etc/ld.so.cache"))
     devices = [f"/dev/{name}" for name in _DEVICES]
     shown = {*system, sys.base_prefix, sys.prefix, *readable}
@@ -73,13 +75,13 @@ def close_files(readable: Iterable[str]) -> None:
 
 
 def make_root(readable: Iterable[str]) -> list[str]:
-    """A file system in memory becomes the root, with parts of the old one bound into it.
+    """Make a file system in memory the root, with parts of the old root mounted into it.
 
     Returns:
-        What of that is in ``/tmp``, for `enter_private`.
+        The mounted paths below ``/tmp``, for `enter_private`.
 
     Raises:
-        OSError: there is no such path, or it is ``/tmp`` itself.
+        OSError: a path of ``readable`` does not exist, or is ``/`` or ``/tmp`` itself.
     """
     optional = [path for path in _SYSTEM if os.path.exists(path)]
     places = {os.path.abspath(path) for path in (sys.base_prefix, sys.prefix, *readable)}
@@ -96,14 +98,14 @@ def make_root(readable: Iterable[str]) -> list[str]:
     for path, target in links.items():
         os.symlink(target, path)
     temporary = []
-    for path in sorted(shown, key=len):  # what is below a shown folder is there already
+    for path in sorted(shown, key=len):  # parents first: their contents are mounted with them
         for place in (shown[path], path):
             if not os.path.lexists(place):
                 _bind(shown[path], place)
                 if Path(place).is_relative_to("/tmp"):
                     temporary.append(place)
     os.mkdir(_UNDER_TMP)
-    kernel.mount("proc", "/proc", "proc")  # no later one is allowed without a first
+    kernel.mount("proc", "/proc", "proc")  # the kernel allows `enter_private`'s only after this one
     kernel.unmount("/old")
     os.rmdir("/old")
     kernel.make_read_only("/", recursive=False)
@@ -111,9 +113,9 @@ def make_root(readable: Iterable[str]) -> list[str]:
 
 
 def enter_private(file_bytes: int, files: int, temporary: Sequence[str]) -> None:
-    """Give this process, the first of a new process-id namespace, a ``/tmp`` and ``/proc``.
+    """Give this process, the first of a new process-id namespace, its own ``/tmp`` and ``/proc``.
 
-    ``temporary``: what it is shown in ``/tmp``.
+    ``temporary``: the paths in ``/tmp`` that `make_root` returned, which stay readable.
     """
     kernel.unshare(kernel.CLONE_NEWNS)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -131,20 +133,20 @@ def enter_private(file_bytes: int, files: int, temporary: Sequence[str]) -> None
 def become_nobody() -> None:
     """Take from this process all rights over its namespaces.
 
-    A user namespace of its own makes the kernel count its processes apart from all others.
+    Each snippet gets its own user namespace, so that the kernel counts its processes separately.
     """
     if os.geteuid() == 0:
         os.setresgid(USER_ID, USER_ID, USER_ID)
         os.setresuid(USER_ID, USER_ID, USER_ID)
     kernel.unshare(kernel.CLONE_NEWUSER)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # which another user id takes away
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # changing the user id has reset it
     Path("/proc/self/setgroups").write_text("deny")
     for name in ("uid_map", "gid_map"):
         Path("/proc/self", name).write_text(f"{USER_ID} {USER_ID} 1")
 
 
 def _maps_nobody(name: str) -> bool:
-    """Whether there is such a user where this process is, which may be a namespace already."""
+    """Whether the user id `_NOBODY` exists here: this process may already be in a namespace."""
     for line in Path("/proc/self", name).read_text().splitlines():
         first, _, count = map(int, line.split())
         if first <= _NOBODY < first + count:
@@ -153,7 +155,8 @@ def _maps_nobody(name: str) -> bool:
 
 
 def _start_id_writer(can_be_nobody: bool) -> tuple[int, int]:
-    """The pid of a process that maps the ids of this one when the descriptor is closed."""
+    """Start a process that maps this process's user and group ids as soon as the returned
+    descriptor is closed. Returns the pid of that process, and the descriptor."""
     owner = Path("/proc", str(os.getpid()))
     waiting, unshared = os.pipe()
     pid = os.fork()
@@ -188,7 +191,8 @@ def _make_small_files() -> None:
 
 
 def _bind(source: str, place: str, *, devices: bool = False) -> None:
-    """Show, for reading, a file or folder of the old root, which is free of symbolic links."""
+    """Mount a file or folder of the old root at ``place``, read-only. ``source`` must not contain
+    symbolic links."""
     if os.path.isdir(f"/old{source}"):
         os.makedirs(place)
     elif os.path.exists(f"/old{source}"):
@@ -203,7 +207,7 @@ def _bind(source: str, place: str, *, devices: bool = False) -> None:
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _MASKED_EQUAL = 7
 _OPTIMIZE, _BINARY_TREE = 8, 2
-_NEW_NAMESPACES = 0x7E020080  # the flags of clone that make one
+_NEW_NAMESPACES = 0x7E020080  # the flags of clone that make namespaces
 _CLONE_FILES, _CLONE_THREAD = 0x00000400, 0x00010000
 _ALL_BITS = (1 << 64) - 1
 _AF_UNIX = 1
@@ -228,33 +232,35 @@ sched_get_priority_min futex futex_waitv set_robust_list get_robust_list set_tid
 rseq membarrier execve wait4 waitid exit exit_group restart_syscall recvmsg recvfrom shutdown
 getsockopt getsockname getpeername
 """
-# What reaches other processes and files: only where a snippet sees none but its own.
+# Calls that reach other processes and files: allowed if a snippet sees only its own.
 _IN_NAMESPACES = """
 fork vfork kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal
 open openat openat2 truncate fallocate chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat
 utime utimes utimensat futimesat
 """
-# Landlock leaves rights and times of all files to their owner. These calls succeed, and change
-# nothing, so that programs that copy files go on.
+# Landlock does not restrict changes of the rights and times of files. So these calls do nothing;
+# they report success, so that programs that copy files go on.
 _WITHOUT_EFFECT = "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat"
-_REFUSED = "socket ptrace"  # as they are without the right to it
-# As on file systems without them, which programs that copy files know.
+_REFUSED = "socket ptrace"  # fail with EPERM, as without permission
+# Fail as on file systems without extended attributes, which programs that copy files accept.
 _UNSUPPORTED = "setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
 _REFUSED_ELSEWHERE = "kill fork vfork chown fchown lchown fchownat truncate"
-# Argument, mask, and the values allowed of what the mask leaves. Commands that have the kernel send
-# signals or enlarge its buffers are left out, as are calls for another process. Shared memory
-# without a file stays in use when hardly any of it is mapped, huge pages are counted nowhere.
+# Index of an argument, mask, and the allowed values of the masked argument. This excludes commands
+# by which the kernel sends signals or enlarges its buffers, and calls that affect another process.
+# Shared memory without a file is not allowed, because it stays in use after most of it is unmapped;
+# nor are huge pages, because no counter includes them.
 _ONLY = {
     "fcntl": (1, _ALL_BITS, (*range(8), 9, 36, 37, 38, 1030, 1032, 1034)),
     "ioctl": (1, _ALL_BITS, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
     "mmap": (3, _MAP_SHARED | _MAP_ANONYMOUS | _MAP_HUGETLB, (0, _MAP_SHARED, _MAP_ANONYMOUS)),
     "prlimit64": (0, _ALL_BITS, (0,)),
-    "sendto": (4, _ALL_BITS, (0,)),  # no address: only what is connected
+    "sendto": (4, _ALL_BITS, (0,)),  # without an address: only for connected sockets
     "socketpair": (0, _ALL_BITS, (_AF_UNIX,)),
 }
-# To empty a file it must be opened for writing, which Linux before 6.2 does not ask for.
+# O_TRUNC is allowed only when opening for writing: before Linux 6.2, Landlock does not check it.
 _EMPTYING = (os.O_TRUNC | os.O_ACCMODE, (*range(3), *(os.O_TRUNC | mode for mode in (1, 2))))
-# Names, signals at a parent's death, and rights that are gone; but no huge pages.
+# prctl for names, signals at a parent's death, and rights that are already dropped; not for huge
+# pages.
 _ONLY_IN_NAMESPACES = {"prctl": (0, _ALL_BITS, (1, 2, 3, 4, 15, 16, 23, 36, 37, 38, 39))}
 _ONLY_ELSEWHERE = {"open": (1, *_EMPTYING), "openat": (2, *_EMPTYING)}
 
@@ -269,12 +275,12 @@ class _Comparison(ctypes.Structure):
 
 
 class SyscallFilter:
-    """Made once, and loaded by each process that it is to bind.
+    """A filter of system calls, which is made once and loaded by each process of a snippet.
 
-    ``own_machine``: whether a snippet has namespaces, and sees no processes and files but its own.
+    ``own_machine``: the snippet has namespaces, and sees only its own processes and files.
 
     Raises:
-        OSError: there is no libseccomp here.
+        OSError: this machine has no libseccomp.
     """
 
     def __init__(self, *, own_machine: bool) -> None:
@@ -290,7 +296,8 @@ class SyscallFilter:
         for name, (argument, mask, values) in only.items():
             for value in values:
                 self._rule(_ALLOW, name, _Comparison(argument, _MASKED_EQUAL, mask, value))
-        # Threads are clones of a kind that no new process is, and share descriptors.
+        # `clone` may make threads, which share the process's descriptors; with namespaces also
+        # processes.
         thread = _CLONE_THREAD | _CLONE_FILES
         kinds = [(_NEW_NAMESPACES | thread, thread)]
         if own_machine:
@@ -304,17 +311,17 @@ class SyscallFilter:
         self._program = self._compiled() if own_machine else None
 
     def load(self) -> None:
-        """Bind this process and all that it starts, for good."""
+        """Apply the filter to this process and all processes that it starts, irrevocably."""
         if self._program is not None:
             kernel.filter_system_calls(self._program)
             return
-        # Itself is all that it may signal.
+        # The process may signal only itself.
         own = _Comparison(0, _MASKED_EQUAL, _ALL_BITS, os.getpid())
         self._rule(_ALLOW, "tgkill", own)
         _check(self._library.seccomp_load(self._context), "seccomp")
 
     def _compiled(self) -> bytes:
-        """The filter as the kernel has it, which takes libseccomp some milliseconds."""
+        """Compile the filter to the kernel's format, which takes some milliseconds."""
         with open(os.memfd_create("filter"), "rb") as file:
             _check(self._library.seccomp_export_bpf(self._context, file.fileno()), "seccomp")
             file.seek(0)
@@ -326,7 +333,7 @@ class SyscallFilter:
 
     def _rule(self, action: int, name: str, *comparisons: _Comparison) -> None:
         number = self._library.seccomp_syscall_resolve_name(name.encode())
-        if number < 0:  # there is none on this machine, or this libseccomp does not know it
+        if number < 0:  # this machine does not have the call, or this libseccomp does not know it
             return
         array = (_Comparison * len(comparisons))(*comparisons)
         failed = self._library.seccomp_rule_add_array(

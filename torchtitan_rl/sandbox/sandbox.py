@@ -1,13 +1,13 @@
-"""Runs Python code that a policy wrote and that may try anything.
+"""Runs Python code that a policy wrote and that may be malicious.
 
     async with Sandbox() as sandbox:
         result = await sandbox.run("print(6 * 7)")
         assert result.stdout == "42\\n"
 
-Each snippet is forked from a process in which Python is started already (`zygote.py`). It sees a
-file system, processes and a network that are not this machine's, makes only harmless system calls,
-and has limits on everything that it can use up. When `run` returns, raises or is cancelled,
-everything that it started is dead; when this process dies, even by SIGKILL, so is that.
+Each snippet is forked from a process in which Python is already running (`zygote.py`). A snippet
+has its own file system, processes and network instead of this machine's, can make only harmless
+system calls, and is limited in every resource. When `run` returns, raises or is cancelled, all
+processes of the snippet are dead. They also die when this process dies, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from torchtitan_rl.processes import hang_up
 
 Isolation = Literal["namespaces", "landlock", "limits"]
 
-_START_S = 300.0  # of Python and of what is loaded in advance, on a busy machine
-_GRACE_S = 60.0  # after the time limit of a snippet, which its keeper enforces
+_START_S = 300.0  # for starting Python and importing `preload`, on a busy machine
+_GRACE_S = 60.0  # time for a keeper to answer after its snippet's time limit
 _CHUNK_BYTES = 1 << 16
 _MAIN = (
     "import sys; sys.path.insert(0, sys.argv[1]); from torchtitan_rl.sandbox.zygote import main; "
-    "del sys.path[0]; main()"  # besides `preload`, snippets have packages that are installed
+    "del sys.path[0]; main()"  # snippets can import `preload` and installed packages only
 )
 _HELP = (
     "{error}. Isolation by namespaces needs Linux 5.12, libseccomp and user namespaces (in a "
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class SandboxError(TorchtitanRLError):
-    """The sandbox, not the snippet, has failed."""
+    """The sandbox itself has failed, not the snippet."""
 
 
 class SandboxImportError(ConfigError):
@@ -76,14 +76,14 @@ class SandboxStatus(StrEnum):
     ERROR = "error"  # an exception, or another exit code
     TIMEOUT = "timeout"
     CPU = "cpu"  # more CPU seconds than allowed
-    MEMORY = "memory"  # more than allowed, all processes together; one alone gets a MemoryError
-    LIMIT = "limit"  # more threads or files than allowed, where that is no error of the call
-    KILLED = "killed"  # by a signal: a crash, or, with its keeper, the machine is out of memory
+    MEMORY = "memory"  # all its processes together used too much; one alone gets a MemoryError
+    LIMIT = "limit"  # too many threads or files, if the kernel did not refuse them itself
+    KILLED = "killed"  # by a signal, such as a crash; or the keeper died, maybe out of memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What a snippet may use, with all that it starts."""
+    """Limits for a snippet together with all processes that it starts."""
 
     wall_s: PositiveFloat = 10.0
     """Seconds until it is killed."""
@@ -106,10 +106,10 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """What a snippet wrote, and how it ended.
+    """The output of a snippet, and how the snippet ended.
 
-    ``exit_code`` is negative where a signal ended it. ``is_truncated``: it wrote more than the
-    limit. ``wall_s`` is from the moment that it was started.
+    ``exit_code`` is negative if a signal ended the snippet. ``is_truncated``: it wrote more than
+    the limit. ``wall_s`` is counted from the snippet's start.
     """
 
     stdout: str
@@ -123,7 +123,7 @@ class SandboxResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxConfig:
-    """How snippets are kept apart from the machine."""
+    """How snippets are isolated from the machine."""
 
     isolation: Isolation = "namespaces"
     """``namespaces``: a snippet reaches nothing of the machine. Where that is not allowed,
@@ -142,7 +142,7 @@ class SandboxConfig:
     """Snippets that run at once; others wait. None: one for each core."""
 
     def errors(self, name: str) -> list[str]:
-        """What is wrong with the fields, or why this machine does not allow them."""
+        """Errors in the fields, or the reasons why this machine does not allow them."""
         found = [f"{name}.readable: there is no {path}" for path in self._missing()]
         found += [
             f"{name}.readable: {path} would be hidden by the /tmp that each snippet has for itself"
@@ -158,7 +158,7 @@ class SandboxConfig:
 
 
 class Sandbox:
-    """Runs snippets, each apart from the others; used from one event loop."""
+    """Runs snippets, isolated from each other. Use it from one event loop."""
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()
@@ -182,15 +182,16 @@ class Sandbox:
         print_last: bool = False,
         prepared: tuple[str, Sequence[Any] | None] | None = None,
     ) -> SandboxResult:
-        """Run ``code`` as a program; ``print_last`` shows the value of its last line as well.
+        """Run ``code`` as a program. With ``print_last``, also print the value of its last line if
+        that is an expression.
 
-        ``prepared`` is for what takes long and is not written by a policy: a function of a module
-        of ``preload`` (``module:function``) with arguments that it is called with before the
-        limits begin, outside of them; the code finds the result as ``prepared``. With None for the
-        arguments it finds the function.
+        ``prepared`` names a function (``module:function``) in a module of ``preload``, with its
+        arguments. It is called outside of the sandbox and its limits, so neither may come from a
+        policy. ``code`` has the result as the global ``prepared``; with None for the arguments, it
+        has the function itself.
 
-        Where the process that watches over the snippet dies, and only that, the snippet may have
-        caused it: that is the result ``killed``, not an error.
+        If only the snippet's keeper process dies, the snippet may have caused this: the result is
+        ``killed``, not an error.
 
         Raises:
             ConfigError: this machine does not allow the isolation.
@@ -222,7 +223,7 @@ class Sandbox:
         return SandboxResult(**{**answer, "status": SandboxStatus(answer["status"])})
 
     async def close(self) -> None:
-        """End the process that snippets are forked from, and all snippets."""
+        """End all snippets, and the process from which they are forked."""
         zygote, self._zygote = self._zygote, None
         if zygote is not None:
             await asyncio.to_thread(zygote.close)
@@ -238,7 +239,7 @@ class Sandbox:
 
 
 def shared_sandbox(config: SandboxConfig) -> Sandbox:
-    """The sandbox of all callers on this event loop with the same configuration."""
+    """The sandbox that all callers on this event loop share if they have this configuration."""
     sandboxes = _shared.setdefault(asyncio.get_running_loop(), {})
     return sandboxes.setdefault(config, Sandbox(config))
 
@@ -250,7 +251,8 @@ _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, Sandbo
 
 @functools.lru_cache(maxsize=64)
 def _start_errors(config: SandboxConfig) -> tuple[str, ...]:
-    """Why it cannot start here, after the field's name; a machine does not change in between."""
+    """The reasons why a sandbox cannot start on this machine, each after the name of the field.
+    The result is cached."""
     try:
         _Zygote(config).close()
     except SandboxImportError as error:
@@ -261,10 +263,10 @@ def _start_errors(config: SandboxConfig) -> tuple[str, ...]:
 
 
 class _Zygote:
-    """The running process; its constructor blocks until that is ready.
+    """A running zygote. The constructor blocks until the process is ready.
 
     Raises:
-        ConfigError: it cannot do what ``config`` asks for.
+        ConfigError: this machine does not allow the sandbox that ``config`` describes.
     """
 
     def __init__(self, config: SandboxConfig) -> None:
@@ -280,7 +282,7 @@ class _Zygote:
                 stdout=subprocess.DEVNULL,
                 env=_environment(),
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is the controller's
+                start_new_session=True,  # Ctrl-C goes only to the controller
             )
         if not select.select([self._link], [], [], _START_S)[0]:
             self._process.kill()
@@ -296,13 +298,14 @@ class _Zygote:
     def is_alive(self) -> bool:
         try:
             return bool(self._link.recv(1, socket.MSG_PEEK))
-        except BlockingIOError:  # its end is open, and silent
+        except BlockingIOError:  # the process lives, and has written nothing
             return True
         except OSError:
             return False
 
     def send(self, link: socket.socket, prepared: bytes) -> None:
-        """Have a snippet served over this socket. A dead zygote closes it without an answer."""
+        """Have the zygote fork a keeper for ``link``. If the zygote is dead, ``link`` is closed
+        without an answer."""
         with contextlib.suppress(OSError):
             socket.send_fds(self._link, [prepared], [link.fileno()])
 
@@ -312,23 +315,23 @@ class _Zygote:
 
 
 def _environment() -> dict[str, str]:
-    """The environment variables of snippets: none of this process's own."""
+    """The environment variables of snippets; none is inherited from this process."""
     one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "TMPDIR": tempfile.gettempdir(),
         "LANG": "C.UTF-8",
         "PYTHONUTF8": "1",
-        "PYTHONHASHSEED": "0",  # the same code, the same answer
+        "PYTHONHASHSEED": "0",  # the same code gives the same result
         "PYTHONDONTWRITEBYTECODE": "1",
-        "MALLOC_ARENA_MAX": "2",  # each reserves 64 MB of addresses
+        "MALLOC_ARENA_MAX": "2",  # each arena reserves 64 MB of addresses
         **dict.fromkeys(one_thread, "1"),
     }
 
 
 async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, Any] | None:
-    """Send a request and read the answer, which comes when the snippet and all that it started are
-    dead; None if the keeper has died.
+    """Send a request to a keeper and read the answer; None if the keeper has died. The answer
+    arrives when the snippet and all processes that it started are dead.
 
     Raises:
         SandboxError: the keeper cannot serve the snippet, or is stopped.
@@ -337,7 +340,7 @@ async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, A
     received = b""
     try:
         async with asyncio.timeout(request["limits"]["wall_s"] + _GRACE_S):
-            with contextlib.suppress(OSError):  # refused; the answer says why
+            with contextlib.suppress(OSError):  # the keeper refused; its answer says why
                 await loop.sock_sendall(link, json.dumps(request).encode() + b"\n")
             while not received.endswith(b"\n"):
                 if not (chunk := await loop.sock_recv(link, _CHUNK_BYTES)):

@@ -1,4 +1,4 @@
-"""The process of a snippet: it gives up its rights, then runs the code as ``__main__``."""
+"""The process of a snippet: drops its rights, then runs the code as ``__main__``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torchtitan_rl.sandbox import kernel, namespaces
 from torchtitan_rl.sandbox.namespaces import SyscallFilter
 
 NAME = "snippet.py"
-_FAILURE = 3  # descriptor
-_SIGNALS = 1024  # that wait, and timers
-_CPU_GRACE_S = 1  # the keeper, which counts all processes together, is to be first
+_FAILURE = 3  # file descriptor
+_SIGNALS = 1024  # limit of pending signals and timers
+_CPU_GRACE_S = 1  # the keeper, which counts all processes together, should notice first
 
 
 def run_snippet(
@@ -36,8 +36,8 @@ def run_snippet(
 ) -> NoReturn:
     """Run the request's code, and exit as Python would.
 
-    ``streams`` are its standard ones, and one that is closed before the code runs; if the code
-    cannot run, the reason is written to that one.
+    ``streams`` are stdin, stdout, stderr and a fourth descriptor. If the code cannot be run, the
+    reason is written to the fourth, which is closed before the code runs.
     """
     try:
         for number, descriptor in enumerate(streams):
@@ -50,7 +50,7 @@ def run_snippet(
         os.write(_FAILURE, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     os.close(_FAILURE)
-    status = 1  # also where how it failed cannot be told
+    status = 1  # stays if the failure cannot even be reported
     try:
         status = _run(request["code"], print_last=request["print_last"])
     finally:
@@ -63,17 +63,17 @@ def run_snippet(
 def _enclose(limits: dict[str, Any], address_bytes: int, settings: dict[str, Any]) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else the files in /proc/self are another's
-    with contextlib.suppress(OSError):  # where the kernel has none
-        kernel.prctl(kernel.PR_SET_THP_DISABLE, 1)  # a huge page is in use while 4 KB of it are
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise root owns the files in /proc/self
+    with contextlib.suppress(OSError):  # the kernel may have no huge pages
+        kernel.prctl(kernel.PR_SET_THP_DISABLE, 1)  # a huge page stays in use if 4 KB of it are
     with open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # the first to go where the machine runs out of memory
+        score.write("1000")  # killed first if the machine runs out of memory
     if settings["isolation"] == "namespaces":
         namespaces.become_nobody()
         _limit(resource.RLIMIT_NPROC, limits["processes"])
     else:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != settings["keeper"]:  # it died before
+        if os.getppid() != settings["keeper"]:  # the keeper died before the prctl
             os._exit(1)
     if settings["isolation"] == "landlock":
         namespaces.close_files(settings["readable"])
@@ -93,7 +93,7 @@ def _limit(what: int, value: int) -> None:
 
 
 def _prepare_python(prepared: object) -> None:
-    """Make this look like a fresh interpreter, in a folder of its own."""
+    """Make this process look like a fresh interpreter, whose home is the snippet's folder."""
     sys.argv = [NAME]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if prepared is not None:
@@ -110,7 +110,7 @@ def _run(code: str, *, print_last: bool) -> int:
     except SystemExit as error:
         return _exit_status(error.code)
     except BaseException as error:
-        # The first frames are this module's.
+        # The first two frames belong to this module.
         inner = error.__traceback__.tb_next if error.__traceback__ else None
         frames = inner.tb_next if inner else None
         traceback.print_exception(type(error), error, frames, file=_stderr())
@@ -119,11 +119,12 @@ def _run(code: str, *, print_last: bool) -> int:
 
 
 def _finish() -> None:
-    """Do what ends an interpreter, but not what would end this package's own."""
+    """Finish the snippet as the interpreter does at exit (threads, `atexit`, streams), but without
+    the finalization of this package's own modules."""
     cast(Any, threading)._shutdown()
     cast(Any, atexit)._run_exitfuncs()
     for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
-        with contextlib.suppress(Exception):  # the snippet may have closed or replaced it
+        with contextlib.suppress(Exception):  # the snippet may have closed or replaced the stream
             getattr(sys, name).flush()
 
 
@@ -142,7 +143,7 @@ def _execute(code: str, *, print_last: bool) -> None:
 
 
 def _exit_status(code: object) -> int:
-    """The exit status that Python has after `sys.exit`."""
+    """The exit status of Python after ``sys.exit(code)``; prints a code that is a message."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -152,5 +153,6 @@ def _exit_status(code: object) -> int:
 
 
 def _stderr() -> TextIO | None:
-    """Standard error, also where the snippet has set it to None: `print` would use stdout."""
+    """Standard error, even if the snippet has set `sys.stderr` to None: `print` would then use
+    stdout."""
     return sys.__stderr__ if sys.stderr is None else sys.stderr

@@ -1,10 +1,12 @@
-"""The process that snippets are forked from: Python is started, and what they import is loaded.
+"""The process from which snippets are forked; Python is running and the `preload` modules are
+imported.
 
-`main` is called in a new process with a socket of the `Sandbox`: it writes one JSON line when it is
-ready, or why it cannot be, then takes a message with a descriptor for each snippet: it makes what
-the message asks for, and forks a `keeper` that serves the snippet. When the other end is closed it
-ends, and with it, as it is the first process of its namespace of process ids, everything that was
-forked from it. No text of a policy ever gets here.
+`main` is called in a new process with a socket of the `Sandbox`. It writes one JSON line when it is
+ready, or with the reason why it cannot start. Then it receives one message with a descriptor for
+each snippet, makes the message's ``prepared`` object, and forks a `keeper` that serves the snippet.
+It ends when the other end of the socket is closed. With namespaces it is the first process of its
+process-id namespace, so all processes that were forked from it then end, too. It never receives a
+policy's text.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ MESSAGE_BYTES = 1 << 17
 
 
 def main() -> None:
-    """``sys.argv`` ends with the descriptor of the socket and the settings (`SandboxConfig`)."""
+    """Run the zygote. ``sys.argv`` ends with the socket's descriptor and the settings (the
+    `SandboxConfig` as JSON)."""
     control = socket.socket(fileno=int(sys.argv[-2]))
     control.set_inheritable(False)
     settings = json.loads(sys.argv[-1])
@@ -39,7 +42,7 @@ def main() -> None:
             namespaces.enter()
             _continue_in_child(control)
         elif settings["isolation"] == "landlock":
-            kernel.landlock_version()  # raises where there is none
+            kernel.landlock_version()  # raises if the kernel has no Landlock
         settings["zygote"] = os.pidfd_open(os.getpid())
         own_path, sys.path = sys.path, settings["path"]
         for name in settings["preload"]:
@@ -61,7 +64,8 @@ def _say(link: socket.socket, **message: Any) -> None:
 
 
 def _continue_in_child(control: socket.socket) -> None:
-    """Fork: the child goes on, as process 1; this process only waits for its end."""
+    """Fork. The child continues, as process 1 of the new namespace; this process only waits for the
+    child's end."""
     pid = os.fork()
     if pid:
         control.close()
@@ -76,8 +80,9 @@ def _serve(
     system_calls: SyscallFilter,
     own_ids: int | None,
 ) -> NoReturn:
-    """``own_ids`` is this process's namespace of process ids, where snippets have others."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no keeper is waited for
+    """Fork keepers until the socket is closed. If snippets have their own process-id namespaces,
+    ``own_ids`` is a descriptor of this process's namespace."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are never waited for
     gc.collect()
     gc.freeze()  # forked processes share this memory until they write to it
     kernel.join_pages()
@@ -89,7 +94,7 @@ def _serve(
         try:
             wanted = json.loads(message)
             settings["prepared"] = wanted and _prepare(*wanted)
-            sys.stdout.flush()  # what that printed is no snippet's
+            sys.stdout.flush()  # otherwise the snippet would inherit what `_prepare` printed
             if own_ids is not None:
                 kernel.setns(own_ids, kernel.CLONE_NEWPID)  # undoes the last unshare
                 kernel.unshare(kernel.CLONE_NEWPID)
@@ -102,7 +107,7 @@ def _serve(
 
 
 def _prepare(name: str, args: Sequence[Any] | None) -> Any:
-    """The object ``module:attribute``, or what it returns for the arguments."""
+    """The object ``module:attribute``, or with arguments its result when it is called."""
     module, _, attribute = name.partition(":")
     found = getattr(sys.modules[module], attribute)
     return found if args is None else found(*args)

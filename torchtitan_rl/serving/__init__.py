@@ -1,2 +1,2 @@
-"""The OpenAI-compatible endpoint: what travels between its process and the controller's, the
+"""The OpenAI-compatible endpoint: the messages between its process and the controller, the
 sessions, and the HTTP shell. vLLM's serving layer itself is in `backends/vllm/openai.py`."""

@@ -1,29 +1,29 @@
-"""The application that the HTTP server runs: an OpenAI application, and what each request passes
-before it.
+"""The application that the HTTP server runs: an OpenAI application, and the parts that each request
+passes before it reaches the application.
 
 | part | what it does |
 |---|---|
-| `answer_errors` | makes error objects of what the other parts raise |
+| `answer_errors` | turns exceptions of the other parts into error objects |
 | `authenticate` | checks the key, finds the session |
 | `Bodies`, `check_body` | read the body, check its size and content |
-| `Retries` | answers a repeated request from its first run |
+| `Retries` | answers a repeated request with the response to the first one |
 | `answer_errors` | as above, so that `Retries` sees refusals and failures as responses |
 | `Admission` | bounds how many requests run and queue |
 | the application | vLLM's routes, and those of `routes` |
 
 Everything is plain ASGI, so streams pass chunk by chunk and a client's disconnect reaches the
-application's handlers. ``GET /health`` passes none of the parts but `answer_errors`, so that no
-client without a key takes a place.
+application's handlers. ``GET /health`` needs no key; it passes only `answer_errors`, so that
+clients without a key take no place in the queue.
 
-What `check_body` checks in the JSON of a request's body before the application gets it:
+`check_body` checks the JSON of a request's body before the application gets it:
 
 - It must be valid JSON in UTF-8, without NaN, infinity, lone surrogates or integers of more than
   64 bits: each of these makes some handler fail with a 500.
 - Its nesting, and its total numbers of completions and tokens, are limited.
-- So are repetitions in a JSON schema (``minItems`` and similar): a grammar library unrolls a
-  billion of them until the process runs out of memory.
+- Repetitions in a JSON schema (``minItems`` and similar) are limited: a grammar library would
+  unroll a billion of them and run out of memory.
 - Its content must be text, on every route, for every role and at any depth: vLLM refuses most other
-  parts, and drops some without a word (a document in a tool's result, an image next to a text).
+  parts, and silently drops some (a document in a tool's result, an image next to a text).
 
 All other fields are checked by the application.
 """
@@ -59,8 +59,8 @@ from torchtitan_rl.serving.routes import Commands, add_routes
 class EndpointApp:
     """The ASGI application to serve; adds the endpoint's own routes to ``app``.
 
-    ``max_requests``: that are open at once, whatever they ask for. ``body_timeout_s``: for a
-    request's body to arrive. ``queue_timeout_s``: for a place to become free.
+    ``max_requests`` limits the requests of all kinds that are open at once. A request's body must
+    arrive within ``body_timeout_s``. A request waits at most ``queue_timeout_s`` in the queue.
 
     Raises:
         ConfigError: the keys cannot protect an endpoint on this address.
@@ -85,7 +85,7 @@ class EndpointApp:
         self._config = config
         self._keys = keys
         self._max_requests = max_requests
-        self._num_requests = 0  # whose body has arrived
+        self._num_requests = 0  # open requests whose body has arrived
         self._bodies = Bodies(config.max_body_bytes, timeout_s=body_timeout_s)
         self._admission = Admission(
             max_running=config.max_concurrent_requests,
@@ -150,7 +150,7 @@ class EndpointApp:
             await self._app(scope, receive, send)
 
 
-MAX_DEPTH = 64  # of the JSON
+MAX_DEPTH = 64  # levels of nesting in the JSON
 
 _MAX_INTEGER = (1 << 64) - 1
 _MIN_INTEGER = -(1 << 63)
@@ -199,11 +199,11 @@ _MEDIA = frozenset(
 
 
 def check_body(body: bytes, path: str, limits: EndpointConfig) -> None:
-    """Check a request's body. On `/v1/messages` an answer that may not be as long as it asks for is
-    cut instead.
+    """Check a request's body. On `/v1/messages` a `max_tokens` above the limit is no error: the
+    answer is cut at the limit.
 
     Raises:
-        RefusedError: 400, naming the field if one is wrong.
+        RefusedError: the body is invalid (400). The error names the field if one is wrong.
     """
     content = _parse_json(body)
     if not isinstance(content, dict):
@@ -252,7 +252,7 @@ def _check_values(content: Any) -> None:
 
 
 def _check_constraints(constraints: Any) -> None:
-    """Check schemas that are given as a string, parsed as the application does."""
+    """Check schemas that are strings; they are parsed as the application parses them."""
     if not isinstance(constraints, dict):
         return
     for text in (constraints.get("json"), constraints.get("structural_tag")):
@@ -274,8 +274,8 @@ def _check_repetitions(schema: dict[str, Any]) -> None:
 
 
 def _num_prompts(content: dict[str, Any]) -> int:
-    """``prompt`` may be one prompt, of text or token ids, or a list of either; ``messages`` of the
-    batched route is a list of conversations."""
+    """Count the prompts. ``prompt`` is one prompt (text or token ids) or a list of prompts;
+    ``messages`` is a list of conversations on the batched route."""
     counts = [1]
     for name in ("prompt", "messages"):
         value = content.get(name)
@@ -286,8 +286,8 @@ def _num_prompts(content: dict[str, Any]) -> int:
 
 
 def _integer(content: dict[str, Any], name: str) -> int | None:
-    """A limited field: an integer, or absent. The application also accepts "5" and 5.0, which would
-    bypass the limit."""
+    """Read a limited field, which must be an integer or absent. The application also accepts "5"
+    and 5.0, which would bypass the limit."""
     value = content.get(name)
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value

@@ -1,10 +1,10 @@
 """Runs the requests and commands of an endpoint's clients in the controller.
 
-Results leave at once after a silence, where no other request runs, and for commands; else together
-with all others of the last interval.
+A result is sent at once if nothing was sent for an interval, if no other request runs, or if it
+answers a command. Other results are sent together, once per interval.
 
-Invariants: each request that arrived and was not aborted gets exactly one end, each command exactly
-one answer, also when the bridge is closed; what its client aborted is cancelled.
+Invariants: each request that arrived and was not aborted gets exactly one end, and each command
+exactly one answer, also when the bridge is closed. A request that its client aborted is cancelled.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Endpoint(Protocol):
 
     @property
     def base_url(self) -> str:
-        """Such as ``http://127.0.0.1:8000/v1``."""
+        """The base of its URLs, such as ``http://127.0.0.1:8000/v1``."""
         ...
 
     def send(self, messages: tuple[ToEndpoint, ...]) -> None:
@@ -54,7 +54,8 @@ class Endpoint(Protocol):
         ...
 
     async def receive(self) -> tuple[ToController, ...]:
-        """The next batch; one comes after each status that is sent. One call at a time.
+        """Wait for the next batch. A batch arrives after each status that is sent. Only one call
+        may wait at a time.
 
         Raises:
             EndpointLostError: the endpoint's process is gone, has failed, or is closed.
@@ -62,8 +63,8 @@ class Endpoint(Protocol):
         ...
 
     async def drain(self, grace_s: float) -> None:
-        """Accept no new connection; running requests may end within ``grace_s``, while batches go
-        both ways. Then all are refused."""
+        """Accept no new connection. Running requests may end within ``grace_s``, and batches still
+        pass in both directions; then the rest are refused."""
         ...
 
     async def close(self) -> None: ...
@@ -71,8 +72,8 @@ class Endpoint(Protocol):
 
 @dataclass(slots=True)
 class BridgeCounts:
-    """Of requests, since the start. ``by_refusal`` is by the refusal's code, ``by_event`` by the
-    name that the endpoint's process counts under."""
+    """Counts of requests since the start. The keys of ``by_refusal`` are codes of refusals; those
+    of ``by_event`` are names of events that the endpoint's process counted."""
 
     received: int = 0
     completed: int = 0
@@ -81,7 +82,7 @@ class BridgeCounts:
     by_event: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def gauges(self) -> dict[str, float]:
-        """As Prometheus names them."""
+        """The counts, by their names in Prometheus."""
         return {
             "requests_total": float(self.received),
             "requests_completed_total": float(self.completed),
@@ -100,8 +101,8 @@ class BridgeCounts:
 class EndpointBridge:
     """Runs the requests and commands of an endpoint's clients until `run` is cancelled.
 
-    ``handlers`` answer commands, ``status`` is read every ``status_interval_s``. ``interval_s``
-    lies between two batches while requests run.
+    ``handlers`` answer commands. ``status`` is read every ``status_interval_s``. While several
+    requests run, a batch is sent every ``interval_s``.
     """
 
     def __init__(
@@ -120,9 +121,9 @@ class EndpointBridge:
         self._read_status = status
         self._status_interval_s = status_interval_s
         self._outbox: Outbox[ToEndpoint] = Outbox(interval_s=interval_s)
-        self._requests: dict[CallId, asyncio.Task[Completion]] = {}  # that a client waits for
+        self._requests: dict[CallId, asyncio.Task[Completion]] = {}  # those not aborted
         self._commands: dict[CallId, asyncio.Future[Mapping[str, Any]]] = {}
-        self._tasks: set[asyncio.Future[Any]] = set()  # all of these, and aborted requests
+        self._tasks: set[asyncio.Future[Any]] = set()  # requests, aborted or not, and commands
         self._is_ready = asyncio.Event()
         self._is_closing = False
         self.counts = BridgeCounts()
@@ -136,12 +137,12 @@ class EndpointBridge:
         await self._is_ready.wait()
 
     async def run(self, *others: Coroutine[Any, Any, None]) -> None:
-        """Run until this is cancelled or a part fails; what still runs then is refused. ``others``
-        are further parts.
+        """Run, together with ``others``, until this call is cancelled or one of its tasks fails.
+        Requests and commands that are still running then are refused.
 
         Raises:
             EndpointLostError: the endpoint's process is gone.
-            Exception: the error of a part, such as that of reading the status.
+            Exception: another task failed, for example reading the status.
         """
         is_lost = False
         try:
@@ -207,7 +208,7 @@ class EndpointBridge:
             self._outbox.put(dataclasses.replace(progress, request_id=request_id))
 
         completion = await self._complete(request.request, on_progress if request.streams else None)
-        # What the loss needs stays here.
+        # Clients do not get the kept tokens, which only the loss needs.
         return dataclasses.replace(completion, request_id=request_id, kept_tokens=())
 
     def _on_request_done(self, request_id: str, task: asyncio.Task[Completion]) -> None:
@@ -215,14 +216,15 @@ class EndpointBridge:
         refusal = self._refusal(task)
         completion = task.result() if refusal is None else None
         if self._requests.get(request_id) is not task:
-            return  # aborted: its client does not wait for the end
+            return  # aborted: its client no longer waits for the end
         del self._requests[request_id]
         if refusal is None:
             self.counts.completed += 1
         else:
             self.counts.by_refusal[refusal.code] += 1
         end = End(call_id=request_id, result=completion, error=refusal)
-        self._outbox.put(end, is_urgent=not self._requests)  # nothing is left to gather
+        # Urgent without other requests: no further result could be sent along with this one.
+        self._outbox.put(end, is_urgent=not self._requests)
 
     def _start_command(self, number: CallId, command: Command) -> None:
         task = asyncio.ensure_future(self._answer(command))
@@ -244,7 +246,7 @@ class EndpointBridge:
         self._outbox.put(End(call_id=number, result=body, error=refusal), is_urgent=True)
 
     def _refusal(self, task: asyncio.Future[Any]) -> RefusedError | None:
-        """The refusal for a failed or cancelled task; None where it has a result."""
+        """The refusal for a failed or cancelled task; None if the task has a result."""
         if task.cancelled():
             if self._is_closing:
                 return RefusedError(503, "shutting_down", "the system is shutting down")
@@ -256,7 +258,8 @@ class EndpointBridge:
 
 
 def _refusal_of(error: Exception) -> RefusedError:
-    """The refusal that a client gets for an error: no internals; unexpected ones are logged."""
+    """The refusal that a client gets for an error. Its message has no internals; an unexpected
+    error is logged."""
     match error:
         case RefusedError():
             return error
@@ -273,8 +276,8 @@ def _refusal_of(error: Exception) -> RefusedError:
 
 
 def _compacted(messages: tuple[ToEndpoint, ...]) -> tuple[ToEndpoint, ...]:
-    """The same in fewer messages: one progress for each request, and none for a request that ends
-    here, because its end has the whole completion."""
+    """Merge messages: one `Progress` for each request, and none for a request that ends in the
+    same batch, because its end has the whole completion."""
     pieces: dict[CallId, list[Progress]] = {}
     others: list[ToEndpoint] = []
     for message in messages:
@@ -288,7 +291,7 @@ def _compacted(messages: tuple[ToEndpoint, ...]) -> tuple[ToEndpoint, ...]:
 
 
 def _joined(pieces: list[Progress]) -> Progress:
-    """Pieces of one request that follow each other, as one."""
+    """Join consecutive pieces of one request."""
     if len(pieces) == 1:
         return pieces[0]
     return dataclasses.replace(

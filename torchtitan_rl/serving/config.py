@@ -78,7 +78,7 @@ class EndpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """The keys of clients and administrators; empty where none is set. Never printed."""
+    """The keys of clients and administrators; an unset key is empty. Keys are never printed."""
 
     api: str = field(default="", repr=False)
     admin: str = field(default="", repr=False)
@@ -88,7 +88,7 @@ class Keys:
         return cls(api=environment.get(API_KEY, ""), admin=environment.get(ADMIN_KEY, ""))
 
     def errors(self, host: str) -> list[str]:
-        """Why these keys cannot protect an endpoint on ``host``; one message for each reason."""
+        """Return the reasons why these keys cannot protect an endpoint on ``host``, one each."""
         errors = []
         if not self.api and not is_loopback(host):
             errors.append(
@@ -113,13 +113,13 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, *, backlog: int = 1) -> socket.socket:
-    """A listening socket on this address; port 0 takes a free one.
+    """Open a listening socket on this address. Port 0 takes a free port.
 
-    It listens at once: two processes that have only bound a port with ``SO_REUSEADDR`` both
+    The socket listens at once: if two processes only bind the same port with ``SO_REUSEADDR``, both
     succeed, and one of them fails much later.
 
     Raises:
-        EndpointLostError: the address is taken, or is not one of this machine.
+        EndpointLostError: the address is taken, or is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     taken = socket.socket(family, socket.SOCK_STREAM)
@@ -138,7 +138,7 @@ def listen(host: str, port: int, *, backlog: int = 1) -> socket.socket:
 
 
 def reachable(host: str) -> str:
-    """The address, as part of a URL, that reaches a server on ``host`` from this machine."""
+    """The address for URLs by which this machine reaches a server that listens on ``host``."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
@@ -150,7 +150,8 @@ _TABLES = {
 
 
 def endpoint_errors(endpoint: EndpointConfig, keys: Keys) -> list[str]:
-    """One message per error. The port is opened and closed again."""
+    """Return one message per error in the address and the keys. To check the port, this opens and
+    closes it."""
     errors = []
     if endpoint.chat_template and (message := template_error(endpoint.chat_template)):
         errors.append(f"endpoint.chat_template is {endpoint.chat_template}: {message}")
@@ -161,17 +162,17 @@ def endpoint_errors(endpoint: EndpointConfig, keys: Keys) -> list[str]:
     try:
         listen(endpoint.host, endpoint.port).close()
     except EndpointLostError as error:
-        return [*errors, str(error)]  # it is not known who could reach it
+        return [*errors, str(error)]  # keys cannot be checked: who could reach it is unknown
     return errors + keys.errors(endpoint.host)
 
 
 def template_error(path: str) -> str:
-    """What is wrong with the template in a file, in one line; empty where nothing is."""
-    # With the tags that transformers adds to Jinja's own.
+    """Describe the error in a template file in one line; empty if the template is valid."""
+    # transformers compiles it, because transformers adds tags to Jinja's own.
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    if not os.path.isfile(path):  # which is False for names that no file can have
+    if not os.path.isfile(path):  # also False for names that no file can have
         return (
             "there is no such file; give a Jinja template, or leave it out for the tokenizer's own"
         )
@@ -184,8 +185,8 @@ def template_error(path: str) -> str:
 
 @cache
 def known_parsers(field: str) -> frozenset[str]:
-    """vLLM's names of parsers, read from its source, since importing vLLM takes seconds. Empty
-    where they are not found."""
+    """vLLM's names of parsers, read from its source, since importing vLLM takes seconds. The result
+    is empty if the names are not found."""
     package, table = _TABLES[field]
     found = find_spec("vllm")
     if found is None or found.origin is None:

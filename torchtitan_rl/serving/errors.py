@@ -1,7 +1,7 @@
 """Errors of the endpoint, and how clients get them.
 
-Every error is an OpenAI error object: ``{"error": {"message", "type", "param", "code"}}``. Those of
-``/v1/messages`` have Anthropic's shape, with our code and param:
+An error is an OpenAI error object: ``{"error": {"message", "type", "param", "code"}}``. On
+``/v1/messages`` it has Anthropic's shape, with our code and param:
 ``{"type": "error", "error": {"type", "message", "code", "param"}}``.
 """
 
@@ -37,7 +37,7 @@ _ANTHROPIC_TYPES = {
 
 class RefusedError(TorchtitanRLError):
     """A client's request is refused: an HTTP status, a code such as ``session_closed``, and a
-    message without internals. It can be pickled."""
+    message without internals. The exception can be pickled."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RefusedError(TorchtitanRLError):
 
 
 def anthropic_error(error: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """Anthropic's shape of the inner object of an OpenAI error."""
+    """Convert the inner object of an OpenAI error to Anthropic's error object."""
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     inner = {
         "type": kind,
@@ -87,15 +87,16 @@ async def answer_errors(
     *,
     replaces_500: bool = True,
 ) -> None:
-    """Call ``handle`` with a ``send``, and answer what it raises.
+    """Call ``handle`` with a ``send``, and answer the request with an error if ``handle`` raises.
 
-    An exception, and (with ``replaces_500``) every 500 that ``handle`` sends, becomes one sentence
-    with an incident id. The traceback, or the message that was sent, is logged under that id. Other
-    errors that ``handle`` sends pass as they are, in the shape of their route.
+    A `RefusedError` is answered with its own status and body. Any other exception, and (with
+    ``replaces_500``) every 500 that ``handle`` sends, becomes one sentence with an incident id. The
+    traceback, or the message that was sent, is logged under that id. Other errors that ``handle``
+    sends pass unchanged, in the shape of their route.
 
-    Invariants: a response that has begun is never followed by another; one whose application failed
-    after that stays unfinished, so the server cuts the connection and the client sees that it is
-    short.
+    Invariants: a response that has begun is never followed by another response. If the application
+    fails after the response has begun, the response stays unfinished: the server cuts the
+    connection, and the client sees that the response is incomplete.
     """
     answer = _Answer(scope, send, replaces_500=replaces_500)
     try:
@@ -105,14 +106,14 @@ async def answer_errors(
             raise
         await answer.send_error(error)
     except Exception:
-        # Starlette raises again what its own handler has answered: then it is only logged.
+        # Starlette raises an exception again after its own handler has answered: only log it then.
         answer.log("failed with an exception", exc_info=True)
         if not answer.has_begun:
             await answer.send_internal_error()
 
 
 class _Answer:
-    """Passes on what an application sends, but holds an error back to replace or translate it."""
+    """Passes on an application's messages, but holds an error back to replace or translate it."""
 
     def __init__(self, scope: Scope, send: Send, *, replaces_500: bool) -> None:
         self._scope = scope
@@ -121,8 +122,8 @@ class _Answer:
         path = scope["path"]
         self._is_anthropic = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
         self._incident = uuid.uuid4().hex[:12]
-        self._held: Message | None = None  # the start of an error
-        self._body = bytearray()  # of that error
+        self._held: Message | None = None  # the start message of an error response
+        self._body = bytearray()  # the body of that error response
         self.has_begun = False
 
     async def send(self, message: Message) -> None:
@@ -145,7 +146,7 @@ class _Answer:
             self.log(f"was answered 500: {body[:_MAX_LOGGED_BYTES]!r}")
             await self.send_internal_error()
             return
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # another body passes as it is
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # other bodies pass unchanged
             body = json.dumps(anthropic_error(json.loads(body)["error"], start["status"])).encode()
         headers = [pair for pair in start["headers"] if pair[0].lower() != b"content-length"]
         await self._respond(start["status"], headers, body)

@@ -1,16 +1,16 @@
-"""The messages between the endpoint's process and the controller, and the process's end of their
+"""The messages between the endpoint's process and the controller, and the endpoint's end of their
 channel.
 
-The endpoint's process tokenizes, detokenizes and serves HTTP; the controller's has the router and
-the sessions. Requests and commands of clients are calls of the endpoint; the controller answers
-with their progress and their ends. They are gathered on the HTTP server's thread; a batch of the
-controller, which arrives on any thread, reaches that thread in one callback.
+The endpoint's process tokenizes, detokenizes and serves HTTP; the controller's process has the
+router and the sessions. Requests and commands of clients are calls to the controller, which answers
+with their progress and their ends. Calls are gathered on the HTTP server's thread; a batch from the
+controller may arrive on any thread, and reaches the HTTP server's thread in one callback.
 
 Invariants: a request that is submitted and not aborted has exactly one end, and a command exactly
-one answer or error, also where the controller is lost (it has delivered nothing for a while, not
-even the system's status), the endpoint has failed or the link is closed. An aborted or ended
-request gets no further messages. A problem that is leased for a caller who is gone is given back.
-A failure, and the end of the link, ends the channel.
+one answer or error. This also holds when the controller is lost (it has delivered nothing for a
+while, not even the system's status), when the endpoint has failed, and when the link is closed. An
+aborted or ended request gets no further messages. If a problem is leased for a caller who is gone,
+the problem is given back. A failure of the endpoint, or closing the link, ends the channel.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 CommandName = Literal[
     "session.open",  # {"session_id"?} -> {"session_id"}
-    "session.close",  # {"session_id", "reward"?} -> what the session came to, episodes included
-    "session.reward_branch",  # {"session_id", "response_id", "choice"?, "reward"} -> as read
+    "session.close",  # {"session_id", "reward"?} -> its final report, with episodes
+    "session.reward_branch",  # {"session_id", "response_id", "choice"?, "reward"} -> as for read
     "session.read",  # {"session_id"} -> its state and counts
-    "problem.lease",  # {"problem_id"?, "worker"?, "wait_s"?} -> the lease; {} without a problem
+    "problem.lease",  # {"problem_id"?, "worker"?, "wait_s"?} -> the lease; {} if no problem waits
     "problem.heartbeat",  # {"session_id"}
     "problem.return",  # {"session_id", "outcome": "done", "failed" or "unused", "cause"}
     "pause",  # {"mode"}
@@ -45,12 +45,13 @@ CommandName = Literal[
 ]
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Answers commands of one name, from arguments to the body; it may raise `RefusedError`."""
+"""Answers commands of one name: takes the arguments, returns the answer's body, and may raise
+`RefusedError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Any other operation for a client, answered once."""
+    """An operation for a client other than generation. It is answered once."""
 
     name: CommandName
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -58,36 +59,36 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemStatus:
-    """For ``/health`` and ``/metrics``. ``gauges`` have Prometheus names."""
+    """The system's status for ``/health`` and ``/metrics``. ``gauges`` are by Prometheus name."""
 
     is_healthy: bool
-    cause: str = ""  # if it is not healthy
+    cause: str = ""  # why the system is not healthy
     newest_version: int = 0
     gauges: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """Something happened to a client's request that only the endpoint's process sees."""
+    """An event of a client's request that only the endpoint's process sees, to be counted."""
 
-    name: str  # of a counter, such as "missing_calls"
+    name: str  # the counter's name, such as "missing_calls"
 
 
 RequestEnd = End[Completion, RefusedError]
-"""The completion is whole, also after progress."""
+"""Has the whole completion, even if progress was sent before."""
 
 CommandEnd = End[Mapping[str, Any], RefusedError]
 """The result is JSON-able."""
 
 ToController = Call[Submission] | Call[Command] | Abort | Counted
-"""Requests are called by their own ids, commands by numbers."""
+"""The call id of a request is the request's own id; that of a command is a number."""
 
 ToEndpoint = Progress | End[Any, RefusedError] | SystemStatus
 
 GAUGE_PREFIX = "torchtitan_rl_"
 _COMMAND_S = 120.0
 _PAUSE_S = 900.0  # a pause or a load may take minutes
-_NUM_LOOKS = 8  # for the controller, before it is lost
+_NUM_LOOKS = 8  # checks without a delivery until the controller counts as lost
 _STARTING = SystemStatus(is_healthy=False, cause="the controller has not answered yet")
 _LOST = (503, "controller_lost", "the system does not answer")
 FAILED = (503, "endpoint_failed", "the endpoint has failed")
@@ -97,35 +98,35 @@ _CLOSED = (503, "shutting_down", "the endpoint is shutting down")
 class ControllerLink:
     """The HTTP server's end of the channel to the controller.
 
-    ``lost_after_s``: a controller that has delivered nothing for this time is lost until it
-    delivers again. The time in which this process is stopped does not count.
+    A controller that has delivered nothing for ``lost_after_s`` counts as lost until it delivers
+    again. Time in which this process is stopped does not count.
     """
 
     def __init__(self, *, lost_after_s: float = 60.0) -> None:
         self._look_s = lost_after_s / _NUM_LOOKS
         self._outbox: Outbox[ToController] = Outbox()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Of the HTTP server's thread alone:
+        # Used on the HTTP server's thread only:
         self._pending: set[CallId] = set()
         self._answers: dict[CallId, asyncio.Future[Mapping[str, Any]]] = {}
         self._outputs: asyncio.Queue[Progress | RequestEnd] = asyncio.Queue()
         self._status = _STARTING
         self._gauges: list[Callable[[], Mapping[str, float]]] = []
         self._numbers = itertools.count()
-        self._num_looks = 0  # since the last delivery
+        self._num_looks = 0  # checks since the last delivery
         self._looking: asyncio.TimerHandle | None = None
-        self._refuses: tuple[int, str, str] | None = None  # what a `RefusedError` is made of
-        self._is_over = False  # failed or closed: it refuses everything for good
+        self._refuses: tuple[int, str, str] | None = None  # the arguments of a `RefusedError`
+        self._is_over = False  # failed or closed: everything is refused from then on
 
     # On the HTTP server's thread.
 
     def attach(self) -> None:
-        """Called once, before all else, on the event loop that uses this side."""
+        """Begin to watch the controller. Call this first, once, on the HTTP server's event loop."""
         self._loop = asyncio.get_running_loop()
         self._look_for_controller()
 
     def submit(self, request: Submission) -> None:
-        """Pass a request on; never raises. `next_outputs` gives its progress and its end."""
+        """Pass a request on; never raises. `next_outputs` returns its progress and its end."""
         request_id = request.request.request_id
         self._pending.add(request_id)
         if self._refuses is not None:
@@ -134,7 +135,7 @@ class ControllerLink:
             self._outbox.put(Call(call_id=request_id, payload=request))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests whose clients are gone; `next_outputs` does not give their ends. Unknown
+        """Abort requests whose clients are gone. `next_outputs` does not return their ends. Unknown
         and ended ids are ignored."""
         known = [request_id for request_id in request_ids if request_id in self._pending]
         if known:
@@ -142,7 +143,8 @@ class ControllerLink:
             self._outbox.put(*(Abort(call_id=request_id) for request_id in known))
 
     async def next_outputs(self) -> list[Progress | RequestEnd]:
-        """Wait for progress or ends, and take all there is. For one caller at a time."""
+        """Wait until a `Progress` or `RequestEnd` is queued, then return everything queued. Only
+        one caller at a time."""
         outputs: list[Progress | RequestEnd] = []
         message = await self._outputs.get()
         while True:
@@ -159,12 +161,13 @@ class ControllerLink:
     async def command(
         self, name: CommandName, arguments: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> Mapping[str, Any]:
-        """The controller's answer.
+        """Send a command, and return the controller's answer.
 
-        A lease is aborted where its caller no longer waits; any other command is completed.
+        If the caller stops waiting, a request for a lease is aborted; any other command is
+        completed.
 
         Raises:
-            RefusedError: the controller refused it, is lost, or did not answer in time.
+            RefusedError: the controller refused the command, is lost, or did not answer in time.
         """
         if self._refuses is not None:
             raise RefusedError(*self._refuses)
@@ -189,15 +192,16 @@ class ControllerLink:
             raise RefusedError(504, "timeout", message) from error
 
     def count(self, name: str) -> None:
-        """Have the controller count something that happened to a request."""
+        """Have the controller count an event under ``name``."""
         self._outbox.put(Counted(name=name))
 
     def add_gauges(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Add gauges of this process to every `status`, under the common prefix."""
+        """Add gauges of this process to every later `status`, under the common prefix."""
         self._gauges.append(read)
 
     def status(self) -> SystemStatus:
-        """As last delivered; unhealthy before the first time and where the controller is lost."""
+        """The last delivered status; unhealthy before the first delivery and while the controller
+        is lost."""
         own = {GAUGE_PREFIX + key: value for read in self._gauges for key, value in read().items()}
         status = dataclasses.replace(self._status, gauges={**self._status.gauges, **own})
         if self._refuses is None:
@@ -205,23 +209,23 @@ class ControllerLink:
         return dataclasses.replace(status, is_healthy=False, cause=self._refuses[2])
 
     def fail(self, cause: str) -> None:
-        """The endpoint has failed: refuse all requests and commands, and end the channel with
-        ``cause``, which clients do not get. No effect after `close`."""
+        """Refuse all requests and commands, because the endpoint has failed, and end the channel
+        with ``cause``. Clients do not see the cause. No effect after `close`."""
         if not self._is_over:
             logger.error("the endpoint has failed: %s", cause)
             self._end_all(FAILED, f"the endpoint has failed: {cause}")
 
     def close(self) -> None:
-        """The HTTP server ends: refuse all waiting and all later requests and commands, and end
-        the channel. No effect after `fail`, or a second time."""
+        """Refuse all waiting and all later requests and commands, because the HTTP server ends, and
+        end the channel. No effect after `fail` or an earlier `close`."""
         if not self._is_over:
             self._end_all(_CLOSED, "the HTTP server has ended; see the endpoint's log")
 
-    # The ends of the channel, on any thread.
+    # The channel calls these, on any thread.
 
     async def take(self) -> tuple[ToController, ...]:
-        """Wait for requests and commands of clients, or the arrival of a status. One caller at a
-        time.
+        """Wait until clients have sent requests or commands, or a status has arrived; return the
+        messages for the controller. Only one caller at a time.
 
         Raises:
             EndpointLostError: the endpoint has failed, or is closed.
@@ -242,7 +246,7 @@ class ControllerLink:
         try:
             for message in messages:
                 self._take_one(message)
-        except Exception as error:  # the lost batch may have ends that clients wait for
+        except Exception as error:  # clients may wait for ends in the rest of the batch
             logger.exception("a delivery could not be taken")
             self.fail(f"a delivery could not be taken: {one_line(error)}")
 
@@ -254,7 +258,7 @@ class ControllerLink:
                 self._answer(number, message)
             case SystemStatus():
                 self._status = message
-                self._outbox.put()  # the controller learns that it arrived
+                self._outbox.put()  # an empty batch tells the controller that the status arrived
             case _:
                 raise TypeError(f"not a message to the endpoint: {message!r}")
 
@@ -268,14 +272,14 @@ class ControllerLink:
             future.set_result(end.result or {})
 
     def _give_back(self, answer: asyncio.Future[Mapping[str, Any]]) -> None:
-        """The problem of a lease, where there is one, which its caller did not get."""
+        """Give back the leased problem, if ``answer`` has one that its caller did not get."""
         if answer.exception() is None and (lease := answer.result()):
             arguments = {"session_id": lease["session_id"], "outcome": "unused", "cause": ""}
             command = Command(name="problem.return", arguments=arguments)
             self._outbox.put(Call(call_id=next(self._numbers), payload=command))
 
     def _look_for_controller(self) -> None:
-        """Count how often it had delivered nothing."""
+        """Check at intervals; after too many checks without a delivery the controller is lost."""
         loop = asyncio.get_running_loop()
         self._looking = loop.call_later(self._look_s, self._look_for_controller)
         self._num_looks += 1
@@ -292,11 +296,11 @@ class ControllerLink:
 
     def _fail_all(self, refusal: tuple[int, str, str]) -> None:
         self._refuses = refusal
-        # The callers are gone; a controller that is back ends the requests that it has.
+        # The callers are gone: if the controller is back, it must end the requests that it has.
         self._outbox.discard(lambda message: isinstance(message, Call))
         self._outbox.put(*(Abort(call_id=request_id) for request_id in self._pending))
         for request_id in self._pending:
-            # Where a request has ended already, that end comes first and this one is ignored.
+            # If a request has already ended, its own end comes first and this one is ignored.
             self._outputs.put_nowait(End(call_id=request_id, error=RefusedError(*refusal)))
         for answer in self._answers.values():
             answer.set_exception(RefusedError(*refusal))

@@ -1,7 +1,5 @@
-"""What a request needs before the endpoint's application sees it: a key, a whole body, a place.
-
-`EndpointApp` asks for them in this order.
-"""
+"""Keys, bodies and places: `EndpointApp` checks a request's key, then reads its whole body, then
+waits for a place, before the application sees the request."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ _at_end: ContextVar[contextlib.AsyncExitStack | None] = ContextVar(
 def close_at_end(close: Callable[[], Awaitable[None]]) -> None:
     """Call ``close`` when the request's handler has returned, failed or been cancelled.
 
-    A stream that its handler left half-way would otherwise run until it is garbage collected.
-    Outside of a request nothing happens.
+    Otherwise a stream that its handler abandons would run until it is garbage collected. Outside of
+    a request this has no effect.
     """
     stack = _at_end.get()
     if stack is not None:
@@ -51,7 +49,7 @@ def close_at_end(close: Callable[[], Awaitable[None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def request_scope() -> AsyncIterator[None]:
-    """Call what was passed to `close_at_end` on leaving, also where that is a cancellation."""
+    """On leaving, also by cancellation, call the functions that were passed to `close_at_end`."""
     stack = contextlib.AsyncExitStack()
     token = _at_end.set(stack)
     try:
@@ -74,14 +72,16 @@ _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
 def is_session_id(text: str) -> bool:
-    """1 to 128 of ``A-Za-z0-9._:/-``, the first a letter or digit, no ``.`` or ``..`` between
-    slashes: it has to survive as part of a URL's path."""
+    """Whether ``text`` has 1 to 128 of the characters ``A-Za-z0-9._:/-``, begins with a letter or
+    digit, and has no ``.`` or ``..`` between slashes, so that it can be part of a URL's path."""
     return _SESSION_ID.fullmatch(text) is not None and not {".", "..", ""} & set(text.split("/"))
 
 
 def checked_session_id(text: str) -> str:
-    """Raises:
-    RefusedError: 400, ``text`` is not a session id.
+    """Return ``text``.
+
+    Raises:
+        RefusedError: ``text`` is not a session id (400).
     """
     if not is_session_id(text):
         message = "A session id is 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-"
@@ -96,19 +96,19 @@ def is_open(scope: Scope) -> bool:
 
 
 def authenticate(scope: Scope, keys: Keys) -> str | None:
-    """Check the key of a request, and return the session that it names.
+    """Check the key of a request, and return the session that the request names.
 
-    - Clients send the API key as a bearer token, or as ``x-api-key`` where there is none. Without
-      a configured key (on a loopback address) any token, or none, is accepted.
-    - ``/admin/...`` needs the admin key, which is valid for nothing else. Where none is configured
-      these routes do not exist (404).
-    - The session is ``X-Session-ID``, or what follows the first ":" of the token. Two that differ
-      are refused.
+    - Clients send the API key as a bearer token, or in ``x-api-key`` without a bearer token. If no
+      key is configured (on a loopback address), any token is accepted, and none is needed.
+    - ``/admin/...`` needs the admin key, which is valid for no other route. If no admin key is
+      configured, these routes do not exist (404).
+    - The session is the value of ``X-Session-ID``, or the text after the first ":" of the token. A
+      request that names two different sessions is refused.
 
     Keys are compared as bytes in constant time, so no header can make the comparison fail.
 
     Raises:
-        RefusedError: 400, 401, 403 or 404.
+        RefusedError: the key or the session is missing or wrong (400, 401, 403 or 404).
     """
     bearer = _bearer(scope)
     if scope["path"] == ADMIN_PREFIX or scope["path"].startswith(ADMIN_PREFIX + "/"):
@@ -142,7 +142,8 @@ def _unauthorized(message: str) -> RefusedError:
 
 
 def _bearer(scope: Scope) -> bytes | None:
-    """The bearer token, else the key in the header of Anthropic's clients; None without one."""
+    """The bearer token, or else the key in ``x-api-key``, the header of Anthropic's clients; None
+    without either."""
     scheme, _, token = (_header(scope, b"authorization") or b"").partition(b" ")
     key = token if scheme.lower() == b"bearer" else _header(scope, b"x-api-key") or b""
     return key.strip() or None
@@ -159,16 +160,16 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 # Bodies.
 
 _CLOSE = {"connection": "close"}
-_MAX_HELD_BODIES = 64  # of the largest size, all requests together
-_MAX_EXCESS = 4  # bodies that are read and dropped, so that the client gets to read the refusal
+_MAX_HELD_BODIES = 64  # memory limit of all requests together, in bodies of the largest size
+_MAX_EXCESS = 4  # this many times the limit is read and dropped, so that clients read the refusal
 
 
 class BufferedRequest:
-    """A request's whole body. As an ASGI ``receive`` it gives the body, then waits for the
+    """A request's whole body. As an ASGI ``receive`` it returns the body, then waits for the
     client's disconnect.
 
-    ``gone`` returns once the client has disconnected, at every call. Code that keeps the body
-    longer than the client's request calls `hold`, and `release` afterwards.
+    Every call of ``gone`` returns once the client has disconnected. Code that keeps the body after
+    the client's request has ended calls `hold`, and `release` afterwards.
     """
 
     def __init__(
@@ -191,7 +192,8 @@ class BufferedRequest:
         return {"type": "http.disconnect"}
 
     async def unless_gone(self, work: Awaitable[Any]) -> bool:
-        """Wait for ``work``; False where the client leaves first, and ``work`` is cancelled."""
+        """Wait for ``work`` and return True. If the client disconnects first, cancel ``work`` and
+        return False."""
         works, leaves = asyncio.ensure_future(work), asyncio.ensure_future(self.gone())
         try:
             await asyncio.wait({works, leaves}, return_when=asyncio.FIRST_COMPLETED)
@@ -211,8 +213,8 @@ class BufferedRequest:
 
 
 class Bodies:
-    """Reads bodies: each bounded in bytes (a chunked one while it arrives) and in time, and all of
-    them together in bytes."""
+    """Reads bodies. Each body is bounded in bytes (a chunked one while it arrives) and in time, and
+    all bodies together are bounded in bytes."""
 
     def __init__(self, max_bytes: int, *, timeout_s: float) -> None:
         self._max_bytes = max_bytes
@@ -220,10 +222,12 @@ class Bodies:
         self._held_bytes = 0
 
     async def read(self, scope: Scope, receive: Receive) -> BufferedRequest | None:
-        """The request, to be released; None where the client left before its body was complete.
+        """Read a request's body; None if the client disconnected before the body was complete. The
+        caller must `release` the request.
 
         Raises:
-            RefusedError: 408, 413 or 429.
+            RefusedError: the body is late (408), too large (413), or there is no memory for the
+                body now (429).
         """
         body = bytearray()
         request = None
@@ -245,7 +249,7 @@ class Bodies:
         self._held_bytes -= num_bytes
 
     async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> bool:
-        """Whether the client stayed until the end of the body."""
+        """Append the body to ``body``; False if the client disconnected before its end."""
         num_bytes, more = _announced_bytes(scope), True
         num_received = 0
         while more and num_bytes < (1 + _MAX_EXCESS) * self._max_bytes:
@@ -304,11 +308,11 @@ def generates(scope: Scope) -> bool:
 class Admission:
     """Bounds how many requests run at once and how many queue; any other is refused (429).
 
-    Invariants: a place is held until the application has returned, which for a stream is its end,
-    and is released on every exit path. A request that leaves the queue takes no place. The queue is
-    first in, first out, and no request waits longer than ``timeout_s`` (also a 429). Only requests
-    that may use an engine count: health, metrics, sessions and administration must answer under
-    full load, too.
+    Invariants: a place is held until the application has returned (for a stream, until the stream's
+    end), and is released on every exit path. A request that leaves the queue takes no place. The
+    queue is first in, first out. A request that waits longer than ``timeout_s`` is refused (429).
+    Only requests that may use an engine count: health, metrics, sessions and administration must
+    answer under full load, too.
     """
 
     def __init__(self, *, max_running: int, max_queued: int, timeout_s: float = 600.0) -> None:
@@ -321,10 +325,10 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def place(self, scope: Scope, request: BufferedRequest) -> AsyncIterator[bool]:
-        """A place for the context's time; False where the client left before there was one.
+        """Hold a place while the context is open; False if the client disconnected while queued.
 
         Raises:
-            RefusedError: 429, the queue is full, or the request has waited too long.
+            RefusedError: the queue is full, or the request has waited too long (429).
         """
         if not generates(scope):
             yield True
@@ -340,7 +344,7 @@ class Admission:
 
     async def _enter(self, request: BufferedRequest) -> bool:
         if not self._places.locked():
-            return await self._places.acquire()  # at once
+            return await self._places.acquire()  # returns at once
         if self.num_queued >= self._max_queued:
             raise self._refusal("queue_full")
         place = asyncio.ensure_future(self._places.acquire())
@@ -354,7 +358,7 @@ class Admission:
         finally:
             self.num_queued -= 1
             if not is_in and place.done() and not place.cancelled():
-                self._places.release()  # it got the place while it was ending
+                self._places.release()  # the request got the place while its wait was ending
         return is_in
 
     def _refusal(self, code: str) -> RefusedError:

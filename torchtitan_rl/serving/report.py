@@ -38,34 +38,35 @@ from torchtitan_rl.types import (
     spans,
 )
 
-TOKEN_BYTES = 40  # of a token in memory, about
+TOKEN_BYTES = 40  # approximate memory of one token
 
 
 class SessionEnding(StrEnum):
-    """The end of a session, of which it has exactly one. Only a rewarded one is trained on."""
+    """How a session ended. Each session has exactly one ending. Only rewarded ones are trained."""
 
     REWARDED = "rewarded"  # closed with a reward
     UNREWARDED = "unrewarded"  # closed without one
     ABANDONED = "abandoned"  # neither a request nor a reward came within the timeout
     LIMIT = "limit"  # in a training run: its rollout reached a limit
     FAILED = "failed"  # in a training run: its agent failed, took too long or was cancelled
-    RESTARTED = "restarted"  # in a training run: its agent begins again, in another session
+    RESTARTED = "restarted"  # in a training run: its agent was started again, in a new session
     SHUTDOWN = "shutdown"  # the server shut down first
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionTurn:
-    """One request of a session. ``completion`` None: it runs, or failed with ``lost_cause``."""
+    """One request of a session. While ``completion`` is None, the request runs, or has failed with
+    ``lost_cause``."""
 
     prompt_token_ids: tuple[int, ...]
     request_id: str = ""
     temperature: float = 1.0
-    is_shifted: bool = False  # by penalties or biases, which the loss does not know
+    is_shifted: bool = False  # logits were changed by penalties or biases unknown to the loss
     is_seen: bool = True  # its caller got, or may still get, the completion
     completion: Completion | None = None
     lost_cause: str = ""
     branch_reward: float | None = None
-    partial: list[Progress] = field(default_factory=list)  # while it runs
+    partial: list[Progress] = field(default_factory=list)  # progress while the request runs
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +76,7 @@ class SessionTurn:
 
     @property
     def num_held(self) -> int:
-        """Its size in memory, in tokens without kept ones, after its prompt."""
+        """Memory of the completion, sets of kept tokens included, as a number of tokens."""
         runs = () if self.completion is None else self.completion.kept_tokens
         num_bytes = sum(len(kept) for _, kept in runs if isinstance(kept, bytes))
         return self.num_tokens + num_bytes // TOKEN_BYTES
@@ -92,25 +93,25 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionReport:
-    """A session as it is, or as it ended.
+    """The state of an open session, or the final state of an ended one.
 
-    The tokens of a session that a rollout drives belong to the run's own account; here only its
-    ``turns`` are counted.
+    The tokens of a session that a rollout drives are counted by the run's own ledger; its report
+    only has the number of ``turns``.
     """
 
     session_id: str
-    ending: SessionEnding | None = None  # None: it is open
+    ending: SessionEnding | None = None  # None: the session is open
     reward: float | None = None
-    temperatures: tuple[float, ...] = ()  # of its turns, ascending
+    temperatures: tuple[float, ...] = ()  # distinct temperatures of its turns, ascending
     turns: int = 0
-    unseen_turns: int = 0  # whose caller left before the answer
+    unseen_turns: int = 0  # turns whose caller left before the answer
     running_requests: int = 0
     tokens_generated: int = 0
     tokens_trained: int = 0
     tokens_masked: Mapping[str, int] = field(default_factory=dict)  # by rule
     tokens_discarded: Mapping[str, int] = field(default_factory=dict)  # by cause
     episodes: tuple[Episode, ...] = ()
-    episode_temperatures: tuple[tuple[float, ...], ...] = ()  # of the turns of each, ascending
+    episode_temperatures: tuple[tuple[float, ...], ...] = ()  # for each episode, ascending
 
     @property
     def tokens_pending(self) -> int:
@@ -118,12 +119,12 @@ class SessionReport:
         return self.tokens_generated - self.tokens_trained - sum(masked) - sum(discarded)
 
     def _reward_of(self, episode: Episode) -> float | None:
-        """The session's, or that of the episode's branch."""
+        """The reward of the episode's branch, if it has its own, or else the session's reward."""
         trained = zip(episode.advantages, episode.loss_mask, strict=True)
         return next((value for value, is_trained in trained if is_trained), self.reward)
 
     def to_json(self) -> dict[str, Any]:
-        """For clients: JSON's types, finite numbers only."""
+        """Convert to JSON types for clients; all numbers are finite."""
         return {
             "session_id": self.session_id,
             "state": "open" if self.ending is None else "closed",
@@ -154,7 +155,7 @@ class SessionCounts:
     """Totals over all sessions, updated with one session's report at a time.
 
     Invariant: each session counts once, by its last report. `read` does no work for unchanged
-    sessions: a server may have thousands of them, and is asked every second.
+    sessions: a server may have thousands of sessions, and totals are read every second.
     """
 
     def __init__(self) -> None:
@@ -163,7 +164,7 @@ class SessionCounts:
         self._add(SessionReport(session_id=""), 1)  # every name exists from the start
 
     def update(self, report: SessionReport) -> None:
-        """Replace what the session's last report added."""
+        """Count ``report`` instead of the session's previous report."""
         before = self._open.pop(report.session_id, None)
         if before is not None:
             self._add(before, -1)
@@ -197,12 +198,12 @@ def session_report(
     ending: SessionEnding | None,
     reward: float | None = None,
 ) -> SessionReport:
-    """The report of a session's turns, with episodes where it ended with a reward.
+    """Make the report of a session, with episodes if the session ended with a reward.
 
-    The reward is the advantage of every token, because a session has no siblings. Masked are turns
-    that their caller never got, turns whose logits were shifted by penalties or biases, tokens of
-    which it is not known what they were sampled from and logprobs that are not finite. Tokens of
-    failed requests and of sessions without a reward are discarded.
+    The reward is the advantage of every token, because a session has no siblings. These tokens are
+    masked: those of turns that their caller never got, those of turns whose logits were shifted by
+    penalties or biases, those whose set of kept candidates is not known, and those with a logprob
+    that is not finite. Tokens of failed requests and of sessions without a reward are discarded.
     """
     done = [turn for turn in turns if turn.completion is not None]
     discarded = Counter({"": 0})
@@ -269,12 +270,12 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
 
 
 def _unknown(completion: Completion) -> Completion:
-    """The completion with no token of which it is known what it was sampled from."""
+    """The completion, with the candidates of all its tokens marked as unknown."""
     return replace(completion, kept_tokens=(KeptRun(0, None),))
 
 
 def _episode_to_json(episode: Episode) -> dict[str, Any]:
-    """``kept_tokens`` and ``grammars`` are there where tokens were cut."""
+    """Convert to JSON; ``kept_tokens`` and ``grammars`` are present only if tokens were cut."""
     fields: dict[str, Any] = {
         "token_ids": list(episode.token_ids),
         "loss_mask": list(episode.loss_mask),
@@ -327,16 +328,16 @@ def _without_nonfinite(episode: Episode) -> Episode:
     )
 
 
-# Which requests belong to a response, by the names that vLLM gives them. A response has one request
-# for each prompt and each of its ``n`` choices:
+# Which requests belong to a response, by the ids that vLLM gives the requests. A response has one
+# request for each prompt and each of its ``n`` choices:
 #
 #   response                          request
 #   chatcmpl-ID (chat, messages)      chatcmpl-ID-RANDOM
 #   cmpl-ID                           cmpl-ID-PROMPT-RANDOM
 #   resp_ID                           resp_ID_NUMBER-RANDOM
 #
-# RANDOM is 8 hexadecimal digits; where ``n`` is above 1, the number of the choice and "_" come
-# first. ID may be the client's own (``X-Request-Id``), so a name is read from both of its ends.
+# RANDOM is 8 hexadecimal digits. If ``n`` is above 1, the request begins with the choice's number
+# and "_". ID may be the client's own (``X-Request-Id``), so the forms match both ends of an id.
 
 _FORMS = [
     re.compile(rf"(?:(?P<index>\d+)_)?{form}-[0-9a-f]{{8}}", re.DOTALL)
@@ -349,8 +350,8 @@ _FORMS = [
 
 
 def choices_of_response(request_ids: Iterable[str], response_id: str) -> dict[str, int]:
-    """Those of a session's requests that belong to a response, each with the index of the choice
-    that it is; those of the response's first prompt come first."""
+    """Find the requests of a response, each with the index of its choice. The indices of all
+    choices of the first prompt come before those of the second one, and so on."""
     names = {request_id: _name(request_id) for request_id in request_ids}
     found = {key: place for key, (response, *place) in names.items() if response == response_id}
     per_prompt = 1 + max((index for _, index in found.values()), default=0)
@@ -358,8 +359,8 @@ def choices_of_response(request_ids: Iterable[str], response_id: str) -> dict[st
 
 
 def _name(request_id: str) -> tuple[str, int, int]:
-    """Its response, its prompt, and its index among the choices of that prompt. A request of none
-    of the forms is a response of its own."""
+    """Parse a request's id into its response, the index of its prompt, and the index of its choice
+    for this prompt. An id of another form is its own response."""
     for form in _FORMS:
         if match := form.fullmatch(request_id):
             parts = match.groupdict()
@@ -368,11 +369,12 @@ def _name(request_id: str) -> tuple[str, int, int]:
 
 
 class EpisodesFile:
-    """Appends the episodes of rewarded sessions to ``path``, one JSON line each; one writer.
+    """Appends the episodes of rewarded sessions to ``path``, one JSON line each. Only one process
+    may write to the file.
 
-    Invariant: either all lines of a session are in the file or none is, also where the disk is
-    full. After a kill -9 in the middle of them the last, cut line is removed when the file is
-    opened again.
+    Invariant: either all lines of a session are in the file or none is, also if the disk is full.
+    After a kill -9 during a write, an incomplete last line is removed when the file is opened
+    again.
 
     Raises:
         OSError: the file cannot be opened.
@@ -385,7 +387,7 @@ class EpisodesFile:
         """Write one line for each episode, with its session's id, its reward and its temperatures.
 
         Raises:
-            OSError: nothing of the session was written.
+            OSError: the file cannot be written; it has no line of the session.
         """
         lines = [
             json.dumps(

@@ -1,28 +1,30 @@
 """Answers a repeated request with the response of its first run, instead of running it again.
 
-Two requests of one session, method, path and query are the same where they have
+Each request that the application handles is a *run*, whose response is recorded. A second request
+of the same session, method, path and query repeats a run if it has
 
-- the same ``Idempotency-Key``; with another body the key is refused (422);
-- the same body from the same address, where the client says that it retries, as the official
-  clients do (``x-stainless-retry-count`` of 1 or more). Equal bodies alone do not count: a client
-  may want several samples. Among several equal runs a retry repeats one that lost its client, else
-  one that was refused or failed (the retry runs), else a running one, else one that was delivered
-  whole.
+- the same ``Idempotency-Key``; a key that is used again with another body is refused (422); or
+- the same body and the same address, and the client says that it retries, as the official clients
+  do (``x-stainless-retry-count`` of 1 or more). Equal bodies alone do not count: a client may want
+  several samples. If there are several equal runs, a retry repeats, in this order of preference: a
+  run that lost its client; one that was refused or failed (then the retry is run); a running one;
+  one whose response was delivered completely.
 
-The response, streamed or not, is replayed from its beginning and followed to its end. A failed one
-(not 2xx, or unfinished) is never replayed once it has ended. A run that may be repeated is aborted
-``grace_s`` after its last client has left. Any other, and one of which an official client already
-reads a stream (which it never retries), is aborted at once: the application receives
-``http.disconnect``. A repetition that arrives during an abort waits for its end.
+The response, streamed or not, is replayed from its beginning and followed to its end. A failed
+response (not 2xx, or unfinished) is never replayed once its run has ended. A run that may be
+repeated is aborted ``grace_s`` after its last client has left. Two kinds are aborted at once: a run
+that cannot be repeated, and a run whose response an official client has begun to read (official
+clients do not retry after that). To abort a run, the application is sent ``http.disconnect``. A
+repetition that arrives during an abort waits until the run has ended.
 
-Invariants: at most one run of an ``Idempotency-Key`` is running, and after one that succeeded none
-starts within ``keep_s`` of its end or its last repetition. A lack of memory leads to refusals,
-never to a second run: a repetition whose answer was dropped is a 410, and with ``max_remembered``
-runs a request that would need another one is a 429.
+Invariants: at most one run of an ``Idempotency-Key`` is running. After a run that succeeded, no
+other run of its key starts within ``keep_s`` of its end or its last repetition. A lack of memory
+leads to refusals, never to a second run: a repetition whose response was dropped is refused with
+410; while ``max_remembered`` runs are remembered, a request that needs a new run gets 429.
 
-Memory: a run keeps its response. Responses of ended runs are dropped, oldest first, where they take
-more than ``max_kept_bytes`` together. Of failed runs the newest ``max_failed`` are remembered,
-without their response, so that their retry runs.
+Memory: a run keeps its response. When the responses of ended runs take more than ``max_kept_bytes``
+together, the oldest are dropped. The newest ``max_failed`` failed runs are remembered, without
+their responses, so that a retry of one of them is run.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ _MAX_KEY_BYTES = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryOptions:
-    """``keep_s``: an official client whose connection was cut silently repeats its request after
-    its own timeout of 600 s. A remembered run takes about 1 KB."""
+    """Limits of `Retries`. ``keep_s`` is longer than 600 s: an official client that does not notice
+    a cut connection repeats its request after that time-out. A remembered run takes about 1 KB."""
 
     grace_s: float = 10.0  # the official clients pause for at most 8 s between two attempts
     keep_s: float = 900.0
@@ -63,23 +65,23 @@ class Retries:
         self._handler = handler
         self._options = options
         self._running: dict[_Run, asyncio.Task[None]] = {}
-        # Ended runs with the time of their end or last repetition, oldest first. OrderedDict finds
-        # its first item at once, where a dict that has lost many searches for it.
+        # Ended runs with the time of their end or last repetition, oldest first. An OrderedDict
+        # finds its first item at once; a dict from which many items were deleted must search.
         self._succeeded: OrderedDict[_Run, float] = OrderedDict()
         self._failed: OrderedDict[_Run, float] = OrderedDict()
-        self._kept: OrderedDict[_Run, None] = OrderedDict()  # succeeded ones with a response
+        self._kept: OrderedDict[_Run, None] = OrderedDict()  # succeeded runs with a response
         self._kept_bytes = 0
-        self._by_key: dict[bytes, list[_Run]] = {}  # all of the above
+        self._by_key: dict[bytes, list[_Run]] = {}  # all remembered runs, running or ended
         self.num_replayed = 0
 
     @property
     def num_kept(self) -> int:
-        """Answers that can be given again."""
+        """Number of responses that can be replayed."""
         return len(self._kept)
 
     @property
     def num_remembered(self) -> int:
-        """Requests whose repetition would be recognized."""
+        """Number of requests whose repetition would be recognized."""
         return len(self._running) + len(self._succeeded)
 
     async def __call__(self, scope: Scope, request: BufferedRequest, send: Send) -> None:
@@ -111,10 +113,10 @@ class Retries:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _find(self, identity: Identity) -> _Run | None:
-        """The run that a request repeats; None where it has to run.
+        """The run that a request repeats; None if the request needs a new run.
 
         Raises:
-            RefusedError: 422, its idempotency key was used with another body.
+            RefusedError: the request's idempotency key was used with another body (422).
         """
         self._forget_old()
         runs = self._by_key.get(identity.key, ())
@@ -129,13 +131,15 @@ class Retries:
             return None
         likeliest = min(runs, key=_Run.rank, default=None)
         if likeliest is not None and likeliest.has_failed:
-            self._forget(likeliest)  # this run replaces it
+            self._forget(likeliest)  # the new run replaces the failed one
             return None
         return likeliest
 
     def _start(self, identity: Identity, scope: Scope, request: BufferedRequest) -> _Run:
-        """Raises:
-        RefusedError: 429, no more runs can be remembered.
+        """Start a run for a request.
+
+        Raises:
+            RefusedError: no more runs can be remembered (429).
         """
         if self.num_remembered >= self._options.max_remembered:
             message = (
@@ -146,7 +150,7 @@ class Retries:
             raise RefusedError(429, "too_many_remembered", message, headers=headers)
         run = _Run(identity)
         self._by_key.setdefault(identity.key, []).append(run)
-        # A task of its own, so that it outlives its client; it inherits the session's id.
+        # The run outlives its client in its own task, which inherits the session's id.
         task = self._running[run] = asyncio.create_task(self._run(run, scope, request.body))
         request.hold()
         task.add_done_callback(lambda _: request.release())
@@ -193,7 +197,7 @@ class Retries:
                 self._abort_later(run)
 
     def _abort_later(self, run: _Run) -> None:
-        """Abort a run without followers: at once, or when its grace is over."""
+        """Abort a run without followers, at once or after its grace period."""
         if run.has_begun and not run.identity.is_named:
             self._forget(run)  # its client will not retry it
             run.abandon()
@@ -231,20 +235,20 @@ class Retries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """By what a repeated request is recognized. Of equal requests that are not named, only one
-    whose client says that it retries is a repetition."""
+    """Identifies a request, to recognize its repetitions. An equal request without an
+    idempotency key is a repetition only if its client says that it retries."""
 
-    key: bytes  # a digest: thousands are remembered. It includes session, method, path and query
-    digest: bytes  # of the body
-    is_named: bool  # by an Idempotency-Key
+    key: bytes  # digest of session, method, path, query, and idempotency key (or body and address)
+    digest: bytes  # digest of the body
+    is_named: bool  # the request has an Idempotency-Key
     is_retry: bool = False
 
 
 def identify(scope: Scope, body: bytes) -> Identity | None:
-    """The identity of a request; None where no header says that it may be repeated.
+    """The identity of a request; None if its headers do not say that it may be repeated.
 
     Raises:
-        RefusedError: 400, the idempotency key is empty or too long.
+        RefusedError: the idempotency key is empty or too long (400).
     """
     if scope["method"] not in ("POST", "DELETE"):
         return None
@@ -270,25 +274,25 @@ def identify(scope: Scope, body: bytes) -> Identity | None:
 class _Run:
     """A recorded run: `record` is the application's ``send``, and followers get a replay.
 
-    It has failed when it ends without a whole 2xx response, or after the application was told that
-    its client is gone, because that response is for no client.
+    A run has failed if it ended without a complete 2xx response, or if it ended after the
+    application was sent ``http.disconnect``.
     """
 
     identity: Identity
     num_followers: int = 0
     num_retries: int = 0
     num_bytes: int = 0
-    grace: asyncio.TimerHandle | None = None  # since its last follower has left
-    is_abandoned: bool = False  # its clients are gone, and it is to end
-    is_delivered: bool = False  # whole, to at least one follower
+    grace: asyncio.TimerHandle | None = None  # grace period after its last follower has left
+    is_abandoned: bool = False  # its clients are gone, and the application should stop
+    is_delivered: bool = False  # at least one follower got the complete response
     has_ended: bool = False
     is_dropped: bool = False  # it has ended, and its response is no longer kept
-    is_forgotten: bool = False  # by `Retries`
-    _has_told_app: bool = False  # that it is abandoned
+    is_forgotten: bool = False  # `Retries` no longer knows it
+    _has_told_app: bool = False  # the application was sent `http.disconnect`
     _status: int = 0
     _is_whole: bool = False
     _messages: list[Message] = field(default_factory=list)
-    _changed: asyncio.Event | None = field(default_factory=asyncio.Event)  # None once it has ended
+    _changed: asyncio.Event | None = field(default_factory=asyncio.Event)  # None after the end
 
     @property
     def has_begun(self) -> bool:
@@ -302,7 +306,7 @@ class _Run:
 
     @property
     def is_ending(self) -> bool:
-        """It is being aborted, and has not ended yet."""
+        """Whether the run is being aborted and has not ended yet."""
         return self.is_abandoned and not self.has_ended
 
     def rank(self) -> tuple[int, bool, int]:
@@ -325,12 +329,12 @@ class _Run:
         self._notify()
 
     def abandon(self) -> None:
-        """Have `gone` return."""
+        """Let `gone` return, so that the application stops."""
         self.is_abandoned = True
         self._notify()
 
     async def gone(self) -> None:
-        """Wait until it is abandoned. The application waits for its client's disconnect here."""
+        """Wait until the run is abandoned. The application waits here for a disconnect."""
         while not self.is_abandoned and self._changed is not None:
             await self._changed.wait()
         self._has_told_app = self._has_told_app or not self.has_ended
@@ -340,7 +344,7 @@ class _Run:
             await self._changed.wait()
 
     def end(self) -> None:
-        """The application has returned."""
+        """Mark the run as ended, because the application has returned."""
         self.has_ended = True
         self._notify()
 
@@ -350,8 +354,8 @@ class _Run:
         self._changed = None if self.has_ended else asyncio.Event()
 
     def replay(self, send: Send, headers: tuple[tuple[bytes, bytes], ...]) -> Awaitable[None]:
-        """Send the response from its start to its end. ``headers`` are added."""
-        # Bound now, not at the first await: the recording may be dropped in between.
+        """Send the response from its start to its end, with ``headers`` added."""
+        # Take the list now, not at the first await: the response may be dropped in between.
         return self._replay(self._messages, send, headers)
 
     async def _replay(
@@ -370,9 +374,9 @@ class _Run:
             await changed.wait()
 
     def compact(self) -> None:
-        """Join the messages of an ended run, because thousands of small ones take more room."""
+        """Join the messages of an ended run, because thousands of small ones take more memory."""
         body = b"".join(message.get("body", b"") for message in self._messages[1:])
-        # A new list: a running replay still reads the old one.
+        # Make a new list, because a running replay still reads the old one.
         self._messages = [
             *self._messages[:1],
             {"type": "http.response.body", "body": body, "more_body": False},

@@ -1,9 +1,9 @@
 """The endpoint's own routes: sessions, problems that workers lease in a training run, and
-administration. Each is one command to the controller.
+administration. Each request becomes one command to the controller.
 
-A leased problem is a session: its id, which the lease names, is also that of the lease. These are
-ordinary FastAPI routes, listed in the OpenAPI document with vLLM's. Clients' input is checked here,
-and only here; a refusal of the controller becomes an error with its status.
+A leased problem is a session: the session's id also identifies the lease. These are ordinary
+FastAPI routes, listed in the OpenAPI document with vLLM's. Clients' input is checked here, and only
+here. A refusal by the controller becomes an error with the refusal's status.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchtitan_rl.serving.middleware import (
 )
 
 MAX_REWARD = 1e30  # JSON numbers may exceed a float32
-MAX_WAIT_S = 60.0  # of a worker for a problem
+MAX_WAIT_S = 60.0  # longest time that a worker may wait for a problem
 MAX_VERSION = 2**31 - 1
 
 
@@ -36,8 +36,10 @@ class Commands(Protocol):
     """Carries commands to the controller, as `ControllerLink` does."""
 
     async def command(self, name: CommandName, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises:
-        RefusedError: the controller refused it.
+        """Send a command, and return the controller's answer.
+
+        Raises:
+            RefusedError: the controller refused the command.
         """
         ...
 
@@ -64,7 +66,7 @@ def add_routes(app: FastAPI, commands: Commands) -> None:
     app.include_router(_sessions(commands))
     app.include_router(_problems(commands))
     app.include_router(_admin(commands))
-    app.openapi_schema = None  # the document may have been made before
+    app.openapi_schema = None  # the OpenAPI document may already have been made
 
 
 async def refused(_: Request, error: Any) -> Response:
@@ -181,7 +183,7 @@ class VersionsAnswer(BaseModel):
 
 
 def _sessions(commands: Commands) -> APIRouter:
-    # Ids have slashes ("12/r0"), so their part of the path is everything up to the last word.
+    # Ids have slashes ("12/r0"): the id is the path up to its last word.
     router = APIRouter(prefix=SESSIONS_PREFIX, tags=["sessions"], responses=ERRORS)
 
     @router.post("", response_model=SessionAnswer)
@@ -257,10 +259,11 @@ def _problems(commands: Commands) -> APIRouter:
 async def _lease(
     commands: Commands, arguments: Mapping[str, Any], client: Request
 ) -> Mapping[str, Any]:
-    """A lease for a client that waits for it; without the client nobody has it.
+    """Lease a problem; empty if none waits. If the client disconnects first, the lease is given
+    back.
 
     Raises:
-        RefusedError: there is none, or the client has left.
+        RefusedError: the controller refused the command, or the client has disconnected.
     """
     leases = asyncio.ensure_future(commands.command("problem.lease", arguments))
     leaves = asyncio.create_task(_gone(client))

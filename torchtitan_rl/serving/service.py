@@ -1,10 +1,10 @@
 """Runs an endpoint in the controller: its bridge, the system's status, the administrators' commands
-and a clean end.
+and a clean shutdown.
 
-Reading the status never waits: engines are asked in the background, and their last answers are
-reported.
+Reading the status never waits: engines are polled in the background, and the status has their last
+answers.
 
-Invariant: when the ``async with`` is left, no request of a client runs.
+Invariant: after the ``async with`` block no client's request runs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torchtitan_rl.types import EngineStats
 
 logger = logging.getLogger(__name__)
 
-_ASK_TIMEOUT_S = 30.0  # a dead process is known after ten
+_ASK_TIMEOUT_S = 30.0  # a dead process is noticed after ten seconds
 _ASK_INTERVAL_S = 1.0
 
 
 class EndpointService:
-    """Connects a started endpoint with a router and sessions; it closes none of them.
+    """Connects a started endpoint with a router and sessions; the service closes none of them.
 
-    ``handlers`` replace those of the sessions and the router. ``grace_s``: time in which running
-    requests may end when the service closes.
+    ``handlers`` take precedence over the handlers of the sessions and the router. When the service
+    closes, running requests may end within ``grace_s``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EndpointService:
         """Return once the endpoint has received the system's status.
 
         Raises:
-            Exception: as `run_until_lost`.
+            Exception: the errors of `run_until_lost`.
         """
         self._running = asyncio.create_task(self._run(), name="endpoint bridge")
         self._running.add_done_callback(retrieve)
@@ -102,11 +102,11 @@ class EndpointService:
         await self._bridge.run(self._ask_engines())
 
     async def run_until_lost(self) -> None:
-        """Never returns.
+        """Wait for a failure of the service; never returns.
 
         Raises:
             EndpointLostError: the endpoint's process is gone, or has failed.
-            Exception: the error of a task of the service; no more requests are served.
+            Exception: a task of the service failed; no more requests are served.
         """
         await asyncio.wait([self._running])
         if self._running.cancelled():
@@ -114,8 +114,8 @@ class EndpointService:
         self._running.result()
 
     async def _ask_engines(self) -> None:
-        """Ask until this is cancelled. A replica that does not answer is only counted; the router
-        decides whether it is lost."""
+        """Poll the engines until this call is cancelled. A replica that does not answer is only
+        counted; the router decides whether the replica is lost."""
         while True:
             try:
                 async with asyncio.timeout(_ASK_TIMEOUT_S):
@@ -130,7 +130,7 @@ class EndpointService:
         try:
             router.require_unreserved()
         except GenerationError:
-            cause = "no replica is left"  # the causes are in the controller's log, not for clients
+            cause = "no replica is left"  # only the controller's log says why
         gauges = {
             **_replica_gauges(router),
             **_engine_gauges(self._engines),
@@ -149,13 +149,13 @@ class EndpointService:
 def _router_handlers(router: GeneratorRouter) -> dict[CommandName, Handler]:
     """The handlers of administrators' commands, whose arguments `routes` has checked.
 
-    In a training run the run's own resume, where it has one, also ends a pause of a client.
+    A training run that pauses and resumes generation itself thereby also ends a client's pause.
     """
 
     async def pause(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             await router.pause(arguments["mode"])
-        except GenerationError as error:  # a `wait` may take minutes
+        except GenerationError as error:  # waiting for running requests may take minutes
             message = "generation was resumed before all replicas had stopped"
             raise RefusedError(409, "resumed", message) from error
         return {"is_paused": True, "mode": arguments["mode"]}

@@ -3,13 +3,14 @@
 - A request without a session goes straight to the router.
 - A request of a session that a training run drives goes to the run's rollout (`SessionDriver`).
 - Any other session is opened by a command or by its first request. Its exact turns are recorded,
-  and closing it with a reward makes episodes of them.
+  and become episodes when the session is closed with a reward.
 
 Invariants: a session ends exactly once, and refuses all later requests (``session_closed``). An
-open session without requests and rewards ends after the timeout. Of an ended session only the id
-and the counts are kept. A request whose caller is gone, or whose session ends, is aborted at the
-router; its tokens are recorded as an unseen turn, and masked. The tokens of one session, and of all
-sessions together, are bounded. Used on one event loop only; no locks, no tasks of its own.
+open session without requests and rewards ends after the timeout. After its end, only the id and the
+counts of a session are kept. A request whose caller is gone, or whose session ends, is aborted at
+the router; its tokens are recorded as an unseen turn, and masked. The tokens of one session, and of
+all sessions together, are bounded. Sessions are used on one event loop only, without locks; they
+start no background tasks.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from torchtitan_rl.serving.report import (
 )
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
 
-_DRIVEN = "torchtitan-rollout-"  # begins the ids of driven sessions, which clients cannot open
-MAX_SESSIONS = 10_000  # that are open at once
+_DRIVEN = "torchtitan-rollout-"  # prefix of the ids of driven sessions; clients cannot open these
+MAX_SESSIONS = 10_000  # open at once
 MAX_ENDED = 100_000  # ended sessions that are remembered
-MAX_HELD_TOKENS = 1 << 24  # of the prompts and completions of one session; about 0.6 GB
-MAX_TOTAL_TOKENS = 1 << 26  # of all open sessions together; about 2.5 GB
-TURN_TOKENS = 64  # what a turn costs on top of its tokens, in tokens
-STOP_TIMEOUT_S = 10.0  # for the router to return what it aborted
+MAX_HELD_TOKENS = 1 << 24  # prompts and completions of one session; about 0.6 GB
+MAX_TOTAL_TOKENS = 1 << 26  # all open sessions together; about 2.5 GB
+TURN_TOKENS = 64  # the memory of an empty turn, in tokens
+STOP_TIMEOUT_S = 10.0  # for the router to return aborted requests
 
 
 class SessionDriver(Protocol):
@@ -51,7 +52,7 @@ class SessionDriver(Protocol):
 
     @property
     def request_ids(self) -> Iterable[str]:
-        """Of its turns."""
+        """The ids of the requests that were answered with its turns."""
         ...
 
     async def complete(
@@ -60,7 +61,7 @@ class SessionDriver(Protocol):
         """Answer a request with a turn of the rollout. Cancelled when its caller is gone.
 
         Raises:
-            RefusedError: the rollout does not take this request, or no more requests.
+            RefusedError: the rollout refuses this request, or accepts no more requests.
         """
         ...
 
@@ -69,8 +70,8 @@ class SessionDriver(Protocol):
         ...
 
     def close_session(self, reward: float | None, /) -> None:
-        """A client closed the session: with a reward the rollout is over, else it gets no more
-        turns."""
+        """End the rollout with this reward, because a client closed the session. Without a reward
+        the rollout only gets no more turns."""
         ...
 
 
@@ -82,7 +83,7 @@ class _Session:
     recording: SessionRecording | None = None
     driver: SessionDriver | None = None
     driven_turns: int = 0
-    used_s: float = 0.0  # when something happened last, in the event loop's time
+    used_s: float = 0.0  # time of the last event, on the event loop's clock
     is_closing: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -111,8 +112,8 @@ class _Session:
 class Sessions:
     """All sessions of one router.
 
-    ``keep`` stores the report of a rewarded session before it ends; where it raises OSError the
-    session stays open, and can be closed again.
+    ``keep`` stores the report of a rewarded session before the session ends. If ``keep`` raises
+    OSError, the session stays open, and can be closed again.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Sessions:
         self._open: dict[str, _Session] = {}
         self._ended: OrderedDict[str, SessionReport] = OrderedDict()
         self._counts = SessionCounts()
-        self._changed: dict[str, _Session] = {}  # since they were counted last
+        self._changed: dict[str, _Session] = {}  # changed since they were last counted
         self._is_closed = False
 
     async def complete(
@@ -141,8 +142,9 @@ class Sessions:
         """Complete one request; its ``session_id`` names its session.
 
         Raises:
-            RefusedError: its session is closed or does not take it, or there are too many sessions.
-            GenerationError: as the router says.
+            RefusedError: the session is closed or refuses the request, or there are too many
+                sessions.
+            GenerationError: the router failed to complete the request.
         """
         if request.session_id is None:
             return await self._router.generate(request, on_progress)
@@ -176,16 +178,16 @@ class Sessions:
         return self._new(_DRIVEN + secrets.token_hex(16), driver).session_id
 
     def release(self, session_id: str, ending: SessionEnding, reward: float | None = None) -> None:
-        """End a driven session; nothing happens where it has ended already."""
+        """End a driven session. No effect if the session has already ended."""
         session = self._open.get(session_id)
         if session is not None:
             self._end(session, session.report(ending, reward))
 
     async def close(self, session_id: str, reward: float | None = None) -> SessionReport:
-        """End a session and its requests; with a reward it becomes episodes.
+        """End a session and its requests. With a reward the session's turns become episodes.
 
         Raises:
-            RefusedError: it is not open, or its episodes could not be stored.
+            RefusedError: the session is not open, or its episodes could not be stored.
         """
         session = self._open.get(session_id)
         if session is None or session.is_closing:
@@ -221,10 +223,10 @@ class Sessions:
         return session.report()
 
     def read(self, session_id: str) -> SessionReport:
-        """The report of a session; of an ended one only its counts.
+        """The report of a session. For an ended session it has no episodes.
 
         Raises:
-            RefusedError: there is no such session.
+            RefusedError: no such session was ever open, or it is no longer remembered.
         """
         session = self._open.get(session_id)
         if session is not None:
@@ -258,9 +260,9 @@ class Sessions:
     def counts(self) -> Mapping[str, float]:
         """Gauges and counters over all sessions since the start, by name.
 
-        ``session_tokens_held`` is what open sessions have reserved of the tokens that all may hold.
-        ``session_tokens_generated`` is the sum of those trained, masked, discarded and pending;
-        sessions that a run drives count as sessions, not in the tokens.
+        ``session_tokens_held`` is the number of tokens that open sessions have reserved from their
+        common budget. ``session_tokens_generated`` is the sum of the trained, masked, discarded and
+        pending tokens. Sessions that a run drives are counted, but their tokens are not.
         """
         for session in self._changed.values():
             self._counts.update(session.report())
@@ -268,7 +270,7 @@ class Sessions:
         return {**self._counts.read(), "session_tokens_held": self._budget.num_tokens}
 
     async def aclose(self) -> None:
-        """End all sessions and their requests; nothing is accepted any more."""
+        """End all sessions and their requests, and refuse all later ones."""
         self._is_closed = True
         sessions = list(self._open.values())
         await asyncio.gather(*(session.stop(None) for session in sessions))
@@ -283,7 +285,7 @@ class Sessions:
         if self._is_closed:
             raise RefusedError(503, "shutting_down", "the server is shutting down")
         if driver is None and session_id.startswith(_DRIVEN):
-            raise _closed(session_id)  # of a rollout before the run was resumed
+            raise _closed(session_id)  # it belonged to a rollout before the run was resumed
         session = _Session(session_id, driver=driver)
         if driver is None:
             self._budget.require(num_tokens)
@@ -304,7 +306,7 @@ class Sessions:
 
     def _note_use(self, session: _Session) -> None:
         session.used_s = _now()
-        if self._open.get(session.session_id) is session:  # else it was counted at its end
+        if self._open.get(session.session_id) is session:  # an ended one was counted at its end
             self._changed[session.session_id] = session
 
     def _watch(self, session: _Session, delay_s: float) -> None:
@@ -319,7 +321,8 @@ class Sessions:
             self._watch(session, self._timeout_s - idle_s)
 
     def _end(self, session: _Session, report: SessionReport) -> SessionReport:
-        """End a session with its last report, unless it has ended meanwhile."""
+        """End a session with ``report``. If the session has already ended, return its earlier
+        report."""
         if self._open.pop(session.session_id, None) is None:
             return self._ended.get(session.session_id, report)
         self._changed.pop(session.session_id, None)
@@ -350,7 +353,8 @@ class Sessions:
 
 
 def _without_part(session_id: str) -> str:
-    """Of a driven session: clients may tell parts of its rollout apart by what follows a dot."""
+    """The id of the session itself. For a driven session, clients may append a dot and the name of
+    a part of its rollout."""
     return session_id.partition(".")[0] if session_id.startswith(_DRIVEN) else session_id
 
 
@@ -366,8 +370,10 @@ class TokenBudget:
         self.num_tokens = 0
 
     def require(self, num_tokens: int = TURN_TOKENS) -> None:
-        """Raises:
-        RefusedError: ``num_tokens`` do not fit.
+        """Check that ``num_tokens`` more tokens fit.
+
+        Raises:
+            RefusedError: the tokens do not fit.
         """
         if self.num_tokens + num_tokens > self._max_tokens:
             message = (
@@ -380,8 +386,9 @@ class TokenBudget:
 class SessionRecording:
     """The turns of one open session. ``on_change`` is called whenever its report has changed.
 
-    A request reserves the most tokens that it may need (without the kept ones, which are reserved
-    when they are known), and releases the rest at its end; the session's end releases all.
+    A request reserves from the budget the most tokens that its turn may hold, and at its end
+    releases those that it did not need. The memory of the sets of kept tokens is reserved only at
+    the request's end, when their size is known. The session's end releases everything.
     """
 
     def __init__(
@@ -399,7 +406,7 @@ class SessionRecording:
         self._max_held_tokens = max_held_tokens
         self._on_change = on_change
         self._held_tokens = 0  # prompts and completions
-        self._reserved_tokens = 0  # of the budget
+        self._reserved_tokens = 0  # in the budget
         self._is_freed = False
         self.turns: list[SessionTurn] = []
         self.running: dict[str, tuple[SessionTurn, asyncio.Task[Completion]]] = {}
@@ -413,8 +420,9 @@ class SessionRecording:
         """Complete a request as the session's next turn.
 
         Raises:
-            RefusedError: the session or all sessions are full, or it was closed meanwhile.
-            GenerationError: as the router says.
+            RefusedError: this session, or all sessions together, hold too many tokens; or the
+                session was closed during the request.
+            GenerationError: the router failed to complete the request.
         """
         if request.request_id in self.running:
             message = f"request {request.request_id!r} is running already"
@@ -433,7 +441,7 @@ class SessionRecording:
         try:
             completion = await asyncio.shield(sampling)
         except asyncio.CancelledError as error:
-            if not is_cancelled():  # the sampling was cancelled, by `stop`, and not this caller
+            if not is_cancelled():  # `stop` cancelled the sampling; nobody cancelled this caller
                 raise _closed(self._session_id) from error
             turn.is_seen = False
             self._on_change()
@@ -470,7 +478,7 @@ class SessionRecording:
             await asyncio.wait(tasks)
 
     def free(self) -> None:
-        """The session has ended: return what it has reserved, and reserve nothing more."""
+        """Release all reserved tokens, because the session has ended, and reserve nothing more."""
         self._reserve(-self._reserved_tokens)
         self._is_freed = True
 
@@ -478,7 +486,7 @@ class SessionRecording:
         self, turn: SessionTurn, request: GenerationRequest, on_progress: OnProgress | None
     ) -> Completion:
         def note(progress: Progress) -> None:
-            # Kept for a router that does not return an aborted request in time.
+            # Needed if the router does not return an aborted request in time.
             turn.partial.append(replace(progress, top_logprobs=()))
             if on_progress is not None and turn.is_seen:
                 on_progress(progress)
@@ -486,7 +494,7 @@ class SessionRecording:
         self._on_change()
         try:
             completion = await self._router.generate(request, None if on_progress is None else note)
-            turn.completion = replace(completion, top_logprobs=())  # for the client alone
+            turn.completion = replace(completion, top_logprobs=())  # only the client needs them
             turn.partial.clear()
             self._held_tokens += turn.num_held
             return completion
@@ -515,5 +523,5 @@ def _closed(session_id: str, report: SessionReport | None = None) -> RefusedErro
 
 
 def most_tokens(request: GenerationRequest) -> int:
-    """The most tokens that a turn may hold."""
+    """The number of tokens that a turn may hold at most."""
     return TURN_TOKENS + len(request.prompt_token_ids) + request.sampling.max_tokens

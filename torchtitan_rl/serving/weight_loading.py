@@ -1,12 +1,12 @@
-"""Brings a checkpoint from a directory to the replicas of a stand-alone server, while it serves.
+"""Loads a checkpoint from a directory into the replicas of a stand-alone server, while it serves.
 
-The weights are published as a new policy version, as a trainer publishes its own, and pulled by all
-replicas: between two steps, with the prefix cache reset, and with the exact version of each token
-in the answers.
+The weights are published as a new policy version, just as a trainer publishes weights. Each replica
+pulls them between two steps and resets its prefix cache. Answers have the exact version of each
+token.
 
-Invariants: one checkpoint at a time; one that does not fit the served model is refused before any
-replica sees it. What is checked is what is published: files are read into memory first, so that one
-that is rewritten meanwhile changes nothing.
+Invariants: one checkpoint is loaded at a time. A checkpoint that does not fit the served model is
+refused before any replica sees it. Exactly the checked tensors are published: files are first read
+into memory, so that rewriting a file during the load has no effect.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     import torch
 
 _OTHER_MODEL = "it is another model than the served one"
-# What two versions of one checkpoint may have different.
+# Fields of config.json in which the checkpoint may differ from the served model.
 _IGNORED_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 
 
 class WeightLoader:
-    """``served`` is the directory of the checkpoint that the replicas were started with."""
+    """Loads checkpoints. ``served`` is the directory of the checkpoint that the replicas were
+    started with."""
 
     def __init__(
         self, router: GeneratorRouter, publisher: SharedMemoryPublisher, served: Path
@@ -47,10 +48,10 @@ class WeightLoader:
     async def load(
         self, path: str, *, version: int | None = None, mode: SyncMode = "hot_swap"
     ) -> Mapping[str, Any]:
-        """Load a directory in Hugging Face format as ``version``: the next one unless it is given.
+        """Load a directory in Hugging Face format as ``version`` (default: the next version).
 
         Returns:
-            The version, that of each replica, and which replicas were lost.
+            The new version, the version of each replica, and the replicas that were lost.
 
         Raises:
             RefusedError: the directory does not fit, the version is not new, or another checkpoint
@@ -88,10 +89,10 @@ class WeightLoader:
 
 
 def _read(directory: Path, served: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint of the served model.
+    """Read the tensors of a checkpoint of the served model.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is of another model.
+        OSError, ValueError: the checkpoint is unreadable, or belongs to another model.
     """
     from safetensors import SafetensorError
 
@@ -102,7 +103,7 @@ def _read(directory: Path, served: Path) -> dict[str, torch.Tensor]:
         expected = _layout(served)
     except SafetensorError as error:
         raise ValueError(str(error)) from error
-    if config.get("tie_word_embeddings"):  # then files may have the head or not
+    if config.get("tie_word_embeddings"):  # then the head may be missing in the files
         tensors.pop("lm_head.weight", None)
         expected.pop("lm_head.weight", None)
     for name in sorted(tensors.keys() | expected.keys()):
@@ -120,7 +121,7 @@ def _read(directory: Path, served: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """In memory: a mapped file that shrinks while it is read would end this process."""
+    """Read all tensors into memory: a memory-mapped file that shrinks would kill this process."""
     from safetensors.torch import load
 
     tensors: dict[str, torch.Tensor] = {}
@@ -133,7 +134,7 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _layout(directory: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Of each tensor its shape, and whether it has floating-point numbers."""
+    """The shape of each tensor, and whether its numbers are floating-point."""
     from safetensors import safe_open
 
     layout: dict[str, tuple[tuple[int, ...], bool]] = {}
@@ -146,7 +147,7 @@ def _layout(directory: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Those that the index names; without an index, all."""
+    """The files that the index names, or all files if there is no index."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         named = _json_object(index).get("weight_map")

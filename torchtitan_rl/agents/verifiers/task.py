@@ -1,11 +1,11 @@
-"""Environments of verifiers (PyPI) as a `Task`: any that is installed, by its name.
+"""Environments of verifiers (PyPI) as a `Task`: any installed environment, by its name.
 
-The environment runs in a process of its own, in an interpreter that has verifiers: its dependencies
-need not fit ours, and it blocks only that process. Its episodes are agents of the run's endpoint,
-so the tokens that are trained on are those that the engine sampled.
+The environment runs in its own process, in an interpreter that has verifiers: its dependencies may
+conflict with ours, and it blocks only that process. Its episodes are agents of the run's endpoint,
+so training uses exactly the tokens that the engine sampled.
 
-Invariant: each rollout that was sent ends once: with its answer, or with an error when its process
-has ended.
+Invariant: each rollout that was sent to a process ends once, with its result, or with an error if
+the process has ended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class VerifiersTask(AgentTask):
 
         VerifiersTask(env="gsm8k-v1", args={"taskset.split": "train", "agent.max_turns": 4})
 
-    The reward of a rollout is that of its trace; rewards and metrics by name are task metrics.
+    The reward of a rollout is its trace's reward. The named rewards and metrics of verifiers become
+    task metrics.
     """
 
     env: str
@@ -99,7 +100,7 @@ class VerifiersTask(AgentTask):
         await start_environment(self._spec(problem.data["split"]), processes=self.num_processes)
 
     async def run(self, call: AgentCall) -> AgentResult:
-        """One episode of the environment.
+        """Run one episode of the environment.
 
         Raises:
             VerifiersError: the episode failed.
@@ -155,24 +156,24 @@ class VerifiersTask(AgentTask):
 
 
 _WORKER = Path(__file__).parent / "worker" / "torchtitan_rl_worker.py"
-_BESIDE = Path(sys.prefix) / "verifiers" / "bin" / "python"  # made by `make setup`
+_BESIDE = Path(sys.prefix) / "verifiers" / "bin" / "python"  # `make setup` makes this interpreter
 _VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "TZ", "TMPDIR"),
     *("PYTHONPATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "SSL_CERT_FILE", "DOCKER_HOST"),
     *("HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
 )
-_LINES = 30  # of stderr that an error looks at
+_LINES = 30  # last lines of stderr that are searched for the cause of an error
 _NOISE_S = 5.0
 _DESCRIBE_S = 600.0  # an environment may fetch its data first
 
 
 class VerifiersError(AgentError):
-    """A verifiers environment failed; its rollout fails, and no other."""
+    """A verifiers environment failed. Only its own rollout fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec:
-    """What a process is started with. Plain values only."""
+    """The arguments of a process that runs an environment. Plain values only."""
 
     env: str
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -192,7 +193,8 @@ class EnvironmentSpec:
         return [self.interpreter, str(_WORKER), name, self.as_text()]
 
     def environment(self) -> dict[str, str]:
-        """What of this process's every program needs, and what is named; with the folders."""
+        """The process's environment variables: those that every program needs, those named in
+        ``variables``, and PYTHONPATH with ``folders``."""
         names = (*_VARIABLES, *self.variables)
         environment = {name: os.environ[name] for name in names if name in os.environ}
         paths = [str(Path(folder).resolve()) for folder in self.folders]
@@ -205,7 +207,7 @@ def environment_tasks(spec: EnvironmentSpec) -> list[dict[str, Any]]:
     """The data of an environment's tasks. Starts a process, once for each spec.
 
     Raises:
-        ConfigError: the environment cannot be loaded; in one line.
+        ConfigError: the environment cannot be loaded. The message is one line.
     """
     return _tasks(spec.as_text())
 
@@ -246,7 +248,7 @@ def _remedy(error: str, interpreter: str) -> str:
 
 
 async def start_environment(spec: EnvironmentSpec, *, processes: int) -> None:
-    """Return once a process can run rollouts; the first call starts it.
+    """Wait until a process can run rollouts; the first call starts the process.
 
     Raises:
         VerifiersError: the process does not start.
@@ -269,7 +271,7 @@ def _pool(text: str, processes: int) -> _Pool:
 
 
 class _Pool:
-    """Starts processes when they are needed, and again those that have ended."""
+    """Starts processes when they are needed, and replaces those that have ended."""
 
     def __init__(self, spec: EnvironmentSpec, size: int) -> None:
         self._spec = spec
@@ -278,7 +280,7 @@ class _Pool:
         self._lock = threading.Lock()
 
     def pick(self) -> _Process:
-        """The one with the least to do, of those that have started if there is one."""
+        """The process with the fewest rollouts; a process that has started is preferred."""
         with self._lock:
             self._processes = [process for process in self._processes if process.is_alive]
             if len(self._processes) < self._size:
@@ -287,13 +289,13 @@ class _Pool:
 
 
 class _Process:
-    """A running worker. Two threads read what it writes."""
+    """A running worker process. Two threads read its stdout and stderr."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._env = spec.env
         self._numbers = count()
         self._running: dict[int, Future[Mapping[str, Any]]] = {}
-        self._lock = threading.Lock()  # of the dictionary, with `is_alive`
+        self._lock = threading.Lock()  # protects `_running` and `is_alive`
         self.is_alive = True
         self.started: Future[None] = Future()
         self._errors: deque[str] = deque(maxlen=_LINES)
@@ -306,7 +308,7 @@ class _Process:
             encoding="utf-8",
             errors="replace",
             bufsize=1,
-            start_new_session=True,  # Ctrl-C is the controller's
+            start_new_session=True,  # Ctrl-C goes only to the controller
         )
         self._noise = threading.Thread(target=self._read_errors, daemon=True)
         self._noise.start()
@@ -317,7 +319,8 @@ class _Process:
         return len(self._running)
 
     async def run(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """
+        """Run one rollout, and return its result.
+
         Raises:
             VerifiersError: the rollout failed.
         """
@@ -342,7 +345,7 @@ class _Process:
     def _send(self, message: Mapping[str, Any]) -> None:
         try:
             cast("IO[str]", self._process.stdin).write(json.dumps(message) + "\n")
-        except OSError:  # it has ended, which `_read_answers` sees
+        except OSError:  # the process has ended, which `_read_answers` notices
             return
 
     def _read_answers(self) -> None:
@@ -357,7 +360,7 @@ class _Process:
                 with self._lock:
                     waiting = self._running.pop(answer["id"])
                 waiting.set_result(answer)
-        self._noise.join(_NOISE_S)  # what it started may keep its stderr open
+        self._noise.join(_NOISE_S)  # processes that it started may keep its stderr open
         code = self._process.wait()
         cause = cause or f"its process ended ({code}): {_last_line(self._errors)}"
         with self._lock:

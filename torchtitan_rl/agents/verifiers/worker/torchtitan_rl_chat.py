@@ -1,8 +1,8 @@
-"""A verifiers harness that converses within the worker's own process: prompts, answers, tools.
+"""A verifiers harness that runs conversations in the worker's own process: prompts, answers, tools.
 
-verifiers' own chat program is installed by ``uv`` when it starts, which needs a network, and is a
-process for each rollout. This one has the tools of the task and no others. A plug-in of verifiers,
-which finds it by the name of this module.
+verifiers' own chat program starts a process for each rollout and is installed by ``uv`` at its
+start, which needs a network. This harness offers only the tools of the task. It is a plug-in of
+verifiers, which finds it by the name of this module.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 async def _ask(
     http: httpx.AsyncClient, endpoint: str, body: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The model's message; None once a limit of the rollout is reached.
+    """Ask the model for its next message; None once a limit of the rollout is reached.
 
     Raises:
         RuntimeError: the request failed, or verifiers stopped the rollout.
@@ -92,7 +92,7 @@ async def _ask(
 async def _refusal(
     http: httpx.AsyncClient, gate_url: str | None, call: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """What the task's hooks put in the place of a call's result; None if the call may run.
+    """The result by which the task's hooks replace a call; None if the call may run.
 
     Raises:
         RuntimeError: the hooks stopped the rollout.
@@ -124,7 +124,7 @@ async def _tool_message(
 
 
 def _parsed(arguments: str) -> Any:
-    """As the task's hooks see them: a text where they are not JSON."""
+    """The arguments for the task's hooks: parsed JSON, or the text itself if it is not JSON."""
     try:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):

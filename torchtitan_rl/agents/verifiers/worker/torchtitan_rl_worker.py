@@ -1,12 +1,14 @@
 """Runs the rollouts of a verifiers environment: a program for an interpreter that has verifiers.
 
-``describe SPEC`` prints the environment's tasks as JSON, or why it has none. ``serve SPEC`` reads
-from stdin which rollouts to run or to cancel, and writes what came of each: a line of JSON each
-time. It ends with its stdin, so it does not outlive who started it. It imports nothing of
-torchtitan_rl, which that interpreter need not have; `process.py` is the other end.
+``describe SPEC`` prints the environment's tasks as JSON, or why they cannot be listed. ``serve
+SPEC`` reads from stdin which rollouts to run or to cancel, and writes the result of each rollout;
+each message is one line of JSON. The program ends when its stdin is closed, so it does not outlive
+the process that started it. It imports nothing from torchtitan_rl, which its interpreter need not
+have; `agents/verifiers/task.py` starts it.
 
-Model calls go to the run's endpoint. verifiers names each trace in the header ``X-Session-ID``: the
-traces of agents that are trained are named after the rollout's session, and so belong to it.
+Model calls go to the run's endpoint. verifiers sends the name of each trace in the header
+``X-Session-ID``. The traces of agents that are trained are named after the rollout's session, so
+their requests belong to that session.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     import verifiers.v1 as vf
 
-_CHAT = "torchtitan_rl_chat"  # the harness beside this file
+_CHAT = "torchtitan_rl_chat"  # the harness in this folder
 _KEY = "TORCHTITAN_RL_WORKER_API_KEY"  # verifiers reads the endpoint's key from the environment
 _CLOSING_S = 10.0
 _ERROR_CHARS = 1000
-_ADVICE = re.compile(r"For further information visit \S+")  # of pydantic
+_ADVICE = re.compile(r"For further information visit \S+")  # in errors of pydantic
 
 
 def main() -> None:
-    """stdout is the caller's: what the environment prints goes to stderr."""
+    """Run a command. stdout is for the caller; what the environment prints goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     command, spec = sys.argv[1], json.loads(sys.argv[2])
@@ -50,9 +52,10 @@ def main() -> None:
 
 
 def load(spec: Mapping[str, Any]) -> vf.Env:
-    """
+    """Load the environment.
+
     Raises:
-        Exception: there is no such environment, or it does not take these options.
+        Exception: there is no such environment, or it does not accept these options.
     """
     import verifiers.v1 as vf
     from verifiers.v1.configs.agent import agent_config_fields
@@ -68,7 +71,7 @@ def load(spec: Mapping[str, Any]) -> vf.Env:
             raise ValueError(f"{option}: what failed would be trained on, too; leave it out")
     agents = {name: local(name, agent, taskset_id) for name, agent in found.items()}
     environment = vf.load_environment(config.model_copy(update=agents))
-    if len(agents) == 1:  # it gets the taskset's own tasks: they must fit
+    if len(agents) == 1:  # a single agent gets the taskset's own tasks, which it must accept
         (agent,) = agents.values()
         task = type(environment.taskset).task_type()
         tools = task.toolsets(config.taskset.task)
@@ -77,12 +80,12 @@ def load(spec: Mapping[str, Any]) -> vf.Env:
 
 
 def local(name: str, agent: vf.AgentConfig, taskset_id: str) -> vf.AgentConfig:
-    """The agent; it converses within this process where the environment leaves open how it runs.
+    """The agent; it runs in this process, as a chat, if the environment does not say how to run it.
 
-    verifiers itself would give the policy a shell, in a remote sandbox.
+    In this case verifiers itself would give the policy a shell in a remote sandbox.
 
     Raises:
-        ValueError: the agent runs code, and nothing says where.
+        ValueError: the agent runs code, and no option says where.
     """
     import verifiers.v1 as vf
     from verifiers.v1.configs.env import default_agent_harness
@@ -130,7 +133,7 @@ def tasks(environment: vf.Env, most: int | None) -> list[Any]:
 
 
 class Worker:
-    """Runs rollouts, as many at once as it is asked for."""
+    """Runs rollouts, all requested ones at the same time."""
 
     def __init__(self, environment: vf.Env, answers: TextIO) -> None:
         self._environment = environment
@@ -138,7 +141,7 @@ class Worker:
         self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
 
     async def serve(self) -> None:
-        """Until the end of stdin."""
+        """Run rollouts until the end of stdin."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def read() -> None:
@@ -149,7 +152,7 @@ class Worker:
             os._exit(1)  # the environment does not close
 
         async with self._environment.serving():
-            self._answers.write("{}\n")  # it has started
+            self._answers.write("{}\n")  # the environment has started
             threading.Thread(target=read, daemon=True).start()
             await ended.wait()
             for task in self._running.values():
@@ -166,7 +169,7 @@ class Worker:
             self._running[number].cancel()
 
     def _answer(self, number: int, task: asyncio.Task[dict[str, Any]]) -> None:
-        """Called once for each task, also where it was cancelled before it began."""
+        """Write a rollout's result. Called once per task, even if it is cancelled at once."""
         del self._running[number]
         if task.cancelled():
             answer: dict[str, Any] = {"error": "cancelled"}
@@ -178,7 +181,7 @@ class Worker:
 
 
 async def run(environment: vf.Env, request: Mapping[str, Any]) -> dict[str, Any]:
-    """One rollout: an episode of the environment."""
+    """Run one rollout, which is an episode of the environment."""
     import verifiers.v1 as vf
 
     key, session = request["api_key"].split(":")
@@ -206,7 +209,7 @@ async def run(environment: vf.Env, request: Mapping[str, Any]) -> dict[str, Any]
 
 
 async def close_sessions(names: Sequence[str], base_url: str, key: str) -> None:
-    """The endpoint records every session, until it is closed."""
+    """Close sessions that are not trained, because the endpoint records each until it is closed."""
     import httpx
 
     headers = {"Authorization": f"Bearer {key}"}
@@ -216,8 +219,8 @@ async def close_sessions(names: Sequence[str], base_url: str, key: str) -> None:
 
 
 def outcome(episode: vf.Episode, *, is_valid: bool) -> dict[str, Any]:
-    """Reward and metrics: the means over the traces of agents that are trained. Where there are
-    several, each has a reward of its own, too."""
+    """The reward and metrics of an episode: means over the traces of agents that are trained. If
+    there are several such traces, ``part_rewards`` has the reward of each."""
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not is_valid:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
