@@ -453,7 +453,7 @@ class EnvChecker:
             max_prompt_tokens=_MANY_TOKENS,  # prompts are compared whole
             on_call=lambda name: None,
         )
-        saved = None if state is None else EnvState(answer=answer, state=json.loads(state))
+        saved = None if state is None else EnvState.after(answer, state=state)
         try:
             await session.restore(
                 RecordedRollout(

@@ -312,7 +312,7 @@ def read_saved_run(path: Path) -> SavedRun:
             replace(one, group=None if one.group is None else whole_group(one.group))
             for one in entries
         ),
-        rollouts={one.rollout_id: restored_rollout(one) for one in recorded},
+        rollouts={one.rollout_id: one for one in map(restored_rollout, recorded)},
     )
 
 

@@ -13,8 +13,7 @@ in their place, so that a long conversation takes linear space.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import takewhile
@@ -30,25 +29,64 @@ _MAX_INT_BITS = 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedEnvState:
-    """An `EnvState`, after an observation or after the end."""
+class EnvState:
+    """An environment between two turns, after its last answer: an ``observation``, or the end.
+
+    ``state`` is what its `state_dict` returned, as JSON, which has integers of any size; None
+    without one (then only a `Terminal` is recorded). ``messages`` are the conversation, recorded
+    only with a `Terminal`.
+    """
 
     observation: Observation | None = None
     terminal: Terminal | None = None
-    state: str  # JSON, which has integers of any size
-    messages: tuple[Mapping[str, Any], ...]
+    state: str | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+
+    @classmethod
+    def after(
+        cls,
+        answer: Observation | Terminal,
+        *,
+        state: str | None = None,
+        messages: tuple[Mapping[str, Any], ...] = (),
+    ) -> EnvState:
+        if isinstance(answer, Terminal):
+            return cls(terminal=answer, state=state, messages=messages)
+        return cls(observation=answer, state=state, messages=messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedRollout:
-    """A `RecordedRollout` as it is written; `restored_rollout` reads it."""
+class RecordedRollout:
+    """One rollout so far.
+
+    ``env_states[n]`` is the environment after the first ``n`` turns; any may be missing.
+    ``partial`` belongs to the turn that was running, whose prompt is ``prompt_token_ids``: partial
+    tokens if its finish reason is ABORT, else a whole completion that the environment has not
+    answered. ``ended`` is the rollout before scoring, if it is over.
+    """
 
     rollout_id: str
-    turns: tuple[Turn, ...]
-    env_states: tuple[tuple[int, SavedEnvState], ...]
-    partial: Completion | None
-    prompt: tuple[int, ...] | None
-    ended: Rollout | None  # without turns
+    turns: tuple[Turn, ...] = ()
+    env_states: Mapping[int, EnvState] = field(default_factory=dict)
+    partial: Completion | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    ended: Rollout | None = None
+
+    @property
+    def env_state(self) -> EnvState | None:
+        """The environment after the last recorded turn."""
+        return self.env_states.get(len(self.turns))
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens, those of the running turn included."""
+        in_turns = sum(len(turn.completion.token_ids) for turn in self.turns)
+        return in_turns + (len(self.partial.token_ids) if self.partial else 0)
+
+
+SavedRollout = tuple[RecordedRollout, tuple[tuple[int, EnvState], ...]]
+"""A `RecordedRollout` as it is written: with short prompts, and its states apart, because the keys
+of what is written are texts."""
 
 
 def to_bytes(value: object) -> bytes:
@@ -64,7 +102,7 @@ def to_bytes(value: object) -> bytes:
 
 def turn_to_bytes(turn: Turn, previous: Turn | None, env_state: EnvState | None) -> bytes:
     """A turn with the state of the environment after it."""
-    saved = None if env_state is None else _saved_state(env_state, turn)
+    saved = None if env_state is None else _with_prompt(env_state, turn, _short)
     return to_bytes((_short_turn(turn, previous), saved))
 
 
@@ -77,7 +115,7 @@ def turn_from_bytes(data: bytes, previous: Turn | None) -> tuple[Turn, EnvState 
     """
     short, saved = _TURN.decode(data)
     turn = replace(short, prompt_token_ids=_whole(short.prompt_token_ids, previous))
-    return turn, None if saved is None else _env_state(saved, turn)
+    return turn, None if saved is None else _with_prompt(saved, turn, _whole)
 
 
 def completion_in(data: bytes) -> Completion:
@@ -100,27 +138,28 @@ def saved_rollout(recorded: RecordedRollout) -> SavedRollout:
     """The rollout as it is written."""
     turns, ended, prompt = recorded.turns, recorded.ended, recorded.prompt_token_ids
     before = (None, *turns)  # entry n is the turn before `env_states[n]`
-    return SavedRollout(
-        rollout_id=recorded.rollout_id,
+    short = replace(
+        recorded,
         turns=_short_turns(turns),
-        env_states=tuple((n, _saved_state(s, before[n])) for n, s in recorded.env_states.items()),
-        partial=recorded.partial,
-        prompt=None if prompt is None else _short(prompt, before[-1]),
+        env_states={},
+        prompt_token_ids=None if prompt is None else _short(prompt, before[-1]),
         ended=None if ended is None else _short_rollout(replace(ended, turns=())),
     )
+    states = recorded.env_states.items()
+    return short, tuple((n, _with_prompt(state, before[n], _short)) for n, state in states)
 
 
 def restored_rollout(saved: SavedRollout) -> RecordedRollout:
     """What `saved_rollout` was given."""
-    turns = _whole_turns(saved.turns)
-    before = (None, *turns)
-    return RecordedRollout(
-        rollout_id=saved.rollout_id,
+    short, states = saved
+    turns = _whole_turns(short.turns)
+    before, prompt, ended = (None, *turns), short.prompt_token_ids, short.ended
+    return replace(
+        short,
         turns=turns,
-        env_states={n: _env_state(state, before[n]) for n, state in saved.env_states},
-        partial=saved.partial,
-        prompt_token_ids=None if saved.prompt is None else _whole(saved.prompt, before[-1]),
-        ended=None if saved.ended is None else replace(saved.ended, turns=turns),
+        env_states={n: _with_prompt(state, before[n], _whole) for n, state in states},
+        prompt_token_ids=None if prompt is None else _whole(prompt, before[-1]),
+        ended=None if ended is None else replace(ended, turns=turns),
     )
 
 
@@ -183,24 +222,16 @@ def _short_rollout(rollout: Rollout) -> Rollout:
     return replace(rollout, turns=_short_turns(rollout.turns), metrics=metrics, reward=reward)
 
 
-def _saved_state(env_state: EnvState, turn: Turn | None) -> SavedEnvState:
+def _with_prompt(
+    state: EnvState,
+    turn: Turn | None,
+    convert: Callable[[tuple[int, ...], Turn | None], tuple[int, ...]],
+) -> EnvState:
     """``turn`` is the one before, None after `reset`."""
-    answer = env_state.answer
-    state, messages = json.dumps(plain(env_state.state)), env_state.messages
-    if isinstance(answer, Terminal):
-        return SavedEnvState(terminal=answer, state=state, messages=messages)
-    short = replace(answer, prompt_token_ids=_short(answer.prompt_token_ids, turn))
-    return SavedEnvState(observation=short, state=state, messages=messages)
-
-
-def _env_state(saved: SavedEnvState, turn: Turn | None) -> EnvState:
-    answer: Observation | Terminal | None = saved.terminal
-    if saved.observation is not None:
-        prompt = _whole(saved.observation.prompt_token_ids, turn)
-        answer = replace(saved.observation, prompt_token_ids=prompt)
-    if answer is None:
-        raise ValueError("a state of an environment without an answer")
-    return EnvState(answer=answer, state=json.loads(saved.state), messages=saved.messages)
+    if (observation := state.observation) is None:
+        return state
+    prompt = convert(observation.prompt_token_ids, turn)
+    return replace(state, observation=replace(observation, prompt_token_ids=prompt))
 
 
 def _plain_type(value: object) -> object:
@@ -224,49 +255,7 @@ def _storable(value: Any) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_type)
-_TURN = msgspec.msgpack.Decoder(tuple[Turn, SavedEnvState | None])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvState:
-    """An environment between two turns, with its last answer.
-
-    ``state`` is what its `state_dict` returned; None without one (then only a `Terminal` is
-    recorded). ``messages`` are the conversation, recorded only with a `Terminal`.
-    """
-
-    answer: Observation | Terminal
-    state: Any = None  # JSON-able
-    messages: tuple[Mapping[str, Any], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRollout:
-    """One rollout so far.
-
-    ``env_states[n]`` is the environment after the first ``n`` turns; any may be missing.
-    ``partial`` belongs to the turn that was running, whose prompt is ``prompt_token_ids``: partial
-    tokens if its finish reason is ABORT, else a whole completion that the environment has not
-    answered. ``ended`` is the rollout before scoring, if it is over.
-    """
-
-    rollout_id: str
-    turns: tuple[Turn, ...] = ()
-    env_states: Mapping[int, EnvState] = field(default_factory=dict)
-    partial: Completion | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    ended: Rollout | None = None
-
-    @property
-    def env_state(self) -> EnvState | None:
-        """The environment after the last recorded turn."""
-        return self.env_states.get(len(self.turns))
-
-    @property
-    def num_tokens(self) -> int:
-        """Sampled tokens, those of the running turn included."""
-        in_turns = sum(len(turn.completion.token_ids) for turn in self.turns)
-        return in_turns + (len(self.partial.token_ids) if self.partial else 0)
+_TURN = msgspec.msgpack.Decoder(tuple[Turn, EnvState | None])
 
 
 def with_turn(

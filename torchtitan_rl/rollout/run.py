@@ -252,9 +252,9 @@ class RolloutRun:
     def _recorded_end(self) -> Rollout | None:
         """The recorded rollout if it needs no environment any more."""
         state = self._record.env_state
-        if self._record.ended is None and state and isinstance(state.answer, Terminal):
+        if self._record.ended is None and state and state.terminal is not None:
             self._messages = state.messages
-            return self._rollout(state.answer)
+            return self._rollout(state.terminal)
         return self._record.ended
 
     async def _roll_out(self) -> Rollout:
@@ -328,7 +328,7 @@ class RolloutRun:
         recorded elsewhere have changed since."""
         self._read_messages(env)
         if tree.limit is None and not tree.is_amended and self._group.on_turn is not None:
-            state = EnvState(answer=terminal, messages=self._messages)
+            state = EnvState(terminal=terminal, messages=self._messages)
             self._record = replace(self._record, env_states={len(self._record.turns): state})
             self._group.on_turn(self._record)
 
@@ -375,10 +375,10 @@ class RolloutRun:
         env_state: EnvState | None = None
         if isinstance(answer, Terminal):
             self._read_messages(env)
-            env_state = EnvState(answer=answer, messages=self._messages)
+            env_state = EnvState(terminal=answer, messages=self._messages)
         elif self._group.on_turn is not None:
             state = await env.state()
-            env_state = None if state is None else EnvState(answer=answer, state=state)
+            env_state = None if state is None else EnvState(observation=answer, state=state)
         self._record = RecordedRollout(
             rollout_id=self.rollout_id,
             turns=turns,

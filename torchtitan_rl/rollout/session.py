@@ -96,13 +96,13 @@ class EnvSession:
     async def finish(self, status: RolloutStatus) -> Terminal:
         return _converted("finish", checked_terminal, await self._call("finish", status))
 
-    async def state(self) -> Any:
-        """A copy of the environment's state; None without one."""
+    async def state(self) -> str | None:
+        """The environment's state, as JSON; None without one."""
         if not self._is_stateful:
             return None
         state = await self._call("state_dict")
         try:
-            return json.loads(json.dumps(state))
+            return None if state is None else json.dumps(state)
         except (TypeError, ValueError, RecursionError) as error:
             cause = f"state_dict: expected JSON-able data: {error}"
             raise RolloutEnded(RolloutStatus.ENV_ERROR, cause) from error
@@ -119,9 +119,9 @@ class EnvSession:
         """
         saved = recorded.env_state
         try:
-            if saved is not None and self._is_stateful:
-                await self._call("load_state_dict", saved.state)
-                answer = saved.answer
+            if saved is not None and saved.observation and saved.state and self._is_stateful:
+                await self._call("load_state_dict", json.loads(saved.state))
+                answer: Observation | Terminal = saved.observation
             else:
                 answer = await self._replay(recorded)
         except RolloutEnded as error:

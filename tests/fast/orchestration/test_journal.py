@@ -27,7 +27,8 @@ FIRST = turn((1, 2), (3, 4), reward=0.1, text="é\n")
 SECOND = turn((1, 2, 3, 4, 0), (5,))
 THIRD = turn((9, 9), (6,))
 STATE = EnvState(
-    answer=Observation(prompt_token_ids=(1, 2, 3, 4, 0), max_tokens=7), state={"deck": [1, 2**70]}
+    observation=Observation(prompt_token_ids=(1, 2, 3, 4, 0), max_tokens=7),
+    state=f'{{"deck": [1, {2**70}]}}',
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.fast.rollout.test_message_env import LetterRenderer
@@ -217,10 +219,10 @@ def test_a_saved_conversation_continues_with_its_messages_its_tools_and_its_secr
         group = after.whole(recorded)
         for entry, rollout in zip(recorded, group.rollouts, strict=True):
             assert rollout.turns[: len(entry.turns)] == entry.turns
-            if entry.env_state is None or not isinstance(entry.env_state.state, dict):
+            if entry.env_state is None or entry.env_state.state is None:
                 continue
             loaded += 1
-            secret = entry.env_state.state["env"]["secret"]
+            secret = json.loads(entry.env_state.state)["env"]["secret"]
             assert rollout.reward == 2.0 * secret
             texts = ["".join(map(chr, turn.prompt_token_ids)) for turn in rollout.turns]
             assert [f" {secret} {i}$" in text for i, text in enumerate(texts)] == [True] * 3
