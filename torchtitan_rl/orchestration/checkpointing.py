@@ -213,8 +213,8 @@ class RunCheckpointer:
         )
 
 
-POSITION, GROUPS = "position-3.msgpack", "groups-3.msgpack"
-"""The attachments, named by their format. Formats 1 and 2 were JSON."""
+POSITION, GROUPS = "position-4.msgpack", "groups-4.msgpack"
+"""The attachments, named by their format. Earlier formats are not read any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
