@@ -177,9 +177,7 @@ def find_errors(
     """
     rollout, schedule, trainer = config.rollout, config.schedule, config.trainer
     capacity = capacity_errors(
-        groups_per_step=rollout.groups_per_step,
-        staleness=schedule.staleness,
-        max_share=schedule.max_overtaking_share,
+        staleness=schedule.staleness, max_share=schedule.max_overtaking_share
     )
     errors = [*capacity, *_relation_errors(config), *_limit_errors(config.task, rollout)]
     on_hosts = has_hosts(config.launch)

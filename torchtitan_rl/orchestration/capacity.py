@@ -47,19 +47,8 @@ class Capacity:
 
 
 def derive_capacity(*, groups_per_step: int, staleness: int, max_share: float) -> Capacity:
-    """The arguments are those of the configuration: ``max_share`` is
-    ``schedule.max_overtaking_share``.
-
-    Raises:
-        ValueError: `capacity_errors` names the reason.
-    """
-    errors = capacity_errors(
-        groups_per_step=groups_per_step,
-        staleness=staleness,
-        max_share=max_share,
-    )
-    if errors:
-        raise ValueError("; ".join(errors))
+    """The arguments are those of a configuration without errors: ``max_share`` is
+    ``schedule.max_overtaking_share``."""
     max_overtakers = int(max_share * groups_per_step)
     if staleness == 0:
         buffer = groups_per_step + max_overtakers
@@ -73,18 +62,13 @@ def derive_capacity(*, groups_per_step: int, staleness: int, max_share: float) -
     )
 
 
-def capacity_errors(*, groups_per_step: int, staleness: int, max_share: float) -> list[str]:
-    """One message per error in the fields of a schedule."""
-    errors = []
-    if groups_per_step < 1:
-        errors.append(f"rollout.groups_per_step is {groups_per_step}: give at least 1")
-    if staleness < 0:
-        errors.append(f"schedule.staleness is {staleness}: give at least 0 (synchronous)")
+def capacity_errors(*, staleness: int, max_share: float) -> list[str]:
+    """Whether the buffer has room for a batch and the groups that it overtakes."""
     # A larger share leaves no room in the buffer for a whole batch and the groups it overtakes.
     most = staleness / 2 if staleness > 0 else 1.0
-    if not 0.0 <= max_share <= most:
-        errors.append(
-            f"schedule.max_overtaking_share is {max_share}: give 0 to {most:g} (a share of "
-            f"rollout.groups_per_step, at schedule.staleness {staleness})"
-        )
-    return errors
+    if 0.0 <= max_share <= most:
+        return []
+    return [
+        f"schedule.max_overtaking_share is {max_share}: give 0 to {most:g} (a share of "
+        f"rollout.groups_per_step, at schedule.staleness {staleness})"
+    ]
