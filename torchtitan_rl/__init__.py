@@ -125,7 +125,7 @@ _OLD_NAMES = {"Conversation": object, "Replayable": object}  # attributes now: s
 
 
 def _homes() -> dict[str, str]:
-    """The module of each name, as the imports above have it."""
+    """Map each exported name to its module, read from the import statements above."""
     nodes = ast.walk(ast.parse(Path(__file__).read_text()))
     found = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     inner = [node for node in found if str(node.module).startswith(f"{__name__}.")]

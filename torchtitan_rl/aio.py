@@ -1,12 +1,12 @@
-"""Time-outs that do not count time in which this process stood still, and tasks that outlive a
-failure.
+"""Time-outs that do not count the time in which this process was stopped, and tasks that continue
+when another one fails.
 
 When a stopped process continues (after Ctrl-Z, a debugger, a suspended laptop), all its deadlines
-have passed, although the answers have arrived and only have to be read. The same holds after the
-event loop was blocked, for as long as it was.
+have passed, although the answers have arrived and only have to be read. The same happens when the
+event loop was blocked for longer than the time left.
 
 `asyncio.TaskGroup` ends all its tasks at once when one fails. The parts of a run must not end like
-that: when one fails, the others finish their step, save, and are ended in order.
+that: when one part fails, the others finish their step and save before they are ended.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 STOOD_STILL_S = 5.0  # load alone does not delay a timer by more than this
-_BLOCKED_S = 1.0  # a timer that is later than this may have been due before answers were read
+_BLOCKED_S = 1.0  # a timer this late may have fired before pending answers were read
 
 
 async def wait_within(delay_s: float | None, task: asyncio.Future[Any]) -> bool:
-    """Return when ``task`` is done, or False after ``delay_s``: cheaper than `deadline`."""
+    """Return True when ``task`` is done, or False after ``delay_s``. Cheaper than `deadline`."""
     if delay_s is None:
         await asyncio.wait((task,))
         return True
@@ -36,11 +36,13 @@ async def wait_within(delay_s: float | None, task: asyncio.Future[Any]) -> bool:
 
 @asynccontextmanager
 async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """As `asyncio.timeout`, but the time starts again where the event loop finds that the deadline
-    passed more than 5 s ago, and is prolonged where it passed more than 1 s ago.
+    """Like `asyncio.timeout`, but tolerant of a process that was stopped.
+
+    If the event loop finds that the deadline passed more than 5 s ago, the time starts again; if it
+    passed more than 1 s ago, the deadline is extended by this delay.
 
     Raises:
-        TimeoutError: the block took longer than ``delay_s`` (None: it may take any time).
+        TimeoutError: the block took longer than ``delay_s`` (None: no limit).
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
@@ -69,8 +71,10 @@ async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
 
 
 def _still_granted_s(delay_s: float, *, late_s: float) -> float | None:
-    """How much longer to wait, in seconds, where the event loop found out ``late_s`` too late that
-    the time was over; None: no longer."""
+    """Return how many seconds longer to wait; None: the time is over.
+
+    ``late_s``: how long after the deadline the event loop looked.
+    """
     if late_s > STOOD_STILL_S:
         return delay_s
     return min(late_s, delay_s) if late_s > _BLOCKED_S else None
@@ -80,7 +84,8 @@ _T = TypeVar("_T")
 
 
 class BackgroundTask:
-    """At most one task at a time; its error is raised where it is waited for."""
+    """At most one task at a time. An error of the task is raised by `wait`, or by the next
+    `start`."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
@@ -92,10 +97,10 @@ class BackgroundTask:
     def start(
         self, name: str, work: Callable[..., Coroutine[Any, Any, None]], *args: Any
     ) -> asyncio.Task[None]:
-        """Begin ``work(*args)``; the task before has ended.
+        """Start ``work(*args)`` as a task. The previous task must have ended.
 
         Raises:
-            Exception: what the task before raised, if `wait` has not.
+            Exception: the previous task raised it, and `wait` has not raised it yet.
         """
         if self._task is not None:
             self._task.result()
@@ -106,7 +111,7 @@ class BackgroundTask:
         """Return when the task has ended. Cancelling this call does not cancel the task.
 
         Raises:
-            Exception: what the task raised; once.
+            Exception: the task raised it. It is raised only once.
         """
         task = self._task
         if task is None:
@@ -124,7 +129,8 @@ class BackgroundTask:
 
 @asynccontextmanager
 async def background(work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
-    """Run ``work`` while the block is open, then cancel it; its own error is raised at the end."""
+    """Run ``work`` while the block runs, then cancel it. If ``work`` failed, its error is raised at
+    the end of the block."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -144,18 +150,20 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def retrieve(task: asyncio.Future[Any]) -> None:
-    """Mark its error as retrieved, which asyncio otherwise logs: no one waits for it any more."""
+    """Mark the task's error as retrieved, because no one waits for the task any more; asyncio would
+    log it otherwise."""
     if not task.cancelled():
         task.exception()
 
 
 async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
-    """The result of the work that ends first; of several at once, that of the first one given.
+    """Return the result of the coroutine that ends first; if several end at once, of the first
+    argument among them.
 
-    The others are cancelled, and have ended; what they raised is dropped.
+    The others are cancelled and have ended when this call returns; their errors are dropped.
 
     Raises:
-        Exception: what that work raised.
+        Exception: the coroutine that ended first raised it.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -170,13 +178,13 @@ async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
 async def uninterrupted(
     work: Coroutine[Any, Any, _T], *, on_cancel: Callable[[], object] | None = None
 ) -> _T:
-    """The result of ``work``, which runs to its end even if this call is cancelled meanwhile.
+    """Return the result of ``work``, which runs to its end even if this call is cancelled.
 
     ``on_cancel`` is called at each cancellation, for example to make ``work`` end sooner.
 
     Raises:
         asyncio.CancelledError: this call was cancelled; ``work`` has ended.
-        Exception: what ``work`` raised.
+        Exception: ``work`` raised it.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

@@ -1,8 +1,8 @@
-"""The values that a field of a configuration may have: bounds, as annotations that pydantic checks,
-and functions by their names (``package.module:function`` or ``path/file.py:function``).
+"""Allowed values of configuration fields: bounds, as annotations that pydantic checks, and
+functions given by name (``package.module:function`` or ``path/file.py:function``).
 
-`config.checks.field_errors` checks the bounds. Configurations are plain dataclasses, so that they
-can be built, changed and read from a file first, and all errors are reported together.
+`config.checks.field_errors` checks the bounds. Configurations are plain dataclasses: they are
+built, changed or read from a file without checks, and then all errors are reported together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from annotated_types import Interval
 
 from torchtitan_rl.errors import ConfigError, one_line
 
-MAX_SECONDS = 1e7  # four months; beyond some centuries Python's own waits overflow
+MAX_SECONDS = 1e7  # four months; Python's own waits overflow at a few centuries
 MAX_COUNT = 2**31 - 1
 MAX_FLOAT = 1e30  # float32 has 3e38
 
@@ -45,12 +45,12 @@ class Check:
 
 
 def is_line(text: object) -> bool:
-    """Whether a text or path prints on one line; an empty one does not count."""
+    """Whether a text or path is not empty and prints on one line."""
     return bool(str(text).strip()) and str(text).isprintable()
 
 
 NAMED = Check(is_line, "give one line of text, not empty, without control characters")
-"""For texts and paths that must be there."""
+"""For texts and paths that must not be empty."""
 OPTIONAL = Check(lambda text: text == "" or is_line(text), "give one line of text, or '' for none")
 """For texts that may be empty."""
 
@@ -60,7 +60,7 @@ Tokens = Annotated[int, Interval(ge=1, le=1 << 24)]
 Ranks = Annotated[int, Interval(ge=1, le=4096)]
 Threads = Annotated[int, Interval(ge=1, le=1024)]
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
-Seconds = Annotated[float, Interval(ge=0.01, le=MAX_SECONDS)]  # some waits look that often
+Seconds = Annotated[float, Interval(ge=0.01, le=MAX_SECONDS)]  # some loops poll at this interval
 LongSeconds = Annotated[float, Interval(ge=1.0, le=MAX_SECONDS)]
 Share = Annotated[float, Interval(ge=0.0, le=1.0)]
 PositiveShare = Annotated[float, Interval(gt=0.0, le=1.0)]
@@ -78,7 +78,7 @@ def import_file(file: Path, name: str, folder: Path) -> ModuleType:
     """Run a Python file as the module ``name``; it may import the modules of ``folder``.
 
     Raises:
-        Exception: what the file's code raises.
+        Exception: the file's code raised it.
     """
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None  # its name ends in .py
@@ -91,10 +91,12 @@ def import_file(file: Path, name: str, folder: Path) -> ModuleType:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function of that name.
+    """Import the function called ``name``: ``package.module:function`` or
+    ``path/file.py:function``.
 
     Raises:
-        ConfigError: the name has no module, or its module no such function.
+        ConfigError: the name contains no module, the module cannot be imported, or it has no such
+            function.
     """
     place, _, attribute = name.rpartition(":")
     if not place:
@@ -111,7 +113,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def absolute(name: str) -> str:
-    """The name by which a process in another folder finds the same function."""
+    """Return the name by which a process in another working folder finds the same function."""
     place, _, attribute = name.rpartition(":")
     return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
 

@@ -1,11 +1,12 @@
 """The messages between the controller and its actors, and how they are gathered into batches.
 
-The messages are calls and aborts in one direction, and ends in the other; `generation.server` and
-`serving.link` add their own. `backends.monarch.channel` carries the batches.
+Calls and aborts go in one direction, and ends of calls in the other; `generation.server` and
+`serving.link` add their own messages. `backends.monarch.channel` transports the batches.
 
-`Outbox`: each message leaves once, in the order of `Outbox.put`; at most one batch leaves per
-interval, unless an urgent message waits; after a silence the first message leaves at once; the
-event loop is woken at most twice for a batch of any size.
+Invariants of `Outbox`: each message leaves once, in the order of `Outbox.put`. At most one batch
+leaves per interval, unless an urgent message waits. When no batch left during the last interval,
+the next message leaves at once. The event loop is woken at most twice per batch, whatever the
+batch's size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ M = TypeVar("M")
 
 
 class Outbox(Generic[M]):
-    """Many threads put messages, one task takes them. ``interval_s``: between two batches."""
+    """A queue into which many threads put messages, and from which one task takes them in batches.
+
+    ``interval_s``: the shortest time between two batches.
+    """
 
     def __init__(self, *, interval_s: float = 0.0) -> None:
         self._interval_s = interval_s
@@ -32,12 +36,15 @@ class Outbox(Generic[M]):
         self._messages: list[M] = []
         self._is_due = self._is_urgent = False
         self._failure: Exception | None = None
-        self._is_awaited: Callable[[], bool] = bool  # the taker's condition, and its wake-up
+        self._is_awaited: Callable[[], bool] = bool  # what `take` waits for, and how to wake it
         self._wake: Callable[[], object] | None = None
 
     def put(self, *messages: M, is_urgent: bool = False) -> None:
-        """From any thread. Urgent messages, and all before them, wait for no interval. Without
-        messages the next batch may be empty."""
+        """Queue messages; any thread may call this.
+
+        An urgent message, and all messages before it, leave without waiting for the interval. A
+        call without messages also wakes `take`, whose batch may then be empty.
+        """
         with self._lock:
             self._messages += messages
             self._is_due = True
@@ -46,20 +53,20 @@ class Outbox(Generic[M]):
                 self._notify()
 
     def discard(self, is_discarded: Callable[[M], bool]) -> bool:
-        """Drop messages that have not left; whether there were any."""
+        """Drop the matching messages that have not left. Returns whether there were any."""
         with self._lock:
             num_before = len(self._messages)
             self._messages = [one for one in self._messages if not is_discarded(one)]
             return len(self._messages) < num_before
 
     def fail(self, error: Exception) -> None:
-        """Make every `take` raise ``error``, one that waits now included."""
+        """Make every `take` raise ``error``, including one that waits now."""
         with self._lock:
             self._failure = error
             self._notify()
 
     def take_now(self) -> tuple[M, ...]:
-        """Take all messages; an empty tuple if there are none."""
+        """Take all queued messages; the tuple is empty if there are none."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -68,8 +75,10 @@ class Outbox(Generic[M]):
             return messages
 
     async def take(self, timeout_s: float | None = None) -> tuple[M, ...]:
-        """The next batch, as soon as it may leave; empty if no message was put within
-        ``timeout_s``, or all were discarded. One call at a time."""
+        """Wait until the next batch may leave, and return it. Only one call at a time.
+
+        The batch is empty if no message was put within ``timeout_s``, or if all were discarded.
+        """
         now = asyncio.get_running_loop().time
         if await self._wait_until(lambda: self._is_due, timeout_s):
             await self._wait_until(lambda: self._is_urgent, self._next_s - now())
@@ -77,7 +86,8 @@ class Outbox(Generic[M]):
         return self.take_now()
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Whether ``condition`` holds in time."""
+        """Wait for ``condition`` or a failure; return False if neither came within
+        ``timeout_s``."""
         reached = asyncio.Event()
         with self._lock:
             if condition() or self._failure is not None:
@@ -107,12 +117,12 @@ R = TypeVar("R")
 E = TypeVar("E")
 
 CallId = str | int
-"""Unique among the calls that run: requests have their own ids, everything else a number."""
+"""Unique among the running calls: the request's id for a request, a number for any other call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[P]):
-    """A request for work that ends once."""
+    """Work that the other side is asked to do; it has exactly one `End`."""
 
     call_id: CallId
     payload: P
@@ -120,8 +130,11 @@ class Call(Generic[P]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """The payload of a call that completes a request. ``streams``: its progress is reported within
-    milliseconds; else a replica reports it about every second, and the controller never."""
+    """The payload of a call that completes a request.
+
+    ``streams``: progress is reported within milliseconds. Otherwise a replica reports it about once
+    a second, and the controller does not report it.
+    """
 
     request: GenerationRequest
     streams: bool = False
@@ -129,7 +142,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """End the call now. Unknown and ended ids are ignored."""
+    """End the call now. Ids of unknown and ended calls are ignored."""
 
     call_id: CallId
 

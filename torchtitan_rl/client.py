@@ -12,7 +12,7 @@ It needs httpx and nothing else of this package: the file can be copied into a w
     Client("http://trainer:8000/v1", api_key="KEY").work(solve)
 
 `Client` blocks; `AsyncClient` has the same methods for ``await``, and both run the same coroutines.
-A request that got no answer, or one that says to try again later, is sent again with the same
+A request without an answer, or whose answer says to try again later, is sent again with the same
 ``Idempotency-Key``, so that nothing happens twice.
 """
 
@@ -41,14 +41,15 @@ Answer = dict[str, Any]
 _T = TypeVar("_T")  # `Answer`, or an awaitable of it
 _Send = Callable[..., _T]
 
-_MAX_WAIT_S = 60.0  # that a lease may wait at the server
+_MAX_WAIT_S = 60.0  # the longest time for which the server holds a request for a lease
 _RETRIED = (429, 502, 503, 504)
-_MAX_REWARD = 1e30  # that the endpoint takes
+_MAX_REWARD = 1e30  # the largest reward that the endpoint accepts
 _MAX_PAUSE_S = 10.0  # between two attempts
 
 
 class EndpointError(Exception):
-    """The endpoint refused a request: ``status`` of HTTP, ``code`` such as ``session_closed``."""
+    """The endpoint refused a request: the HTTP ``status``, and a ``code`` such as
+    ``session_closed``."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(f"{status} {code}: {message}")
@@ -73,11 +74,13 @@ class Session(Generic[_T]):
         choice: int | None = None,
         return_episodes: bool = False,
     ) -> _T:
-        """Close the session with its reward. With a ``response_id`` (and a ``choice`` of it) only
-        the branch with that response gets the reward, and the session stays open.
+        """Close the session with its reward.
+
+        With a ``response_id`` (and the number of one of its choices in ``choice``), only the branch
+        with that response gets the reward, and the session stays open.
 
         Raises:
-            ValueError: the reward is no finite number.
+            ValueError: the reward is not a finite number of at most 1e30.
         """
         body = {"reward": _number(reward), "response_id": response_id, "choice": choice}
         return self._post("reward", return_episodes=return_episodes, **body)
@@ -87,7 +90,7 @@ class Session(Generic[_T]):
         return self.send("DELETE", f"/sessions/{self.session_id}")
 
     def read(self) -> _T:
-        """Its state and counts."""
+        """Return the session's state and counts."""
         return self.send("GET", f"/sessions/{self.session_id}")
 
     def _post(self, what: str, **body: Any) -> _T:
@@ -107,24 +110,26 @@ class Lease(Session[_T]):
     lease_s: float
 
     def heartbeat(self) -> _T:
-        """Keep the lease; `EndpointError` ``lease_lost`` where it was lost."""
+        """Extend the lease. If it was lost, this raises `EndpointError` with ``lease_lost``."""
         return self._post("heartbeat")
 
     def done(self) -> _T:
-        """Give the lease back; the reward comes later, from anyone who knows the session."""
+        """Give the lease back without a reward. Any client that has the session may report the
+        reward later."""
         return self._post("return", outcome="done")
 
     def failed(self, cause: str = "") -> _T:
-        """Give the problem back: another worker may have it."""
+        """Give the problem back, so that another worker may lease it."""
         return self._post("return", outcome="failed", cause=cause[:1000])
 
 
 class AsyncClient:
-    """For ``await``. ``http`` is a client of yours, with its proxies and certificates.
+    """The asynchronous client. ``http`` is your own httpx client, for example with proxies and
+    certificates.
 
-    ``base_url`` ends in ``/v1``; without one it is ``OPENAI_BASE_URL``. Without a key it is
-    ``TORCHTITAN_RL_API_KEY``. ``patience_s`` is how long to try where the endpoint does not answer,
-    for example because its run has not started yet.
+    ``base_url`` ends in ``/v1`` (default: the environment variable ``OPENAI_BASE_URL``).
+    ``api_key`` defaults to ``TORCHTITAN_RL_API_KEY``. ``patience_s`` is how long to repeat a
+    request that the endpoint does not answer, for example because its run has not started yet.
     """
 
     def __init__(
@@ -144,18 +149,18 @@ class AsyncClient:
         self._http: Any = http or self._new_http(timeout=_MAX_WAIT_S + 30.0)
 
     async def open_session(self, session_id: str | None = None) -> Session[Awaitable[Answer]]:
-        """Open a session, under an id of its own unless one is given."""
+        """Open a session; the endpoint chooses its id if ``session_id`` is None."""
         opened = await self.send("POST", "/sessions", {"session_id": session_id})
         return self.session(opened["session_id"])
 
     def session(self, session_id: str) -> Session[Awaitable[Answer]]:
-        """A session that is open, for example to give it its reward."""
+        """Return an open session by its id, for example to report its reward."""
         return Session(session_id=session_id, **self._connection(session_id))
 
     async def lease(
         self, *, problem_id: str | None = None, worker: str = "", wait_s: float = 20.0
     ) -> Lease[Awaitable[Answer]] | None:
-        """Lease a problem of a training run; None where none came within ``wait_s``."""
+        """Lease a problem of a training run; None if no problem was available within ``wait_s``."""
         body = {"problem_id": problem_id, "worker": worker, "wait_s": min(wait_s, _MAX_WAIT_S)}
         answer = await self.send("POST", "/problems/lease", body)
         if not answer:
@@ -173,14 +178,16 @@ class AsyncClient:
     ) -> int:
         """Lease problems and solve them, one after another, while ``keeps_on()``.
 
-        ``solve`` returns the reward, or None where it comes later. What it raises is logged, and
-        its problem is given back; so is a reward that is no finite number. It also ends when the
-        endpoint has not answered for ``patience_s``, for example as its run has ended. Returns the
-        number of problems.
+        ``solve`` returns the reward, or None if it will be reported later through the session. If
+        ``solve`` raises, or returns a reward that is not a finite number, the error is logged and
+        the problem is given back.
+
+        `work` also returns when the endpoint has not answered for ``patience_s``, for example
+        because the run has ended. Returns the number of leased problems, failed ones included.
 
         Raises:
             EndpointError: the endpoint refuses to lease problems, for example to this key.
-            httpx.TransportError: the endpoint did not answer the first request.
+            httpx.TransportError: the endpoint did not answer, and no problem was leased before.
         """
         number = 0
         while keeps_on():
@@ -205,10 +212,10 @@ class AsyncClient:
         return number
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """One request, sent again where it got no answer.
+        """Send one request; without an answer, it is sent again for ``patience_s``.
 
         Raises:
-            EndpointError: it was refused.
+            EndpointError: the endpoint refused the request.
             httpx.TransportError: the endpoint does not answer.
         """
         headers = {"Idempotency-Key": uuid.uuid4().hex}
@@ -253,7 +260,7 @@ class AsyncClient:
             except httpx.TransportError:
                 continue
 
-    # All waiting is done by these; they block in `Client`.
+    # Everything that waits; `_Blocking` replaces these by functions that block.
 
     _new_http: Callable[..., Any] = httpx.AsyncClient
     _sleep: Callable[[float], Any] = staticmethod(asyncio.sleep)
@@ -271,7 +278,7 @@ class AsyncClient:
 
 
 class _Blocking(AsyncClient):
-    """Its coroutines never suspend."""
+    """An `AsyncClient` whose coroutines block instead of suspending; `_run` runs them."""
 
     _new_http = httpx.Client
     _sleep = staticmethod(time.sleep)
@@ -344,12 +351,12 @@ class Client:
 
 
 async def _result(found: Any) -> Any:
-    """What a blocking call returned, or what an asynchronous one will."""
+    """Return the result of a blocking call, or await that of an asynchronous call."""
     return await found if inspect.isawaitable(found) else found
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that never suspends."""
+    """Run a coroutine that never suspends, and return its result."""
     try:
         work.send(None)
     except StopIteration as end:
@@ -358,10 +365,10 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _number(reward: Any) -> float:
-    """The reward for JSON, from a number of any library.
+    """Convert a reward, a number of any library, to a float for JSON.
 
     Raises:
-        ValueError: it is no finite number, or a larger one than the endpoint takes.
+        ValueError: the reward is not a finite number, or is larger than the endpoint accepts.
     """
     try:
         number = math.nan if isinstance(reward, str | bytes) else float(reward)
@@ -373,7 +380,7 @@ def _number(reward: Any) -> float:
 
 
 def _pauses(patience_s: float) -> Iterator[float]:
-    """Between attempts, for so long in all."""
+    """Yield the pauses between attempts, until ``patience_s`` have passed."""
     pause_s, end_s = 0.2, time.monotonic() + patience_s
     while time.monotonic() < end_s:
         yield pause_s
@@ -396,7 +403,7 @@ def _answer(response: httpx.Response) -> Answer:
 
 
 def _endpoint_has_ended(error: Exception, num_leased: int) -> bool:
-    """Whether a worker that has leased problems is done, which is logged."""
+    """Whether the endpoint is gone after this worker leased problems. Logs this."""
     is_gone = isinstance(error, httpx.TransportError) or (
         isinstance(error, EndpointError) and error.status in _RETRIED
     )
@@ -407,7 +414,7 @@ def _endpoint_has_ended(error: Exception, num_leased: int) -> bool:
 
 @contextlib.contextmanager
 def _lost_leases_are_logged(lease: Lease[Any]) -> Iterator[None]:
-    """A worker goes on where its rollout has ended without it."""
+    """Log a lost lease instead of raising, so that the worker continues with the next problem."""
     try:
         yield
     except httpx.TransportError as error:

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 
 class TorchtitanRLError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class ConfigError(TorchtitanRLError):
-    """One or more errors in a configuration: what is wrong, where, and how to fix it."""
+    """One or more errors in a configuration. Each message says what is wrong, where, and how to fix
+    it."""
 
     def __init__(self, errors: str | list[str]) -> None:
         self.errors = [errors] if isinstance(errors, str) else list(errors)
@@ -23,7 +24,7 @@ class ConfigError(TorchtitanRLError):
 
 
 class HostsBusyError(ConfigError):
-    """Workers of ``launch.attach`` serve other runs, and nothing else is wrong."""
+    """The only error is that workers of ``launch.attach`` serve other runs."""
 
 
 class GenerationError(TorchtitanRLError):
@@ -31,13 +32,13 @@ class GenerationError(TorchtitanRLError):
 
 
 class InvalidRequestError(GenerationError):
-    """A request was refused, by the router, the engine loop or the engine; it fails alone."""
+    """The router, the engine loop or the engine refused a request; no other request fails."""
 
 
 class RequestGivenUpError(InvalidRequestError):
-    """The engine accepted a request and could not complete it; it fails alone.
+    """The engine accepted a request and could not complete it; no other request fails.
 
-    ``completion`` has the tokens sampled until then.
+    ``completion`` contains the tokens sampled before the failure.
     """
 
     def __init__(self, message: str, completion: Completion) -> None:
@@ -49,7 +50,7 @@ class RequestGivenUpError(InvalidRequestError):
 
 
 class ReplicaError(GenerationError):
-    """The replica that held a request is closed, has failed or has died."""
+    """The replica of a request was closed, has failed or has died."""
 
 
 class LoopClosedError(ReplicaError):
@@ -57,7 +58,7 @@ class LoopClosedError(ReplicaError):
 
 
 class LoopFailedError(ReplicaError):
-    """The engine loop failed with an error, its ``__cause__``; all its requests fail with it."""
+    """The engine loop failed with the error in ``__cause__``; all its requests fail with it."""
 
 
 class LoopStalledError(LoopFailedError):
@@ -65,7 +66,8 @@ class LoopStalledError(LoopFailedError):
 
 
 class WeightSyncError(TorchtitanRLError):
-    """Weights could not be published, fetched or swapped; names version and replica."""
+    """Weights could not be published, fetched or swapped. The message names the version and the
+    replica."""
 
 
 class TrainerLostError(TorchtitanRLError):
@@ -77,17 +79,22 @@ class EndpointLostError(TorchtitanRLError):
 
 
 class CheckpointError(TorchtitanRLError):
-    """A checkpoint could not be written, or one on disk is damaged; names it and the reason."""
+    """A checkpoint could not be written, or is damaged. The message names the checkpoint and the
+    reason."""
 
 
 class OutputError(TorchtitanRLError):
-    """An output file (metrics, rollouts) could not be written; names it and the reason."""
+    """An output file (metrics, rollouts) could not be written. The message names the file and the
+    reason."""
 
 
 class RunTakenOverError(OutputError):
-    """Another process has taken over the run's folder, because this one did not move for a while
-    (it was stopped, or its storage was out of reach); nothing more is written. Or its lease was
-    removed, so that another one may: ``successor`` is empty."""
+    """This process no longer owns the run's folder, and writes nothing more there.
+
+    Either another process has taken the folder over, because this one did not renew its lease for a
+    while (it was stopped, or could not reach its storage); or the lease was removed, so that
+    another process may own the folder. In the second case ``successor`` is empty.
+    """
 
     def __init__(self, run_dir: Path, successor: str) -> None:
         super().__init__(
@@ -106,11 +113,11 @@ class DivergedError(TorchtitanRLError):
 
 
 class NothingTrainedError(TorchtitanRLError):
-    """A run has nothing to train on: rollouts fail, or all its groups are skipped."""
+    """A run has nothing to train on: its rollouts fail, or all its groups are skipped."""
 
 
 class DeadlineError(TorchtitanRLError):
-    """A wait reached its deadline; names what it waited for."""
+    """A wait reached its deadline. The message names what was waited for."""
 
 
 class GenerationTimeoutError(GenerationError, DeadlineError):

@@ -1,11 +1,11 @@
-"""Files that a kill or a full disk leaves whole: lines that are only appended, and whole files.
+"""Writes that stay consistent after a kill or on a full disk: appended lines, and replaced files.
 
-A kill -9 in the middle of a write leaves the beginning of a line at the end of its file, and so
-does a disk that fills up. `open_for_append` cuts such a line off, `append_line` takes its own back
-where it fails, and `whole_lines` passes over it. `replacing` and `replace_file` write next to a
-file and rename, so that a reader finds the old content or the new one.
+A kill -9 during a write, or a disk that fills up, leaves an incomplete (torn) line at the end of a
+file. `open_for_append` cuts such a line off, `append_line` removes its own after a failed write,
+and `whole_lines` skips it. `replacing` and `replace_file` write to a temporary file in the same
+folder and rename it, so that a reader finds either the old content or the new content.
 
-Invariant: what comes after a torn line never becomes part of it.
+Invariant: a torn line is never joined with a line that is written later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _BLOCK_BYTES = 64 << 10
 
 
 def open_for_append(path: Path) -> FileIO:
-    """Open, or create, a file to append lines to; only its end is read, for a torn line.
+    """Open or create a file to append lines to, and cut off a torn last line. Only the file's end
+    is read.
 
     Raises:
         OSError: the file cannot be opened.
@@ -41,7 +42,8 @@ def open_for_append(path: Path) -> FileIO:
 
 
 def append_line(file: FileIO, data: bytes) -> None:
-    """Hand ``data``, one or more whole lines, to the system: all of it or nothing.
+    """Write ``data``, one or more whole lines, without syncing. If that fails, nothing of it stays
+    in the file.
 
     Raises:
         OSError: the lines cannot be written.
@@ -49,7 +51,7 @@ def append_line(file: FileIO, data: bytes) -> None:
     start = file.tell()
     left = memoryview(data)
     try:
-        while left:  # a disk that fills up takes a part first
+        while left:  # a disk that fills up accepts a part first
             left = left[file.write(left) :]
     except BaseException:
         file.truncate(start)
@@ -58,7 +60,7 @@ def append_line(file: FileIO, data: bytes) -> None:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield each line with its end, except a torn last one; one is in memory at a time.
+    """Yield each line with its newline, except a torn last line. One line is in memory at a time.
 
     Raises:
         OSError: the file cannot be read.
@@ -73,7 +75,7 @@ def parse_object(where: str, line: bytes) -> dict[str, Any]:
     """Parse a line as a JSON object.
 
     Raises:
-        ValueError: the line is not JSON, or not an object; the message begins with ``where``.
+        ValueError: the line is not JSON, or not a JSON object. The message begins with ``where``.
     """
     try:
         found = json.loads(line)
@@ -86,10 +88,10 @@ def parse_object(where: str, line: bytes) -> dict[str, Any]:
 
 @contextmanager
 def replacing(path: Path, *, is_durable: bool = True) -> Iterator[BufferedWriter]:
-    """Give a file to write to, which takes the place of ``path`` when the block ends.
+    """Yield a file to write to, which replaces ``path`` when the block ends.
 
-    After an error in the block, ``path`` is what it was. ``is_durable`` waits until the content
-    and the name are on disk.
+    After an error in the block, ``path`` is unchanged. With ``is_durable`` the block ends only when
+    the content and the name are on disk.
 
     Raises:
         OSError: the file cannot be written.
@@ -110,7 +112,7 @@ def replacing(path: Path, *, is_durable: bool = True) -> Iterator[BufferedWriter
 
 
 def replace_file(path: Path, content: bytes, *, is_durable: bool = True) -> None:
-    """Write all of a file or, where that fails, leave it as it was; see `replacing`."""
+    """Write a whole file; if that fails, the old file is unchanged. See `replacing`."""
     with replacing(path, is_durable=is_durable) as file:
         file.write(content)
 

@@ -1,5 +1,5 @@
-"""Processes of this machine: how they are started, watched and ended with all that they started; on
-which cores they run, and how often Python's garbage collector runs in them."""
+"""Processes of this machine: start and watch them, end them with all their descendants, choose
+their cores, and reduce garbage collection in them."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ _POLL_S = 0.05
 
 
 class Processes:
-    """Processes by their numbers, named here while they run; each may lead a process group. A later
-    process with the same number is never killed. Stopped ones, which answer nothing, are."""
+    """Running processes, given by their pids; each may lead a process group.
+
+    A later process that reuses a pid is never killed. Stopped processes (SIGSTOP) are killed too.
+    """
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._handles = {pid: os.pidfd_open(pid) for pid in pids}
 
     @property
     def are_lost(self) -> bool:
-        """Their host is: never this one."""
+        """Whether the host of the processes is lost: False, because they run on this host."""
         return False
 
     async def end(self, timeout_s: float) -> list[int]:
-        """Let them exit by themselves for ``timeout_s``, and kill those that do not, with their
-        process groups; returns their numbers."""
+        """Wait ``timeout_s`` for the processes to exit, then kill the others with their process
+        groups. Returns the pids of the killed processes."""
         killed: list[int] = []
         if not await self._have_exited(timeout_s):
             killed = self._kill()
@@ -67,7 +69,7 @@ class Processes:
     def _kill(self) -> list[int]:
         killed = self._alive()
         for pid in killed:
-            with suppress(ProcessLookupError):  # it has exited by itself, just now
+            with suppress(ProcessLookupError):  # the process has just exited by itself
                 if os.getpgid(pid) == pid:
                     os.killpg(pid, signal.SIGKILL)
                 else:
@@ -82,7 +84,7 @@ def _has_exited(handle: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make descendants whose parents end children of this process, not of init."""
+    """Make this process, instead of init, the parent of descendants whose own parents end."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -98,13 +100,15 @@ def end_descendants(
     *,
     may_finish: Callable[[psutil.Process, float], bool] = lambda process, age_s: False,
 ) -> list[int]:
-    """Kill all descendants of this process, which must have adopted orphans, until none is left, or
-    for ``within_s``; returns the numbers of those that are left.
+    """Kill all descendants of this process until none is left, or until ``within_s`` have passed.
+
+    This process must have called `adopt_orphans`. Returns the pids of the descendants left.
 
     Args:
-        spared: children that are left alone with their descendants. A shell may have given this
-            process children of its own, such as the reader of its output.
-        may_finish: whether a process may still end by itself, so many seconds after the call.
+        spared: children that are not killed, nor are their descendants. A shell may have given this
+            process children, such as the reader of its output.
+        may_finish: called with a process and the seconds since this call; True if the process may
+            still end by itself and is not killed yet.
     """
     started_s = time.monotonic()
     while (left := _descendants(spared)) and (age_s := time.monotonic() - started_s) < within_s:
@@ -140,24 +144,27 @@ def _reap() -> None:
 
 
 def stay_on_cores(cores: tuple[int, ...]) -> None:
-    """Run all threads of this process, and those it starts later, on ``cores``; () changes nothing.
+    """Run all threads of this process, present and later ones, on ``cores``; () changes nothing.
 
-    Processes that it starts inherit this until they choose for themselves.
+    Child processes inherit the cores until they choose their own.
     """
     if not cores:
         return
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):  # it has ended by now
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread.name), cores)
 
 
-_NEW_OBJECTS = 10_000  # between two collections; Python's default is 700
+_NEW_OBJECTS = 10_000  # allocations between two collections; Python's default is 700
 
 
 def collect_less() -> None:
-    """Never scan again what is alive now, imports above all, and collect less often: for processes
-    that import much and create many short-lived objects. In the controller, collections took 30 %
-    of the CPU time of its Python code."""
+    """Exclude all objects alive now (mainly imports) from garbage collection, and collect less
+    often.
+
+    For processes that import much and create many short-lived objects. In the controller,
+    collections took 30 % of the CPU time of its Python code.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS)
@@ -176,10 +183,10 @@ def collecting_later() -> Iterator[None]:
 
 
 class ChildProcess:
-    """A process that a launcher starts and ends; `started` makes one.
+    """A process that a launcher starts and ends; created by `started`.
 
-    It leads a session of its own, so that a signal to the launcher's group reaches it once, through
-    the launcher. It gets SIGTERM when the launcher dies.
+    The process leads its own session, so that a signal to the launcher's process group reaches it
+    only once, through the launcher. It gets SIGTERM when the launcher dies.
     """
 
     def __init__(self, process: Process, ready_at: str) -> None:
@@ -198,10 +205,11 @@ class ChildProcess:
         ready_at: str = "",
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> AsyncIterator[ChildProcess]:
-        """Started now, ended on leaving: by SIGTERM, and by SIGKILL ``end_within_s`` later.
+        """Start the process, and end it when the block ends: by SIGTERM, and by SIGKILL
+        ``end_within_s`` later.
 
-        ``ready_at`` is what the line contains that it prints once it is ready: `ready` returns the
-        rest of this line. ``environment`` is added to that of this process.
+        ``ready_at`` is a text in the line that the process prints when it is ready; `ready` returns
+        the rest of that line. ``environment`` is added to the environment of this process.
         """
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -217,12 +225,13 @@ class ChildProcess:
             await child._end(end_within_s)
 
     async def wait(self) -> int:
-        """Its exit code; 128 + n if signal n ended it."""
+        """Wait for the process to end. Returns its exit code; 128 + n if signal n ended it."""
         code = await self._process.wait()
         return code if code >= 0 else 128 - code
 
     async def ready(self) -> str | None:
-        """None: it ended before it was ready."""
+        """Return the rest of the line with ``ready_at``; None if the process ended before printing
+        it."""
         ended = asyncio.create_task(self.wait())
         either: list[asyncio.Future[Any]] = [self._ready, ended]
         try:
@@ -243,7 +252,7 @@ class ChildProcess:
             _, found, rest = text.partition(self._ready_at)
             if found and not self._ready.done():
                 self._ready.set_result(rest.strip())
-            with suppress(OSError):  # no one reads it any more; the process goes on
+            with suppress(OSError):  # our output is closed; the process continues
                 sys.stdout.write(text)
                 sys.stdout.flush()
 
@@ -260,7 +269,8 @@ class ChildProcess:
 
 
 def shim_command(link: str) -> list[str]:
-    """The words before a program's own that start it below a shim; ``link`` as in `shim.py`."""
+    """Return the words to put before a program's command line, to run it below a shim. ``link``:
+    see `shim.py`."""
     return [sys.executable, "-I", "-S", shim.__file__, link]
 
 
@@ -269,18 +279,18 @@ _OUTPUT_GRACE_S = 10.0  # from the end of the program to the end of its output
 
 
 class CommandError(TorchtitanRLError):
-    """A program could not be started, or it is unknown how it ended."""
+    """A program could not be started or killed, or it is unknown how it ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
     """How a program ended: exactly one of ``exit_code``, ``signal`` and ``timed_out`` is set.
 
-    ``truncated``: one of its outputs was longer than the limit.
+    ``truncated``: stdout or stderr was longer than the limit.
     """
 
     exit_code: int | None
-    signal: int | None  # that killed it
+    signal: int | None  # the signal that killed the program
     timed_out: bool
     stdout: bytes
     stderr: bytes
@@ -298,20 +308,20 @@ async def run_command(
 ) -> CommandResult:
     """Run a program in a process session of its own, until it ends or times out.
 
-    Returns, raises or is cancelled only after the program and all its descendants are dead. They
-    are also killed, a moment later, when this process dies, even by SIGKILL: a shim process between
-    this one and the program (`shim.py`) does it. Not a sandbox.
+    This call returns, raises or is cancelled only after the program and all its descendants are
+    dead. They are also killed, a moment later, when this process dies, even by SIGKILL: a shim
+    process between this one and the program (`shim.py`) kills them. Not a sandbox.
 
     ``env`` replaces the environment. ``stdin`` None is an empty input. The first
     ``max_output_bytes`` of stdout and of stderr are kept, the rest is dropped. Processes that the
-    program leaves running are killed. Plain (blocking) environments, which have threads of their
-    own, call this through `asyncio.run`.
+    program leaves running are killed. Synchronous environments, which run in their own threads,
+    call this through `asyncio.run`.
 
         result = await run_command(["pytest", "-q"], timeout_s=60, cwd=folder)
         reward = float(result.exit_code == 0)
 
     Raises:
-        CommandError: the program could not be started, or not be killed, or it killed its shim.
+        CommandError: the program could not be started, could not be killed, or killed its shim.
     """
     if not argv:
         raise CommandError("a command needs at least the program's name")
@@ -352,7 +362,7 @@ async def _run(
         _read(process.stdout, max_output_bytes),
         _read(process.stderr, max_output_bytes),
     )
-    reporting = asyncio.ensure_future(_report(ours))  # ends when the shim has
+    reporting = asyncio.ensure_future(_report(ours))  # ends with the shim
     timed_out = not (await asyncio.wait([reporting], timeout=timeout_s))[0]
     hang_up(ours)
     pid, kind, value = await reporting
@@ -380,8 +390,8 @@ async def _run(
 
 
 def hang_up(link: socket.socket) -> None:
-    """Tell who watches a program, at the other end, to kill all of it; harmless when that has
-    ended."""
+    """Tell the watcher of a program, at the other end of ``link``, to kill the program and its
+    descendants. Does nothing if the watcher has ended."""
     with suppress(OSError):
         link.shutdown(socket.SHUT_WR)
 
@@ -397,7 +407,7 @@ async def _feed(writer: asyncio.StreamWriter | None, data: bytes | None) -> None
 
 
 async def _read(reader: asyncio.StreamReader | None, limit: int) -> tuple[bytes, bool]:
-    """The first ``limit`` bytes, and whether there were more."""
+    """Read to the end. Returns the first ``limit`` bytes, and whether there were more."""
     kept, more = bytearray(), False
     while reader is not None and (chunk := await reader.read(_CHUNK_BYTES)):
         left = limit - len(kept)
@@ -407,7 +417,8 @@ async def _read(reader: asyncio.StreamReader | None, limit: int) -> tuple[bytes,
 
 
 async def _report(link: socket.socket) -> tuple[int, str, str]:
-    """The program's pid (0: none) and how it ended (``exit 3``); "" without a report."""
+    """Read the shim's report: the program's pid (0: not started), and how it ended as a kind and a
+    value (``exit``, ``3``). Both texts are empty if there was no report."""
     loop, report = asyncio.get_running_loop(), b""
     while chunk := await loop.sock_recv(link, _CHUNK_BYTES):
         report += chunk

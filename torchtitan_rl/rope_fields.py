@@ -24,7 +24,8 @@ def rope_theta(config: Mapping[str, Any]) -> Any:
 
 
 def with_flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for both versions: each field under its own name, those left out with defaults.
+    """Return the configuration in one form for both versions: rotary fields at the top level, with
+    defaults for missing ones.
 
     >>> with_flat_rope({"rope_parameters": {"rope_theta": 5e5}}) == with_flat_rope(
     ...     {"rope_theta": 5e5}

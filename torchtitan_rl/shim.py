@@ -1,21 +1,21 @@
 """A process between a caller and its command, which kills everything the command started.
 
 Run as a script (``python -I -S shim.py LINK PROGRAM ARG...``); it imports little, so that it starts
-in milliseconds. It kills everything
+in milliseconds. The shim kills everything
 
-- when the command has ended, and left processes;
+- when the command has ended and has left processes;
 - when the calling process has died;
 - on SIGTERM, SIGINT or SIGHUP.
 
 LINK is the number of a file descriptor, one end of a socket pair with the caller (`run_command`),
-or ``parent=PID`` with the caller's pid. Where the other end is closed, the shim kills everything;
-it reports to it in lines: first ``pid PID``, last ``exit CODE``, ``signal NUMBER`` or ``error
-MESSAGE``. There is no last line where the caller closed its end first.
+or ``parent=PID`` with the caller's pid. When the caller's end is closed, the shim kills everything.
+The shim writes a report to the socket: the first line is ``pid PID``, the last line ``exit CODE``,
+``signal NUMBER`` or ``error MESSAGE``. The last line is missing if the caller closed its end first.
 
-As a child subreaper, the shim inherits every orphan below it, also daemons that forked twice and
-started sessions of their own, so its descendants are exactly the processes to kill (Linux;
-elsewhere only the command's own process group is killed). A program that kills the shim keeps its
-daemons: this cleans up, and is not a sandbox.
+As a child subreaper, the shim inherits every orphan among its descendants, including daemons that
+forked twice and started their own sessions. So its descendants are exactly the processes to kill
+(Linux; elsewhere only the command's own process group is killed). If a program kills the shim, its
+daemons survive: the shim cleans up, and is not a sandbox.
 """
 
 import ctypes
@@ -29,14 +29,14 @@ NO_LINK = -1
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.5  # between two checks that the parent is still the same process
-KILL_S = 10.0  # after which a process counts as stuck in the kernel
+KILL_S = 10.0  # a process still alive after this is stuck in the kernel
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> None:
     parent, link = os.getppid(), NO_LINK
     if sys.argv[1].startswith("parent="):
-        parent = int(sys.argv[1].removeprefix("parent="))  # which may be dead already
+        parent = int(sys.argv[1].removeprefix("parent="))  # it may be dead already
     else:
         link = int(sys.argv[1])
         os.set_inheritable(link, False)
@@ -71,7 +71,7 @@ def tell(link: int, line: str) -> None:
 
 
 def start(argv: list[str], link: int) -> tuple[int, str]:
-    """Fork and exec; the command's pid, or 0 and why it could not be started."""
+    """Fork and exec. Returns the command's pid and "", or 0 and the reason for a failed start."""
     failure, report = os.pipe()  # closed by a successful exec
     pid = os.fork()
     if pid == 0:
@@ -92,7 +92,8 @@ def start(argv: list[str], link: int) -> tuple[int, str]:
 
 
 def watch(command: int, link: int, wake: int, parent: int) -> str:
-    """How the command ended; "" where the caller has gone, or a signal stopped this process."""
+    """Wait, and return how the command ended; "" if the caller is gone or a signal arrived
+    first."""
     watched = [wake] if link == NO_LINK else [link, wake]
     while True:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans are reaped, too
@@ -106,7 +107,7 @@ def watch(command: int, link: int, wake: int, parent: int) -> str:
 
 
 def kill_everything_below(command: int) -> list[int]:
-    """Kill and reap until no child is left; return those that do not die.
+    """Kill and reap until no child is left. Returns the pids that did not die within ``KILL_S``.
 
     The children of a killed process become children of this one, so none is missed.
     """

@@ -1,4 +1,5 @@
-"""What runs of tokens were sampled from. Pure.
+"""Sets of tokens from which a token was sampled (after truncation), and runs of tokens with equal
+sets. Pure.
 
 A set of tokens is packed into little-endian 32-bit integers, in the shortest of these forms:
 
@@ -30,7 +31,7 @@ WHOLE_VOCABULARY = b""
 
 
 def pack_kept(kept_V: npt.NDArray[np.bool_]) -> bytes:
-    """The shortest form of the tokens where ``kept_V`` is True."""
+    """Pack the tokens where ``kept_V`` is True, in the shortest form."""
     size, num_kept = len(kept_V), int(np.count_nonzero(kept_V))
     if num_kept == size:
         return WHOLE_VOCABULARY
@@ -43,10 +44,10 @@ def pack_kept(kept_V: npt.NDArray[np.bool_]) -> bytes:
 
 
 def kept_bits(sets: Sequence[bytes], vocab_size: int) -> npt.NDArray[np.uint8]:
-    """[D, B]: one bit for each token of the vocabulary, 1 where it is kept; the lowest bit first.
+    """Return [D, B]: one bit for each token of the vocabulary, lowest bit first; 1 means kept.
 
     Raises:
-        ValueError: a set is of another vocabulary.
+        ValueError: a set contains a token id outside the vocabulary.
     """
     bits_DB = np.full((len(sets), (vocab_size + 7) // 8), 255, dtype=np.uint8)
     for row_B, packed in zip(bits_DB, sets, strict=True):
@@ -58,7 +59,8 @@ def kept_bits(sets: Sequence[bytes], vocab_size: int) -> npt.NDArray[np.uint8]:
 
 
 def kept_to_json(packed: KeptTokens) -> Any:
-    """A list of token ids, ``{"all_but": [...]}``, "grammar", or None for the whole vocabulary."""
+    """Return the kept token ids as a list, or ``{"all_but": [...]}``, "grammar", or None for the
+    whole vocabulary."""
     if not packed:
         return None
     if isinstance(packed, Grammar):
@@ -72,7 +74,7 @@ def kept_to_json(packed: KeptTokens) -> Any:
 
 
 def kept_runs(sets: Iterable[KeptTokens]) -> tuple[KeptRun, ...]:
-    """The runs of tokens of which each was sampled from its entry in ``sets``."""
+    """Convert ``sets``, the set of each token, to runs of tokens with equal sets."""
     runs, start = [], 0
     for kept, equal in groupby(sets):
         runs.append(KeptRun(start, kept))
@@ -81,7 +83,7 @@ def kept_runs(sets: Iterable[KeptTokens]) -> tuple[KeptRun, ...]:
 
 
 def kept_of_each(runs: Sequence[KeptRun], length: int) -> list[KeptTokens]:
-    """What each of ``length`` tokens was sampled from."""
+    """Return the set of each of ``length`` tokens."""
     if not runs:
         return [WHOLE_VOCABULARY] * length
     return [kept for start, end, kept in spans(runs, length) for _ in range(start, end)]
@@ -90,9 +92,10 @@ def kept_of_each(runs: Sequence[KeptRun], length: int) -> list[KeptTokens]:
 def join_kept(
     first: tuple[KeptRun, ...], second: tuple[KeptRun, ...], *, length: int
 ) -> tuple[KeptRun, ...]:
-    """The runs of a completion's first ``length`` tokens, and of one or more after them.
+    """Join the runs of a completion's first ``length`` tokens with those of the tokens after them.
 
-    A grammar can be replayed only from a completion's first token on.
+    A grammar can be replayed only from a completion's first token. A grammar that begins with
+    ``second`` therefore becomes None.
     """
     whole = (KeptRun(0, WHOLE_VOCABULARY),)
     if not length or not (first or second):
@@ -105,7 +108,7 @@ def join_kept(
 
 
 def kept_error(runs: Sequence[KeptRun], length: int) -> str:
-    """What is wrong with the runs of ``length`` tokens; empty if nothing is."""
+    """Return the error in the runs of ``length`` tokens; empty if they are valid."""
     starts = [run.start for run in runs]
     if runs and (starts != sorted(set(starts)) or starts[0] != 0 or starts[-1] >= length):
         return f"runs of kept tokens start at {starts}, for {length} tokens"

@@ -24,21 +24,22 @@ class FinishReason(StrEnum):
 
 
 class RolloutStatus(StrEnum):
-    """How a rollout ended; each has exactly one."""
+    """How a rollout ended. Each rollout has exactly one status."""
 
-    COMPLETED = "completed"  # by the environment
+    COMPLETED = "completed"  # the environment ended the rollout
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # no tokens left for another turn
     STEP_TIMEOUT = "step_timeout"  # one environment call took too long
-    ROLLOUT_TIMEOUT = "rollout_timeout"  # a failure: how far it got depends on the machine
+    ROLLOUT_TIMEOUT = "rollout_timeout"  # a failure, because it depends on the machine
     ENV_ERROR = "env_error"  # the environment raised, or returned a wrong type
     GENERATION_ERROR = "generation_error"  # a request was refused, or its replicas were lost
-    REWARD_ERROR = "reward_error"  # a reward function raised or returned no finite number
+    REWARD_ERROR = "reward_error"  # a reward function raised, or did not return a finite number
     CANCELLED = "cancelled"
 
     @property
     def is_failure(self) -> bool:
-        """Failed rollouts have no reward, and are neither in a baseline nor in the loss."""
+        """Whether the rollout failed. Failed rollouts have no reward, and enter neither baseline
+        nor loss."""
         return self in _FAILURES
 
 
@@ -58,13 +59,12 @@ _FAILURES = frozenset(
 class SamplingParams:
     """How to sample one completion (always n = 1).
 
-    ``seed`` makes the request reproducible in every batch; None draws from the replica's own
-    generator. ``stop_token_ids`` are added to the model's end-of-sequence ids. A
-    completion whose text has one of the strings ``stop`` ends with the token that completed it.
-    ``num_logprobs`` is the number of most likely alternatives to return for each token; without
-    ``with_logprobs`` no logprobs are computed, and each is NaN. ``engine_options`` are further
-    sampling parameters with vLLM's names and JSON's types (penalties, ``logit_bias``,
-    ``structured_outputs``, ...).
+    ``seed`` makes the request reproducible, whatever else is in the batch; None draws from the
+    replica's own generator. ``stop_token_ids`` are added to the model's end-of-sequence ids. A
+    completion ends with the token that completes one of the strings in ``stop``. ``num_logprobs``
+    is the number of most likely alternatives to return for each token; without ``with_logprobs`` no
+    logprobs are computed, and each is NaN. ``engine_options`` are further sampling parameters, with
+    vLLM's names and values of JSON types (penalties, ``logit_bias``, ``structured_outputs``, ...).
     """
 
     max_tokens: int
@@ -83,8 +83,11 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are cut from the distribution, other than by a grammar;
-        `Completion.kept_tokens` has what is left. A greedy sampler ignores top_p, top_k, min_p."""
+        """Whether tokens are excluded from the distribution, other than by a grammar.
+
+        `Completion.kept_tokens` contains the remaining tokens. A greedy sampler ignores top_p,
+        top_k and min_p.
+        """
         is_cut = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
         has_options = not _CUTTING_OPTIONS.isdisjoint(self.engine_options)
         return (is_cut and self.temperature > 0.0) or self.min_tokens > 0 or has_options
@@ -101,7 +104,8 @@ CONSTRAINTS = _CUTTING_OPTIONS | {
     "reasoning_parser_kwargs",
     "structured_outputs",
 }
-"""Engine options that only cut tokens, or say from where on: what they leave can be trained on."""
+"""Engine options that only exclude tokens, or control where that begins. The tokens sampled with
+them can be trained on."""
 _SHIFTING_OPTIONS = frozenset(
     {"frequency_penalty", "logit_bias", "presence_penalty", "repetition_penalty"}
 )
@@ -109,14 +113,16 @@ _SHIFTING_OPTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt to be completed. ``session_id`` keeps a rollout's turns on one replica, and
-    ``prompt_id`` the first turns of siblings, so that their common prompt is computed once.
+    """One prompt to be completed.
+
+    ``session_id`` keeps a rollout's turns on one replica. ``prompt_id`` keeps the first turns of
+    siblings on one replica, so that their common prompt is computed once.
 
     ``min_version``: only replicas that hold this policy version or a newer one may serve it.
-    ``resume_from`` holds partial tokens of this request (its prompt and budget are unchanged): the
-    completion keeps them and continues after them. For a replica, the router appends them to the
-    prompt and sets ``num_resumed`` to their number: they are sampled tokens for stop strings,
-    penalties and grammars.
+    ``resume_from`` contains tokens already sampled for this request (``prompt_token_ids`` and
+    ``max_tokens`` are those of the whole request): the completion begins with these tokens. For a
+    replica, the router appends them to the prompt and sets ``num_resumed`` to their number, so that
+    stop strings, penalties and grammars still treat them as sampled.
     """
 
     request_id: str
@@ -137,10 +143,9 @@ class VersionRun(NamedTuple):
 
 
 def add_run(runs: tuple[VersionRun, ...], *, length: int, version: int) -> tuple[VersionRun, ...]:
-    """``runs`` after a pull of ``version`` when ``length`` tokens had been sampled.
+    """Return ``runs`` after a pull of ``version`` at which ``length`` tokens had been sampled.
 
-    A run in which nothing was sampled disappears; a pull of the version that is already there
-    changes nothing.
+    A run without tokens is removed. A pull of the current version changes nothing.
     """
     kept = runs_before(runs, length)
     if kept and kept[-1].version == version:
@@ -151,7 +156,8 @@ def add_run(runs: tuple[VersionRun, ...], *, length: int, version: int) -> tuple
 def join_runs(
     first: tuple[_Run, ...], second: tuple[_Run, ...], *, length: int
 ) -> tuple[_Run, ...]:
-    """The runs of ``length`` tokens, and of those sampled after them, as the runs of the whole."""
+    """Join ``first``, the runs of ``length`` tokens, with ``second``, the runs of the tokens after
+    them."""
     runs = list(first)
     for run in second:
         if not runs or runs[-1][1] != run[1]:
@@ -160,7 +166,7 @@ def join_runs(
 
 
 def runs_before(runs: tuple[VersionRun, ...], length: int) -> tuple[VersionRun, ...]:
-    """The runs of the first ``length`` tokens."""
+    """Return the runs of the first ``length`` tokens."""
     return tuple(run for run in runs if run.start < length)
 
 
@@ -168,13 +174,13 @@ def runs_before(runs: tuple[VersionRun, ...], length: int) -> tuple[VersionRun, 
 class CompletionMetrics:
     """Timings of one request on its replica, in seconds.
 
-    ``requests_in_flight`` is the number of requests, this one included, that the engine held
-    (running or waiting, after admission) when the step that finished this one began.
-    ``inter_token_latency_s`` is ``decode_s`` per token after the first, 0 for a single token.
+    ``requests_in_flight`` is the number of requests in the engine (running or waiting, this request
+    included) at the start of the step that finished this request. ``inter_token_latency_s`` is
+    ``decode_s`` per token after the first, 0 for a single token.
     """
 
-    queue_s: float  # inbox to first scheduled
-    time_to_first_token_s: float  # inbox to first token
+    queue_s: float  # from entering the inbox to being scheduled first
+    time_to_first_token_s: float  # from entering the inbox to the first token
     decode_s: float  # first token to last token
     inter_token_latency_s: float
     cached_tokens: int  # prompt tokens served from the prefix cache
@@ -187,19 +193,24 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """A compiled grammar; `orchestration/batching.py` replays which tokens it allowed.
+    """A compiled grammar. `orchestration/batching.py` replays it to find the tokens that it
+    allowed.
 
-    ``data`` is xgrammar's serialization (compressed), which names the version that can read it.
+    ``data`` is xgrammar's serialization, compressed; it contains the xgrammar version that can read
+    it.
     """
 
     data: bytes
-    stop_token_ids: tuple[int, ...]  # that may end it
+    stop_token_ids: tuple[int, ...]  # tokens that may end the text
 
 
 KeptTokens = bytes | Grammar | None
-"""The tokens that one token was sampled from: a set that `token_sets.py` packs (empty:
-the whole vocabulary), or those that a grammar allowed, from the run's first token on. None: not
-known, so that the token is not trained on."""
+"""The tokens from which one token was sampled.
+
+Bytes are a set packed by `token_sets.py` (empty: the whole vocabulary). A `Grammar` means the
+tokens that it allowed, when it starts at the run's first token. None: the set is unknown, so the
+token is not trained on.
+"""
 
 
 class KeptRun(NamedTuple):
@@ -210,7 +221,7 @@ class KeptRun(NamedTuple):
 
 
 def spans(runs: Sequence[tuple[int, _T]], length: int) -> Iterator[tuple[int, int, _T]]:
-    """(start, end, value) of each run of a sequence of ``length`` tokens.
+    """Yield (start, end, value) for each run in a sequence of ``length`` tokens.
 
     >>> list(spans([(0, "a"), (2, "b")], 5))
     [(0, 2, 'a'), (2, 5, 'b')]
@@ -222,13 +233,15 @@ def spans(runs: Sequence[tuple[int, _T]], length: int) -> Iterator[tuple[int, in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The tokens sampled for one request, with the logprob and version each was sampled under.
+    """The tokens sampled for one request, with the logprob and the policy version of each token.
 
-    ``logprobs`` are of the processed distribution: temperature applied, renormalized over the
-    tokens that were kept. A completion that was aborted before its first token is empty. A stop
-    token that ended it is its last token; ``stop_reason`` is the stop string, or the stop token
-    other than the model's own, that ended it. ``top_logprobs`` is empty unless the request asked
-    for alternatives, ``kept_tokens`` where nothing was cut.
+    ``logprobs`` belong to the processed distribution: after the temperature, and renormalized over
+    the kept tokens. A completion that was aborted before its first token is empty. If a stop token
+    ended the completion, it is the last token. ``stop_reason`` is the stop string or the stop token
+    that ended the completion; None for the model's own end-of-sequence tokens. ``top_logprobs`` is
+    empty unless the request asked for alternatives. ``kept_tokens`` is empty if no token was
+    excluded. ``version_runs`` is empty in an engine's own outputs; `generation/requests.py` fills
+    it in.
     """
 
     request_id: str
@@ -244,7 +257,7 @@ class Completion:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Policy version of each token."""
+        """Return the policy version of each token."""
         versions: list[int] = []
         for start, end, version in spans(self.version_runs, len(self.token_ids)):
             versions.extend([version] * (end - start))
@@ -253,10 +266,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a running request has sampled since its last progress: its tokens from ``start`` on.
+    """The tokens that a running request sampled since its last progress; the first has index
+    ``start``.
 
-    ``version_runs`` are those of the whole completion so far; ``kept_tokens`` are of these tokens.
-    The last tokens of a completion may come only with the completion.
+    ``version_runs`` covers the whole completion so far; ``kept_tokens`` covers only these tokens.
+    The last tokens of a completion may never be reported as progress: the `Completion` has them.
     """
 
     request_id: str
@@ -269,16 +283,17 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
-"""Called on the event loop that awaits the completion, never after it has been returned."""
+"""Called on the event loop that awaits the completion, and never after the completion was
+returned."""
 
 
 class GenerateFn(Protocol):
-    """Completes one request. A rollout does not depend on what implements it.
+    """Complete one request. Rollouts depend only on this protocol, not on its implementation.
 
-    ``on_progress`` gets the tokens as they are sampled.
+    ``on_progress`` is called with the tokens as they are sampled.
 
     Raises:
-        GenerationError: the request was refused, or every replica that could serve it is gone.
+        GenerationError: the request was refused, or no replica that could serve it is left.
     """
 
     async def __call__(
@@ -288,9 +303,11 @@ class GenerateFn(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One item of a task's dataset. ``problem_id`` is stable across runs; ``data`` is JSON-able.
+    """One item of a task's dataset. ``problem_id`` is stable across runs; ``data`` can be written
+    as JSON.
 
-    ``task`` is the part of a mixture that it comes from; rewards are also reported by it.
+    ``task`` names the part of a mixture from which the problem comes; rewards are also reported per
+    part.
     """
 
     problem_id: str
@@ -300,13 +317,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One prompt, its completion, and the environment's reward for it, which is trained on with
-    ``rollout.credit`` ``turn``.
+    """One prompt, its completion, and the environment's reward for this turn (used with
+    ``rollout.credit`` ``turn``).
 
-    A turn that was not seen (its agent ended before it got the completion) is not trained on.
-    ``branch_reward`` replaces the rollout's reward in the episode that contains this turn; the last
-    one of an episode counts. ``request_key`` tells apart the requests with this prompt that a
-    `TurnTree` got.
+    With ``is_seen`` False the turn is not trained on: its agent ended before it got the completion.
+    ``branch_reward`` replaces the rollout's reward in the episode that contains this turn; if
+    several turns of an episode have one, the last counts. ``request_key`` distinguishes the
+    requests with the same prompt in a `TurnTree`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -315,7 +332,7 @@ class Turn:
     text: str | None = None  # the completion as text, where the environment works in text
     is_seen: bool = True
     branch_reward: float | None = None
-    request_key: str | None = None  # None: not of a tree
+    request_key: str | None = None  # None: the turn is not in a tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +345,7 @@ class Rollout:
     turns: tuple[Turn, ...]
     status: RolloutStatus
     reward: float | None
-    cause: str | None = None  # what went wrong
+    cause: str | None = None  # the error, or the reason for the status
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, if the environment has one
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the environment and the rubric
 
@@ -339,7 +356,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """The sibling rollouts of one problem: the unit of advantage."""
+    """The sibling rollouts of one problem. Advantages are computed within a group."""
 
     group_id: str
     problem: Problem
@@ -348,11 +365,12 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What is trained on: one token sequence; all token-aligned fields have its length.
+    """One token sequence to train on. All token-aligned fields have the length of ``token_ids``.
 
-    ``loss_mask`` is True on the sampled tokens whose distribution is known: the others have None in
-    ``kept_tokens``. Tokens that were not sampled have 0.0 as logprob and advantage and -1 as
-    version, which mean nothing. ``kept_tokens`` is empty where nothing was cut.
+    ``loss_mask`` is True for each sampled token whose distribution is known; ``kept_tokens`` is
+    None for a sampled token whose distribution is unknown. Tokens that were not sampled have the
+    placeholders 0.0 (logprob and advantage) and -1 (version). ``kept_tokens`` is empty if no token
+    was excluded.
     """
 
     rollout_id: str
@@ -370,7 +388,8 @@ class Episode:
 
     @property
     def num_unknown_tokens(self) -> int:
-        """Sampled tokens without loss, since it is not known what they were sampled from."""
+        """Number of sampled tokens that are not trained on because their distribution is
+        unknown."""
         found = spans(self.kept_tokens, len(self.token_ids))
         return sum(end - start for start, end, kept in found if kept is None)
 
@@ -385,16 +404,16 @@ class EngineStats:
     kv_use: float
     preemptions: int
     generated_tokens: int
-    tokens_per_second: float  # since the previous reading
+    tokens_per_second: float  # mean since the previous reading
     steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """An engine's own counts of tokens, read between two steps.
+    """An engine's own token counts, read between two steps.
 
-    ``sampled_tokens``: of all requests since the engine was built; ``running_tokens``: of those
-    that are unfinished.
+    ``sampled_tokens`` counts the sampled tokens of all requests since the engine was built;
+    ``running_tokens`` counts those of unfinished requests.
     """
 
     sampled_tokens: int
@@ -403,7 +422,7 @@ class EngineReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullReport:
-    """What one weight pull did to one replica. ``stall_s``: seconds without decoding."""
+    """The effects of one weight pull on one replica. ``stall_s``: seconds without decoding."""
 
     version: int
     stall_s: float

@@ -1,9 +1,10 @@
 """The commands of an engine loop: one dataclass for each.
 
-A command travels as it is from the router to the loop that executes it (`EngineLoop.execute`), and
-its answer travels back. To add one, define it here, issue it in the router and execute it in the
-loop; the transport in between carries every command alike. If all ranks must apply it at the same
-point, it also becomes a `LoopDecision`: `Inbox.ask` queues it and `decide` orders it.
+The router sends a command unchanged to the loop that executes it (`EngineLoop.execute`), and the
+loop sends an answer back. To add a command, define it here, issue it in the router and execute it
+in the loop; the transport between them is the same for all commands. If all ranks must apply the
+command at the same point, it also becomes a `LoopDecision`: `Inbox.ask` queues the command, and
+`decide` puts it in order.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from torchtitan_rl.types import EngineReading, EngineStats, PullReport
 T_co = TypeVar("T_co", covariant=True)
 
 PauseMode = Literal["keep", "abort", "wait"]
-"""The treatment of running requests by a pause: they freeze with their KV, end with the tokens they
-have, or finish first. New ones queue in each case."""
+"""How a pause treats running requests: ``keep`` freezes them with their KV cache, ``abort`` ends
+them with their tokens so far, ``wait`` lets them finish first. New requests queue in each mode."""
 
 
 class EngineCommand(Generic[T_co]):
-    """A command whose answer has the type ``T_co``."""
+    """Base class of commands. ``T_co`` is the type of the answer."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRequests(EngineCommand[None]):
-    """End these requests with the tokens they have; answered before they end. Unknown and ended ids
-    are ignored."""
+    """End these requests with their tokens so far. The answer comes before the requests end.
+    Unknown and ended ids are ignored."""
 
     request_ids: tuple[str, ...]
 
@@ -40,10 +41,9 @@ class AbortRequests(EngineCommand[None]):
 class Pause(EngineCommand[None]):
     """Stop stepping; answered once all ranks are between two steps.
 
-    Running requests freeze with their KV (``keep``), end with the tokens they have (``abort``)
-    or finish first (``wait``); new ones queue, in each case, until `Resume`. Pulls and aborts
-    continue. If another pause still waits, the later mode holds for both. A pause that a `Resume`
-    ends before it is answered fails with a `GenerationError`.
+    See `PauseMode` for running requests; new requests queue until `Resume`. Pulls and aborts
+    continue during a pause. If an earlier pause still waits, the mode of the later pause applies to
+    both. If a `Resume` comes before a pause is answered, the pause fails with a `GenerationError`.
     """
 
     mode: PauseMode
@@ -56,10 +56,11 @@ class Resume(EngineCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class Sleep(EngineCommand[None]):
-    """Pause by abort, then release the device memory of all ranks; answered when that is done.
+    """Pause with mode ``abort``, then release the device memory of all ranks. The answer comes
+    after that.
 
-    No step follows before `WakeUp` and then a `Pull` of new weights, even after a `Resume`. A
-    pull that is requested while the engine sleeps waits for the wake-up.
+    No step runs before a `WakeUp` and a later `Pull`, even after a `Resume`. A pull that is
+    requested during the sleep waits for the wake-up.
     """
 
 
@@ -72,7 +73,7 @@ class WakeUp(EngineCommand[None]):
 class Pull(EngineCommand[PullReport]):
     """Swap in the staged weights of ``version`` between two steps.
 
-    If another pull still waits, the later one wins, and the report of its version answers both.
+    If an earlier pull still waits, only the later one is executed, and its report answers both.
     """
 
     version: int
@@ -82,22 +83,23 @@ class Pull(EngineCommand[PullReport]):
 class ReadTokens(EngineCommand[EngineReading]):
     """Report the progress of every running request now, and count the engine's tokens.
 
-    Both are read between two steps, which go on afterwards. When the answer arrives, callers know
-    all tokens, logprobs and versions of that moment, and requests that ended before it have ended
-    for their callers.
+    Progress and counts are read between two steps. When the answer arrives, the callers of all
+    requests have the tokens, logprobs and versions of that moment, and requests that ended earlier
+    have returned to their callers.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStats(EngineCommand[EngineStats]):
-    """A reading at most a few steps old; requests still in the inbox count as waiting."""
+    """Return statistics that are at most a few steps old. Requests still in the inbox count as
+    waiting."""
 
 
 _Error = TypeVar("_Error", bound=GenerationError)
 
 
 def uncancellable_future() -> Future[Any]:
-    """A future whose ``cancel`` does nothing, so that the loop can always resolve it."""
+    """Return a future whose ``cancel`` has no effect, so that the loop can always resolve it."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -121,7 +123,7 @@ def fail_future(future: Future[Any], error: GenerationError) -> None:
 
 
 def copy_of(error: _Error) -> _Error:
-    """A copy: one exception that is raised in many places mixes their tracebacks."""
+    """Copy an error, because one exception raised in several places would mix their tracebacks."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
     return copy

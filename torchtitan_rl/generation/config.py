@@ -80,9 +80,11 @@ class GeneratorConfig(EngineConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """``heartbeat_s``: after so long an idle leader of several ranks sends an empty decision; keep
-    it well below the time-out of the channel. ``version``: of the weights the engine starts with.
-    Progress is reported every ``stream_interval_s`` to listeners that stream, and every
+    """Configuration of one engine loop.
+
+    ``heartbeat_s``: after this idle time the leader of several ranks sends an empty decision; keep
+    it well below the channel's time-out. ``version``: policy version of the engine's initial
+    weights. Progress is reported every ``stream_interval_s`` to listeners that stream, and every
     ``progress_interval_s`` to others.
     """
 

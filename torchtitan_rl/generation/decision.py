@@ -1,19 +1,20 @@
-"""What rank 0 decides and every rank of a replica applies, one decision per loop iteration.
+"""The decisions of rank 0, which every rank of a replica applies, one per loop iteration.
 
-`Inbox` queues requests and commands, `decide` makes decisions of them (a pure function), and a
-`LockstepChannel` brings each decision to all ranks. A decision carries all that must be equal on
-all ranks. Its bytes travel only between the ranks of one replica, which trust each other.
+`Inbox` queues requests and commands, `decide` (a pure function) turns them into decisions, and a
+`LockstepChannel` sends each decision to all ranks. A decision contains everything that must be
+equal on all ranks. Its pickled bytes are sent only between the ranks of one replica, which trust
+each other.
 
 Invariants
 - The ranks of one channel receive the same bytes in the same order.
-- What is put into the inbox leaves exactly once, in a decision. Close goes before a pull, a pull
-  before a pause, a pause before admissions and aborts. At most one pull and one pause wait: the
-  latest.
-- While the inbox is held (paused, or waiting for a pause) nothing is admitted; while it is paused
-  nothing is stepped; pulls and aborts continue. A sleep is a pause, too: nothing is stepped or
-  admitted before a pull that follows the wake-up, resumed or not.
-- Each command has one future, which is resolved, failed by the caller of `drain` or `resume`, or
-  still waits here. Waiting never spins.
+- Each item put into the inbox leaves it exactly once, in a decision. The order is: close, pull,
+  sleep or wake-up, pause, then admissions and aborts. Only the latest pull and the latest pause are
+  kept.
+- While the inbox is held (paused, or waiting for a pause), no request is admitted. While it is
+  paused, no step runs. Pulls and aborts continue. A sleep is also a pause: even after a resume, no
+  step runs and no request is admitted before a pull that follows the wake-up.
+- Each command has one future. It is resolved here, failed by the caller of `drain` or `resume`, or
+  still pending here. Waiting never spins.
 """
 
 from __future__ import annotations
@@ -43,30 +44,31 @@ from torchtitan_rl.types import GenerationRequest
 
 
 class Power(StrEnum):
-    """Whether an engine can step. A sleep loses the weights, so only a pull makes it AWAKE."""
+    """Whether an engine can step. A sleep discards the weights, so only a pull makes the engine
+    AWAKE."""
 
     AWAKE = "awake"
     ASLEEP = "asleep"
-    EMPTY = "empty"  # woken up, without weights
+    EMPTY = "empty"  # after a wake-up, still without weights
 
 
 class Action(StrEnum):
     """The action of a decision."""
 
     STEP = "step"  # admit, abort, then run engine steps
-    PULL = "pull"  # swap the weights, then deal with the KV cache, then step
-    PAUSE = "pause"  # abort all requests if so decided, then wait for the other ranks
-    SLEEP = "sleep"  # the same, and release the device's memory
-    WAKE_UP = "wake_up"  # allocate it again; the next pull brings the weights
+    PULL = "pull"  # swap the weights, apply the KV policy, then step
+    PAUSE = "pause"  # abort all requests if ``aborts_all``, then wait for the other ranks
+    SLEEP = "sleep"  # abort all requests, release the device's memory, wait for the other ranks
+    WAKE_UP = "wake_up"  # allocate the device's memory again; the next pull loads the weights
     CLOSE = "close"  # leave the loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPolicy:
-    """The treatment of KV that older weights computed, at a pull.
+    """What happens at a weight pull to KV-cache entries that were computed with older weights.
 
-    ``reset_prefix_cache``: no request admitted later reads such KV. ``recompute_running``: running
-    requests prefill again under the new weights; else they keep what they have.
+    ``reset_prefix_cache``: no request admitted later reads these entries. ``recompute_running``:
+    running requests prefill again with the new weights; otherwise they keep their entries.
     """
 
     reset_prefix_cache: bool = True
@@ -79,10 +81,12 @@ class KvPolicy:
             raise ConfigError(errors)
 
     def apply(self, engine: Engine, *, running: int, what: str) -> bool:
-        """Apply the policy while ``running`` requests are unfinished; whether they recompute.
+        """Apply the policy while ``running`` requests are unfinished. Returns whether they
+        recompute.
 
         Raises:
-            WeightSyncError: ``what`` (replica and version) left old prefixes in the cache.
+            WeightSyncError: the engine kept old prefixes in the cache. ``what`` (replica and
+                version) begins the message.
         """
         if not self.reset_prefix_cache:
             return False
@@ -97,7 +101,8 @@ class KvPolicy:
 
 
 def kv_policy_errors(*, resets: bool, recomputes: bool, drains: bool = False) -> list[str]:
-    """Contradictory combinations, one message each; ``drains``: weight_sync.mode."""
+    """Return a message for each contradiction. ``drains``: whether ``weight_sync.mode`` is
+    "drain"."""
     if resets:
         return []
     needs_reset = {
@@ -113,12 +118,12 @@ def kv_policy_errors(*, resets: bool, recomputes: bool, drains: bool = False) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopDecision:
-    """One iteration of the engine loop. A STEP of nothing keeps idle ranks' connections alive.
+    """One iteration of the engine loop. An empty STEP keeps idle ranks' connections alive.
 
-    STEP admits ``admissions`` in order, which arrive at ``arrival_s`` (rank 0's time.time()), ends
-    ``aborts``, then runs up to ``num_steps`` engine steps. PULL reads ``version`` and
-    ``kv_policy``, and ``num_steps``, so that decoding continues without a further decision. PAUSE
-    and SLEEP read ``aborts_all``.
+    STEP admits ``admissions`` in order, with the arrival time ``arrival_s`` (rank 0's time.time()),
+    ends the requests in ``aborts``, then runs up to ``num_steps`` engine steps. PULL uses
+    ``version``, ``kv_policy`` and ``num_steps``; its steps let decoding continue without a further
+    decision. PAUSE and SLEEP use ``aborts_all``.
     """
 
     action: Action
@@ -148,15 +153,16 @@ class LockstepChannel(Protocol):
     def world_size(self) -> int: ...
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Send ``data`` (rank 0) or wait for it (others, who pass None); returns it on all ranks.
+        """Send ``data`` on rank 0, or receive it on the other ranks, which pass None. Returns
+        ``data``.
 
         Raises:
-            Exception: a peer is gone or the wait timed out; the ranks are no longer in step.
+            Exception: a peer is gone, or the wait timed out. The ranks are no longer in step.
         """
         ...
 
     def barrier(self) -> None:
-        """Return once all ranks are here, each having applied the same decisions before.
+        """Return once all ranks have called this, each after the same decisions.
 
         Raises:
             Exception: as `broadcast`.
@@ -180,7 +186,7 @@ class SoloChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """The content of an inbox at one moment. ``pause`` has not been decided yet.
+    """The content of an inbox at one moment. ``pause`` is a pause that has not been decided yet.
 
     ``powers``: queued SLEEP and WAKE_UP actions, oldest first. ``power``: the engine's state before
     them.
@@ -211,7 +217,7 @@ class Queued:
         return self.pause is not None and (self.pause != "wait" or is_idle)
 
     def needs_decision(self, *, is_idle: bool) -> bool:
-        """Whether a decision other than to continue stepping is due."""
+        """Whether a decision is due, other than to continue stepping."""
         return (
             self.must_close
             or self.pull_is_due
@@ -225,7 +231,8 @@ class Queued:
 def decide(
     queued: Queued, *, max_steps: int, kv_policy: KvPolicy, is_idle: bool
 ) -> tuple[LoopDecision, Queued]:
-    """The next decision, and what stays queued after it. ``is_idle``: nothing is unfinished."""
+    """Return the next decision, and the content that stays queued. ``is_idle``: the engine has no
+    unfinished request."""
     if queued.must_close:
         return LoopDecision(action=Action.CLOSE), Queued()
     if queued.pull_version is not None and queued.pull_is_due:
@@ -244,7 +251,7 @@ def decide(
         return pause, replace(queued, pause=None, is_paused=True)
     admitted, kept = queued.admissions, queued.admissions[:0]
     if queued.is_held:
-        # An aborted request is admitted in any case: the engine ends it.
+        # A request that is to be aborted is admitted in any case: the engine then ends it.
         aborts = frozenset(queued.aborts)
         admitted = tuple(one for one in queued.admissions if one.request_id in aborts)
         kept = tuple(one for one in queued.admissions if one.request_id not in aborts)
@@ -277,7 +284,7 @@ class Inbox:
         self._aborts: list[str] = []
         self._waiters: defaultdict[Action, list[Future[Any]]] = defaultdict(list)
         self._readers: list[Future[Any]] = []
-        self._answering: list[Future[Any]] = []  # of what the loop is doing now
+        self._answering: list[Future[Any]] = []  # futures of the commands or readings taken last
 
     def admit(self, request: GenerationRequest) -> None:
         with self._changed:
@@ -290,8 +297,8 @@ class Inbox:
             self._changed.notify()
 
     def ask(self, command: EngineCommand[Any]) -> Future[Any]:
-        """Queue a command. It replaces a pull, or a pause, that waits already; the futures of both
-        get the answer to the later one. Sleeps and wake-ups are decided in order."""
+        """Queue a command. A pull or pause replaces an earlier one that still waits; the futures of
+        both get the later one's answer. Sleeps and wake-ups are decided in order."""
         with self._changed:
             queued = self._queued
             match command:
@@ -315,27 +322,28 @@ class Inbox:
                     raise TypeError(f"no engine loop executes {command!r}")
 
     def resume(self) -> list[Future[None]]:
-        """End the pause; returns the futures of pauses that were not decided yet."""
+        """End the pause. Returns the futures of pauses that were not decided yet."""
         with self._changed:
             self._queued = replace(self._queued, pause=None, is_paused=False)
             self._changed.notify()
             return self._waiters.pop(Action.PAUSE, [])
 
     def take_readings(self) -> bool:
-        """Whether a reading was requested; the next `answer` is the answer to all readings."""
+        """Take all requested readings (`ReadTokens`), which the next `answer` resolves. Returns
+        whether there are any."""
         with self._changed:
             self._answering, self._readers = self._readers, []
             return bool(self._answering)
 
     def answer(self, result: Any) -> None:
-        """Resolve the futures of the decision, or of the readings, that were taken last."""
+        """Set ``result`` on the futures of the commands or readings that the loop took last."""
         with self._changed:
             futures, self._answering = self._answering, []
         for future in futures:
             future.set_result(result)
 
     def drain(self) -> list[Future[Any]]:
-        """Forget all commands; returns their futures."""
+        """Drop all queued commands. Returns their futures."""
         with self._changed:
             futures = [one for waiting in self._waiters.values() for one in waiting]
             futures += self._readers + self._answering
@@ -350,7 +358,7 @@ class Inbox:
             self._changed.notify()
 
     def needs_decision(self) -> bool:
-        """Whether an engine that is stepping is to be interrupted."""
+        """Whether steps should stop early because a decision is due."""
         with self._changed:
             return self._needs_decision(is_idle=False)
 
@@ -365,10 +373,10 @@ class Inbox:
     def next_decision(
         self, *, is_idle: bool, sleep_s: float | None, max_steps: int, kv_policy: KvPolicy
     ) -> LoopDecision:
-        """Take the next decision; the next `answer` is that of the commands it executes.
+        """Take the next decision. The next `answer` resolves the commands that it executes.
 
-        With nothing to step (idle or paused) and nothing to decide it sleeps until there is, or for
-        ``sleep_s`` seconds, after which it returns an empty STEP. None sleeps without end.
+        If there is nothing to step (idle or paused) and nothing to decide, this call sleeps until
+        there is. After ``sleep_s`` seconds (None: no limit) it returns an empty STEP.
         """
         with self._changed:
             self._changed.wait_for(
@@ -384,7 +392,7 @@ class Inbox:
             self._admissions, self._aborts = list(rest.admissions), list(rest.aborts)
             self._queued = replace(rest, admissions=(), aborts=())
             waiting = self._waiters[decision.action]
-            # One sleep or wake-up is answered at a time; of other commands all that wait.
+            # A decision answers one sleep or wake-up, but all waiting pulls or pauses.
             count = 1 if decision.action in (Action.SLEEP, Action.WAKE_UP) else len(waiting)
             self._answering = waiting[:count]
             self._waiters[decision.action] = waiting[count:]

@@ -3,12 +3,12 @@
 The loop's thread calls all methods of an engine, between steps, in the same order on every rank.
 
 `ReadingRate` computes tokens per second between two readings of a counter. `StallWatch` decides
-whether an engine loop is stuck: from its progress, not from its process's answers.
+from an engine loop's progress whether it is stuck; that its process answers does not count.
 
-An engine may still refuse a request that passes the checks here (its options, a grammar) when it is
-admitted: `EngineLoop` then fails that request alone. An error inside of an engine step, however,
-ends the loop with all its requests, so what could raise one there must be refused here or at
-admission.
+At admission, an engine may still refuse a request that passes the checks here (because of its
+options or a grammar): `EngineLoop` then fails only that request. But an error inside an engine step
+ends the loop with all its requests. So a request that could cause such an error must be refused
+here or at admission.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torchtitan_rl.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """The limits of every request. ``vocab_size`` bounds the token ids of a prompt."""
+    """The limits of every request. The token ids of a prompt are below ``vocab_size``."""
 
     max_model_len: int
     vocab_size: int
@@ -48,9 +48,9 @@ def engine_metrics(
     last_token_s: float | None,
     cached_tokens: int,
 ) -> CompletionMetrics:
-    """The times of a request since the engine got it, from time.monotonic() seconds.
+    """Compute a request's durations since the engine got it, from time.monotonic() seconds.
 
-    A phase that it never reached (None: aborted before) ends now.
+    A phase that the request never reached (None: it was aborted before) counts until now.
     """
     now_s, decode_s = time.monotonic(), 0.0
     if first_token_s is not None and last_token_s is not None:
@@ -68,49 +68,51 @@ def engine_metrics(
 class Engine(Protocol):
     """A continuous-batching engine that is stepped from outside.
 
-    Its completions and progress have no ``version_runs``, and its metrics count from `add_request`
-    on: the engine loop adds the rest.
+    Its completions and progress have no ``version_runs``, and its metrics begin at `add_request`:
+    the engine loop adds the version runs and the time in the inbox.
     """
 
     @property
     def limits(self) -> EngineLimits: ...
 
     def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
-        """Queue a request in the engine; ``arrival_s``, a time.time(), is equal on all ranks.
+        """Queue a request in the engine. ``arrival_s`` is a time.time() that is equal on all ranks.
 
         Raises:
-            InvalidRequestError: it is refused, on every rank alike, and nothing has changed.
+            InvalidRequestError: the engine refuses the request, on every rank, and has not changed.
         """
         ...
 
     def abort(self, request_ids: tuple[str, ...]) -> list[Completion]:
-        """End these requests with the tokens they have; unknown and ended ids are ignored."""
+        """End these requests with their tokens so far. Unknown and ended ids are ignored."""
         ...
 
     def step(self) -> list[Completion]:
-        """One forward pass over what is scheduled; returns the completions that it finished.
+        """Run one forward pass over the scheduled requests. Returns the completions that it
+        finished.
 
-        One that cannot be continued, such as by constraints that leave no token, ends with ABORT
-        and the reason as its ``stop_reason``: its request fails alone.
+        A completion that cannot continue, for example because constraints leave no token, ends with
+        ABORT and the reason in ``stop_reason``: only its request fails.
         """
         ...
 
     def num_unfinished(self) -> int: ...
 
     def generated_lengths(self) -> dict[str, int]:
-        """Tokens sampled so far, for each unfinished request."""
+        """Return the number of tokens sampled so far, by id of each unfinished request."""
         ...
 
     def sampled_since(self, starts: Mapping[str, int]) -> list[Progress]:
-        """The tokens from index ``start`` on, of each of these unfinished requests that has some.
+        """Return the tokens from index ``starts[id]`` on, for each of these unfinished requests
+        with new tokens.
 
-        Read on rank 0 alone: it changes nothing.
+        Only rank 0 calls this; it changes nothing.
         """
         ...
 
     def sleep(self) -> None:
-        """Release the device's memory; all requests have ended. `wake_up`, then `swap_weights`,
-        precede the next step."""
+        """Release the device's memory. All requests have ended before. `wake_up` and then
+        `swap_weights` are called before the next step."""
         ...
 
     def wake_up(self) -> None: ...
@@ -118,32 +120,35 @@ class Engine(Protocol):
     def swap_weights(self, version: int) -> None:
         """Copy the staged weights of ``version`` into the model.
 
-        Requests added later read no earlier prefix blocks, also where `reset_prefix_cache` fails,
-        unless the engine was configured to share them.
+        Requests added later do not read earlier prefix blocks, even if `reset_prefix_cache` fails,
+        unless the engine was configured to share these blocks.
 
         Raises:
-            WeightSyncError: that version is not staged, or a tensor does not fit.
+            WeightSyncError: the version is not staged, or a tensor does not fit.
         """
         ...
 
     def reset_prefix_cache(self, *, recompute_running: bool) -> bool:
-        """Forget cached prefixes; with ``recompute_running`` running requests lose their KV too
-        and prefill again. Returns False where it could not be done."""
+        """Drop cached prefixes. With ``recompute_running``, running requests also lose their KV and
+        prefill again. Returns False if the reset failed."""
         ...
 
     def stats(self) -> EngineStats:
-        """``generated_tokens`` counts each sampled token in the step that samples it: those of all
-        outputs, refused and aborted ones too, and of all unfinished requests, and no others."""
+        """Return the engine's statistics.
+
+        ``generated_tokens`` counts each sampled token in the step that samples it. It includes the
+        tokens of finished, failed, aborted and unfinished requests, and no others.
+        """
         ...
 
     def close(self) -> None: ...
 
 
-MIN_WINDOW_S = 0.05  # a reading sooner than this repeats the last rate
+MIN_WINDOW_S = 0.05  # a reading after less time repeats the last rate
 
 
 class ReadingRate:
-    """Keeps the counter and the time of the previous reading."""
+    """Computes the rate of a counter since the previous reading."""
 
     def __init__(self) -> None:
         self._time_s = time.monotonic()
@@ -160,8 +165,10 @@ class ReadingRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """An engine loop's progress. ``count`` grows with sampled tokens, requests that end by
-    themselves, and decisions other than STEP; not with calls of its methods.
+    """An engine loop's progress.
+
+    ``count`` grows with sampled tokens, requests that end by themselves, and decisions other than
+    STEP; it does not grow when methods of the loop are called.
 
     ``is_busy``: it has requests to step, and is not stopped by a pause, a swap or a sleep.
     """
@@ -171,7 +178,7 @@ class Pulse:
 
 
 class StallWatch:
-    """``timeout_s``: without progress for so long a busy loop is stuck."""
+    """Detects a stuck loop: one that is busy and has made no progress for ``timeout_s``."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -179,7 +186,7 @@ class StallWatch:
         self._since_s = 0.0
 
     def stalled_s(self, pulse: Pulse, now_s: float) -> float:
-        """Observed seconds in which the loop was busy without progress."""
+        """Return for how many seconds the loop was observed to be busy without progress."""
         if not pulse.is_busy or pulse != self._pulse:
             self._pulse, self._since_s = pulse, now_s
         return now_s - self._since_s
@@ -189,8 +196,8 @@ class StallWatch:
 
 
 MAX_TEMPERATURE = 2.0  # vLLM's
-MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones, and the logprobs would not be ours
-MAX_SEED = 2**63 - 1  # and as far below zero; -1 is vLLM's way to say none
+MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones, and the logprobs would be wrong
+MAX_SEED = 2**63 - 1  # the smallest is -MAX_SEED; -1 means no seed in vLLM
 MAX_LOGPROBS = 20  # vLLM's and OpenAI's
 
 
@@ -200,7 +207,8 @@ def validate_request(
     """Check ``request`` against the engine's limits and the ids that are still outstanding.
 
     Raises:
-        InvalidRequestError: field, value and fix of every error.
+        InvalidRequestError: the request is invalid. The message has field, value and fix of every
+            error.
     """
     errors = [
         *_id_errors(request, outstanding),
@@ -255,7 +263,7 @@ def _length_errors(request: GenerationRequest, limits: EngineLimits) -> list[str
 
 
 def sampling_errors(sampling: SamplingParams, limits: EngineLimits) -> list[str]:
-    """Errors in the sampling parameters alone, one message per field."""
+    """Return the errors in the sampling parameters, one message per field."""
     temperature, seed = sampling.temperature, sampling.seed
     errors = []
     if not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
@@ -303,7 +311,7 @@ def _stop_errors(stop: object) -> list[str]:
 
 
 def _option_errors(options: object) -> list[str]:
-    """Whether they are what JSON can carry; which options there are is the engine's matter."""
+    """Return an error if the options cannot be written as JSON. The engine checks their names."""
     if isinstance(options, Mapping) and all(isinstance(name, str) for name in options):
         try:
             json.dumps(dict(options), allow_nan=False)

@@ -1,17 +1,19 @@
-"""The engine loop of one rank: takes or receives decisions and applies them, in its own thread.
+"""The engine loop of one rank: takes (rank 0) or receives decisions, and applies them in its own
+thread.
 
-Rank 0 (the leader) owns the inbox and the outstanding requests; the other ranks apply what is
-broadcast.
+Rank 0 (the leader) owns the inbox and the outstanding requests; the other ranks (followers) apply
+the broadcast decisions.
 
 Invariants
 - All ranks apply the same decisions in the same order; weights change only between steps.
-- Every future ends: with a completion, with `LoopFailedError` (its cause attached) once a step,
-  broadcast or pull has failed, or with `LoopClosedError`. That holds for later calls, too.
-- A pause is acknowledged once every rank is between two steps. No step follows before `Resume`,
-  nor, after a sleep, before new weights were pulled.
-- With several ranks each runs exactly the decided steps, unless nothing is left to step: a rank
-  that stopped alone would leave the others in a collective. A single rank stops early for its
-  inbox.
+- Every future ends: with a result or an error of its own request, with `LoopFailedError` (its cause
+  attached) once a step, broadcast or pull has failed, or with `LoopClosedError`. Futures of later
+  calls also end so.
+- A pause is answered once every rank is between two steps. No step follows before `Resume` or,
+  after a sleep, before new weights were pulled.
+- With several ranks, each rank runs exactly the decided steps, unless no request is left: a rank
+  that stopped alone would leave the others in a collective. A single rank stops early when its
+  inbox needs a decision.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ T = TypeVar("T")
 
 
 class OnWork(Protocol):
-    """Called in the loop's thread after each piece of work of the engine (a ``step``, a weight swap
-    and so on), with its start and end by ``time.perf_counter_ns()``."""
+    """Called in the loop's thread after each piece of the engine's work (a ``step``, a weight swap
+    and so on), with its start and end in ``time.perf_counter_ns()``."""
 
     def __call__(self, work: str, start_ns: int, end_ns: int, /, **details: Any) -> None: ...
 
@@ -69,10 +71,10 @@ class OnWork(Protocol):
 class EngineLoop:
     """Continuous batching on one engine. All methods may be called from any thread.
 
-    ``on_end`` is called in the loop's thread when the loop has ended: with the failure, or None
-    after a close. A follower that failed must end its process there: the other ranks may wait for
-    it inside a collective. ``on_pulled`` gets, on every rank, each version that was swapped in.
-    It and ``on_work`` must neither block nor raise.
+    ``on_end`` is called in the loop's thread when the loop has ended: with the failure, or with
+    None after a close. In a follower that failed, ``on_end`` must end the process, because the
+    other ranks may wait for it inside a collective. ``on_pulled`` is called on every rank with each
+    version that was swapped in. ``on_pulled`` and ``on_work`` must neither block nor raise.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class EngineLoop:
         self._ended: ReplicaError | None = None
         self._failure: LoopFailedError | None = None
         self._is_asleep = False
-        self._num_done = 0  # grows with what the loop's thread gets done
+        self._num_done = 0  # the count of `Pulse`
         self._is_busy = False
         self._stats = engine.stats()
         self._stats_s = time.monotonic()
@@ -117,13 +119,14 @@ class EngineLoop:
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the loop has ended; False where it has not in ``timeout_s``."""
+        """Wait until the loop has ended. Returns False if it still runs after ``timeout_s``."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def failure(self) -> LoopFailedError | None:
-        """The error that ended the loop, with its cause; None while it runs or was closed."""
+        """The error that ended the loop, with its cause; None while the loop runs and after a
+        close."""
         return self._failure
 
     def submit(
@@ -131,11 +134,12 @@ class EngineLoop:
     ) -> Future[Completion]:
         """Queue a request. Its future cannot be cancelled: abort the request instead.
 
-        Its listener gets progress until the future ends, and none afterwards. A request that only
-        the engine itself can refuse fails through its future.
+        The listener gets progress until the future ends, and none afterwards. If the engine refuses
+        the request at admission, the future fails.
 
         Raises:
-            InvalidRequestError: the engine could not serve it; nothing else is affected.
+            InvalidRequestError: the engine could not serve the request. Other requests are not
+                affected.
         """
         self._check_leader()
         with self._lock:
@@ -147,7 +151,7 @@ class EngineLoop:
         return future
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
-        """End these requests with the tokens they have; unknown and ended ids are ignored."""
+        """End these requests with their tokens so far. Unknown and ended ids are ignored."""
         self._check_leader()
         with self._lock:
             outstanding = tuple(name for name in request_ids if name in self._requests)
@@ -155,7 +159,7 @@ class EngineLoop:
             self._inbox.abort(outstanding)
 
     def execute(self, command: EngineCommand[T]) -> Future[T]:
-        """Execute a command as its class says; the future gets its answer."""
+        """Execute a command as its class describes. The future gets the command's answer."""
         self._check_leader()
         match command:
             case AbortRequests(request_ids):
@@ -175,14 +179,16 @@ class EngineLoop:
             return self._inbox.ask(command)
 
     def pulse(self) -> Pulse:
-        """The progress of its thread, from which `StallWatch` decides whether it is stuck."""
+        """Return the progress of the loop's thread, from which `StallWatch` decides whether it is
+        stuck."""
         return Pulse(count=self._num_done, is_busy=self._is_busy)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """End the loop and everything in it. Followers end when the leader's close reaches them.
+        """End the loop and fail its requests and commands. Followers end when the leader's close
+        reaches them.
 
         Raises:
-            DeadlineError: its thread still runs after ``timeout_s``.
+            DeadlineError: the loop's thread still runs after ``timeout_s``.
         """
         name = self._config.name
         if self._is_leader:
@@ -273,7 +279,7 @@ class EngineLoop:
         try:
             self._engine.add_request(request, arrival_s=arrival_s)
         except InvalidRequestError as error:
-            # Every rank raises here alike, so the ranks stay in step.
+            # Every rank raises the same error here, so the ranks stay in step.
             if self._is_leader:
                 with self._lock:
                     future = self._requests.refuse(request_id)
@@ -308,7 +314,7 @@ class EngineLoop:
         self._inbox.answer(report)
 
     def _stop(self, decision: LoopDecision) -> None:
-        """Apply a PAUSE, SLEEP or WAKE_UP, and meet the other ranks."""
+        """Apply a PAUSE, SLEEP or WAKE_UP, and wait until the other ranks have done so."""
         if decision.aborts_all:
             unfinished = self._engine.generated_lengths()
             self._resolve(self._engine.abort(tuple(unfinished)), len(unfinished))
@@ -336,7 +342,7 @@ class EngineLoop:
                 self._on_work(work, start_ns, time.perf_counter_ns(), **details)
 
     def _report_progress(self, *, at_once: bool = False) -> None:
-        """Report to listeners what is new, where their interval has passed."""
+        """Report new tokens to the listeners whose interval has passed."""
         if not self._is_leader:
             return
         with self._lock:
@@ -377,7 +383,8 @@ class EngineLoop:
             self._num_done += self._stats.generated_tokens != before
 
     def _end(self, error: ReplicaError) -> None:
-        """Refuse everything from now on and fail everything outstanding; the first cause stays."""
+        """Fail all outstanding requests and commands, and all later ones. The error of the first
+        call is used."""
         with self._lock:
             if self._ended is None:
                 self._ended = error

@@ -1,10 +1,15 @@
-"""The requests that rank 0 has to answer: one record for each, from its submission to its end.
+"""The outstanding requests of rank 0: one record for each, from its submission to its end.
 
-Invariants: each request is answered once; no token is reported twice, and none before those that
-precede it; a request that streams is reported at once after a silence, then at most once per
-interval; a request without a listener is never read. After `drain` all requests are forgotten, and
-what the engine still reports of them is ignored. Not thread-safe; the engine loop guards it with
-its lock.
+Invariants
+
+- Each request is answered once.
+- No token is reported twice, and no token before an earlier one.
+- A request that streams is reported at once if nothing was streamed during the last interval, and
+  otherwise at most once per interval.
+- A request without a listener is never read.
+- After `drain` the engine's outputs for earlier requests are ignored.
+
+Not thread-safe: the engine loop guards it with its lock.
 """
 
 from __future__ import annotations
@@ -24,8 +29,8 @@ ProgressSink = Callable[[tuple[Progress, ...]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
-    """Gets a request's progress. ``streams``: within milliseconds, else about every second, so that
-    a lost replica costs few tokens."""
+    """Receives a request's progress: within milliseconds if it ``streams``, otherwise about every
+    second, so that a lost replica costs few tokens."""
 
     sink: ProgressSink
     streams: bool = False
@@ -36,13 +41,15 @@ class _Request:
     future: Future[Completion]
     submitted_s: float
     listener: Listener | None
-    inbox_s: float = 0.0  # from its submission to its admission
-    runs: tuple[VersionRun, ...] = ()  # empty before its admission
-    num_reported: int = 0  # tokens that the listener got
+    inbox_s: float = 0.0  # time between submission and admission
+    runs: tuple[VersionRun, ...] = ()  # empty before admission
+    num_reported: int = 0  # number of tokens that the listener got
 
 
 class OutstandingRequests:
-    """Contains the ids that may not be used again yet. ``version``: of the engine's weights.
+    """All outstanding requests. ``id in requests`` is True while an id may not be used again.
+
+    ``version`` is the policy version of the engine's weights.
 
     Progress is reported every ``stream_interval_s`` to listeners that stream, else every
     ``interval_s``. ``clock`` gives monotonic seconds.
@@ -63,7 +70,7 @@ class OutstandingRequests:
         self._interval_s = interval_s
         self._clock = clock
         self._requests: dict[str, _Request] = {}
-        self._num_listeners = {True: 0, False: 0}  # of admitted requests, by `Listener.streams`
+        self._num_listeners = {True: 0, False: 0}  # of admitted requests
         self._streamed_s = self._reported_all_s = 0.0  # the time of the last report
 
     def __contains__(self, request_id: object) -> bool:
@@ -75,7 +82,7 @@ class OutstandingRequests:
         return future
 
     def admit(self, request_id: str) -> None:
-        """The engine takes it now, under the current version."""
+        """Record that the engine admitted a request, under the current version."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -87,16 +94,18 @@ class OutstandingRequests:
             self._num_listeners[request.listener.streams] += 1
 
     def pull(self, version: int, lengths: Mapping[str, int]) -> None:
-        """Note new weights; ``lengths`` are the tokens sampled so far, by unfinished request."""
+        """Record new weights. ``lengths``: number of tokens sampled so far, by id of each
+        unfinished request."""
         self._version = version
         for request_id, length in lengths.items():
             if (request := self._requests.get(request_id)) is not None:
                 request.runs = add_run(request.runs, length=length, version=version)
 
     def due(self, *, at_once: bool = False) -> dict[str, int]:
-        """The requests whose progress is to be read now, and from which token on.
+        """Return the requests whose progress is to be read now, each with its first unreported
+        token's index.
 
-        ``at_once``: all of them, without regard to the intervals.
+        With ``at_once`` these are all requests with a listener, whatever the intervals.
         """
         now_s = self._clock()
         if not any(self._num_listeners.values()):
@@ -111,9 +120,9 @@ class OutstandingRequests:
     def report(
         self, outputs: Iterable[Progress]
     ) -> list[tuple[ProgressSink, tuple[Progress, ...]]]:
-        """The progress for each sink, from the engine's ``outputs`` for what `due` returned.
+        """Return the progress for each sink, and count it as reported.
 
-        It counts as reported from here on.
+        ``outputs`` are the engine's tokens for the requests that `due` returned.
         """
         batches: dict[ProgressSink, list[Progress]] = {}
         for output in outputs:
@@ -131,9 +140,10 @@ class OutstandingRequests:
     def finish(
         self, outputs: Iterable[Completion], in_flight: int
     ) -> list[tuple[Future[Completion], Completion | RequestGivenUpError]]:
-        """The futures of the requests that ended with ``outputs``, and how each is to be resolved.
+        """Return the future of each request that ended with ``outputs``, and the result or error to
+        set.
 
-        ``in_flight``: requests that the engine held in the step that ended them.
+        ``in_flight``: number of requests in the engine at the step that ended them.
         """
         ended = []
         for output in outputs:
@@ -146,7 +156,8 @@ class OutstandingRequests:
         return ended
 
     def refuse(self, request_id: str) -> Future[Completion] | None:
-        """The future of a request that the engine did not admit; None for a forgotten one."""
+        """Drop a request that the engine did not admit. Returns its future; None if the id is
+        unknown."""
         request = self._requests.pop(request_id, None)
         return None if request is None else request.future
 

@@ -1,8 +1,13 @@
-"""The replica's end of its channel: passes calls to an engine loop, sends progress and ends.
+"""The replica's end of its channel: passes calls to an engine loop, and sends progress and ends of
+calls.
 
-Invariants: each call has exactly one end, also where the loop fails, and it follows all progress of
-that request; ends leave in the order in which they happened; a stuck loop is reported as lost; an
-end leaves at once, with all that comes before it, and progress alone at most once per interval.
+Invariants
+
+- Each call has exactly one end, even if the loop fails. The end follows all progress of the
+  request.
+- Ends leave in the order in which they happened.
+- A stuck loop is reported as lost.
+- An end leaves at once, with all earlier messages. Progress alone leaves at most once per interval.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ class EngineServer:
         self._outbox: Outbox[FromReplica] = Outbox(interval_s=interval_s)
 
     def deliver(self, messages: Iterable[ToReplica]) -> None:
-        """Pass calls to the loop, in order; a refusal is the end of its request."""
+        """Pass calls to the loop, in order. A refused request gets an `End` with the error."""
         for message in messages:
             match message.payload:
                 case Submission() as submission:
@@ -50,10 +55,11 @@ class EngineServer:
                     answer.add_done_callback(partial(self._on_end, message.call_id))
 
     async def take(self) -> tuple[FromReplica, ...]:
-        """The next batch to send. An empty one, after a silence, says that the process answers.
+        """Wait for the next batch to send. After a silence the batch is empty, to show that the
+        process answers.
 
         Raises:
-            LoopStalledError: the loop has made no progress for too long.
+            LoopStalledError: the loop was busy without progress for ``stall_timeout_s``.
         """
         now_s = asyncio.get_running_loop().time()
         if self._watch is not None and self._watch.is_stuck(self._loop.pulse(), now_s):

@@ -1,12 +1,13 @@
-"""Turns groups into one packed batch and counts where each of their sampled tokens went.
+"""Packs groups into one batch, and counts for each sampled token whether it is trained on or why
+not.
 
-Answers that are too long get a penalty that grows before the limit, or no loss at all. Both are of
-DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.4): "soft overlong punishment" and "overlong
-filtering".
+Completions that are too long get a penalty that grows towards the limit, or are left out of the
+loss. Both methods are from DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.4): "soft overlong
+punishment" and "overlong filtering".
 
-A grammar allows nearly the whole vocabulary inside a string, so the sets that tokens were sampled
-from are not recorded with them: `GrammarReplay` computes them again. The same xgrammar, given the
-same grammar and tokens, allows the same ones.
+A grammar allows nearly the whole vocabulary inside a string, so the sets of allowed tokens are not
+recorded with the tokens: `GrammarReplay` computes them again. The same version of xgrammar, with
+the same grammar and tokens, allows the same sets.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from torchtitan_rl.types import (
 
 
 def without_grammars(episode: Episode) -> Episode:
-    """The episode without loss on tokens that were sampled under a grammar."""
+    """Return the episode with all tokens that were sampled under a grammar left out of the loss."""
     return _replayed(episode, lambda _grammar, _token_ids: iter(()))
 
 
 class GrammarReplay:
     """Replays grammars on the policy's vocabulary. Not thread-safe.
 
-    ``tokenizer`` is that of the engine. xgrammar is imported for the first grammar.
+    ``tokenizer`` is the engine's tokenizer. xgrammar is imported for the first grammar.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -56,10 +57,11 @@ class GrammarReplay:
         self._compiler: Any = None
 
     def __call__(self, episode: Episode) -> Episode:
-        """The episode with the tokens that its grammars allowed.
+        """Return the episode with each grammar replaced by the sets of tokens that it allowed.
 
-        Tokens have no loss where that cannot be found out: another version of xgrammar wrote the
-        grammar, or, from there on, it rejects a token.
+        If these sets cannot be found, the tokens are left out of the loss: all tokens of a grammar
+        written by another version of xgrammar, and all tokens from the first one that the grammar
+        rejects.
         """
         return _replayed(episode, self._allowed)
 
@@ -73,14 +75,14 @@ class GrammarReplay:
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         try:
             parsed = xgrammar.Grammar.deserialize_json(zlib.decompress(grammar.data).decode())
-        except RuntimeError:  # of another version
+        except RuntimeError:  # written by another version
             return
         matcher = xgrammar.GrammarMatcher(
             self._compiler.compile_grammar(parsed),
             override_stop_tokens=list(grammar.stop_token_ids) or None,
         )
         bits = xgrammar.allocate_token_bitmask(1, self._vocab_size)
-        packed: dict[bytes, bytes] = {}  # most tokens of a string have the same
+        packed: dict[bytes, bytes] = {}  # most tokens inside a string have the same set
         for token_id in token_ids:
             if matcher.is_terminated():
                 yield WHOLE_VOCABULARY
@@ -100,8 +102,8 @@ class GrammarReplay:
 def _replayed(
     episode: Episode, allowed: Callable[[Grammar, tuple[int, ...]], Iterator[KeptTokens]]
 ) -> Episode:
-    """The episode with the sets that ``allowed`` finds for each grammar; the tokens after the last
-    set have no loss."""
+    """Return the episode with the sets that ``allowed`` yields for each grammar. Tokens for which
+    it yields no set are left out of the loss."""
     if not any(isinstance(run.kept, Grammar) for run in episode.kept_tokens):
         return episode
     runs: list[KeptRun] = []
@@ -118,8 +120,9 @@ def _replayed(
 
 
 class Batched(NamedTuple):
-    """``batch`` is None where it has no token to train on. ``episodes`` are those of all groups;
-    the mask of one that does not fit a row is empty."""
+    """The result of `EpisodeBatcher`. ``batch`` is None if it has no token to train on.
+    ``episodes`` are the episodes of all groups; in an episode longer than ``row_len`` no token is
+    in the loss."""
 
     batch: TrainingBatch | None
     tokens: TokenCounts
@@ -130,7 +133,7 @@ class Batched(NamedTuple):
 class EpisodeBatcher:
     """Computes advantages within each group, turns rollouts into episodes and packs them.
 
-    ``replay_grammars`` finds what tokens were sampled from under a grammar.
+    ``replay_grammars`` finds the sets of tokens that grammars allowed.
     """
 
     config: RolloutConfig
@@ -138,11 +141,11 @@ class EpisodeBatcher:
     replay_grammars: Callable[[Episode], Episode] = without_grammars
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> Batched:
-        """The batch, its token counts and its episodes.
+        """Return the batch, its token counts and its episodes.
 
-        Failed rollouts and episodes longer than a row are discarded; rollouts that were cut (where
-        ``overlong.mask`` says so), turns that no agent saw, tokens of which it is not known what
-        they were sampled from and tokens with non-finite logprobs are masked; each is counted by
+        Failed rollouts and episodes longer than ``row_len`` are discarded. Masked are: rollouts cut
+        at the token budget (with ``overlong.mask``), turns that their agent never saw, tokens whose
+        set of kept tokens is unknown, and tokens with non-finite logprobs. All are counted by
         cause.
 
         Raises:
@@ -186,7 +189,7 @@ class EpisodeBatcher:
         return Batched(batch if trained else None, tokens, tuple(episodes))
 
     def _shaped(self, rollout: Rollout) -> Rollout:
-        """With the reward that is trained on."""
+        """Return the rollout with the reward to train on, after the overlong penalty."""
         if rollout.reward is None or not self.config.overlong.buffer_tokens:
             return rollout
         limit = self.config.sampling.max_tokens_per_turn
@@ -195,15 +198,15 @@ class EpisodeBatcher:
 
 
 def is_cut(rollout: Rollout) -> bool:
-    """Whether one of its turns ended at its budget of tokens."""
+    """Whether a turn of the rollout ended at its token budget."""
     return any(turn.completion.finish_reason is FinishReason.LENGTH for turn in rollout.turns)
 
 
 def overlong_penalty(rollout: Rollout, config: OverlongConfig, *, max_tokens: int) -> float:
-    """What is taken off the reward, for the longest of the rollout's turns.
+    """Return the amount to subtract from the reward. The longest turn of the rollout determines it.
 
     With a limit L (``max_tokens``) and a buffer B, a turn of n tokens costs ``penalty`` times
-    ``min(1, max(0, (n - (L - B)) / B))``; one that was cut costs all of it.
+    ``min(1, max(0, (n - (L - B)) / B))``; a turn that was cut costs the full ``penalty``.
     """
     if not config.buffer_tokens:
         return 0.0

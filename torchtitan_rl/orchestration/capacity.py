@@ -1,20 +1,20 @@
-"""How many groups may be live at once so that no token gets too old, with the proof. Pure.
+"""Derives how many groups may be in the buffer so that no token gets too old, with the proof. Pure.
 
-With P groups a step, staleness cap S and at most K younger groups that may overtake a slow one
-(``schedule.max_overtaking_share`` times P), the buffer holds B groups:
+With P groups per step, the staleness cap S, and at most K younger groups that may overtake a slow
+group (``schedule.max_overtaking_share`` times P), the buffer holds B groups:
 
     B = (S + 1) P - K        for S >= 1
 
 **Why that bounds the age.** A group is admitted when the newest trained version is a, and its
 tokens are sampled by replicas that hold a or a newer version. Slots are freed when a batch has been
-trained, so at its admission at most B - 1 other groups are not yet trained. All of them may be
-trained before it, and at most K groups that were admitted later may overtake it. Batches have P
-groups, so at most (B - 1 + K) // P whole batches are trained between its admission and its own, and
-it is trained at a version of at most a + (B - 1 + K) // P = a + ((S + 1) P - 1) // P = a + S.
-Discarding a group only brings others forward.
+trained, so when the group is admitted, at most B - 1 other groups are not yet trained. All of them
+may be trained before the group, and at most K groups that were admitted later may overtake it.
+Batches have P groups, so at most (B - 1 + K) // P whole batches are trained between the group's
+admission and its own batch. It is trained at a version of at most a + (B - 1 + K) // P = a + ((S +
+1) P - 1) // P = a + S. If a group is discarded, others are only trained earlier.
 
-At S = 0 a group that was overtaken cannot be trained any more. There B = P + K groups start, the
-first P to finish are trained, and the others are rolled out again under the new weights.
+At S = 0 a group that was overtaken cannot be trained any more. So B = P + K groups start, the first
+P to finish are trained, and the others are rolled out again with the new weights.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Capacity:
 
     groups_per_step: int  # P
     staleness: int  # S
-    max_overtakers: int  # K: younger groups that may overtake a group
-    buffer: int  # B: admitted and not yet trained
+    max_overtakers: int  # K: number of younger groups that may overtake a group
+    buffer: int  # B: number of groups that are admitted and not yet trained
 
     def describe(self) -> str:
-        """For ``--dry-run``."""
+        """Describe the schedule in one line, for ``--dry-run``."""
         if self.staleness == 0:
             excess = self.buffer - self.groups_per_step
             surplus = f", the last {excess} are restarted" if excess else ""
@@ -47,7 +47,7 @@ class Capacity:
 
 
 def derive_capacity(*, groups_per_step: int, staleness: int, max_share: float) -> Capacity:
-    """The arguments are those of a configuration without errors: ``max_share`` is
+    """Compute the capacity from fields of a configuration without errors; ``max_share`` is
     ``schedule.max_overtaking_share``."""
     max_overtakers = int(max_share * groups_per_step)
     if staleness == 0:
@@ -63,7 +63,7 @@ def derive_capacity(*, groups_per_step: int, staleness: int, max_share: float) -
 
 
 def capacity_errors(*, staleness: int, max_share: float) -> list[str]:
-    """Whether the buffer has room for a batch and the groups that it overtakes."""
+    """Return an error if the buffer has no room for a batch and the groups that it overtakes."""
     # A larger share leaves no room in the buffer for a whole batch and the groups it overtakes.
     most = staleness / 2 if staleness > 0 else 1.0
     if 0.0 <= max_share <= most:

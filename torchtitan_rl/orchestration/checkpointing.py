@@ -1,14 +1,14 @@
 """Saves a whole run while it continues, and restores it.
 
-A checkpoint has two attachments of the controller: where the run is (`RunPosition`), and every
-untrained group, with the rollouts of those that are not finished.
+A checkpoint has two attachments of the controller: the run's position (`RunPosition`), and all
+untrained groups, with the recorded rollouts of unfinished groups.
 
 Invariants
-- A checkpoint holds the state of one moment: trainer, dataset position and every untrained group.
-  Turns that finish after that moment are in the journal (`journal.py`).
-- A failed write leaves earlier checkpoints and their turns in the journal as they are.
-- A sampled turn is never sampled again, unless its tokens are of a version that the restored
-  trainer has not reached, or that its group may not use; those tokens are counted.
+- A checkpoint contains the state of one moment: trainer, dataset position and every untrained
+  group. Turns that finish after that moment are in the journal (`journal.py`).
+- A failed write does not change earlier checkpoints and their turns in the journal.
+- A sampled turn is never sampled again, unless its tokens have a version that the restored trainer
+  has not reached, or that its group may not use. Such tokens are counted as discarded.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ class RunCheckpointer:
         self._keep = keep
         self._max_failures = max_failures
         self._recorded = RecordedGroups()
-        self._saved: _Moment | None = None  # of the newest complete checkpoint
+        self._saved: _Moment | None = None  # the moment of the newest complete checkpoint
         self._writing = BackgroundTask()
         self._failures: list[CheckpointError] = []  # in a row
 
     async def restore(self, resume_from: NewestCheckpoint | None) -> RecordedGroups:
-        """Continue from a checkpoint and its journal; without a checkpoint, from the journal alone.
+        """Continue from a checkpoint and the journal; if ``path`` is None, from the journal alone.
 
-        None begins a new run. Returns the recorded rollouts that groups continue with.
+        With ``resume_from`` None a new run begins. Returns the recorded rollouts with which groups
+        continue.
         """
         state, journal = self._state, self._parts.journal
         saved = SavedRun()
@@ -97,20 +98,22 @@ class RunCheckpointer:
         return self._recorded
 
     async def save(self) -> None:
-        """Copy the run as it is now; returns when training may continue.
+        """Copy the run's current state, and write it in the background. Returns when training may
+        continue.
 
-        The files are complete after `finish`. A checkpoint that cannot be written is reported, and
-        the next one is tried.
+        The files are complete after the next `save` or `finish`. If a checkpoint cannot be written,
+        this is reported, and the run continues until the next checkpoint.
 
         Raises:
-            CheckpointError: too many in a row could not be written.
+            CheckpointError: ``max_failures`` checkpoints in a row could not be written.
         """
         await self._wait_until_written()
         if self._saved is None or self._saved[0] != self._state.step:
             await self._begin()
 
     async def finish(self) -> None:
-        """Save the run as it is now, also after a failure; returns when it is on disk.
+        """Save the run's current state, also after a failure. Returns when the checkpoint is on
+        disk.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -153,7 +156,8 @@ class RunCheckpointer:
             # weights and seeds; continuing them in the middle would draw other tokens.
             partials = await self._parts.router.partials() if state.capacity.staleness else {}
             self._parts.claim.check()
-            # No await from here until the trainer is called: all of it is of one moment.
+            # No await from here until the trainer is called, so that all parts have the same
+            # moment.
             moment = self._moment()
             try:
                 state.recorder.flush()
@@ -172,7 +176,8 @@ class RunCheckpointer:
         return moment
 
     def _append_untaken(self) -> None:
-        """Recorded turns of groups that are not admitted yet go into the new journal."""
+        """Copy recorded turns of groups that are not admitted yet to the new part of the
+        journal."""
         for name, recorded in self._recorded.rollouts.items():
             if group_of(name) not in self._state.buffer:
                 self._parts.journal.append(recorded, 0)
@@ -214,13 +219,13 @@ class RunCheckpointer:
 
 
 POSITION, GROUPS = "position-4.msgpack", "groups-4.msgpack"
-"""The attachments, named by their format. Earlier formats are not read any more."""
+"""The attachments' names, which contain the format. Earlier formats are not read any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPosition:
-    """Where a run is. ``skipped`` are outcomes that the dataset does not know of yet; rows of the
-    journal from ``journal_mark`` on are newer than the checkpoint."""
+    """The position of a run. ``skipped`` are outcomes that the dataset has not recorded yet.
+    Journal rows from ``journal_mark`` on are newer than the checkpoint."""
 
     step: int = 0
     version: int = 0
@@ -234,15 +239,17 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
-    """The controller's part of a checkpoint; without arguments, of a run that has none.
-    ``rollouts`` are those of unfinished groups, by id."""
+    """The controller's part of a checkpoint. ``rollouts`` are those of unfinished groups, by id.
+
+    Without arguments it is the start of a new run.
+    """
 
     position: RunPosition = field(default_factory=RunPosition)
     entries: tuple[Entry, ...] = ()
     rollouts: Mapping[str, RecordedRollout] = field(default_factory=dict)
 
     def load_into(self, state: RunState) -> None:
-        """Put a run that has not begun into the saved state."""
+        """Load the saved state into a run that has not begun."""
         position = self.position
         state.step, state.version = position.step, position.version
         state.evaluated_step = position.evaluated_step
@@ -253,7 +260,7 @@ class SavedRun:
 
 
 def position_to_bytes(state: RunState, *, journal_mark: int) -> bytes:
-    """Where the run is now."""
+    """Encode the run's current position."""
     unfinished = {entry.group_id for entry in state.buffer.entries if entry.group is None}
     position = RunPosition(
         step=state.step,
@@ -269,7 +276,7 @@ def position_to_bytes(state: RunState, *, journal_mark: int) -> bytes:
 
 
 def groups_to_bytes(entries: Iterable[Entry], recorded: Iterable[RecordedRollout]) -> bytes:
-    """The groups, which are finished or waiting when they are read."""
+    """Encode the groups and recorded rollouts. Running groups are saved as waiting."""
     saved = [
         replace(
             entry,
@@ -282,12 +289,12 @@ def groups_to_bytes(entries: Iterable[Entry], recorded: Iterable[RecordedRollout
 
 
 def read_position(path: Path) -> RunPosition:
-    """Where the run was when the checkpoint was saved.
+    """Read the run's position at the moment of the checkpoint.
 
     Raises:
         ConfigError: an older version of the system wrote the checkpoint.
         CheckpointError: the attachment is damaged.
-        msgspec.DecodeError: it was not written by `position_to_bytes`.
+        msgspec.DecodeError: the attachment was not written by `position_to_bytes`.
     """
     if POSITION not in attachments_of(path):
         raise ConfigError(
@@ -301,7 +308,7 @@ def read_saved_run(path: Path) -> SavedRun:
     """Read the controller's part of a complete checkpoint.
 
     Raises:
-        ConfigError, CheckpointError, msgspec.DecodeError: as `read_position`.
+        ConfigError, CheckpointError, msgspec.DecodeError: see `read_position`.
         ValueError: a prompt extends a turn that is missing.
     """
     position = read_position(path)
@@ -322,14 +329,15 @@ _GROUPS = msgspec.msgpack.Decoder(tuple[tuple[Entry, ...], tuple[SavedRollout, .
 def choose_checkpoint(
     checkpoints: CheckpointDirectory, journal: Journal, *, checksums: bool = True
 ) -> NewestCheckpoint:
-    """The newest checkpoint of which every part can be read and fits. Call before a process starts.
+    """Find the newest usable checkpoint: all its parts can be read and fit. Call before a process
+    starts.
 
-    Newer ones are set aside, with the reason in ``passed_over``. ``path`` is None where there never
-    was a checkpoint: the run continues from its journal.
+    Newer, unusable checkpoints are set aside, with the reason in ``passed_over``. ``path`` is None
+    if no checkpoint was ever written: the run then continues from its journal.
 
     Raises:
         ConfigError: an older version of the system wrote a checkpoint. Nothing is changed.
-        CheckpointError: there are checkpoints but none can be used, or a newer one cannot be read.
+        CheckpointError: there are checkpoints but none is usable, or a newer one cannot be read.
             Nothing is changed.
     """
     found = checkpoints.choose(lambda path: why_not_resumable(path, journal), checksums=checksums)
@@ -339,11 +347,12 @@ def choose_checkpoint(
 
 
 def why_not_resumable(path: Path, journal: Journal) -> str | None:
-    """What is wrong with a complete checkpoint; None if a run can resume from it.
+    """Return the reason why a run cannot resume from a complete checkpoint; None if it can.
 
     Raises:
-        ConfigError: an older version of the system wrote it.
-        CheckpointUnreadableError: the system cannot read a file of it, or the journal.
+        ConfigError: an older version of the system wrote the checkpoint.
+        CheckpointUnreadableError: the operating system cannot read a file of the checkpoint, or the
+            journal.
     """
     try:
         saved, step = read_saved_run(path), step_of(path)
@@ -368,7 +377,7 @@ class RecordedGroups:
 
     Args:
         entries: the groups in the checkpoint. Other groups began after it; their rollouts can be
-            used if they are admitted at ``restored_version`` again.
+            used if the groups are admitted at ``restored_version`` again.
     """
 
     def __init__(
@@ -379,7 +388,7 @@ class RecordedGroups:
         restored_version: int = 0,
     ) -> None:
         self._groups: dict[str, dict[str, RecordedRollout]] = {}
-        self._rolled_back: dict[str, int] = {}  # unusable tokens
+        self._rolled_back: dict[str, int] = {}  # number of unusable tokens, by group
         self._restored_version = restored_version
         admitted_versions = {entry.group_id: entry.admitted_version for entry in entries}
         for name, recorded in (rollouts or {}).items():
@@ -394,17 +403,18 @@ class RecordedGroups:
 
     @property
     def rollouts(self) -> dict[str, RecordedRollout]:
-        """All that have not been taken."""
+        """All recorded rollouts that have not been taken, by id."""
         return {name: one for group in self._groups.values() for name, one in group.items()}
 
     def of_group(self, group_id: str) -> tuple[RecordedRollout, ...]:
-        """Those of one group that have not been taken."""
+        """Return the recorded rollouts of one group that have not been taken."""
         return tuple(self._groups.get(group_id, {}).values())
 
     def pop(
         self, group_id: str, *, admitted_version: int
     ) -> tuple[Mapping[str, RecordedRollout], int]:
-        """The rollouts that a group continues with, and how many of its tokens are rolled back."""
+        """Take the rollouts with which a group continues. Also returns the number of its tokens
+        that are rolled back."""
         usable = self._groups.pop(group_id, {})
         rolled_back = self._rolled_back.pop(group_id, 0)
         if admitted_version > self._restored_version:

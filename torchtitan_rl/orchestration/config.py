@@ -94,7 +94,7 @@ class CheckpointConfig:
 
 
 class ControllerConfig(Protocol):
-    """What the controller's loops read of a `RunConfig`."""
+    """The fields of a `RunConfig` that the controller's loops read."""
 
     @property
     def task(self) -> Task: ...

@@ -1,7 +1,7 @@
 """The training side: takes full batches, trains on them and publishes the weights.
 
-Invariants: a batch is trained at the version that its age was checked for. A batch whose step
-failed goes back into the buffer. Step, version, ledger, buffer and metrics row change together,
+Invariants: a batch is trained at the version for which its age was checked. If the step fails, its
+batch goes back into the buffer. Step, version, ledger, buffer and metrics row change together,
 without an await between them, as soon as the optimizer step has ended. Weights are published before
 anything can change them.
 """
@@ -60,17 +60,17 @@ class Consumer:
         self._devices = devices
         self._checkpointer = checkpointer
         self._reconciliation = reconciliation
-        # Batches in a row, of this life, without a token to train on.
+        # Consecutive batches without a token to train on, since this process started.
         self._empty_batches: list[tuple[RolloutGroup, ...]] = []
         self._is_save_due = False
         self._may_report_ignored = config.rollout.credit == "outcome"
         self._times = _Times()
 
     async def run(self) -> None:
-        """Take all steps that are left.
+        """Take all remaining steps.
 
         Raises:
-            StopRequested: a stop was requested; no step is half done.
+            StopRequested: a stop was requested. Every begun step was finished.
             DivergedError, TrainerLostError: the trainer's state cannot be saved any more.
             GenerationError: no replica is left.
             NothingTrainedError: see `_require_progress`.
@@ -110,7 +110,8 @@ class Consumer:
         return groups
 
     def _may_train(self) -> bool:
-        """On shared devices, evaluations and pulls end first."""
+        """Whether the trainer may use its devices: on shared devices, evaluations and pulls must
+        end first."""
         is_free = self._devices.trainer_holds_devices or self._weights.is_idle
         return is_free or not self._devices.devices_are_shared
 
@@ -125,7 +126,7 @@ class Consumer:
             state.buffer.put_back()
             raise
         self._commit(groups, batched, output, states)
-        state.notify()  # new groups reset their environments while the weights are on their way
+        state.notify()  # new groups can reset their environments while the weights are published
         handle: WeightHandle | None = None
         if output is not None:
             with (
@@ -140,7 +141,7 @@ class Consumer:
     async def _train_on(
         self, groups: tuple[RolloutGroup, ...]
     ) -> tuple[Batched, StepOutput | None]:
-        """Pack and train; without a token to train on, the weights stay."""
+        """Pack the groups and train. Without a token to train on, the weights do not change."""
         step = self._state.step + 1
         with self._recorder.phase("train"):
             batched = await asyncio.to_thread(self._parts.batcher, groups)
@@ -156,7 +157,7 @@ class Consumer:
             self._report_ignored_rewards(groups)
             if not batch.advantages.any():
                 self._recorder.say(f"step {step}: no group has rewards that differ")
-            # The trainer's own deadline comes first, with a better message.
+            # The trainer's own deadline is shorter, and has a better message.
             limit_s = 2 * self._config.trainer.step_timeout_s
             with self._state.waits.track(f"the trainer takes step {step}", limit_s=limit_s):
                 return batched, await self._parts.trainer.train_step(batch)
@@ -164,8 +165,9 @@ class Consumer:
     def _require_progress(self) -> None:
         """
         Raises:
-            NothingTrainedError: all rollouts of the run's first two steps failed for one cause;
-                all steps are done, and none trained; or too many in a row had no token to train on.
+            NothingTrainedError: all rollouts of the run's first two steps failed for one cause; or
+                all steps are done, and none had a token to train on; or
+                ``schedule.max_empty_batches`` steps in a row had none.
         """
         state, empty = self._state, self._empty_batches
         groups = tuple(group for batch in empty[-2:] for group in batch)
@@ -183,7 +185,7 @@ class Consumer:
         )
 
     def _report_ignored_rewards(self, groups: tuple[RolloutGroup, ...]) -> None:
-        """Say once that turns have rewards, and nothing is trained on them."""
+        """Report once that turns have rewards that are not trained on."""
         if self._may_report_ignored and any(
             len(rollout.turns) > 1 and any(turn.reward for turn in rollout.turns)
             for group in groups
@@ -202,7 +204,8 @@ class Consumer:
         output: StepOutput | None,
         states: BufferStates,
     ) -> None:
-        """Record that the step was taken. No await: a checkpoint has all of it or nothing."""
+        """Record that the step was taken. There is no await, so a checkpoint contains all of this
+        or nothing."""
         state, tokens, config = self._state, batched.tokens, self._config.rollout
         flat = frozenset(one.group_id for one in groups if not has_signal(one.rollouts, config))
         metrics = {} if output is None else output.metrics
@@ -239,7 +242,7 @@ class Consumer:
                 dataset=state.dataset_metrics,
             )
         )
-        state.record_outcomes(groups)  # the user's code: what it raises finds all else done
+        state.record_outcomes(groups)  # last, because it is user code that may raise
 
     def _describe_buffer(self) -> str:
         state = self._state

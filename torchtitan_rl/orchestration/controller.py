@@ -1,4 +1,5 @@
-"""The run: loops that meet in a buffer of groups, at any staleness from 0 (synchronous) up.
+"""Runs the loops of a training run, which are connected by a buffer of groups, at any staleness >=
+0 (0 is synchronous).
 
 | loop | waits for | unblocked by |
 |---|---|---|
@@ -14,9 +15,9 @@
 | `Claim.wait_until_lost` | the loss of the run's folder | another controller |
 | `Trainer.wait_until_lost` | the loss of the trainer | a process that died |
 
-Invariants: a loop that fails ends the run with its own error, after a checkpoint of the state at
-that moment, taken while its rollouts still run. A checkpoint holds everything that is needed to
-continue as if the run had not stopped.
+Invariants: if a loop fails, the run ends with the loop's error, after a checkpoint of the state at
+that moment, which is taken while rollouts still run. A checkpoint contains everything that is
+needed to continue as if the run had not stopped.
 """
 
 from __future__ import annotations
@@ -71,23 +72,23 @@ class Controller:
         return self._state.step
 
     def request_stop(self) -> None:
-        """Stop cleanly: finish the optimizer step and save, with what rollouts have so far."""
+        """Stop cleanly: finish the optimizer step and save, including the rollouts so far."""
         self._state.is_stopping = True
         self._state.notify()
 
     async def run(self, *, resume_from: NewestCheckpoint | None) -> None:
-        """Take all steps that are left.
+        """Take all remaining steps.
 
         Args:
-            resume_from: the answer of `choose_checkpoint`, which may have found no checkpoint; None
-                begins a new run.
+            resume_from: the result of `choose_checkpoint`, which may have found no checkpoint. With
+                None a new run begins.
 
         Raises:
             StopRequested: `request_stop` was called; a checkpoint is written.
-            DivergedError, TrainerLostError: no checkpoint is written; the newest is an older one.
+            DivergedError, TrainerLostError: no checkpoint is written; earlier ones are unchanged.
             GenerationError, WeightSyncError: no replica is left; a checkpoint is written.
             NothingTrainedError: there is nothing to train on; a checkpoint is written.
-            DeadlineError: nothing changed for too long.
+            DeadlineError: nothing changed for ``schedule.max_wait_s``.
             RunTakenOverError: another controller owns the run's folder; nothing is saved.
         """
         await first_of(self._run(resume_from), self._parts.trainer.wait_until_lost())
@@ -128,7 +129,7 @@ class Controller:
                 raise error  # nothing may be saved
             self.request_stop()  # so that the current step is saved too
             lost = await self._wait_for_save(training)
-            if lost is not None:  # and replicas cannot fetch its weights any more
+            if lost is not None:  # so replicas cannot fetch its weights any more
                 self._state.recorder.say(f"{failed.get_name()}: {one_line(error)}")
                 raise lost from error
             raise error
@@ -136,7 +137,7 @@ class Controller:
             await uninterrupted(self._close([training, *others], producer))
 
     async def _train(self, producer: Producer) -> None:
-        """All steps, then a checkpoint, whether they succeeded or not."""
+        """Take all steps, then write a checkpoint, whether they succeeded or not."""
         consumer = Consumer(
             self._config,
             self._state,
@@ -152,7 +153,7 @@ class Controller:
             await self._weights.flush()
             await producer.settle()
         except (DivergedError, TrainerLostError, CheckpointError, RunTakenOverError):
-            raise  # what could be saved now is not sound
+            raise  # the state is not valid, so nothing is saved
         except Exception as error:
             failure = error
         try:
@@ -167,7 +168,8 @@ class Controller:
             raise failure
 
     async def _wait_for_save(self, training: asyncio.Task[None]) -> TrainerLostError | None:
-        """Another loop failed: let the trainer finish its step and save, unless it is lost."""
+        """After another loop failed, let the trainer finish its step and save. Returns an error if
+        the trainer is lost."""
         timeout_s, say = 2 * self._config.trainer.step_timeout_s, self._state.recorder.say
         await asyncio.wait({training}, timeout=timeout_s)
         if not training.done():
@@ -200,7 +202,7 @@ class Controller:
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException:
-    """What ended a loop: its error, or the first one in an exception group."""
+    """Return the error that ended a loop; of an exception group, the first one."""
     error = task.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,8 +1,9 @@
 """Evaluation alongside training: fixed problems and seeds, on one pinned policy version.
 
-Invariants: all tokens of an evaluation are of one version. Training does not wait for it, except
-where both need the same replica or devices. An evaluation whose replica dies is repeated on another
-one, as long as one holds the same version; else it is left out, with a line on the console.
+Invariants: all tokens of an evaluation have one version. Training does not wait for an evaluation,
+unless both need the same replica or devices. If the replica of an evaluation dies, the evaluation
+is repeated on another replica with the same version; if there is none, it is skipped, with a line
+on the console.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Evaluator:
         return self._running.is_running
 
     async def start(self, step: int, version: int) -> None:
-        """Pin a replica that holds ``version``, that of the step, and evaluate in the background.
+        """Pin a replica that holds ``version``, the step's version, and evaluate in the background.
 
         Returns when the replica is pinned. Waits for a running evaluation and for a free replica.
         """
@@ -67,7 +68,8 @@ class Evaluator:
         await self._running.close()
 
     async def _run(self, step: int, version: int) -> None:
-        """Evaluate until a replica lives through it; each repetition costs a replica."""
+        """Evaluate, and repeat it on another replica as long as the replica dies during the
+        evaluation."""
         recorder = self._state.recorder
         while True:
             num_lost = self._num_lost()
@@ -84,7 +86,7 @@ class Evaluator:
                     started_s = time.monotonic()
                     with recorder.phase("evaluation"):
                         groups = await self._roll_out(pin)
-            except WeightSyncError:  # the reserved replica could not pull the version
+            except WeightSyncError:  # the reserved replica could not pull the weights
                 if self._num_lost() == num_lost:
                     raise
             else:

@@ -1,22 +1,22 @@
-"""The turns that finished since each checkpoint, in one SQLite file.
+"""Stores the turns that finished since each checkpoint, in one SQLite file.
 
 A turn is one row, committed before `append` returns: killing the process (kill -9) loses no turn,
-and a turn is there whole or not at all. Nothing is synced to disk, so a loss of power may damage
-the file. What is damaged is passed over, and its turns are sampled again.
+and a turn is stored whole or not at all. Nothing is synced to disk, so a loss of power may damage
+the file. Damaged rows are ignored, and their turns are sampled again.
 
-A row is keyed by the checkpoint that it follows (its step, and a mark that tells checkpoints of
-one step apart), its rollout and the number of its turn. A run that resumes deletes the rows that it
-does not continue with. If checkpoint 10 turns out to be damaged, the rows of 5 and of 10 together
-say what came after 5.
+A row's key is the checkpoint before it (a step, and a mark that distinguishes checkpoints of one
+step), its rollout and the number of its turn. A resumed run deletes the rows that it does not use.
+If checkpoint 10 is found to be damaged, the rows of checkpoints 5 and 10 together contain all turns
+after checkpoint 5.
 
-Turns that no resumed run can use are not written: those with a token of a version after that of
-their checkpoint, which a trainer restored from it has not reached (see `recorded.usable_turns`).
-So the file never holds more than was sampled under a few versions, however long no checkpoint is
-written. Each row names the turn before it by a fingerprint, so that a rollout of which a turn is
-missing, or that began again, is never continued with the wrong turns.
+Turns that no resumed run can use are not written. These are turns with a token newer than their
+checkpoint's version, which a trainer restored from the checkpoint has not reached (see
+`records.usable_turns`). So the file contains tokens of a few versions at most, even if no
+checkpoint is written for a long time. Each row contains a fingerprint of the turn before it. So a
+rollout that has lost a turn, or that began again, is never continued with the wrong turns.
 
-Appending happens on the event loop: 0.2 ms for a turn of 100 tokens, 1.2 ms for 2,000 tokens after
-30,000 of a new prompt.
+Appending blocks the event loop: 0.2 ms for a turn of 100 tokens, 1.2 ms for 2,000 tokens after a
+new prompt of 30,000 tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torchtitan_rl.rollout.records import (
 from torchtitan_rl.types import Completion, Turn, spans
 
 JOURNAL = "journal.sqlite"
-"""Its name in the folder of a run."""
+"""The file's name in the folder of a run."""
 
 _FORMAT = 3  # older journals were files of JSON lines
 _SCHEMA = """
@@ -54,29 +54,29 @@ CREATE TABLE IF NOT EXISTS turns (
     body BLOB,
     PRIMARY KEY (step, mark, rollout, turn)
 )"""
-_OF_THE_SYSTEM = (  # any other error in reading is damage
+_OF_THE_SYSTEM = (  # any other read error means a damaged file
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_LOCKED),
     *(sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY),
 )
-_BUSY_TIMEOUT_S = 1.0  # `prune` deletes, or an audit reads
+_BUSY_TIMEOUT_S = 1.0  # while `prune` deletes, or an audit reads
 _ROWS_AT_A_TIME = 64
 
 
 class JournalError(TorchtitanRLError):
-    """The journal cannot be written, or is damaged; the message names the file."""
+    """The journal cannot be written, or is damaged. The message names the file."""
 
 
 class JournalUnreadableError(JournalError):
-    """The system could not read the journal (EIO, EACCES): its turns may all be there."""
+    """The operating system could not read the journal (EIO, EACCES). It may be undamaged."""
 
 
 class Row(NamedTuple):
-    """One turn, which follows the checkpoint of ``step`` with this ``mark``."""
+    """One turn, which finished after the checkpoint with this ``step`` and ``mark``."""
 
     step: int
     mark: int
     rollout_id: str
-    number: int  # of the turn in its rollout
+    number: int  # the turn's index in its rollout
     previous: int
     checksum: int
     body: bytes
@@ -87,11 +87,11 @@ class Row(NamedTuple):
 
     @property
     def completion(self) -> Completion:
-        """The completion of an intact row."""
+        """The turn's completion. Only for an intact row."""
         return completion_in(self.body)
 
     def turn(self, previous: Turn | None) -> tuple[Turn, EnvState | None]:
-        """The turn after ``previous``, and the state of the environment after it.
+        """Decode the turn, and the environment's state after it. ``previous`` is the turn before.
 
         Raises:
             JournalError: the row is damaged.
@@ -112,17 +112,17 @@ class Journal:
         self.passed_over: list[str] = []
         self._db: sqlite3.Connection | None = None
         self._step, self._mark = 0, 0
-        self._version: int | None = None  # of the checkpoint; None leaves no turn out
+        self._version: int | None = None  # the checkpoint's version; None: all turns are written
         self._is_damaged = self._has_failed = False
 
     def restore(
         self, step: int, base: Mapping[str, RecordedRollout], *, mark: int = 0
     ) -> dict[str, RecordedRollout]:
-        """The unfinished rollouts of the checkpoint of ``step`` (``base``) with later turns, and
-        those that began after it. Changes nothing.
+        """Return the checkpoint's unfinished rollouts (``base``) with their later turns, and the
+        rollouts that began after the checkpoint. Changes nothing.
 
-        A missing file has no turns. Damaged rows are ignored, and `passed_over` says which:
-        sampling their turns again costs less than an older checkpoint.
+        If the file is missing there are no turns. Damaged rows are ignored and listed in
+        `passed_over`, because sampling their turns again costs less than using an older checkpoint.
 
         Raises:
             JournalUnreadableError: the system cannot read the file.
@@ -141,7 +141,7 @@ class Journal:
             recorded = rollouts.get(row.rollout_id) or RecordedRollout(rollout_id=row.rollout_id)
             previous = _turn_before(recorded, row.number)
             if row.previous != _fingerprint(previous) or (row.number and previous is None):
-                continue  # a turn before it was left out, lost or damaged
+                continue  # an earlier turn was not written, or is damaged
             try:
                 turn, env_state = row.turn(previous)
             except JournalError as error:
@@ -151,12 +151,12 @@ class Journal:
         return rollouts
 
     def rows(self, step: int = 0, mark: int = 0) -> list[Row]:
-        """All rows from the checkpoint of ``step`` and ``mark`` on; those of a rollout are in
-        order.
+        """Return all rows from the checkpoint with ``step`` and ``mark`` on. The rows of a rollout
+        are in order.
 
         Raises:
             JournalUnreadableError: the system cannot read the file.
-            JournalError: the file is damaged, or of another version.
+            JournalError: the file is damaged, or another version wrote it.
         """
         if not self.path.exists():
             return []
@@ -184,8 +184,9 @@ class Journal:
     ) -> None:
         """Continue after the checkpoint of ``step``, whose weights are ``version``.
 
-        All rows after it are replaced, in one transaction, by those of ``rollouts``, what the run
-        continues with; ``base`` is what of it the checkpoint holds. A damaged file is replaced.
+        In one transaction, all rows after this checkpoint are replaced by the turns of
+        ``rollouts``, with which the run continues. Turns in ``base``, the checkpoint's rollouts,
+        are not written. A damaged file is replaced.
 
         Raises:
             JournalError: the file cannot be written.
@@ -208,18 +209,19 @@ class Journal:
                 self._insert(db, recorded, len(saved) if is_longer else 0)
 
     def begin(self, step: int, *, version: int | None = None) -> int:
-        """Turns from now on come after the checkpoint of ``step``, whose weights are ``version``.
+        """Write later turns as turns after the checkpoint of ``step``, whose weights are
+        ``version``.
 
-        The returned mark tells checkpoints of one step apart: the first may be the only complete
-        one. Save it with the checkpoint.
+        Returns a mark, to be saved with the checkpoint. It distinguishes checkpoints of one step,
+        of which only the first may be complete.
         """
         self._mark = self._mark + 1 if step == self._step else 0
         self._step, self._version, self._has_failed = step, version, False
         return self._mark
 
     def append(self, recorded: RecordedRollout, first: int = -1) -> None:
-        """Write the last turn of a rollout, or those from index ``first`` on, unless no resumed run
-        can use them. After a failure, turns are lost until the next `begin`.
+        """Write the turns from index ``first`` on (default: the last turn), unless no resumed run
+        can use them. After a failure, no turns are written until the next `begin`.
 
         Raises:
             JournalError: the turn could not be written.
@@ -234,8 +236,10 @@ class Journal:
             raise
 
     def prune(self, oldest_step: int) -> None:
-        """Delete the turns of checkpoints older than ``oldest_step``, the oldest that is kept. Any
-        thread may call it; an `append` waits for a few rows.
+        """Delete the turns of checkpoints older than ``oldest_step``, the oldest checkpoint that is
+        kept.
+
+        Any thread may call this. A simultaneous `append` waits only while a few rows are deleted.
 
         Raises:
             JournalError: the turns cannot be deleted.
@@ -299,7 +303,8 @@ class Journal:
 
     @contextmanager
     def _errors(self, kind: type[JournalError]) -> Iterator[None]:
-        """Turn errors of the system into ``kind``, and damage of the file into `JournalError`."""
+        """Raise ``kind`` for errors of the operating system, and `JournalError` for a damaged
+        file."""
         try:
             yield
         except sqlite3.Error as error:
@@ -311,8 +316,8 @@ class Journal:
 
 
 def _rows(db: sqlite3.Connection, step: int, mark: int) -> list[Row]:
-    """In the order in which they were written, a few at a time: a run that goes on writing waits
-    for each reading."""
+    """Read rows in the order in which they were written. Few are read at a time, because a running
+    writer has to wait for each query."""
     rows: list[Row] = []
     last = 0
     while True:
@@ -328,7 +333,7 @@ def _rows(db: sqlite3.Connection, step: int, mark: int) -> list[Row]:
 
 
 def newest_version(completion: Completion) -> int:
-    """The newest version of its tokens; -1 without tokens."""
+    """Return the newest version of a completion's tokens; -1 without tokens."""
     found = spans(completion.version_runs, len(completion.token_ids))
     return max((version for start, end, version in found if end > start), default=-1)
 

@@ -1,16 +1,17 @@
-"""Where each sampled token and each admitted group of a run went, compared with what the replicas
-say they sampled.
+"""Records what happened to each sampled token and each admitted group of a run, and compares this
+with the replicas' own counts.
 
-Tokens are entered from two sources that must agree: when their request ends (`on_ended`) and when
-their group leaves the buffer (the token counts of its batch). `WorkBuffer` reports the groups that
-enter and leave it.
+Tokens are recorded from two sources that must agree: at the end of their request (`on_ended`), and
+when their group leaves the buffer (the token counts of its batch). `WorkBuffer` reports the groups
+that enter and leave it.
 
 Invariants, at any moment: tokens ``generated = trained + masked + discarded + buffered``; groups
-``admitted = trained + discarded + buffered``. A group leaves once. A request is entered once,
-however it ends, and tokens that its caller does not receive are discarded in the same call, so that
-the ledger holds for a group exactly what its rollouts hold. A call that would break this raises and
-changes nothing. Every token that a live replica sampled belongs to a running request or was entered
-when its request ended; `Reconciliation` records any other one in a metric that must be 0.
+``admitted = trained + discarded + buffered``. A group leaves once. A request is recorded once,
+however it ends. Tokens that its caller does not receive are discarded in the same call, so that the
+ledger's tokens of a group are exactly those of its rollouts. A call that would break an invariant
+raises and changes nothing. Every token that a live replica sampled belongs to a running request, or
+was recorded at the end of its request; `Reconciliation` counts all others in a metric that must be
+0.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class LedgerError(TorchtitanRLError):
 
 
 class TokenLedger:
-    """Totals since the run began; `state_dict` goes into the checkpoint.
+    """Totals since the run began; `state_dict` is part of each checkpoint.
 
     ``entered`` counts the tokens of all requests that ended since this process started, also those
-    of evaluations and of the endpoint's clients. Methods that name a group raise `LedgerError` if
-    it is not in the buffer.
+    of evaluations and of the endpoint's clients. Methods with a group's id raise `LedgerError` if
+    the group is not in the buffer.
     """
 
     def __init__(self) -> None:
@@ -61,10 +62,10 @@ class TokenLedger:
         self._discarded: Counter[str] = Counter()
 
     def on_ended(self, request: GenerationRequest, tokens: Completion, is_returned: bool) -> None:
-        """The router's observer: a request ended with ``tokens``.
+        """Record that a request ended with ``tokens``. Called by the router.
 
         Args:
-            is_returned: its caller gets them.
+            is_returned: whether the request's caller gets the tokens.
         """
         resumed = len(request.resume_from.token_ids) if request.resume_from is not None else 0
         sampled = len(tokens.token_ids) - resumed
@@ -77,14 +78,14 @@ class TokenLedger:
             self.discard_tokens(group_id, CUT, sampled + resumed)
 
     def admit(self, group_id: str) -> None:
-        """A group enters the buffer; LedgerError if it is there already."""
+        """Record that a group enters the buffer; LedgerError if it is already there."""
         if group_id in self._tokens_of:
             raise LedgerError(f"group {group_id} is admitted twice")
         self._tokens_of[group_id] = 0
         self.groups_admitted += 1
 
     def generate(self, group_id: str, num_tokens: int) -> None:
-        """Tokens were sampled for a group."""
+        """Record that tokens were sampled for a group."""
         self._tokens_of[group_id] = self.tokens_of(group_id) + num_tokens
         self._generated += num_tokens
 
@@ -95,11 +96,11 @@ class TokenLedger:
         *,
         masked_by_loss: Mapping[str, int] | None = None,
     ) -> None:
-        """The groups of a batch leave.
+        """Record that the groups of a batch were trained and leave the buffer.
 
         Args:
-            counts: where the tokens of the batch went.
-            masked_by_loss: tokens out of ``counts.trained`` that the loss left out, by rule.
+            counts: the trained and discarded tokens of the batch.
+            masked_by_loss: number of tokens of ``counts.trained`` that the loss left out, by cause.
 
         Raises:
             LedgerError: the counts do not add up, or differ from what was generated.
@@ -133,13 +134,14 @@ class TokenLedger:
         self.groups_trained += len(group_ids)
 
     def discard(self, group_id: str, cause: str) -> None:
-        """A group leaves untrained, with all its tokens."""
+        """Record that a group leaves the buffer untrained, with all its tokens."""
         self._discarded[cause] += self.tokens_of(group_id)
         del self._tokens_of[group_id]
         self.groups_discarded[cause] += 1
 
     def discard_tokens(self, group_id: str, cause: str, num_tokens: int) -> None:
-        """Tokens of a group that stays are dropped (restarted, or recorded but not usable).
+        """Record that tokens of a group are dropped (restarted, or recorded but not usable); the
+        group stays in the buffer.
 
         Raises:
             LedgerError: the group has fewer tokens.
@@ -173,10 +175,10 @@ class TokenLedger:
         )
 
     def state_dict(self, *, without: Collection[str] = ()) -> dict[str, Any]:
-        """The totals, JSON-able.
+        """Return the totals as JSON-compatible values.
 
         Args:
-            without: groups that are saved without their tokens, because a resumed run enters the
+            without: groups that are saved without their tokens, because a resumed run adds the
                 tokens of their recorded turns again.
         """
         tokens_of = {name: 0 if name in without else n for name, n in self._tokens_of.items()}
@@ -193,7 +195,7 @@ class TokenLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the totals by saved ones; LedgerError if those do not add up."""
+        """Load saved totals; LedgerError if they do not add up."""
         self._tokens_of = dict(state["tokens_of"])
         self._generated, self._trained = state["generated"], state["trained"]
         self._masked, self._discarded = Counter(state["masked"]), Counter(state["discarded"])
@@ -204,7 +206,7 @@ class TokenLedger:
 
 
 def require_sums(totals: LedgerTotals) -> None:
-    """Check both sums; LedgerError names the one that does not add up."""
+    """Check that the sums of tokens and of groups are correct; otherwise raise LedgerError."""
     masked, discarded = sum(totals.tokens_masked.values()), sum(totals.tokens_discarded.values())
     tokens = totals.tokens_trained + masked + discarded + totals.tokens_buffered
     if totals.tokens_generated != tokens:
@@ -239,7 +241,7 @@ class Reconciliation:
         self._running = BackgroundTask()
 
     def start(self, step: int, version: int) -> None:
-        """Compare the ledger of now, unless a comparison still runs."""
+        """Start a comparison, unless one still runs."""
         if not self._running.is_running:
             self._running.start("ledger reconciliation", self._compare, step, version)
 
@@ -255,7 +257,8 @@ class Reconciliation:
 
     async def _compare(self, step: int, version: int) -> None:
         replicas = (await self._router.account()).values()
-        # No await below: a request leaves the router and enters the ledger in one moment.
+        # No await below: a request leaves the router and is recorded in the ledger without an
+        # await.
         entered = self._router.received_tokens() - self._router.held_tokens()
         record = AccountRecord(
             step=step,

@@ -1,8 +1,9 @@
-"""The generating side: admits problems while there is room, rolls them out, sorts the results.
+"""The generating side: admits problems while there is room, rolls them out, and keeps, skips or
+resamples the groups.
 
-Invariants: an admitted group ends in the buffer as finished, or discarded with a cause, however its
-environment behaves. Restored groups start first. A group is rolled out only by replicas that hold
-at least the version it was admitted at. When the producer fails, its groups keep running until
+Invariants: an admitted group ends as finished in the buffer, or is discarded with a cause, however
+its environment behaves. Restored groups start first. A group is rolled out only by replicas that
+hold its admitted version or a newer one. When the producer fails, its groups keep running until
 `close`, so that a checkpoint can still save their turns.
 """
 
@@ -25,7 +26,7 @@ from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.rollout.task import adapts
 from torchtitan_rl.types import Problem, RolloutGroup
 
-_PATIENCE = 10  # times `max_empty_batches`, for a dataset that chooses by what came of its groups
+_PATIENCE = 10  # factor of `max_empty_batches` for a dataset that chooses by earlier outcomes
 
 
 class Producer:
@@ -48,15 +49,15 @@ class Producer:
         self._buffer = state.buffer
         self._ledger = state.ledger
         self._recorded = recorded
-        # Oldest first; a restarted group has its cancelled task too, until that ends.
+        # Oldest first. A restarted group also has its cancelled task, until that task has ended.
         self._group_of: dict[asyncio.Task[None], str] = {}
         self._restarted: set[asyncio.Task[None]] = set()  # cancelled, and may still get tokens
-        self._failure: BaseException | None = None  # the first of a group's task
+        self._failure: BaseException | None = None  # the first error of a group's task
         self._skipped_in_a_row = 0
         self._adapts = adapts(state.parts.dataset)
 
     async def run(self) -> None:
-        """Keep the buffer full until cancelled, which does not cancel the running groups.
+        """Keep the buffer full until cancelled. Cancelling this does not cancel the running groups.
 
         Raises:
             TorchtitanRLError: the dataset has ended, or no group can be trained on.
@@ -79,7 +80,7 @@ class Producer:
                 self._admit_next()
 
     async def close(self) -> None:
-        """Cancel all groups; returns when every rollout has ended."""
+        """Cancel all groups. Returns when every rollout has ended."""
         await cancel_all(self._group_of)
 
     async def settle(self) -> None:
@@ -89,11 +90,11 @@ class Producer:
             await asyncio.wait(ending)
 
     def restart(self, group_ids: Sequence[str]) -> None:
-        """Discard what these groups sampled and roll them out again at the current version.
+        """Discard the tokens of these groups, and roll the groups out again at the current version.
 
-        Takes effect at once, without an await between the optimizer step and a state in which the
-        groups belong to its version. New rollouts start when the old ones have ended. After the
-        last step the groups only wait, for a resumed run with more steps.
+        This does not await: right after the optimizer step, the groups belong to its version. New
+        rollouts start when the old ones have ended. After the last step the groups only wait, for a
+        resumed run with more steps.
         """
         for name in group_ids:
             old = self._newest_task(name)
@@ -109,16 +110,18 @@ class Producer:
         return self._has_room() and (not self._state.skipped or self._may_replace())
 
     def _must_tell(self) -> bool:
-        """The dataset chooses by what came of its groups, and a batch of them was skipped: without
-        this, one that gives only such problems would never hear of it."""
+        """Whether to report outcomes now, because a whole batch of groups was skipped.
+
+        Only for a dataset that chooses by earlier outcomes. Otherwise a dataset that returns only
+        problems that are skipped would never learn of it.
+        """
         return self._has_skipped_a_batch() and not self._is_over() and self._may_replace()
 
     def _may_replace(self) -> bool:
-        """Groups may take the place of skipped ones.
+        """Whether new groups may replace skipped ones now.
 
-        At staleness 0 a dataset that chooses by what came of its groups is asked for them, and
-        told, once all running groups have ended: what it knows when it chooses must not depend on
-        which of them ends first, or with which others.
+        At staleness 0, a dataset that chooses by earlier outcomes is called only when all running
+        groups have ended: its choice must not depend on the order in which groups end.
         """
         if not self._adapts or self._config.schedule.staleness > 0:
             return True
@@ -134,7 +137,7 @@ class Producer:
         return self._adapts and skipped >= self._config.rollout.groups_per_step
 
     def _is_over(self) -> bool:
-        """Every group that the run trains has been trained."""
+        """Whether all groups that the run trains have been trained."""
         return self._ledger.groups_trained >= self._num_groups
 
     def _admit_next(self) -> None:
@@ -175,13 +178,13 @@ class Producer:
         group_id = self._group_of.pop(task)
         if task in self._restarted:
             self._restarted.remove(task)
-            self._discard_restarted(group_id)  # of requests that ended before they were cancelled
+            self._discard_restarted(group_id)  # of requests that ended earlier
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
             self._state.notify()
 
     async def _roll_out(self, entry: Entry, after: asyncio.Task[None] | None) -> None:
-        if after is not None:  # also one that is done: its tokens are counted first (`_on_end`)
+        if after is not None:  # also if it is done: its tokens are counted first, in `_on_end`
             waiting = f"group {entry.group_id} waits for its old rollouts to end"
             with self._state.waits.track(waiting):
                 await asyncio.wait({after})
@@ -228,12 +231,14 @@ class Producer:
             )
 
     def _has_signal(self, group: RolloutGroup) -> bool:
-        """Groups without any reward count too: the batcher reports how they failed."""
+        """Whether to train on the group. Groups without any reward are kept too: the batcher
+        reports their failures."""
         failed = all(rollout.reward is None for rollout in group.rollouts)
         return failed or has_signal(group.rollouts, self._config.rollout)
 
     def _pop_recorded(self, entry: Entry) -> Mapping[str, RecordedRollout]:
-        """The group's turns from before the run was resumed; their tokens enter the ledger here."""
+        """Take the group's turns from before the run was resumed, and add their tokens to the
+        ledger."""
         rollouts, rolled_back = self._recorded.pop(
             entry.group_id, admitted_version=entry.admitted_version
         )
@@ -255,5 +260,5 @@ class Producer:
         self, task: asyncio.Task[None] | None, rollout_id: str, cause: str, num_tokens: int
     ) -> None:
         if task in self._restarted:
-            return  # all that its group had is discarded, and what comes later when it ends
+            return  # all tokens are discarded: earlier ones at the restart, later ones at its end
         self._ledger.discard_tokens(group_of(rollout_id), cause, num_tokens)

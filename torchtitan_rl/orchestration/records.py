@@ -1,8 +1,10 @@
-"""What the controller records: a row per step, per evaluation and per ledger reconciliation.
+"""The records that the controller writes: one per step, per evaluation and per ledger
+reconciliation.
 
-Ids nest. A group is named ``e{epoch}/{problem}``, a rollout ``{group}/r{sibling}``, and its
-requests ``{rollout}/t{turn}`` or, after a restart, ``{rollout}/a{attempt}/t{turn}``: request
-``e0/p12/r3/t1`` is turn 1 of rollout ``e0/p12/r3`` of group ``e0/p12``.
+Ids contain the id of their parent. A group is named ``e{epoch}/{problem}``, a rollout
+``{group}/r{sibling}``, and its requests ``{rollout}/t{turn}`` or, after a restart,
+``{rollout}/a{attempt}/t{turn}``: request ``e0/p12/r3/t1`` is turn 1 of rollout ``e0/p12/r3`` of
+group ``e0/p12``.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from torchtitan_rl.errors import OutputError
 from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.types import Episode, GenerationRequest, RolloutGroup
 
-_MAX_UNWRITTEN = 64  # each record holds the groups of its step
+_MAX_UNWRITTEN = 64  # each record keeps the groups of its step in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Where the tokens of a batch went: ``generated = trained + sum(discarded)``."""
+    """The tokens of a batch: ``generated = trained + sum(discarded)``."""
 
     generated: int
     trained: int
@@ -43,7 +45,7 @@ class BufferStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerTotals:
-    """Where all tokens and groups went since the run began, before it was resumed included.
+    """Counts of all tokens and groups since the run began, including those from before a resume.
 
     Tokens: ``generated = trained + masked + discarded + buffered``; groups: ``admitted = trained +
     discarded + buffered``. Mappings are by cause.
@@ -62,14 +64,17 @@ class LedgerTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One finished step; ``version`` is that of the weights after it.
+    """One finished step. ``version`` is the version of the weights after the step.
 
-    Durations are seconds since the record of the previous step, ``wall_s`` in all: ``rollout_s`` of
-    waiting for the batch, ``train_s`` of training, ``publish_s`` of publishing the weights of the
-    step before, ``trainer_busy_s`` of training, publishing and saving. ``syncs`` ended in that
-    time. ``episodes``: of the groups, as they were trained on. ``overtaken``: ids of the groups in
-    the batch that younger ones were trained before; ``flat``: of those whose advantages are all 0.
-    ``dataset``: its metrics after the outcomes of the step before.
+    Durations are in seconds and cover the time since the previous step's record, which is
+    ``wall_s`` long: ``rollout_s`` waiting for the batch, ``train_s`` training, ``publish_s``
+    publishing the previous step's weights, ``trainer_busy_s`` training, publishing and saving.
+    ``syncs`` are the weight syncs that ended in this time.
+
+    ``episodes`` are the groups' episodes as they were trained on. ``overtaken`` has the ids of
+    groups in the batch that were trained after younger groups; ``flat`` has the ids of groups whose
+    advantages are all 0. ``dataset`` has the dataset's metrics after the outcomes of the previous
+    step.
     """
 
     step: int
@@ -106,10 +111,11 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountRecord:
-    """The ledger compared with the replicas, in tokens since this process started.
+    """The result of comparing the ledger with the replicas, in tokens since this process started.
 
-    ``sampled``: counted by the engines of all replicas. ``lost``: sampled by replicas that died
-    before they reported it. ``unaccounted``: the tokens missing of the rest, which must be 0.
+    ``sampled``: tokens counted by the engines of all replicas. ``lost``: tokens that replicas
+    sampled but did not report before they died. ``unaccounted``: other sampled tokens that are not
+    in the ledger; this must be 0.
     """
 
     step: int
@@ -129,7 +135,7 @@ class Recorder(Protocol):
     def record_account(self, record: AccountRecord) -> None: ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Show what the controller does in the block, on the console and in the trace."""
+        """Show on the console and in the trace that the controller does ``name`` in the block."""
         ...
 
     def say(self, message: str) -> None:
@@ -138,10 +144,11 @@ class Recorder(Protocol):
 
 
 class RetryingRecorder:
-    """The `Recorder` of the controller's loops: writes a missing row again, before the next one.
+    """The `Recorder` of the controller's loops: retries a row that could not be written, before the
+    next row.
 
-    Rows are written in order and once each. No checkpoint is taken while a row is missing (`flush`
-    comes before it), so a resumed run has the rows of all steps that it does not repeat.
+    Rows are written in order, once each. No checkpoint is taken while a row is missing, because
+    `flush` is called before. So a resumed run has the rows of all steps that it does not repeat.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -186,14 +193,14 @@ class RetryingRecorder:
 
 
 def group_of(rollout_id: str) -> str:
-    """The group that a rollout belongs to."""
+    """Return the id of a rollout's group."""
     return rollout_id.rsplit("/", 1)[0]
 
 
 def group_of_request(request: GenerationRequest) -> str | None:
-    """The group that a request samples for; None for requests of other clients.
+    """Return the id of a request's group; None for requests of other clients.
 
-    A rollout's requests run in a session named after the rollout.
+    The session id of a rollout's requests is the rollout's id.
     """
     session = request.session_id
     if session is None or not request.request_id.startswith(f"{session}/"):

@@ -1,6 +1,6 @@
-"""What the controller's loops share: the parts of the run, its position, its groups and its waits.
+"""The state that the controller's loops share: the run's components, position, groups and waits.
 
-All loops run on one event loop, so nothing here changes between two awaits of a loop.
+All loops run on one event loop, so this state does not change between two awaits of a loop.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ class Claim(Protocol):
     """The right to write into the run's folder, which another host may take over."""
 
     def check(self) -> None:
-        """Called before a write.
-
-        Raises:
-            OutputError: the folder is not ours, or that cannot be found out.
+        """Check the right to write; called before each write.         Raises:
+        OutputError: this process does not own the folder, or this cannot be determined.
         """
         ...
 
@@ -48,7 +46,7 @@ class Claim(Protocol):
 
 
 class Unshared:
-    """The `Claim` on a folder that no other host reaches."""
+    """The `Claim` on a folder that no other host can access."""
 
     def check(self) -> None:
         return
@@ -60,7 +58,8 @@ class Unshared:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The components of a run. ``ledger`` observes the router; ``identity`` describes the run and
-    is stored in each checkpoint. A reward of at least ``success_reward`` has solved a problem."""
+    is stored in each checkpoint. A rollout with a reward of at least ``success_reward`` counts as
+    solved."""
 
     dataset: Dataset
     evaluation_problems: Sequence[Problem]
@@ -78,8 +77,8 @@ class Parts:
 
 
 class RunState:
-    """One run in memory. ``step`` counts finished steps, ``version`` those of them that changed the
-    weights; ``num_changes`` grows whenever anything changes."""
+    """The state of one run. ``step`` is the number of finished steps, and ``version`` the number of
+    steps that changed the weights. ``num_changes`` grows whenever anything changes."""
 
     def __init__(self, capacity: Capacity, parts: Parts) -> None:
         self.capacity = capacity
@@ -93,21 +92,21 @@ class RunState:
         self.evaluated_step: int | None = None
         self.is_stopping = False
         self.dataset_metrics: Mapping[str, float] = {}  # as of the newest step
-        self.skipped: list[Outcome] = []  # the dataset has not been told of them
+        self.skipped: list[Outcome] = []  # not yet reported to the dataset
         self.num_changes = 0
         self._changed = asyncio.Event()
 
     def outcome(self, group: RolloutGroup) -> Outcome:
-        """What came of a group, for the dataset."""
+        """Return a group's outcome, for the dataset."""
         rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
         solved = [reward >= self.parts.success_reward for reward in rewards]
         return Outcome(problem=group.problem, solved=fmean(solved) if solved else None)
 
     def record_outcomes(self, trained: Sequence[RolloutGroup]) -> None:
-        """Tell the dataset what came of the groups of a step, and of those that were skipped.
+        """Report to the dataset the outcomes of a step's groups and of skipped groups.
 
-        Only here, after a step or a skipped batch, so that what it chooses does not depend on the
-        order in which groups finish.
+        Outcomes are reported only here, after a step or a skipped batch, so that the dataset's
+        choices do not depend on the order in which groups finish.
         """
         skipped = sorted(self.skipped, key=lambda outcome: outcome.problem.problem_id)
         self.skipped.clear()
@@ -116,11 +115,11 @@ class RunState:
         self.measure_dataset()
 
     def measure_dataset(self) -> None:
-        """For the next step's record."""
+        """Store the dataset's metrics for the next step's record."""
         self.dataset_metrics = dict(metrics_of(self.parts.dataset))
 
     def notify(self) -> None:
-        """Something changed: every loop in `wait_until` checks its condition again."""
+        """Make every loop in `wait_until` check its condition again, because something changed."""
         self.num_changes += 1
         self._changed.set()
         self._changed = asyncio.Event()
@@ -141,23 +140,21 @@ class RunState:
 
 
 class Trainer(Protocol):
-    """All ranks of a policy trainer as one object. Calls come one after another; only
-    `finish_checkpoint` and `wait_until_lost` may be awaited alongside another one."""
+    """All ranks of a policy trainer as one object. Only one method may run at a time, except that
+    `finish_checkpoint` and `wait_until_lost` may run alongside another call."""
 
     async def wait_until_lost(self) -> None:
-        """Wait until a process of the trainer has died, whether a call runs or not.
-
-        Raises:
-            TrainerLostError: one died.
+        """Wait until a process of the trainer has died, whether or not a call runs.         Raises:
+        TrainerLostError: a process has died.
         """
         ...
 
     async def train_step(self, batch: TrainingBatch) -> StepOutput:
-        """One optimizer step.
+        """Take one optimizer step.
 
         Raises:
-            DivergedError: loss or gradient is not finite; the weights are as before.
-            TrainerLostError: a process of the trainer died (also from every other call).
+            DivergedError: the loss or the gradient is not finite. The weights have not changed.
+            TrainerLostError: a process of the trainer died. Every other method raises this too.
         """
         ...
 
@@ -181,11 +178,12 @@ class Trainer(Protocol):
     ) -> None:
         """Copy model, optimizer, scheduler and RNG, and write the copy while training continues.
 
-        Returns when the copy is taken. Waits for a checkpoint that is still being written.
+        Returns when the copy has been made. Waits first if another checkpoint is still being
+        written.
 
         Args:
             attachments: file name to content; `load_attachment` reads them.
-            version: the version that the attachments belong to.
+            version: the policy version to which the attachments belong.
 
         Raises:
             CheckpointError: the trainer holds another version (a step ended after its deadline), or
@@ -211,8 +209,8 @@ class Trainer(Protocol):
         ...
 
     async def offload(self) -> None:
-        """Move everything from device to host memory. Until `onload` only `finish_checkpoint`,
-        `onload` and `close` may be called. A second call has no effect."""
+        """Move everything from device to host memory. Before the next `onload`, only
+        `finish_checkpoint`, `onload` and `close` may be called. A second call has no effect."""
         ...
 
     async def onload(self) -> None:

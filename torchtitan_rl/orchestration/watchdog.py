@@ -1,9 +1,9 @@
-"""No silent wait: what each loop waits for, and a watchdog that reports it when nothing changes.
+"""Lists what each loop waits for, and reports it when nothing changes, so that no wait is silent.
 
 Invariants: a wait is listed exactly while its ``with`` block is open. The watchdog only reads. It
-reports a quiet period once per ``report_wait_s``; a run without a change for ``max_wait_s``, or a
-wait over its own limit, ends with all waits in the error. Time in which the process itself was
-stopped (Ctrl-Z, a debugger, a sleeping machine) does not count as quiet.
+reports a quiet period once per ``report_wait_s``. If nothing changes for ``max_wait_s``, or a wait
+exceeds its own limit, the run ends with all waits in the error. Time in which the process itself
+was stopped (Ctrl-Z, a debugger, a sleeping machine) does not count as quiet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Wait:
     details: Callable[[], str] | None  # called only when the wait is described
 
     def describe(self, now_s: float) -> str:
-        """``trainer waits for a full batch (90 s): 3 of 16 groups finished``"""
+        """Describe the wait: ``trainer waits for a full batch (90 s): 3 of 16 groups finished``."""
         text = f"{self.name} ({now_s - self.since_s:.0f} s)"
         details = self.details() if self.details is not None else ""
         return f"{text}: {details}" if details else text
@@ -59,9 +59,9 @@ class WaitRegistry:
 
         Args:
             name: a sentence that needs no context, "trainer waits for a full batch".
-            limit_s: how long this wait may take. While it is within its limit the watchdog does not
-                end the run; once it is over, the watchdog does. Where the awaited call has a
-                time-out of its own, give a larger limit.
+            limit_s: how long this wait may take. While a wait is within its limit, the watchdog
+                does not end the run; when the limit is exceeded, it does. If the awaited call has
+                its own time-out, give a larger limit.
         """
         wait = Wait(name=name, since_s=self.now_s(), limit_s=limit_s, details=details)
         self._open.append(wait)
@@ -76,12 +76,11 @@ class WaitRegistry:
 
 
 class Watchdog:
-    """Run `run` alongside the loops.
+    """Reports when nothing changes in a run. Run `run` alongside the loops.
 
     Args:
         num_changes: a number that grows whenever anything changes (groups, steps, pulls ...).
-        activities: what each unfinished rollout does; a rollout that begins something new is a
-            change too.
+        activities: returns the activity of each unfinished rollout. A new activity is a change too.
         notes: further lines for the report, such as `describe_replicas`.
         say: shows a message to the user.
     """
@@ -114,14 +113,15 @@ class Watchdog:
         """Poll every ``tick_s``, until cancelled.
 
         Raises:
-            DeadlineError: nothing changed for too long; the message lists all waits.
+            DeadlineError: nothing changed for ``max_wait_s``, or a wait exceeded its limit. The
+                message lists all waits.
         """
         while True:
             self.poll()
             await asyncio.sleep(self.tick_s)
 
     def poll(self) -> None:
-        """Poll once; DeadlineError as `run`."""
+        """Poll once. Raises DeadlineError like `run`."""
         now_s = self._waits.now_s()
         self._measure_quiet(now_s)
         limited = [(wait, wait.limit_s) for wait in self._waits.open() if wait.limit_s is not None]
@@ -136,7 +136,8 @@ class Watchdog:
             self._say(self._report(headline))
 
     def chain(self) -> str:
-        """One line each: waits (longest first, equal names together), rollouts, notes."""
+        """Return the lines of a report: waits (longest first, equal names in one line), rollouts,
+        notes."""
         now_s = self._waits.now_s()
         by_name: dict[str, list[Wait]] = {}
         for wait in self._waits.open():
@@ -163,7 +164,8 @@ class Watchdog:
 
 
 def describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> str:
-    """What the rollouts do, and the longest activity of all; empty without rollouts."""
+    """Describe the number of rollouts in each phase, and the longest activity; empty without
+    rollouts."""
     if not activities:
         return ""
     counts = Counter(activity.phase.value for activity in activities)
@@ -172,7 +174,7 @@ def describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> 
 
 
 def describe_group(group_id: str, activities: Sequence[RolloutActivity], now_s: float) -> str:
-    """What one group waits for: its rollout whose current activity has taken longest."""
+    """Describe what a group waits for: the longest current activity of its rollouts."""
     own = [one for one in activities if one.rollout_id.startswith(f"{group_id}/")]
     if not own:
         return f"group {group_id} has no running rollout"
@@ -180,7 +182,8 @@ def describe_group(group_id: str, activities: Sequence[RolloutActivity], now_s: 
 
 
 def describe_replicas(states: Mapping[str, str], outstanding_tokens: Mapping[str, int]) -> str:
-    """``replica0 serving, 240 tokens outstanding; replica1 dead, 0 tokens outstanding``"""
+    """Describe replicas: ``replica0 serving, 240 tokens outstanding; replica1 dead, 0 tokens
+    outstanding``."""
     return "; ".join(
         f"{name} {state}, {outstanding_tokens.get(name, 0)} tokens outstanding"
         for name, state in states.items()
@@ -188,8 +191,9 @@ def describe_replicas(states: Mapping[str, str], outstanding_tokens: Mapping[str
 
 
 def _longest(activities: Sequence[RolloutActivity], now_s: float) -> str:
-    """``e0/p12/r3, turn 2, environment step for 88 s``; turn 0 is before the first."""
+    """Describe the longest activity: ``e0/p12/r3, turn 2, environment step for 88 s``. Turn 0 is
+    before the first turn."""
     one = min(activities, key=lambda activity: activity.since_s)
-    turn = one.turn + (one.phase is Phase.GENERATION)  # `turn` counts complete ones
+    turn = one.turn + (one.phase is Phase.GENERATION)  # `turn` counts complete turns
     where = f"{one.rollout_id}, turn {turn}, {one.phase.value} {one.detail}"
     return f"{where} for {now_s - one.since_s:.0f} s"

@@ -1,19 +1,20 @@
-"""Brings each published version to the replicas while the next step runs, and starts evaluations;
-and who uses devices that trainer and replicas share.
+"""Loads each published version into the replicas while the next step runs, and starts evaluations.
+Also decides who uses devices that the trainer and the replicas share.
 
-| mode | replicas during a step | after it |
+| mode | replicas during a step | after the step |
 |---|---|---|
 | `CONTINUE` | keep running | they pull the new weights |
 | `PAUSE` | requests are cut, engines are empty | requests continue under the new weights |
-| `SLEEP` | as `PAUSE`, and replicas free the devices | the trainer offloads, replicas wake up |
+| `SLEEP` | like `PAUSE`, and replicas free the devices | the trainer offloads, replicas wake up |
 
 Invariants of `WeightDelivery`: evaluations are pinned in the order of their steps. A version is
-skipped only when a newer one is queued already and no evaluation needs it; it is then released.
+skipped only if a newer one is already queued and no evaluation needs the version; it is then
+released.
 
 Invariants of `DeviceSharing`: from the moment a step begins until the trainer releases the devices,
-emptied engines stay empty, even if weights are brought to them in that time. With `SLEEP` no
-replica steps then, and the trainer's state is on the devices only then. One switch runs at a time,
-and none within a pull.
+emptied engines stay empty, even if they pull weights in this time. With `SLEEP` no replica steps in
+this time, and the trainer's state is on the devices only in this time. Only one switch runs at a
+time, and none during a pull.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from torchtitan_rl.weights.handle import WeightHandle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedStep:
-    """``version`` is that of the weights after the step, and ``handle`` leads to them; None where
-    the step had nothing to train on, so that the weights are those of the step before."""
+    """A finished step. ``version`` is the version of the weights after the step, and ``handle``
+    refers to these weights. ``handle`` is None if the step had nothing to train on, so that the
+    weights did not change."""
 
     step: int
     version: int
@@ -60,25 +62,25 @@ class WeightDelivery:
         self._devices = devices
         self._queue: asyncio.Queue[PublishedStep] = asyncio.Queue()
         self._last_put = -1  # number of the newest queued step
-        self._num_open = 1  # queued and running steps, and the evaluation before the first
+        self._num_open = 1  # queued and running steps, and the evaluation before the first step
         self._has_failed = False
         self._needed: dict[int, PublishedStep] = {}  # by version: the last step that needs it
-        self._initial: PublishedStep | None = None  # of a resumed run
+        self._initial: PublishedStep | None = None  # the weights with which a resumed run begins
         self._newest: PublishedStep | None = None  # the newest with a handle, until its sync begins
         self._syncs: list[SyncReport] = []
 
     @property
     def needed_versions(self) -> frozenset[int]:
-        """Published versions that replicas still have to read: they must stay readable."""
+        """The published versions that replicas still have to read, and that must stay readable."""
         return frozenset(self._needed)
 
     @property
     def is_idle(self) -> bool:
-        """Every queued step is done, and no evaluation runs."""
+        """Whether every queued step is done, and no evaluation runs."""
         return self._num_open == 0 and not self._evaluator.is_running
 
     def pop_syncs(self) -> tuple[SyncReport, ...]:
-        """Reports of the syncs that ended since the last call."""
+        """Return the reports of the syncs that ended since the last call."""
         syncs, self._syncs = tuple(self._syncs), []
         return syncs
 
@@ -91,7 +93,7 @@ class WeightDelivery:
         self._num_open += 1
         self._last_put = step.step
         if step.handle is None and self._newest is not None and self.needs_evaluation(step.step):
-            step = replace(step, handle=self._newest.handle)  # it has not been synced yet
+            step = replace(step, handle=self._newest.handle)  # this handle has not been synced yet
         if step.handle is not None:
             self._needed[step.handle.version] = step
             if self._newest is not None and not self.needs_evaluation(self._newest.step):
@@ -100,22 +102,23 @@ class WeightDelivery:
         self._queue.put_nowait(step)
 
     async def resume(self, handle: WeightHandle) -> None:
-        """Bring the weights that a resumed run begins with to the replicas.
+        """Load the weights with which a resumed run begins into the replicas.
 
-        They stay readable until the evaluation of their step, if it is due, has its replica.
+        The weights stay readable until the evaluation of their step, if one is due, has pinned its
+        replica.
         """
         self._initial = PublishedStep(step=self._state.step, version=handle.version, handle=handle)
         self._needed[handle.version] = self._initial
         await self._sync(handle)
 
     async def run(self) -> None:
-        """Deal with one queued step after another, until cancelled.
+        """Deliver one queued step after another, until cancelled.
 
         Raises:
             WeightSyncError: no replica is left.
         """
         try:
-            # A step that was taken before this task began is queued, and is evaluated in its turn.
+            # A step that was taken before this task began is in the queue, and is evaluated later.
             step = self._state.step
             if step != self._last_put and self._evaluator.is_due(step):
                 await self._evaluator.start(step, self._state.version)
@@ -170,7 +173,7 @@ class WeightDelivery:
 
 
 class DuringStep(StrEnum):
-    """What replicas do while the trainer takes a step."""
+    """How replicas behave while the trainer takes a step."""
 
     CONTINUE = "continue"
     PAUSE = "pause"
@@ -178,14 +181,14 @@ class DuringStep(StrEnum):
 
 
 def during_step(config: ControllerConfig) -> DuringStep:
-    """``schedule.during_training``, except that replicas on shared devices always sleep."""
+    """Return ``schedule.during_training``, or SLEEP if replicas share devices with the trainer."""
     is_colocated = config.placement == "colocated"
     return DuringStep.SLEEP if is_colocated else DuringStep(config.schedule.during_training)
 
 
 class DeviceSharing:
-    """Who has the shared devices: the replicas first. The consumer takes them for the trainer and
-    releases them; `WeightDelivery` then hands them to the replicas."""
+    """Decides who uses shared devices: at first the replicas. The consumer takes the devices for
+    the trainer and releases them; `WeightDelivery` then gives them to the replicas."""
 
     def __init__(self, during_step: DuringStep, state: RunState) -> None:
         self._during_step = during_step
@@ -204,26 +207,27 @@ class DeviceSharing:
 
     @property
     def trainer_holds_devices(self) -> bool:
-        """The shared devices are the trainer's, and it has not released them."""
+        """Whether the trainer has the shared devices and has not released them."""
         return self._trainer_is_loaded and not self._is_released
 
     @property
     def trainer_can_save(self) -> bool:
-        """False on shared devices after a step without an update: the replicas still have them."""
+        """Whether the trainer can save: not on shared devices after a step without an update,
+        because the replicas still have the devices."""
         return self.trainer_holds_devices or not self.devices_are_shared
 
     @property
     def engines_are_empty(self) -> bool:
-        """No request runs on an engine, and none will before the next weights."""
+        """Whether no request runs on an engine, and none will before the next weights."""
         return self._engines_are_empty
 
     def pop_switch_s(self) -> float:
-        """Seconds spent on switching devices since the last call."""
+        """Return the seconds spent on switching devices since the last call."""
         seconds, self._switch_s = self._switch_s, 0.0
         return seconds
 
     async def prepare_step(self) -> None:
-        """Make the replicas ready for a step of the trainer."""
+        """Prepare the replicas for a step of the trainer."""
         if self._during_step is DuringStep.PAUSE:
             self._is_released = False
             async with self._switching:
@@ -233,7 +237,7 @@ class DeviceSharing:
         await self.take_devices()
 
     async def take_devices(self) -> None:
-        """Where devices are shared: put the replicas to sleep and load the trainer's state."""
+        """If devices are shared, put the replicas to sleep and load the trainer's state."""
         if not self.devices_are_shared:
             return
         self._is_released = False  # before the lock, so that a waiting `to_replicas` gives way
@@ -243,7 +247,7 @@ class DeviceSharing:
         ):
             async with self._switching:
                 if self._trainer_is_loaded:
-                    # A switch to the replicas may have failed after it offloaded.
+                    # An earlier switch to the replicas may have failed after offloading.
                     await self._trainer.onload()
                     return
                 self._trainer_is_loaded = self._engines_are_empty = True
@@ -252,7 +256,7 @@ class DeviceSharing:
                     await self._trainer.onload()
 
     def release(self) -> None:
-        """The trainer does not need the devices for now."""
+        """Declare that the trainer does not need the devices for now."""
         if not self._is_released:
             self._is_released = True
             self._state.notify()
@@ -265,10 +269,11 @@ class DeviceSharing:
 
     @asynccontextmanager
     async def to_replicas(self) -> AsyncIterator[None]:
-        """Bring new weights to the replicas inside the block; afterwards their requests continue.
+        """Run the block, which loads new weights into the replicas; afterwards their requests
+        continue.
 
-        If another step begins before the end of the block, or the block raises, engines stay as
-        they are until the next call.
+        If another step begins before the end of the block, or the block raises, the engines stay
+        paused until the next call.
         """
         if not self.devices_are_shared:
             yield

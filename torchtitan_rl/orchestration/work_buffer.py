@@ -7,11 +7,12 @@
 | FINISHED | all its rollouts have ended | BATCHED by `take` |
 | BATCHED | in the optimizer step | FINISHED by `put_back`; leaves, trained, by `finish_batch` |
 
-From every state `discard` removes a group; from all but BATCHED `restart` leads to WAITING.
+`discard` removes a group from any state. `restart` moves a group from any state but BATCHED to
+WAITING.
 
 Invariants:
 - every group is in exactly one state; it enters and leaves buffer and ledger in the same call, and
-  the ledger counts those that left;
+  the ledger counts the groups that left;
 - no group or token is trained more than S versions after the group's admission (`capacity.py` has
   the proof; `take` checks it);
 - `admit` takes a slot; `finish_batch` or `discard` frees it, on every path.
@@ -33,7 +34,7 @@ from torchtitan_rl.types import Problem, RolloutGroup
 
 
 class GroupState(StrEnum):
-    """Where a live group is; see the table above."""
+    """The state of a group in the buffer; see the table above."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -47,20 +48,22 @@ class StalenessError(TorchtitanRLError):
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One live group. ``overtaken`` counts younger groups that were trained before it."""
+    """One group in the buffer. ``overtaken`` counts the younger groups that were trained before
+    it."""
 
     group_id: str
     problem: Problem
     admitted_version: int
     state: GroupState = GroupState.WAITING
     overtaken: int = 0
-    restarts: int = 0  # S = 0: rolled out again under newer weights
-    resamples: int = 0  # rolled out again because all its rewards were equal
-    group: RolloutGroup | None = None  # from FINISHED on
+    restarts: int = 0  # number of times rolled out again with newer weights (only at S = 0)
+    resamples: int = 0  # number of times rolled out again because all rewards were equal
+    group: RolloutGroup | None = None  # set from FINISHED on
 
 
 class WorkBuffer:
-    """Live groups, oldest first; ``ledger`` counts those that enter and leave."""
+    """The groups that are not trained yet, oldest first. ``ledger`` counts the groups that enter
+    and leave."""
 
     def __init__(self, capacity: Capacity, ledger: TokenLedger) -> None:
         self._capacity = capacity
@@ -76,7 +79,7 @@ class WorkBuffer:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Live groups, oldest first."""
+        """The groups in the buffer, oldest first."""
         return tuple(self._entries.values())
 
     @property
@@ -98,7 +101,7 @@ class WorkBuffer:
 
         Raises:
             ValueError: the buffer has no room.
-            LedgerError: the id is live.
+            LedgerError: a group with this id is in the buffer.
         """
         if not self.has_room:
             raise ValueError(f"no room for group {group_id}: {len(self)} are under way")
@@ -124,9 +127,10 @@ class WorkBuffer:
         self._num_finished -= entry.state is GroupState.FINISHED
 
     def take(self, version: int) -> tuple[RolloutGroup, ...] | None:
-        """The next batch, to be trained at ``version``: P groups, oldest first.
+        """Take the next batch, to be trained at ``version``: P groups, oldest first.
 
-        None while too few groups are finished, or an unfinished one must not be overtaken again.
+        Returns None if too few groups are finished, or if an unfinished group must not be overtaken
+        again.
 
         Raises:
             StalenessError: a group, or one of its tokens, is too old.
@@ -146,7 +150,7 @@ class WorkBuffer:
                 self._move(entry, GroupState.FINISHED)
 
     def overtaken_in_batch(self) -> frozenset[str]:
-        """Ids of the groups in the batch that younger groups were trained before."""
+        """Return the ids of groups in the batch that were overtaken by younger groups."""
         return frozenset(
             entry.group_id
             for entry in self.entries
@@ -156,20 +160,21 @@ class WorkBuffer:
     def finish_batch(
         self, counts: TokenCounts, *, masked_by_loss: Mapping[str, int] | None = None
     ) -> tuple[str, ...]:
-        """The batch has been trained: free its slots.
+        """Remove the batch, which has been trained, and free its slots.
 
         Args:
             counts, masked_by_loss: as for `TokenLedger.train`.
 
         Returns:
-            The groups that are too old now: at S = 0 all others. Call `restart` for each.
+            IDs of groups that are now too old to train on: at S = 0 every group left in the buffer,
+            otherwise none. Call `restart` for each.
 
         Raises:
-            LedgerError: these are not the tokens of the batch; nothing is changed.
+            LedgerError: the counts are not those of the batch. Nothing is changed.
         """
         batch = [one.group_id for one in self.entries if one.state is GroupState.BATCHED]
         self._ledger.train(batch, counts, masked_by_loss=masked_by_loss)
-        younger = 0  # groups of the batch
+        younger = 0  # number of younger groups in the batch
         for entry in reversed(self.entries):
             if entry.state is GroupState.BATCHED:
                 del self._entries[entry.group_id]
@@ -179,7 +184,8 @@ class WorkBuffer:
         return tuple(self._entries) if self._capacity.staleness == 0 else ()
 
     def restart(self, group_id: str, *, version: int) -> Entry:
-        """Begin a group again in its place, as if it were admitted at ``version``."""
+        """Begin a group again, as if it were admitted at ``version``. It keeps its place in the
+        order."""
         entry = self._entries[group_id]
         self._move(entry, GroupState.WAITING)
         entry.admitted_version, entry.group = version, None
@@ -187,7 +193,7 @@ class WorkBuffer:
         return entry
 
     def restore(self, entries: Iterable[Entry]) -> None:
-        """Continue with the groups of a checkpoint, which are waiting or finished and in the
+        """Load the groups of a checkpoint. They are waiting or finished, and already in the
         ledger."""
         for entry in entries:
             self._entries[entry.group_id] = entry
@@ -207,7 +213,8 @@ class WorkBuffer:
         if self._num_finished < self._capacity.groups_per_step:
             return None
         chosen: list[Entry] = []
-        # Whatever overtakes an unfinished group overtakes the oldest one, so only that one counts.
+        # A group that overtakes any unfinished group also overtakes the oldest one, so only the
+        # oldest is checked.
         oldest: Entry | None = None
         overtaking = 0
         for entry in self._pending():

@@ -1,11 +1,11 @@
 """Calls of user code (environments, rewards, agents) that do not block the event loop.
 
-A plain function runs in a new daemon thread: any number of calls may block at once, and one that
-hangs does not keep the process alive. A thread cannot be killed, and a task may ignore its
-cancellation: such a call runs on, its result is dropped, and it keeps all that it holds
-(`abandoned`). A few do no harm; their number is logged whenever it doubles. If too many hang for
-long, no environment is called any more except to be closed, and the run fails with an error that
-names them.
+A synchronous function runs in a new daemon thread: any number of calls may block at once, and a
+hanging call does not keep the process alive. A thread cannot be killed, and a task may ignore its
+cancellation. Such a call is abandoned (`abandoned`): it continues to run and keeps its resources,
+and its result is dropped. A few abandoned calls do no harm; their number is logged whenever it
+doubles. If too many calls hang for long, environments are only closed and not called otherwise, and
+the run fails with an error that names the calls.
 
 Invariant: a call is counted once, from the moment its caller stops waiting until it ends.
 """
@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_GRACE_S = 5.0  # for work to clean up when it is cancelled
+_GRACE_S = 5.0  # the time to clean up after a cancellation
 _computing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="compute")
 
 
 class HangingCallsError(TorchtitanRLError):
-    """Too many calls of environments, rewards or agents hang; the message names them."""
+    """Too many calls of environments, rewards or agents hang. The message names the functions."""
 
 
 class AbandonedCalls:
     """The abandoned calls of one process. May be used from any thread.
 
-    A call hangs ``hangs_after_s`` after its caller stopped waiting; until then it may only be slow
-    to notice.
+    A call counts as hanging ``hangs_after_s`` after its caller stopped waiting. Before that, it may
+    only be slow to notice its cancellation.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AbandonedCalls:
         return len(self._running)
 
     def add(self, call: object, name: str) -> None:
-        """The caller of ``call`` no longer waits for it."""
+        """Record that the caller of ``call`` no longer waits."""
         with self._lock:
             self._running[call] = (name, self._clock())
             number = len(self._running)
@@ -78,12 +78,13 @@ class AbandonedCalls:
             )
 
     def end(self, call: object) -> None:
-        """The call has ended; ignored if it was not abandoned."""
+        """Record that the call has ended. Ignored if the call was not abandoned."""
         with self._lock:
             self._running.pop(call, None)
 
     def names(self) -> str:
-        """The most frequent functions and their numbers of calls, in one line."""
+        """Return, in one line, the functions with the most abandoned calls, with the number of
+        calls."""
         with self._lock:
             counts = Counter(name for name, _ in self._running.values())
         return ", ".join(f"{name}: {number}" for name, number in counts.most_common(5))
@@ -91,7 +92,7 @@ class AbandonedCalls:
     def require_few(self) -> None:
         """
         Raises:
-            HangingCallsError: too many have hung for long.
+            HangingCallsError: ``max_hanging`` calls or more hang.
         """
         if len(self._running) < self._max_hanging:
             return
@@ -115,11 +116,12 @@ class CallTimeoutError(Exception):
 
 
 class CallFailedError(Exception):
-    """What a call raised, in one line; also a CancelledError or SystemExit of its own."""
+    """A call raised an error, possibly its own CancelledError or SystemExit. The message describes
+    it in one line."""
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of an async function, or of a plain one, which runs in a thread."""
+    """Call an async function, or a synchronous one in a thread, and return the result."""
     if inspect.iscoroutinefunction(function):
         return await function(*args)
     result = await in_thread(function, *args)
@@ -127,7 +129,7 @@ async def call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a plain function in a new daemon thread, with the caller's context variables."""
+    """Run a synchronous function in a new daemon thread, with the caller's context variables."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -162,15 +164,15 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
     except asyncio.CancelledError:
         if outcome.cancelled():  # otherwise the function raised it
             abandoned.add(outcome, _name_of(function))
-            if has_ended.is_set():  # its own call of `end` may have come before this `add`
+            if has_ended.is_set():  # the thread may have called `end` before this `add`
                 abandoned.end(outcome)
         raise
 
 
 async def compute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a plain function that computes briefly and never waits, in one of two threads.
+    """Run a synchronous function that computes briefly and never waits, in one of two threads.
 
-    With more threads that compute, the event loop would wait for the interpreter's lock.
+    With more computing threads, the event loop would wait for the interpreter's lock.
     """
     return await asyncio.get_running_loop().run_in_executor(_computing, function, *args)
 
@@ -190,14 +192,15 @@ async def within(
     *args: Any,
     name: str | None = None,
 ) -> _T:
-    """The result of an async function, which is cancelled after ``timeout_s`` or with the caller.
+    """Return the result of an async function, which is cancelled after ``timeout_s`` or with the
+    caller.
 
-    None sets no limit. A call that ignores its cancellation for another ``timeout_s`` (at most
-    `_GRACE_S`) is left to run on, and counted by ``name``, which is the function's unless it is
-    given.
+    With ``timeout_s`` None there is no limit. A call that ignores its cancellation for another
+    ``timeout_s`` (at most `_GRACE_S`) is abandoned, and counted under ``name`` (default: the
+    function's name).
 
     Raises:
-        CallTimeoutError: there was no result in time.
+        CallTimeoutError: there was no result within ``timeout_s``.
         CallFailedError: ``function`` raised an error.
     """
 
@@ -227,7 +230,7 @@ async def within(
 
 
 def summary(error: BaseException) -> str:
-    """Type, message and place of an error in one line, for error messages."""
+    """Describe an error in one line: type, message and place."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{one_line(error)}{place}"

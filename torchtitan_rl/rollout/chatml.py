@@ -2,17 +2,17 @@
 
 Contents never become control tokens.
 
-A tool's output, a question or a row may contain ``<|im_end|>``. Once a chat template has joined it
-with its own control strings, no tokenizer can tell them apart. So `ContentTokenizer` puts a break
-after the first character of each control string in messages before they are rendered, and encodes
-the rendered text in pieces, cut at these breaks: a control string of a content is encoded as text.
+A tool's output, a question or a row may contain ``<|im_end|>``. In the rendered text, no tokenizer
+can distinguish it from the template's own control strings. So `ContentTokenizer` inserts a break
+after the first character of each control string in messages before they are rendered. It then
+splits the rendered text at the breaks and encodes the pieces: a control string in a message is
+encoded as plain text.
 
-Every added token of the vocabulary counts as a control string, unless it is white space. What an
-assistant said keeps those that are not marked special, such as ``<think>``: the policy can sample
+Every added token of the vocabulary counts as a control string, unless it is white space. Assistant
+messages keep added tokens that are not marked special, such as ``<think>``: the policy can sample
 them within its turn, and templates read them.
 
-Invariant: contents without control strings have the tokens that they would have without this
-module.
+Invariant: a message without control strings is encoded to the same tokens as without this module.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ChatMLRenderer:
     """Renders messages as ``<|im_start|>role\\ncontent<|im_end|>\\n``.
 
     The first prompt comes from the tokenizer's own chat template if it has one (default system
-    prompts, tools). Later ones extend it, by messages of those roles for which a test conversation
-    has shown at construction that the template appends exactly that.
+    prompts, tools). Later prompts extend it by messages of some roles only: those for which a test
+    conversation, rendered at construction, shows that the template appends exactly this text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -86,7 +86,7 @@ class ChatMLRenderer:
         return prompt + completion + missing_end + self._encode(text)
 
     def _template_appends(self, role: str) -> bool:
-        """Whether the template appends a message of this role as it is, with its white space."""
+        """Whether the template appends a message of this role unchanged, white space included."""
         import jinja2
 
         history = [
@@ -115,8 +115,8 @@ class ChatMLRenderer:
 
 
 def is_plain_json(value: Any) -> bool:
-    """Whether what a policy wrote as JSON is that for every reader: of finite numbers and whole
-    characters, and not nested deeply."""
+    """Whether every JSON reader accepts this parsed value: its numbers are finite, its strings are
+    valid Unicode, and it is not nested deeply."""
     level, depth = [value], 0
     while level and depth < _MAX_DEPTH:
         nests = [one for one in level if isinstance(one, dict | list)]
@@ -135,7 +135,8 @@ def apply_template(
     tools: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> TokenIds:
-    """The conversation by the tokenizer's own template, with the header of the next turn."""
+    """Render the conversation with the tokenizer's own template, including the header of the next
+    turn."""
     ids = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         tools=[dict(tool) for tool in tools] or None,
@@ -152,13 +153,13 @@ def has_token(tokenizer: Any, token: str) -> bool:
     return isinstance(found, int) and found != tokenizer.unk_token_id
 
 
-_BREAK = "\ufdd0"  # not a character; it only cuts where a control string would be without it
+_BREAK = "\ufdd0"  # a Unicode noncharacter; only one inside a control string counts as a break
 _SPACES = " \t\r\n\v\f\N{LOWER ONE EIGHTH BLOCK}"
 _WORD = re.compile(r"[\w.-]*")
 
 
 class ContentTokenizer:
-    """Wraps a `transformers` tokenizer: all but rendering and encoding is that tokenizer's own.
+    """Wraps a `transformers` tokenizer and changes only rendering and encoding.
 
     May be called from any thread.
     """
@@ -171,8 +172,8 @@ class ContentTokenizer:
         self._special = _Marker([one for one in controls if one.special], tokenizer)
 
     def marked_messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Copies with breaks in their control strings; what is rendered of them must be encoded by
-        this tokenizer. Marking them again changes nothing."""
+        """Return copies of the messages with breaks in their control strings. Text rendered from
+        the copies must be encoded by this tokenizer. Marking them again changes nothing."""
         return [
             {
                 key: (self._special if _is_speech(one, key) else self._all).field(key, value)
@@ -182,7 +183,7 @@ class ContentTokenizer:
         ]
 
     def marked(self, value: Any) -> Any:
-        """As `marked_messages`, of tools and other values that a template takes."""
+        """Like `marked_messages`, for tools and other arguments of a template."""
         return self._all.value(value)
 
     def apply_chat_template(
@@ -194,7 +195,7 @@ class ContentTokenizer:
         return_dict: bool = False,
         **values: Any,
     ) -> str | list[int]:
-        """As the tokenizer's, of one conversation; token ids are a list."""
+        """Like the tokenizer's method, for one conversation only; token ids are a list."""
         text: str = self._tokenizer.apply_chat_template(
             self.marked_messages(conversation),
             chat_template=chat_template,
@@ -213,7 +214,7 @@ class ContentTokenizer:
             return self._tokenizer(text, **options)
         first, *others = self._all.breaks.split(text)
         whole = {name: list(values) for name, values in self._tokenizer(first, **options).items()}
-        if others:  # in one call, as there may be thousands
+        if others:  # in one call, because there may be thousands
             more = self._tokenizer(others, **options | {"add_special_tokens": False})
         start = len(first) + len(_BREAK)
         for index, piece in enumerate(others):
@@ -229,23 +230,23 @@ class ContentTokenizer:
 
 
 class _Marker:
-    """Puts breaks into these control tokens, wherever they are in a value; ``breaks`` finds them
-    again."""
+    """Inserts a break into each occurrence of ``controls`` in a value, so that it is not encoded as
+    a control token. The pattern ``breaks`` matches these breaks."""
 
     def __init__(self, controls: Sequence[Any], tokenizer: Any) -> None:
         rests = _by_first_character(one.content for one in controls).items()
         ends = {re.escape(first): f"(?={_beginning_with(rest)})" for first, rest in rests}
-        # The first characters alone are matched, so control strings may overlap.
+        # Only the first character is matched, so control strings may overlap.
         self._starts = _any_of(first + end for first, end in ends.items())
         self.breaks = _any_of(f"(?<={first}){_BREAK}{end}" for first, end in ends.items())
         self._longest = max((len(one.content) for one in controls), default=0)
-        # Some are searched for in normalized text.
+        # The tokenizer searches for some control tokens in normalized text.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         is_raw = not any(one.normalized for one in controls)
         self._normalizer = None if is_raw else getattr(backend, "normalizer", None)
 
     def value(self, value: Any, after: str = "") -> Any:
-        """``after``: the text that a template may join to this one."""
+        """Insert breaks into a value. ``after``: the text that a template may append to it."""
         if isinstance(value, str):
             return self._text(value, after)
         if isinstance(value, Mapping):
@@ -278,13 +279,15 @@ class _Marker:
         return marked[: len(text) + num_breaks * len(_BREAK)]
 
     def _name(self, name: Any) -> Any:
-        """Templates may write ``<name>``, which must not become a control string either."""
+        """Insert breaks into a name. Templates may render ``<name>``, which must not become a
+        control string either."""
         if not isinstance(name, str):
             return name
         return self._text(name) if _WORD.fullmatch(name) else self._text(f"<{name}>")[1:-1]
 
     def _arguments(self, text: str) -> str:
-        """Of a call, as JSON, in which a control string may be escaped."""
+        """Insert breaks into a tool call's arguments, given as JSON, in which a control string may
+        be escaped."""
         try:
             arguments = json.loads(text)
         except (ValueError, RecursionError):
@@ -301,7 +304,8 @@ def _by_first_character(words: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _beginning_with(words: Sequence[str]) -> str:
-    """A pattern of all that begins with one of them, as a tree: there may be thousands."""
+    """Return a pattern that matches if one of the words begins here. It is built as a tree, because
+    there may be thousands of words."""
     if "" in words:
         return ""
     branches = _by_first_character(words).items()

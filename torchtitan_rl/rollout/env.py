@@ -1,10 +1,11 @@
-"""The environment protocol: prompts as token ids out, sampled completions in.
+"""The environment protocol: an environment returns prompts as token ids, and gets sampled
+completions.
 
-An environment whose methods block (a subprocess, a simulator, a plain HTTP client) has the same
-methods without ``async``, and is wrapped: ``threaded(BlockingEnv())``.
+An environment whose methods block (a subprocess, a simulator, a synchronous HTTP client) has the
+same methods without ``async``, and is wrapped: ``threaded(BlockingEnv())``.
 
-What an environment returned is checked, and converted to plain Python types: a numpy reward becomes
-a float.
+Values returned by an environment are checked and converted to plain Python types: a numpy reward
+becomes a float.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ _STATE_METHODS = ("state_dict", "load_state_dict")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The whole prompt of the next turn: everything that the model sees, not only what is new.
+    """The whole prompt of the next turn: everything that the model sees, not only the new part.
 
-    As long as it extends the previous prompt and completion, the rollout stays one episode.
-    ``constraints`` are engine options that cut tokens (structured_outputs, allowed_token_ids,
-    bad_words), which the loss takes into account. ``turn_reward`` and ``turn_text`` (see `Turn`)
+    The rollout stays one episode as long as each prompt extends the previous prompt and completion.
+    ``constraints`` are engine options that exclude tokens (structured_outputs, allowed_token_ids,
+    bad_words); the loss takes them into account. ``turn_reward`` and ``turn_text`` (see `Turn`)
     describe the completion that `TokenEnv.step` was called with; the reward is trained on with
     ``rollout.credit`` ``turn``.
     """
 
     prompt_token_ids: tuple[int, ...]
-    max_tokens: int | None = None  # of the next completion; lowers the configured budget
+    max_tokens: int | None = None  # of the next completion, at most the configured budget
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    num_logprobs: int = 0  # alternatives of each token to return with the next completion
+    num_logprobs: int = 0  # alternatives to return for each token of the next completion
     constraints: Mapping[str, Any] = field(default_factory=dict)
     turn_reward: float | None = None
     turn_text: str | None = None
@@ -50,7 +51,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
-    """The end of a rollout. ``reward`` None leaves the reward to the rubric."""
+    """The end of a rollout. With ``reward`` None the rubric computes the reward."""
 
     reward: float | None = None
     status: RolloutStatus = RolloutStatus.COMPLETED
@@ -62,18 +63,18 @@ class Terminal:
 class TokenEnv(Protocol):
     """The environment of one rollout, in token ids. Each rollout gets a new instance.
 
-    Methods are called one after another, on the event loop that all rollouts share: a method that
-    blocks it stops them all, so wrap blocking environments with `threaded`. Only `close` may be
-    called while another call, which took too long, still runs. An exception ends this rollout with
-    ``RolloutStatus.ENV_ERROR`` and no other.
+    Methods are called one after another, on the event loop that all rollouts share. A method that
+    blocks stops all rollouts, so wrap blocking environments with `threaded`. Only `close` may be
+    called while another call still runs, because that call exceeded its time limit. An exception
+    ends only this rollout, with ``RolloutStatus.ENV_ERROR``.
 
-    Two attributes are optional. ``messages``: the conversation, of which a JSON copy goes to
+    Two attributes are optional. ``messages`` is the conversation, which is copied as JSON to
     ``Rollout.messages``. ``replays = True`` declares that `reset` and `step` with the same
-    completions rebuild the environment: it depends only on its problem and changes nothing outside
-    itself. A resumed run continues environments that replay or are `Stateful`, and starts the
-    rollouts of all others again.
+    completions rebuild the environment: the environment depends only on its problem and changes
+    nothing outside itself. A resumed run continues environments that replay or are `Stateful`, and
+    starts the rollouts of all others again.
 
-    This one asks for one token and rewards 7:
+    This environment asks for one token and rewards token 7:
 
     >>> import asyncio
     >>> class LuckyEnv:
@@ -92,20 +93,20 @@ class TokenEnv(Protocol):
     """
 
     async def reset(self) -> Observation:
-        """The first prompt."""
+        """Return the first prompt."""
         ...
 
     async def step(self, completion: Completion, /) -> Observation | Terminal:
-        """The next prompt, or the end."""
+        """Return the next prompt, or the end of the rollout."""
         ...
 
     async def finish(self, status: RolloutStatus, /) -> Terminal:
-        """The reward so far. Called once if a limit (turns, tokens, time) ended the rollout; the
-        ``status`` of the answer is ignored."""
+        """Return the reward so far. Called once if a limit (turns, tokens, time) ended the rollout.
+        The ``status`` of the returned `Terminal` is ignored."""
         ...
 
     async def close(self) -> None:
-        """Release what the environment holds. Called exactly once, on every path."""
+        """Release the environment's resources. Called exactly once, on every path."""
         ...
 
 
@@ -113,22 +114,25 @@ class TokenEnv(Protocol):
 class Stateful(Protocol):
     """An environment that can be saved between two turns and continued by another process.
 
-    One that also replays is restored from its state.
+    An environment that is both `Stateful` and replays is restored from its state.
     """
 
     async def state_dict(self) -> Any:
-        """JSON-able, or None if it cannot be saved now. Called after `reset` and each `step`."""
+        """Return the state as JSON-compatible values, or None if it cannot be saved now. Called
+        after `reset` and each `step`."""
         ...
 
     async def load_state_dict(self, state: Any, /) -> None:
-        """Called on a new environment instead of `reset`; `step` comes next."""
+        """Restore the state. Called on a new environment instead of `reset`; `step` is called
+        next."""
         ...
 
 
 def threaded(env: Any) -> Any:
-    """An environment with plain methods as one with async methods; each call gets a thread.
+    """Wrap an environment with synchronous methods as one with async methods; each call gets a
+    thread.
 
-    It wraps a blocking `TokenEnv` (``threaded(MyEnv())``) or a blocking `MessageEnv`
+    Use it for a blocking `TokenEnv` (``threaded(MyEnv())``) or a blocking `MessageEnv`
     (``MessageTokenEnv(threaded(MyEnv()), renderer)``). Any number of environments may block at
     once. A call that exceeds its time limit cannot be stopped and keeps its thread.
 
@@ -188,12 +192,12 @@ def _missing(env: object, name: str, methods: Sequence[str]) -> TypeError:
 
 
 def is_stateful(env: object) -> bool:
-    """Whether it can be saved; a wrapper, whether what it wraps can."""
+    """Whether the environment, or the one inside a wrapper, can be saved."""
     return isinstance(_innermost(env), Stateful)
 
 
 def replays(env: object) -> bool:
-    """Whether it declares that it can be replayed; a wrapper, whether what it wraps does."""
+    """Whether the environment, or the one inside a wrapper, declares that it can be replayed."""
     return bool(getattr(_innermost(env), "replays", False))
 
 
@@ -204,7 +208,8 @@ def _innermost(env: object) -> object:
 
 
 class WrongAnswerError(Exception):
-    """The message says what was expected and what the environment returned."""
+    """An environment returned a wrong value. The message contains the expected type and the
+    value."""
 
 
 _brief = reprlib.Repr()  # short, and never raises
@@ -212,13 +217,14 @@ _brief.maxother = 200
 
 
 def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Terminal:
-    """The answer of `TokenEnv.reset` or `step`, with tuples and plain numbers.
+    """Check the answer of `TokenEnv.reset` or `step`, and convert it to tuples and plain numbers.
 
-    A prompt longer than ``max_prompt_tokens``, which gets no turn, is cut one token above that.
+    A prompt longer than ``max_prompt_tokens`` is cut to one token more than that; it gets no turn.
 
     Raises:
-        WrongAnswerError: the answer is neither, or one of its fields has a wrong type.
-        Exception: what an object of the user's raises when it is converted.
+        WrongAnswerError: the answer is neither an Observation nor a Terminal, or a field has a
+            wrong type.
+        Exception: a user's object raised it when it was converted.
     """
     if isinstance(answer, Terminal):
         return checked_terminal(answer)
@@ -235,11 +241,11 @@ def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Term
 
 
 def checked_terminal(answer: object) -> Terminal:
-    """The answer of `TokenEnv.finish`. Whether the reward is finite is checked when scoring.
+    """Check the answer of `TokenEnv.finish`. That the reward is finite is checked during scoring.
 
     Raises:
-        WrongAnswerError: the answer is not a `Terminal`, or one of its fields has a wrong type.
-        Exception: what an object of the user's raises when it is converted.
+        WrongAnswerError: the answer is not a `Terminal`, or a field has a wrong type.
+        Exception: a user's object raised it when it was converted.
     """
     if not isinstance(answer, Terminal):
         raise wrong_answer("a Terminal", answer)

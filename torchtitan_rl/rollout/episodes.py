@@ -1,31 +1,33 @@
-"""From a rollout's turns to the token sequences that are trained on, and from a group's rewards
-to the advantages of its turns. Pure.
+"""Converts a rollout's turns to the token sequences to train on, and a group's rewards to the
+advantages of its turns. Pure.
 
 A turn extends an episode if its prompt begins with all tokens of that episode so far: the prompt
-and completion of the episode's last turn. If it extends several, it joins the longest, so that two
-conversations that an agent has at once stay one episode each. A prompt that extends none (its
-history was edited) starts a new episode. Turns without sampled tokens are left out, and so are
-turns that their agent never saw.
+and completion of the episode's last turn. If it extends several episodes, it joins the longest, so
+that two simultaneous conversations of an agent stay separate episodes. A prompt that extends no
+episode (its history was edited) starts a new one. Turns without sampled tokens, and turns that
+their agent never saw, are left out.
 
-Invariant: every other sampled token is in exactly one episode, and has loss if it is known which
-tokens it was sampled from; no other token has loss.
+Invariant: each sampled token of the remaining turns is in exactly one episode, and is in the loss
+if its set of kept tokens is known. No other token is in the loss.
 
-A rollout without a reward (a failed one) gets no advantage and is in no baseline.
+A rollout without a reward (a failed rollout) gets no advantage and does not enter a baseline.
 
-``rollout.credit`` says what is compared with the siblings'. ``outcome``: the rollout's reward, for
-all of its turns; in a branch with a reward of its own that one. ``turn``: the turn's return, which
-is its reward and the discounted return of the next turn; after the last one comes the rollout's
-reward R, weighted:
+``rollout.credit`` selects the value that is compared with the siblings' values. ``outcome``: the
+rollout's reward for all its turns, or the branch's own reward in a branch that has one. ``turn``:
+the turn's return, which is its reward plus the discounted return of the next turn. The last turn's
+return includes the rollout's reward R, weighted:
 
     G_t = r_t + turn_discount x G_(t+1)        G_last = r_last + final_reward_weight x R
 
-Reward-to-go is of Sutton and Barto (2018, 3.3), as advantage of a turn of GTPO (Ding et al. 2025,
-2511.14846), rewards of turns next to a weighted outcome of MT-GRPO (Zeng et al. 2025, 2505.11821).
+Sources: the return (reward-to-go) is from Sutton and Barto (2018, 3.3), its use as a turn's
+advantage from GTPO (Ding et al. 2025, 2511.14846), and the sum of turn rewards and a weighted
+outcome from MT-GRPO (Zeng et al. 2025, 2505.11821).
 
-The baseline is of the siblings' returns at the same turn; a sibling that ended before counts with
-the return of its last turn. So it is always of all N siblings: ``leave_one_out`` is unbiased, and
-``mean`` is the same times (N - 1) / N at every turn. Without rewards of turns, with both weights 1,
-the two credits are equal bit for bit. `docs/training.md` says what was not done and why.
+The baseline is computed from the siblings' returns at the same turn; a sibling that ended earlier
+counts with the return of its last turn. So every baseline includes all N siblings:
+``leave_one_out`` is unbiased, and the advantages of ``mean`` are (N - 1) / N times those of
+``leave_one_out`` at every turn. Without turn rewards, and with both weights 1, the two credits give
+bitwise equal advantages. `docs/training.md` describes the alternatives that were rejected.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ from torchtitan_rl.types import Episode, KeptRun, Rollout, Turn, spans
 
 
 def rollout_to_episodes(rollout: Rollout, advantage: float | Sequence[float]) -> list[Episode]:
-    """The episodes of one rollout, in the order of their tokens; none if nothing was sampled.
+    """Return the episodes of one rollout, ordered by their tokens; the list is empty if nothing was
+    sampled.
 
-    ``advantage`` is that of all turns, or has one for each of them.
+    ``advantage`` is one number for all turns, or a sequence with one number per turn.
 
     Raises:
         ValueError: a completion's token-aligned fields differ in length.
@@ -61,10 +64,10 @@ def rollout_to_episodes(rollout: Rollout, advantage: float | Sequence[float]) ->
 
 
 def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
-    """The turns of each episode, without those that are left out.
+    """Return the turns of each episode, without the turns that are left out.
 
-    Turns that ran at once have no order, so they are taken in that of their tokens, in which a turn
-    comes before all that extend it.
+    Simultaneous turns have no order in time. So turns are sorted by their tokens: a turn comes
+    before all turns that extend it.
     """
     episodes: list[list[Turn]] = []
     tokens_of: list[tuple[int, ...]] = []  # of each episode so far
@@ -83,8 +86,8 @@ def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
 
 
 def outcome_rewards(rollout: Rollout) -> list[float]:
-    """For each turn the reward of its episode: its own (the last `Turn.branch_reward`), or else
-    that of the rollout, which has one."""
+    """Return for each turn the reward of its episode: the episode's last `Turn.branch_reward`, or
+    else the rollout's reward, which must not be None."""
     assert rollout.reward is not None
     rewards = dict.fromkeys(map(id, rollout.turns), rollout.reward)
     if any(turn.branch_reward is not None for turn in rollout.turns):
@@ -95,12 +98,12 @@ def outcome_rewards(rollout: Rollout) -> list[float]:
 
 
 def previous_turns(turns: Sequence[Turn]) -> dict[int, int | None]:
-    """By the index of each turn that was seen: that of the turn before it, None for a first one.
-    A turn comes after the one before it.
+    """Map the index of each seen turn to the index of the previous turn; None for a first turn. In
+    the result, a turn comes after its previous turn.
 
-    An environment's turns follow one another in the order of the record, also where it edited the
-    history. Turns that an agent asked for itself (`TurnTree`) follow the one that their prompt
-    extends; those without tokens are left out.
+    An environment's turns follow each other in recorded order, even if the environment edited the
+    history. Turns that an agent requested itself (`TurnTree`) follow the turn that their prompt
+    extends; turns without tokens are left out.
     """
     seen = [index for index, turn in enumerate(turns) if turn.is_seen]
     if all(turns[index].request_key is None for index in seen):
@@ -117,7 +120,8 @@ def previous_turns(turns: Sequence[Turn]) -> dict[int, int | None]:
 
 
 def num_unseen_tokens(rollout: Rollout) -> int:
-    """Sampled tokens of turns that their agent never saw: masked by rule, in no episode."""
+    """Return the number of sampled tokens in turns that their agent never saw. They are in no
+    episode."""
     unseen = (turn for turn in rollout.turns if not turn.is_seen)
     return sum(len(turn.completion.token_ids) for turn in unseen)
 
@@ -127,7 +131,8 @@ def _tokens_in_order(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _extended(tokens_of: list[tuple[int, ...]], prompt: tuple[int, ...]) -> int | None:
-    """Index of the tokens that the prompt extends: the longest, the last of equal ones."""
+    """Return the index of the longest tokens that the prompt extends, or of the last among equal
+    ones."""
     found, longest = None, 0
     for index, tokens in enumerate(tokens_of):
         length = len(tokens)
@@ -188,9 +193,8 @@ STD_EPS = 1e-6  # keeps the division finite if rewards hardly differ
 
 
 def turn_advantages(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[list[float] | None]:
-    """Of siblings: for each rollout the advantage of each of its turns, None if it has no reward.
-
-    Turns that are not trained on (unseen ones) have 0.0.
+    """Return for each sibling the advantages of its turns, or None if the rollout has no reward.
+    Unseen turns, which are not trained on, have 0.0.
 
     Raises:
         ValueError: a reward is not finite.
@@ -230,14 +234,18 @@ def _of_turns(scored: Sequence[Rollout], config: RolloutConfig) -> list[list[flo
 def _returns(
     rollout: Rollout, config: RolloutConfig
 ) -> tuple[dict[int, tuple[int, float]], list[float]]:
-    """Of a rollout with a reward: the number of each turn (how many come before it) and its return,
-    by its index; and by number the mean return of the turns with it and of branches that ended
-    before. In a tree of branches, what comes after a turn is the mean over the branches that
-    continue it (as TreeRPO values a node, Yang et al. 2025, 2506.05183)."""
+    """Return the turn returns of a rollout with a reward.
+
+    The first result maps a turn's index to its number (how many turns come before it) and its
+    return. The second result has for each number the mean return of the turns with this number and
+    of the branches that ended earlier. In a tree of branches, the next turn's return is the mean
+    over the branches that continue the turn (as TreeRPO values a node, Yang et al. 2025,
+    2506.05183).
+    """
     previous = previous_turns(rollout.turns)
     final = config.final_reward_weight * cast(float, rollout.reward)
     numbers: dict[int | None, int] = {None: -1}
-    finals: dict[int | None, float] = {None: final}  # 0 where a branch's reward replaces it
+    finals: dict[int | None, float] = {None: final}  # 0 if a branch's reward replaces it
     following: defaultdict[int | None, list[float]] = defaultdict(list)
     for index, before in previous.items():
         numbers[index] = numbers[before] + 1
@@ -268,8 +276,8 @@ def _comparison(
 ) -> Callable[[int, float], float]:
     """Return the function from a rollout's index and a value to the value's advantage.
 
-    The value may be another than the rollout's in ``values``: a branch with a reward of its own is
-    compared with the rollouts' rewards, and changes no baseline.
+    The value may differ from the rollout's entry in ``values``: a branch with its own reward is
+    compared with the rollouts' rewards, and does not change a built-in baseline.
     """
     if config.advantage in ADVANTAGE_KINDS:
         baseline, scale = _baseline(values, config.advantage)
@@ -286,7 +294,7 @@ def _comparison(
 
 
 def _call(name: str, values: Sequence[float], rollouts: Sequence[Rollout]) -> list[float]:
-    """What the user's function of that name returns: see `docs/training.md`."""
+    """Call the user's advantage function ``name``: see `docs/training.md`."""
     try:
         found = [float(one) for one in load_function(name)(list(values), list(rollouts))]
         if len(found) != len(values) or not all(map(math.isfinite, found)):
@@ -298,7 +306,7 @@ def _call(name: str, values: Sequence[float], rollouts: Sequence[Rollout]) -> li
 
 
 def _baseline(values: Sequence[float], kind: str) -> tuple[float, float]:
-    """The mean of N siblings' values ``r``, and the factor by which differences to it are scaled.
+    """Return the mean of N siblings' values ``r``, and the factor for differences from the mean.
 
     - "mean": ``r - mean(r)`` (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)
     - "std": ``(r - mean(r)) / (std(r) + eps)``, population std (GRPO, Shao et al. 2024,
@@ -306,7 +314,7 @@ def _baseline(values: Sequence[float], kind: str) -> tuple[float, float]:
     - "leave_one_out": ``r`` minus the mean of the other N - 1 (RLOO, Kool et al. 2019;
       Ahmadian et al. 2024, arXiv:2402.14740)
 
-    Where all values are equal, each differs from the mean by exactly 0.0.
+    If all values are equal, each differs from the mean by exactly 0.0.
 
     Raises:
         ValueError: a value is not finite.
@@ -325,5 +333,5 @@ def _baseline(values: Sequence[float], kind: str) -> tuple[float, float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Exact where all are equal."""
+    """Compute the mean; it is exact if all values are equal."""
     return values[0] if min(values) == max(values) else math.fsum(values) / len(values)

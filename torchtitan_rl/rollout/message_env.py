@@ -1,9 +1,9 @@
-"""Environments in chat messages, and the wrapper that makes token environments of them.
+"""Environments that use chat messages, and the wrapper that turns them into token environments.
 
 ``MessageTokenEnv(MyEnv(), make_renderer(tokenizer))`` is the `TokenEnv` that a task returns. It
 parses completions into messages, calls the environment with them, and renders the answer as the
 next prompt, which extends the previous prompt and completion if the renderer can prove that this is
-safe. Limits of turns, tokens and times are those of any environment, and not enforced here.
+safe. Limits on turns, tokens and time apply as for any environment, and are not enforced here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SHORT_CHARS = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageObservation:
-    """What the environment adds to the conversation before the model's next turn.
+    """The messages that the environment adds to the conversation before the model's next turn.
 
-    ``messages`` follow the assistant's last message. ``replace_messages`` is a whole new
-    conversation instead (history edited, summarized, cut): it is rendered from scratch, and the
-    rollout branches into another episode. ``tools`` are read from the first observation and from
-    those that replace the conversation. ``turn_reward`` is for the message that `MessageEnv.step`
-    was called with.
+    ``messages`` follow the assistant's last message. ``replace_messages``, if given, is used
+    instead as a whole new conversation (edited, summarized or shortened): it is rendered from
+    scratch, and the rollout continues in another episode. ``tools`` are read from the first
+    observation and from observations that replace the conversation. ``turn_reward`` is for the
+    message that `MessageEnv.step` was called with.
     """
 
     messages: Sequence[Message] = ()
@@ -48,8 +48,8 @@ class MessageObservation:
 class MessageEnv(Protocol):
     """The environment of one rollout, in chat messages. Each rollout gets a new instance.
 
-    All that `TokenEnv` says about its methods holds here: they are async, `threaded` wraps
-    environments with plain ones, and those that replay or are `Stateful` can be resumed.
+    The rules of `TokenEnv` apply: methods are async, `threaded` wraps environments whose methods
+    are synchronous, and environments that replay or are `Stateful` can be resumed.
 
     >>> import asyncio
     >>> class SumEnv:
@@ -68,19 +68,19 @@ class MessageEnv(Protocol):
     """
 
     async def reset(self) -> MessageObservation:
-        """The first system and user messages, and the tools."""
+        """Return the first system and user messages, and the tools."""
         ...
 
     async def step(self, message: dict[str, Any], /) -> MessageObservation | Terminal:
-        """The answer to the assistant's message (see `ChatRenderer.parse`), or the end."""
+        """Return the answer to the assistant's message (see `ChatRenderer.parse`), or the end."""
         ...
 
     async def finish(self, status: RolloutStatus, /) -> Terminal:
-        """The reward so far. Called once if a limit ended the rollout."""
+        """Return the reward so far. Called once if a limit ended the rollout."""
         ...
 
     async def close(self) -> None:
-        """Release what the environment holds. Called exactly once, on every path."""
+        """Release the environment's resources. Called exactly once, on every path."""
         ...
 
 
@@ -101,11 +101,12 @@ class MessageTokenEnv:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation so far; after an edit, the edited one."""
+        """The conversation so far; after an edit, the edited conversation."""
         return tuple(self._messages)
 
     async def state_dict(self) -> dict[str, Any] | None:
-        """The conversation and the state of the `MessageEnv`; None if that has none."""
+        """Return the conversation and the state of the `MessageEnv`; None if the `MessageEnv` has
+        no state."""
         env: Any = self.wrapped_env
         state = await env.state_dict() if is_stateful(env) else None
         if state is None:
@@ -154,8 +155,8 @@ class MessageTokenEnv:
         await self.wrapped_env.close()
 
     async def _compute(self, function: Callable[..., Any], *args: Any, size: int = 0) -> Any:
-        """In another thread, unless the conversation with ``size`` more tokens is short: then it
-        takes a fraction of a millisecond, less than the change of threads."""
+        """Call ``function`` in another thread, or directly if the conversation with ``size`` more
+        tokens is short: then the call takes less time than the change of threads."""
         if size + sum(len(str(message)) for message in self._messages) < _SHORT_CHARS:
             return function(*args)
         return await compute(function, *args)
@@ -171,7 +172,8 @@ class MessageTokenEnv:
     def _render(
         self, observation: MessageObservation, completion_ids: TokenIds | None
     ) -> Observation:
-        """The next prompt; ``completion_ids`` None: there is nothing to extend."""
+        """Render the next prompt. With ``completion_ids`` None it does not extend the previous
+        prompt."""
         extended = None
         if completion_ids is not None:
             extended = self._renderer.extend(self._prompt, completion_ids, observation.messages)

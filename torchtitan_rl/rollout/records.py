@@ -2,13 +2,13 @@
 bytes (msgpack), for the journal and for checkpoints. Pure.
 
 Invariants
-- Recorded turns are whole (sampled, and answered by the environment) and are never sampled again.
-  They are a prefix of the rollout, so that dropping one drops all later ones.
-- What is read equals what was written: floats to the last bit (NaN and Infinity included), bytes,
-  enums.
+- Recorded turns are complete (sampled, and answered by the environment) and are never sampled
+  again. They are a prefix of the rollout: if a turn is dropped, all later turns are dropped too.
+- Values are read exactly as they were written: floats to the last bit (NaN and Infinity included),
+  bytes, enums.
 
-A prompt that begins with the previous turn's prompt and completion is written without them, with -1
-in their place, so that a long conversation takes linear space.
+If a prompt begins with the previous turn's prompt and completion, -1 is written in place of these
+tokens, so that a long conversation takes linear space.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _MAX_INT_BITS = 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvState:
-    """An environment between two turns, after its last answer: an ``observation``, or the end.
+    """The state of an environment between two turns, with its last answer: an ``observation`` or a
+    ``terminal``.
 
-    ``state`` is what its `state_dict` returned, as JSON, which has integers of any size; None
-    without one (then only a `Terminal` is recorded). ``messages`` are the conversation, recorded
-    only with a `Terminal`.
+    ``state`` is the result of the environment's `state_dict` as JSON, which has integers of any
+    size; None without a `state_dict` (then only a `Terminal` is recorded). ``messages`` is the
+    conversation, recorded only with a `Terminal`.
     """
 
     observation: Observation | None = None
@@ -59,10 +60,10 @@ class EnvState:
 class RecordedRollout:
     """One rollout so far.
 
-    ``env_states[n]`` is the environment after the first ``n`` turns; any may be missing.
-    ``partial`` belongs to the turn that was running, whose prompt is ``prompt_token_ids``: partial
+    ``env_states[n]`` is the environment's state after the first ``n`` turns; any of them may be
+    missing. ``partial`` belongs to the running turn, whose prompt is ``prompt_token_ids``: partial
     tokens if its finish reason is ABORT, else a whole completion that the environment has not
-    answered. ``ended`` is the rollout before scoring, if it is over.
+    answered. ``ended`` is the rollout before scoring, once it has ended.
     """
 
     rollout_id: str
@@ -74,24 +75,24 @@ class RecordedRollout:
 
     @property
     def env_state(self) -> EnvState | None:
-        """The environment after the last recorded turn."""
+        """The environment's state after the last recorded turn."""
         return self.env_states.get(len(self.turns))
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens, those of the running turn included."""
+        """Number of sampled tokens, including the running turn's."""
         in_turns = sum(len(turn.completion.token_ids) for turn in self.turns)
         return in_turns + (len(self.partial.token_ids) if self.partial else 0)
 
 
 SavedRollout = tuple[RecordedRollout, tuple[tuple[int, EnvState], ...]]
-"""A `RecordedRollout` as it is written: with short prompts, and its states apart, because the keys
-of what is written are texts."""
+"""A `RecordedRollout` in written form: with short prompts, and its states in a separate tuple,
+because msgpack keys are written as texts."""
 
 
 def to_bytes(value: object) -> bytes:
-    """The msgpack form of dataclasses, whatever a user's code put into their fields: numbers of
-    other types become plain ones, other objects their ``repr``."""
+    """Encode dataclasses as msgpack. User code may have put any values into their fields: numbers
+    of other types become Python numbers, and other objects their ``repr``."""
     try:
         return _ENCODER.encode(value)
     except (OverflowError, TypeError, UnicodeEncodeError):
@@ -101,13 +102,13 @@ def to_bytes(value: object) -> bytes:
 
 
 def turn_to_bytes(turn: Turn, previous: Turn | None, env_state: EnvState | None) -> bytes:
-    """A turn with the state of the environment after it."""
+    """Encode a turn, with the environment's state after the turn."""
     saved = None if env_state is None else _with_prompt(env_state, turn, _short)
     return to_bytes((_short_turn(turn, previous), saved))
 
 
 def turn_from_bytes(data: bytes, previous: Turn | None) -> tuple[Turn, EnvState | None]:
-    """What `turn_to_bytes` was given; ``previous`` is the turn before.
+    """Decode the result of `turn_to_bytes`; ``previous`` is the turn before.
 
     Raises:
         msgspec.DecodeError: another version wrote ``data``.
@@ -119,23 +120,23 @@ def turn_from_bytes(data: bytes, previous: Turn | None) -> tuple[Turn, EnvState 
 
 
 def completion_in(data: bytes) -> Completion:
-    """The completion of the turn that `turn_to_bytes` was given."""
+    """Decode only the completion of a turn encoded by `turn_to_bytes`."""
     return _TURN.decode(data)[0].completion
 
 
 def short_group(group: RolloutGroup) -> RolloutGroup:
-    """The group as it is written; `whole_group` restores it."""
+    """Shorten the group's prompts for writing; `whole_group` restores them."""
     return replace(group, rollouts=tuple(map(_short_rollout, group.rollouts)))
 
 
 def whole_group(group: RolloutGroup) -> RolloutGroup:
-    """What `short_group` was given."""
+    """Undo `short_group`."""
     rollouts = (replace(one, turns=_whole_turns(one.turns)) for one in group.rollouts)
     return replace(group, rollouts=tuple(rollouts))
 
 
 def saved_rollout(recorded: RecordedRollout) -> SavedRollout:
-    """The rollout as it is written."""
+    """Convert a recorded rollout to its written form."""
     turns, ended, prompt = recorded.turns, recorded.ended, recorded.prompt_token_ids
     before = (None, *turns)  # entry n is the turn before `env_states[n]`
     short = replace(
@@ -150,7 +151,7 @@ def saved_rollout(recorded: RecordedRollout) -> SavedRollout:
 
 
 def restored_rollout(saved: SavedRollout) -> RecordedRollout:
-    """What `saved_rollout` was given."""
+    """Undo `saved_rollout`."""
     short, states = saved
     turns = _whole_turns(short.turns)
     before, prompt, ended = (None, *turns), short.prompt_token_ids, short.ended
@@ -164,14 +165,14 @@ def restored_rollout(saved: SavedRollout) -> RecordedRollout:
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
-    """In JSON's types, for agents."""
+    """Convert a problem to JSON types, for agents."""
     part = {"task": problem.task} if problem.task else {}
     return {"problem_id": problem.problem_id, "data": plain(problem.data), **part}
 
 
 def plain(value: Any) -> Any:
-    """A copy in JSON's types: tuples become lists, keys strings, and objects of
-    any other type their repr."""
+    """Return a copy in JSON types: tuples become lists, keys strings, and objects of other types
+    their repr."""
     if isinstance(value, StrEnum):
         return value.value
     if value is None or isinstance(value, bool | int | float | str):
@@ -216,7 +217,7 @@ def _whole_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
 
 
 def _short_rollout(rollout: Rollout) -> Rollout:
-    # A rubric's components may be bools, which a decoder does not take for numbers.
+    # A rubric's components may be bools, which a decoder does not accept as numbers.
     metrics = {str(name): float(value) for name, value in rollout.metrics.items()}
     reward = None if rollout.reward is None else float(rollout.reward)
     return replace(rollout, turns=_short_turns(rollout.turns), metrics=metrics, reward=reward)
@@ -227,7 +228,8 @@ def _with_prompt(
     turn: Turn | None,
     convert: Callable[[tuple[int, ...], Turn | None], tuple[int, ...]],
 ) -> EnvState:
-    """``turn`` is the one before, None after `reset`."""
+    """Convert an `EnvState` to its written form. ``turn`` is the turn before it; None after
+    `reset`."""
     if (observation := state.observation) is None:
         return state
     prompt = convert(observation.prompt_token_ids, turn)
@@ -261,12 +263,11 @@ _TURN = msgspec.msgpack.Decoder(tuple[Turn, EnvState | None])
 def with_turn(
     recorded: RecordedRollout, index: int, turn: Turn, env_state: EnvState | None
 ) -> RecordedRollout:
-    """The record with ``turn`` at ``index``, which replaces that turn and all later ones.
-
-    A last turn that is already there is kept, and gets ``env_state``.
+    """Return the record with ``turn`` at ``index``, in place of the turn at this index and all
+    later turns. If ``turn`` is already recorded as the last turn, only ``env_state`` is added.
 
     Raises:
-        ValueError: turns before this one are missing.
+        ValueError: turns before ``index`` are missing.
     """
     if index > len(recorded.turns):
         raise ValueError(
@@ -284,10 +285,12 @@ def with_turn(
 def usable_turns(
     recorded: RecordedRollout, *, restored_version: int, admitted_version: int
 ) -> tuple[RecordedRollout, int]:
-    """What a trainer restored at ``restored_version`` may use, and how many tokens it may not.
+    """Return the part of the record that a trainer restored at ``restored_version`` may use, and
+    the number of tokens dropped.
 
-    The longest prefix of turns whose tokens all have versions from ``admitted_version`` (of the
-    group) to ``restored_version``; the tokens of a running turn are kept or dropped together.
+    The part is the longest prefix of turns whose tokens all have versions from ``admitted_version``
+    (of the group) to ``restored_version``. The tokens of a running turn are kept or dropped
+    together.
     """
 
     def usable(completion: Completion) -> bool:

@@ -1,10 +1,10 @@
-"""Chat messages to token ids and back, for conversations that are trained on.
+"""Converts chat messages to token ids and back, for conversations that are trained on.
 
 The next prompt *extends* the tokens that the engine saw and sampled; history is tokenized again
-only if there is no other way. What the template puts after an assistant's turn (an end-of-turn
-token that was not sampled, a newline) goes into the next prompt, never into a completion.
-Control strings in contents are text (`ContentTokenizer`).
-The only module that knows the `renderers` package.
+only if there is no other way. Tokens that the template adds after an assistant's turn (an
+end-of-turn token that was not sampled, a newline) belong to the next prompt, never to a completion.
+Control strings inside messages are encoded as text (`ContentTokenizer`). The only module that knows
+the `renderers` package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RendererKind = Literal["auto", "qwen3", "chatml", "library", "template"]
 Thinking = Literal["off", "keep", "strip"]
 
 _CACHED_TEXTS = 4096
-_XML_TAGS, _MAX_TAGS = ("<function=", "<parameter="), 256  # the library reads the text for each
+_XML_TAGS, _MAX_TAGS = ("<function=", "<parameter="), 256  # the library rereads the text per tag
 _QWEN3_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -55,28 +55,28 @@ class ChatRenderer(Protocol):
     def initial_prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> TokenIds:
-        """The whole conversation and the header of the assistant's next turn."""
+        """Render the whole conversation and the header of the assistant's next turn."""
         ...
 
     def extend(
         self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
     ) -> TokenIds | None:
-        """The next prompt, which begins with ``prompt + completion``.
+        """Return the next prompt, which begins with ``prompt + completion``.
 
-        None if that cannot be proven to be what the template gives: then render from scratch.
+        None if it cannot be proven that the template renders the same: then render from scratch.
         """
         ...
 
     def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
-        """The completion as an assistant message; never raises.
+        """Convert the completion to an assistant message. Never raises.
 
-        It has ``reasoning_content``, ``tool_calls`` and ``invalid_tool_calls`` (their raw text)
-        only if the model wrote some.
+        The message has ``reasoning_content``, ``tool_calls`` and ``invalid_tool_calls`` (as raw
+        text) only if the model wrote any.
         """
         ...
 
     def decode(self, token_ids: TokenIds) -> str:
-        """The text as it is, special tokens included."""
+        """Return the text, special tokens included."""
         ...
 
 
@@ -104,11 +104,11 @@ def load_tokenizer(folder: Path) -> Any:
 def make_renderer(
     tokenizer: Any, *, kind: RendererKind = "auto", thinking: Thinking = "off"
 ) -> ChatRenderer:
-    """The renderer for a `transformers` tokenizer; made once for each tokenizer.
+    """Return the renderer for a `transformers` tokenizer; it is created once for each tokenizer.
 
     ``kind``:
 
-    - "qwen3", "chatml": of these chat formats;
+    - "qwen3", "chatml": our renderers of these chat formats;
     - "library": the `renderers` package's own renderer of the model;
     - "template": the tokenizer's chat template, which renders every turn from scratch;
     - "auto": "library" if `renderers` knows the model by name; else "qwen3" if the vocabulary has
@@ -145,7 +145,7 @@ def make_renderer(
 
 
 class LibraryRenderer:
-    """A renderer of the `renderers` package, which ``make`` makes for a tokenizer."""
+    """Adapts a renderer of the `renderers` package; ``make`` creates it for a tokenizer."""
 
     def __init__(self, tokenizer: Any, make: Callable[[Any], Any]) -> None:
         self._tokenizer = ContentTokenizer(tokenizer)
@@ -171,13 +171,13 @@ class LibraryRenderer:
         sampled = prompt + completion
         extended = self._bridge(prompt, completion, new_messages)
         if extended is None and completion and completion[-1] in self.stop_token_ids:
-            # The library refuses a turn that ended inside a thought. What follows a turn does not
-            # depend on it, so take that from a turn without content.
+            # The library refuses a turn that ended inside a thought. The tokens after a turn do not
+            # depend on its content, so take them from a turn without content.
             empty = prompt + completion[-1:]
             extended = self._bridge(prompt, completion[-1:], new_messages)
             if extended is not None and extended[: len(empty)] == empty:
                 return sampled + extended[len(empty) :]
-        # The library cuts tokens that were sampled after a turn's end: that is not an extension.
+        # The library drops tokens sampled after a turn's end: then the result is no extension.
         if extended is not None and extended[: len(sampled)] == sampled:
             return extended
         return None
@@ -189,7 +189,7 @@ class LibraryRenderer:
             return unread
         try:
             parsed = self._renderer.parse_response(list(completion), prompt_ids=list(prompt))
-        except (ValueError, RecursionError):  # JSON of long numbers, or nested deeply
+        except (ValueError, RecursionError):  # JSON with long numbers or deep nesting
             return unread
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
@@ -228,7 +228,7 @@ def _detect(tokenizer: Any, thinking: Thinking) -> tuple[RendererKind, Thinking]
     if MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""), "qwen3") != "qwen3":
         return "library", thinking
     if all(has_token(tokenizer, token) for token in _QWEN3_TOKENS):
-        # Qwen3 models that never think prefill no empty thought: for them "off" is "keep".
+        # Templates of Qwen3 models that never think add no empty thought: "off" is "keep" there.
         for candidate in dict.fromkeys((thinking, "keep" if thinking == "off" else thinking)):
             if _template_agrees(tokenizer, candidate, enable_thinking=thinking != "off"):
                 return "qwen3", candidate
@@ -258,7 +258,7 @@ def _template_agrees(tokenizer: Any, thinking: Thinking, *, enable_thinking: boo
     renderer = _qwen3(tokenizer, thinking)
     user = {"role": "user", "content": " one \n"}
     probes = [[{"role": "system", "content": "s"}, user], [user]]
-    if thinking != "off":  # there the library deviates from Qwen3's template on purpose
+    if thinking != "off":  # with "off" the library deviates from Qwen3's template on purpose
         probes.append([user, {"role": "assistant", "content": "two"}, user])
     return all(
         renderer.initial_prompt(probe)
@@ -282,7 +282,7 @@ def _name(tokenizer: Any) -> str:
 
 class _CachingTokenizer:
     """Wraps a tokenizer for the `renderers` package, which encodes the same headers and messages
-    for all siblings of a group. All but encoding goes to the tokenizer itself.
+    for all siblings of a group. It caches encodings; everything else is the tokenizer's own.
 
     May be called from any thread. Results of ``__call__`` (not of `encode`) are shared and must
     not be changed.

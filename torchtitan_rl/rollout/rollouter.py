@@ -1,14 +1,15 @@
-"""Groups of sibling rollouts: run at once, scored, and returned together.
+"""Runs groups of sibling rollouts: siblings run at the same time, are scored, and are returned
+together.
 
-Siblings are independent: one that fails has a status and a cause, and the others continue. Each is
-scored and reported to ``on_rollout`` as soon as it ends; only a rubric that scores groups makes it
-wait for the last sibling. Limits are enforced in `run.py`.
+Siblings are independent: if one fails, it gets a status and a cause, and the others continue. Each
+sibling is scored and reported to ``on_rollout`` as soon as it ends, unless the rubric scores whole
+groups after the last sibling. Limits are enforced in `run.py`.
 
 A running group can be saved (`snapshot`, ``on_turn``) and continued by another process
-(``recorded``). A sibling that had ended keeps its status and is only scored again.
+(``recorded``). A sibling that has ended keeps its status and is only scored again.
 
-Invariant: ids and seeds follow from the group's id, the number of the sibling and the run's seed
-alone, so that the same policy gives the same rollouts wherever it is evaluated.
+Invariant: ids and seeds depend only on the group's id, the sibling's number, the attempt and the
+run's seed, so that the same policy gives the same rollouts in every process.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class Rollouter:
     """Runs groups; any number at once, on one event loop.
 
     ``environment`` is called on the event loop and must be quick; slow set-up belongs in the
-    environment's ``reset``. Without a ``rubric`` the environment's reward is the rollout's.
-    ``active_time`` (usually the router's) stands still while no rollout can generate.
-    ``num_replicas`` share the rollouts of a step.
+    environment's ``reset``. Without a ``rubric`` the rollout gets the environment's reward.
+    ``active_time`` (usually the router's clock) is stopped while no rollout can generate.
+    ``num_replicas`` is the number of replicas that share a step's rollouts.
     """
 
     def __init__(
@@ -76,24 +77,24 @@ class Rollouter:
         self._config = config
         self._rubric = rubric
         self._running: list[_Group] = []
-        self._groups: dict[str, _Group] = {}  # by id: the newest, for `snapshot`
+        self._groups: dict[str, _Group] = {}  # the newest by id, for `snapshot`
 
     def activities(self) -> list[RolloutActivity]:
-        """What each unfinished rollout waits for."""
+        """Return what each unfinished rollout waits for."""
         return [run.activity for group in self._running for run in group.unreported.values()]
 
     def snapshot(
         self, group_id: str, partials: Mapping[str, Completion] | None = None
     ) -> tuple[RecordedRollout, ...]:
-        """The siblings of a running group as they are now, including those that have ended.
+        """Record the siblings of a running group as they are now, including those that have ended.
 
-        A group whose `run_group` raised an error stays as it was then, and can still be saved.
+        If `run_group` raised an error, the group keeps its last state and can still be saved.
 
         ``partials`` are the tokens sampled so far for running requests, by request id. The
         environments' states are included if the group has an ``on_turn``.
 
         Raises:
-            KeyError: no such group runs.
+            KeyError: no group with this id runs.
         """
         return tuple(run.snapshot(partials or {}) for run in self._groups[group_id].runs)
 
@@ -117,25 +118,27 @@ class Rollouter:
         """Roll one problem out ``size`` times; siblings are ``{group_id}/r0``, ``/r1``, ...
 
         Args:
-            seed: the run's; the seed of each request is derived from it.
-            temperature: replaces the configured sampling (validation), and cuts no tokens.
+            seed: the run's seed, from which the seed of each request is derived.
+            temperature: replaces the configured sampling (for validation); no tokens are excluded
+                then.
             on_rollout: called once for each sibling, with its final status and reward; with
                 CANCELLED if this call is cancelled.
             attempt: changes the ids and seeds of the requests.
             min_version: no token is sampled under an older policy.
-            recorded: siblings to be continued, by rollout id: finished turns are not sampled
-                again. Those of another attempt are discarded.
+            recorded: siblings to continue, by rollout id: finished turns are not sampled again.
+                Records of another attempt are discarded.
             on_turn: called with the rollout so far, once for each turn that the environment has
                 answered, except recorded ones.
-            on_discard: called with tokens that are in no rollout of the group: recorded ones that
-                cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and those of a completion that
-                was refused.
+            on_discard: called with the number of tokens that are in no rollout of the group:
+                recorded tokens that cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and tokens
+                of a refused completion.
             generate, active_time: replace the Rollouter's for this call.
 
         Raises:
-            asyncio.CancelledError: cancelled from outside; all environments are closed.
+            asyncio.CancelledError: the call was cancelled from outside; all environments are
+                closed.
             ExceptionGroup: ``on_turn``, ``on_discard`` or ``on_rollout`` raised, or too many
-                abandoned calls hang (`HangingCallsError`); siblings are cancelled.
+                abandoned calls hang (`HangingCallsError`). The siblings are cancelled.
         """
         sampling = self._config.sampling
         if temperature is not None:
@@ -169,12 +172,12 @@ class Rollouter:
         return result
 
     def _forget(self, group_id: str, group: _Group) -> None:
-        if self._groups.get(group_id) is group:  # not of a later call with the same id
+        if self._groups.get(group_id) is group:  # unless a later call uses the same id
             del self._groups[group_id]
 
 
 class _Group:
-    """One call of `run_group`; ``unreported`` are the siblings that have no final status yet."""
+    """One call of `run_group`. ``unreported`` are the siblings without a final status."""
 
     def __init__(
         self,
@@ -235,12 +238,14 @@ class _Group:
             self._on_rollout(rollout)
 
 
-_MOST_UNEVEN = 1.125  # rollouts of the busiest replica, of the mean
+_MOST_UNEVEN = 1.125  # limit of the busiest replica's rollouts, relative to the mean
 
 
 def siblings_together(config: RolloutConfig, num_replicas: int) -> int:
-    """How many siblings share a replica, which then computes their prompt once: as many as leave
-    the busiest replica at most an eighth more rollouts of a step than the mean.
+    """Return how many siblings share a replica, which then computes their prompt once.
+
+    It is the largest number for which the busiest replica gets at most an eighth more rollouts of a
+    step than the mean.
 
     >>> [siblings_together(RolloutConfig(groups_per_step=8, group_size=8), n) for n in (2, 5, 16)]
     [8, 2, 4]
@@ -272,10 +277,10 @@ async def roll_out_problems(
 
     Args:
         groups_at_once: how many problems run at a time; None is all of them.
-        kept: finished rollouts of an interrupted evaluation, by id: they are returned as they are,
+        kept: finished rollouts of an interrupted evaluation, by id. They are returned unchanged,
             and neither run nor reported again.
         on_rollout: called with each new rollout when it has its final status and reward.
-        generate, active_time: replace the Rollouter's.
+        generate, active_time: replace the Rollouter's for this call.
     """
     kept = kept or {}
     room = asyncio.Semaphore(groups_at_once or max(1, len(problems)))
@@ -312,7 +317,8 @@ async def roll_out_problems(
 def finished_group(
     problem: Problem, kept: Mapping[str, Rollout], *, split: Split, samples: int
 ) -> RolloutGroup:
-    """The rollouts of a problem that are finished: ``samples`` of them if nothing is left to do."""
+    """Return the finished rollouts of a problem; if there are ``samples`` of them, the problem is
+    done."""
     group_id = f"{split}/{problem.problem_id}"
     names = (f"{group_id}/r{number}" for number in range(samples))
     rollouts = tuple(kept[name] for name in names if name in kept)
@@ -332,8 +338,8 @@ def num_failed(groups: Sequence[RolloutGroup]) -> int:
 
 
 def describe_failures(groups: Sequence[RolloutGroup]) -> str:
-    """``2 of 16 rollouts failed: env_error: no disk (2x)``, with the most frequent cause; empty
-    where none failed."""
+    """Describe failed rollouts with their most frequent cause, such as ``2 of 16 rollouts failed:
+    env_error: no disk (2x)``; empty if no rollout failed."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     failed = [rollout for rollout in rollouts if rollout.status.is_failure]
     if not failed:
@@ -349,7 +355,7 @@ def describe_failures(groups: Sequence[RolloutGroup]) -> str:
 
 
 def all_failed_alike(groups: Sequence[RolloutGroup]) -> bool:
-    """Whether every rollout failed, and for one cause."""
+    """Whether all rollouts failed for the same cause."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return all(one.status.is_failure for one in rollouts) and len(set(map(_kind, rollouts))) == 1
 
@@ -360,5 +366,6 @@ def _cause(rollout: Rollout) -> str:
 
 
 def _kind(rollout: Rollout) -> str:
-    """The cause without what differs between rollouts that failed alike."""
+    """Return the cause without ids and numbers, so that rollouts with the same failure compare
+    equal."""
     return _PARTICULARS.sub("#", _cause(rollout).replace(rollout.rollout_id, "#0"))

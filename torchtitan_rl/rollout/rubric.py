@@ -1,7 +1,7 @@
-"""Rewards of finished rollouts: weighted sums of named reward functions.
+"""Computes rewards of finished rollouts as weighted sums of named reward functions.
 
-A function that raises, takes too long or returns no finite number gives an error with its cause;
-scoring itself never raises, so that one rollout cannot fail its siblings.
+If a function raises, takes too long or does not return a finite number, the rollout's score has no
+reward but a cause. Scoring itself never raises, so one rollout cannot fail its siblings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _MAX_REWARD = 1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """``reward`` is None if it could not be computed, because of ``cause``."""
+    """The score of a rollout. If no reward could be computed, ``reward`` is None and ``cause`` is
+    set."""
 
     reward: float | None
     components: Mapping[str, float] = field(default_factory=dict)
@@ -31,12 +32,13 @@ RewardCallable = Callable[[Rollout, Problem], float | Score | Awaitable[float | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
-    """One component of a reward, also the metric ``reward/<name>``.
+    """One component of a reward; also logged as the metric ``reward/<name>``.
 
-    The function gets the finished rollout, whose ``reward`` is the environment's (or None), and its
-    problem. It may be async. A plain function runs on the event loop, or in a thread if it is
-    ``blocking`` (it waits, or computes for long). With ``weight`` 0 it is only a metric. A function
-    that returns a `Score` reports its components, too, as ``reward/<name>/<component>``.
+    The function is called with the finished rollout and its problem; the rollout's ``reward`` is
+    the environment's reward or None. The function may be async. A synchronous function runs on the
+    event loop, or in a thread if ``blocking`` is set (for functions that wait, or compute for
+    long). With ``weight`` 0 the value is only a metric. If the function returns a `Score`, its
+    components are also logged, as ``reward/<name>/<component>``.
     """
 
     name: str
@@ -92,13 +94,14 @@ class Rubric:
         return Score(reward=total, components=components)
 
     async def score_group(self, rollouts: Sequence[Rollout], problem: Problem) -> Sequence[Score]:
-        """One score for each rollout that did not fail, in their order. To be overridden."""
+        """Return one score for each rollout that did not fail, in their order. Subclasses override
+        this."""
         return await asyncio.gather(*(self.score(rollout, problem) for rollout in rollouts))
 
     async def _evaluate(
         self, function: RewardFunction, rollout: Rollout, problem: Problem
     ) -> Score:
-        """What the function gives, or why there is nothing."""
+        """Return the function's score, or a score with the cause of its failure."""
         try:
             name = f"reward {function.name}"
             score = await within(self.timeout_s, _score, function, rollout, problem, name=name)
@@ -123,7 +126,8 @@ async def _score(function: RewardFunction, rollout: Rollout, problem: Problem) -
 async def score_whole_group(
     rubric: Rubric, rollouts: Sequence[Rollout], problem: Problem
 ) -> list[Rollout]:
-    """Score siblings together; if `Rubric.score_group` fails, each is a REWARD_ERROR."""
+    """Score siblings together. If `Rubric.score_group` fails, each sibling gets the status
+    REWARD_ERROR."""
     scorable = [rollout for rollout in rollouts if not rollout.status.is_failure]
 
     async def scores_of_all() -> Sequence[Score]:
@@ -145,14 +149,14 @@ async def score_whole_group(
 
 
 def environment_score(rollout: Rollout) -> Score:
-    """The score without a rubric: the environment's reward."""
+    """Return the score of a rollout without a rubric: the environment's reward."""
     if rollout.reward is None:
         return Score(reward=None, cause="neither the environment nor a rubric gave a reward")
     return Score(reward=rollout.reward)
 
 
 def with_score(rollout: Rollout, score: Score) -> Rollout:
-    """The scored rollout; components become metrics ``reward/<name>``."""
+    """Return the rollout with its score; components become metrics ``reward/<name>``."""
     components = {f"reward/{name}": value for name, value in score.components.items()}
     metrics = {**rollout.metrics, **components}
     cause = score.cause or f"the reward is {score.reward}"
@@ -166,12 +170,14 @@ def with_score(rollout: Rollout, score: Score) -> Rollout:
 
 
 def _can_be_trained_on(reward: float) -> bool:
-    """Whether squares of differences are finite, and advantages in float32."""
+    """Whether squared differences of such rewards are finite, and advantages are finite in
+    float32."""
     return abs(reward) <= _MAX_REWARD
 
 
 def _wrong_turn(rollout: Rollout) -> str:
-    """Names a turn whose reward cannot be trained on; empty if all can."""
+    """Return an error that names a turn whose reward cannot be trained on; empty if there is
+    none."""
     for number, turn in enumerate(rollout.turns, start=1):
         for reward in (turn.reward, turn.branch_reward):
             if reward is not None and not _can_be_trained_on(reward):

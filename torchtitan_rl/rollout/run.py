@@ -7,22 +7,22 @@ All limits of a rollout are enforced here, for every kind of environment:
 | ``max_turns`` | completions | MAX_TURNS |
 | ``max_total_tokens`` | prompt plus completion of any turn | MAX_TOKENS |
 | ``step_timeout_s`` | one call of the environment | STEP_TIMEOUT |
-| ``rollout_timeout_s`` | the time in which it could run; pauses do not count | ROLLOUT_TIMEOUT |
+| ``rollout_timeout_s`` | the rollout's running time without pauses | ROLLOUT_TIMEOUT |
 
-A completion has at most as many tokens as ``max_total_tokens`` leaves, ``max_tokens_per_turn`` and
-the observation allow; one that is cut there goes to the environment like any other. The rollout's
-time interrupts generation, but no call of the environment. A rollout that runs out of time has
-failed: how far it got, and so its reward, depends on the machine.
+A completion's length is limited by the rest of ``max_total_tokens``, by ``max_tokens_per_turn`` and
+by the observation. A completion cut at this length is passed to the environment like any other. The
+rollout's time-out interrupts generation, but no call of the environment. A rollout that runs out of
+time has failed, because its length, and so its reward, depends on the machine's speed.
 
-Invariants: a rollout ends once, with one status; every environment that was made is closed exactly
-once; errors of the environment and the generator become a status with a cause and are never raised.
+Invariants: a rollout ends once, with one status. Every created environment is closed exactly once.
+Errors of the environment and the generator become a status with a cause and are never raised.
 
 A recorded rollout continues after its finished turns, with the same requests and seeds as without
-the interruption; only its time starts again. If its environment cannot be restored, it starts from
-nothing, and the recorded tokens are reported as discarded.
+the interruption; only its time-out starts again. If its environment cannot be restored, the rollout
+starts from the beginning, and the recorded tokens are reported as discarded.
 
-A request is the same in every run with the same seed: its id and its seed depend only on the run's
-seed, the rollout, the turn and the attempt.
+Requests are the same in every run with the same seed: a request's id and seed depend only on the
+run's seed, the rollout, the turn and the attempt.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutActivity:
-    """Where a running rollout is. ``since_s`` is on the event loop's clock."""
+    """The current activity of a running rollout. ``since_s`` is its start on the event loop's
+    clock."""
 
     rollout_id: str
     turn: int
@@ -79,13 +80,13 @@ class RolloutActivity:
 
 
 EnvironmentFactory = Callable[[Problem], RolloutEnv]
-OnTurn = Callable[[RecordedRollout], None]  # after a turn; with the state after it
+OnTurn = Callable[[RecordedRollout], None]  # called after a turn, with the record of all turns
 OnDiscard = Callable[[str, str, int], None]  # rollout id, cause, number of sampled tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """What the rollouts of one group share: see `Rollouter.run_group`."""
+    """The settings that the rollouts of one group share: see `Rollouter.run_group`."""
 
     group_id: str
     problem: Problem
@@ -114,10 +115,10 @@ class GroupSettings:
         *,
         branch: str | None = None,
     ) -> GenerationRequest:
-        """The request for a turn's completion, which continues ``partial``.
+        """Build the request for a turn's completion, which continues ``partial``.
 
-        The seed depends on ``branch`` instead of the turn where it is given: turns that run at once
-        have no order.
+        If ``branch`` is given, the seed depends on it instead of the turn's number, because
+        simultaneous turns have no order.
         """
         sampling = self.sampling
         room = self.config.max_total_tokens - len(observation.prompt_token_ids)
@@ -148,24 +149,24 @@ class GroupSettings:
         )
 
     def _prompt_id(self, rollout_id: str) -> str:
-        """The same for the siblings that are to be on one replica."""
+        """Return an id that is equal for the siblings that should share a replica."""
         number = int(rollout_id.removeprefix(f"{self.group_id}/r"))
         return f"{self.group_id}/prompt{number // self.siblings_together}"
 
     def may_resume(self, recorded: RecordedRollout) -> bool:
-        """Whether there is something recorded, and all of it in this attempt."""
+        """Whether the record is not empty and all of it belongs to this attempt."""
         completions = [turn.completion for turn in recorded.turns]
         if recorded.partial is not None:
             completions.append(recorded.partial)
         ids = [completion.request_id for completion in completions]
-        # Of one attempt; turns that ran at once are recorded in the order of their ends.
+        # Ids of one attempt; simultaneous turns are recorded in the order in which they ended.
         prefix = self.request_id(recorded.rollout_id, 0)[:-1]
         numbers = [name.removeprefix(prefix) for name in ids]
         return all(number.isdigit() for number in numbers) and bool(ids or recorded.ended)
 
 
 class RolloutRun:
-    """Use once: `run`. `activity`, `so_far` and `snapshot` may be called at any time."""
+    """One rollout. Call `run` once; `activity`, `so_far` and `snapshot` may be used at any time."""
 
     def __init__(
         self, rollout_id: str, group: GroupSettings, recorded: RecordedRollout | None
@@ -175,11 +176,11 @@ class RolloutRun:
         nothing = RecordedRollout(rollout_id=rollout_id)
         recorded = recorded or nothing
         self._is_restoring = group.may_resume(recorded)
-        # Turns that the environment has answered, and what continues the rollout after them.
+        # The turns that the environment has answered, and the data to continue after them.
         self._record = recorded if self._is_restoring else nothing
         self._num_refused = 0 if self._is_restoring else recorded.num_tokens
         self._open_turn: Turn | None = None  # sampled, and not yet in the record
-        self._tree: TurnTree | None = None  # where turns run at once
+        self._tree: TurnTree | None = None  # of an environment with simultaneous turns
         self._messages: tuple[Mapping[str, Any], ...] = ()
         self._deadline_s = 0.0
         self.enter(Phase.ENVIRONMENT, "waits to start")
@@ -194,7 +195,7 @@ class RolloutRun:
         )
 
     def so_far(self, status: RolloutStatus, cause: str | None = None) -> Rollout:
-        """The rollout as if it ended now with this status, without a reward."""
+        """Return the rollout as if it ended now with this status, without a reward."""
         return Rollout(
             rollout_id=self.rollout_id,
             group_id=self._group.group_id,
@@ -207,7 +208,7 @@ class RolloutRun:
         )
 
     def snapshot(self, partials: Mapping[str, Completion]) -> RecordedRollout:
-        """What another process needs to continue this rollout.
+        """Return the record from which another process can continue this rollout.
 
         ``partials``: the tokens sampled so far for running requests, by request id.
         """
@@ -222,12 +223,13 @@ class RolloutRun:
         return replace(record, partial=partials.get(request_id, record.partial))
 
     async def run(self) -> Rollout:
-        """The rollout with the environment's own reward, if it gave one; not scored yet.
+        """Run the rollout to its end. The result has the environment's own reward, if there is one,
+        and is not scored yet.
 
         Raises:
-            asyncio.CancelledError: only if the task is cancelled; the environment is closed.
+            asyncio.CancelledError: the task was cancelled; the environment is closed.
             HangingCallsError: too many abandoned calls hang.
-            Exception: only what ``on_turn`` or ``on_discard`` raised.
+            Exception: ``on_turn`` or ``on_discard`` raised it.
         """
         self._start_time()
         self._report_discarded(ROLLED_BACK, self._num_refused)
@@ -240,7 +242,7 @@ class RolloutRun:
                 self._record = RecordedRollout(rollout_id=self.rollout_id)
                 self._is_restoring, self._messages = False, ()
                 ended = await self._roll_out()
-        if self._record.partial is not None:  # no request continued from it
+        if self._record.partial is not None:  # no request has continued it
             self._report_discarded(ROLLED_BACK, len(self._record.partial.token_ids))
         self._record = RecordedRollout(rollout_id=self.rollout_id, turns=ended.turns, ended=ended)
         self._open_turn = None
@@ -250,7 +252,7 @@ class RolloutRun:
         self._deadline_s = self._group.active_time.now_s() + self._group.config.rollout_timeout_s
 
     def _recorded_end(self) -> Rollout | None:
-        """The recorded rollout if it needs no environment any more."""
+        """Return the recorded rollout if it has ended; None if it needs an environment."""
         state = self._record.env_state
         if self._record.ended is None and state and state.terminal is not None:
             self._messages = state.messages
@@ -289,7 +291,7 @@ class RolloutRun:
         return self._rollout(answer)
 
     async def _grow_tree(self, env: EnvSession) -> Rollout:
-        """Let the environment ask for its turns, until its end or a limit."""
+        """Let the environment request its own turns, until its end or a limit."""
         if self._is_restoring:
             env.require_replayable(self._record)
         if self._record.partial is not None:
@@ -324,8 +326,8 @@ class RolloutRun:
             self._group.on_turn(self._record)
 
     def _record_tree_end(self, env: EnvSession, terminal: Terminal, tree: TurnTree) -> None:
-        """Record the end, so that a killed run need not replay the agent; not where turns that are
-        recorded elsewhere have changed since."""
+        """Record the end, so that a killed run need not replay the agent. Not done if turns that
+        ``on_turn`` already reported have changed since."""
         self._read_messages(env)
         if tree.limit is None and not tree.is_amended and self._group.on_turn is not None:
             state = EnvState(terminal=terminal, messages=self._messages)
@@ -337,10 +339,10 @@ class RolloutRun:
         self.enter(phase, request_id or detail)
 
     async def _start(self, env: EnvSession) -> Observation:
-        """The first observation, or the one after the recorded turns.
+        """Return the first observation, or the observation after the recorded turns.
 
         Raises:
-            NotResumableError: the rollout has to start from nothing.
+            NotResumableError: the rollout has to start from the beginning.
         """
         if self._is_restoring:
             observation = await env.restore(self._record)
@@ -371,7 +373,7 @@ class RolloutRun:
     async def _record_turns(
         self, env: EnvSession, turns: tuple[Turn, ...], answer: Observation | Terminal
     ) -> None:
-        """Record the turns, and the environment's state if ``on_turn`` gets it."""
+        """Record the turns, and the environment's state if there is an ``on_turn``."""
         env_state: EnvState | None = None
         if isinstance(answer, Terminal):
             self._read_messages(env)
@@ -396,11 +398,11 @@ class RolloutRun:
         return None
 
     async def _generate(self, observation: Observation) -> Completion | None:
-        """The turn's completion; None if the rollout's time ran out."""
+        """Return the turn's completion; None if the rollout's time ran out."""
         partial = self._record.partial
         if partial is not None and partial.finish_reason is not FinishReason.ABORT:
             self._record = replace(self._record, partial=None)
-            return partial  # whole: only the environment's answer was missing
+            return partial  # it is whole: only the environment's answer was missing
         turn = len(self._record.turns)
         request = self._group.request(self.rollout_id, turn, observation, partial)
         self.enter(Phase.GENERATION, request.request_id)
@@ -416,7 +418,7 @@ class RolloutRun:
     async def _complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion | None:
-        """The completion of a request; None if the rollout's time ran out."""
+        """Complete a request; None if the rollout's time ran out."""
         progress = () if on_progress is None else (on_progress,)
         try:
             async with self._group.active_time.timeout_at(self._deadline_s) as limit:
@@ -452,7 +454,7 @@ class RolloutRun:
         return replace(rollout, reward=reward, metrics=dict(terminal.metrics))
 
     def _read_messages(self, env: EnvSession) -> str | None:
-        """Returns what went wrong."""
+        """Copy the environment's messages. Returns the error, or None."""
         try:
             self._messages = env.messages()
         except Exception as error:
@@ -465,7 +467,7 @@ class RolloutRun:
 
 
 def request_seed(run_seed: int, rollout_id: str, turn: int | str, attempt: int = 0) -> int:
-    """In [0, 2**63), and the same in every process."""
+    """Derive a request's seed in [0, 2**63), equal in every process."""
     key = f"{run_seed}\x00{rollout_id}\x00{turn}"
     if attempt:
         key += f"\x00{attempt}"

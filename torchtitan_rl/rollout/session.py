@@ -1,7 +1,7 @@
-"""The environment of one rollout: each call within its time limit, each answer checked.
+"""Calls the environment of one rollout: each call has a time limit, and each answer is checked.
 
-Invariants: what the environment does wrong (an exception, a call that takes too long, an answer of
-a wrong type) becomes a `RolloutEnded` with a status and a cause; `close` runs to its end.
+Invariants: an error of the environment (an exception, a call that takes too long, an answer of a
+wrong type) becomes a `RolloutEnded` with a status and a cause. `close` runs to its end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class NotResumableError(Exception):
 
 
 class EnvSession:
-    """``make`` creates the environment; ``on_call`` gets each method's name before it is called.
+    """The environment of one rollout. ``make`` creates it; ``on_call`` is called with the name of
+    each method before its call.
 
     All methods but `close` and `messages` raise `RolloutEnded`, and `HangingCallsError` if too many
     abandoned calls hang.
@@ -58,7 +59,7 @@ class EnvSession:
         self._timeout_s = timeout_s
         self._max_prompt_tokens = max_prompt_tokens
         self._on_call = on_call
-        try:  # on the event loop, so that a time-out cannot leave a half-made environment
+        try:  # without a time-out, which could leave a half-created environment
             self._env = make()
             require_async(self._env)
             self._is_stateful = is_stateful(self._env)
@@ -70,7 +71,7 @@ class EnvSession:
         return is_tree_env(self._env)
 
     async def run(self, turns: TurnTree) -> Terminal | None:
-        """Run a `TreeEnv` to its end; None if a limit came first."""
+        """Run a `TreeEnv` to its end. Returns None if a limit was reached first."""
         if not is_tree_env(self._env):
             raise TypeError(f"{type(self._env).__name__} has no run")
         abandoned.require_few()
@@ -110,12 +111,13 @@ class EnvSession:
     async def restore(self, recorded: RecordedRollout) -> Observation:
         """Continue a recorded rollout; called instead of `reset`. Returns the next observation.
 
-        The environment loads its recorded state. Without one it is reset and stepped with the
-        recorded completions, if it replays or there are none, and each prompt must be the recorded
-        one.
+        The environment loads its recorded state. If there is none, the environment is reset and
+        stepped with the recorded completions; this needs an environment that replays, unless there
+        are no recorded turns. Each prompt must equal the recorded prompt.
 
         Raises:
-            NotResumableError: neither is possible, the environment failed, or a prompt differs.
+            NotResumableError: there is no state and the environment does not replay, the
+                environment failed, or a prompt differs.
         """
         saved = recorded.env_state
         try:
@@ -129,10 +131,11 @@ class EnvSession:
         return _require_prompt(answer, recorded.prompt_token_ids, len(recorded.turns))
 
     def messages(self) -> tuple[Mapping[str, Any], ...]:
-        """A JSON copy of the conversation; empty if the environment has none.
+        """Return a JSON copy of the conversation; empty if the environment has none.
 
         Raises:
-            Exception: what the environment raised, or a TypeError.
+            Exception: the environment raised it, or it is a TypeError for messages that are not
+                mappings.
         """
         messages = tuple(getattr(self._env, "messages", ()))
         if not all(isinstance(message, Mapping) for message in messages):
@@ -140,9 +143,10 @@ class EnvSession:
         return tuple(plain(message) for message in messages)
 
     async def close(self) -> str | None:
-        """Wait for the end of the environment's `close`, or its time-out, even if cancelled.
+        """Close the environment, and wait for the end or the time-out even if this call is
+        cancelled.
 
-        Returns what went wrong.
+        Returns the error, or None.
         """
         try:
             await uninterrupted(self._call("close"))

@@ -1,4 +1,4 @@
-"""A task: where problems come from, which environment each gets, and how rollouts are scored."""
+"""A task: the source of problems, the environment for each problem, and the scoring of rollouts."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ class Dataset(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, JSON-able."""
+        """Return the position as JSON-compatible values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the problem that would have been next when ``state`` was taken."""
+        """Continue with the problem that was next when ``state`` was saved."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of one training group. ``solved``: the share of its rollouts with a reward that
-    solved the problem (`Task.success_reward`); None if no rollout has a reward."""
+    """The result of one training group. ``solved`` is the share of rollouts that solved the problem
+    (`Task.success_reward`), among its rollouts with a reward; None if no rollout has a reward."""
 
     problem: Problem
     solved: float | None
@@ -72,44 +72,47 @@ class Outcome:
 
 @runtime_checkable
 class AdaptiveDataset(Dataset, Protocol):
-    """A dataset that chooses problems by the outcomes of earlier ones.
+    """A dataset that chooses problems by earlier outcomes.
 
-    What it learns is part of its `state_dict`.
+    The recorded outcomes are part of its `state_dict`.
     """
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn from outcomes. Called once a step, with the groups that were trained on or skipped
-        since the last call; in the same order in every run with the same results. Also called
-        within a step, when ``rollout.groups_per_step`` groups were skipped since the last call."""
+        """Learn from outcomes.
+
+        Called once a step, with the groups that were trained on or skipped since the last call, in
+        the same order in every run with the same results. Also called within a step, when
+        ``rollout.groups_per_step`` groups were skipped since the last call.
+        """
         ...
 
 
 @runtime_checkable
 class MeasuredDataset(Dataset, Protocol):
-    """A dataset with metrics, which each step's row has as ``dataset/*``."""
+    """A dataset with metrics, which are logged at each step as ``dataset/*``."""
 
     def metrics(self) -> Mapping[str, float]:
-        """The numbers that it chooses by, over all recorded outcomes."""
+        """Return the statistics by which the dataset chooses, over all recorded outcomes."""
         ...
 
 
 def adapts(dataset: Dataset) -> bool:
-    """Whether it chooses by earlier outcomes. A dataset made of others always has `record`; its own
-    ``adapts`` says whether one of them adapts."""
+    """Whether the dataset chooses by earlier outcomes. A dataset composed of others always has
+    `record`; its attribute ``adapts`` says whether one of them adapts."""
     return isinstance(dataset, AdaptiveDataset) and getattr(dataset, "adapts", True)
 
 
 def metrics_of(dataset: Dataset) -> Mapping[str, float]:
-    """The dataset's metrics; empty if it measures none."""
+    """Return the dataset's metrics; empty if it has none."""
     return dataset.metrics() if isinstance(dataset, MeasuredDataset) else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained on. A subclass overrides `dataset` and `environment`.
+    """A training task. A subclass overrides `dataset` and `environment`.
 
-    It is a dataclass, whose fields are command-line options (``--task.digits 3``), and goes into
-    ``RunConfig.task``::
+    The subclass is a dataclass whose fields are command-line options (``--task.digits 3``). Set an
+    instance as ``RunConfig.task``::
 
         @dataclass(frozen=True, kw_only=True)
         class SumTask(Task):
@@ -126,7 +129,7 @@ class Task:
             def errors(self) -> list[str]:
                 return [] if self.digits > 0 else [f"task.digits={self.digits}: must be above 0"]
 
-    ``experiments/alphabet_sort/task.py`` is a complete one.
+    ``experiments/alphabet_sort/task.py`` is a complete example.
     """
 
     def __init_subclass__(cls) -> None:
@@ -136,39 +139,43 @@ class Task:
             )
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
-        """A problem's id is unique in the validation set, and in an epoch of the training set.
+        """Return the problems of a split. Ids are unique in the validation set, and in an epoch of
+        the training set.
 
-        Also called before the run starts, to check the first problems of a dataset that is not
-        used otherwise.
+        Also called before the run starts, to check the first problems of the dataset; that instance
+        is not used further.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override `dataset`")
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
-        """A new environment for one rollout. ``tokenizer`` is a `transformers` tokenizer.
+        """Return a new environment for one rollout. ``tokenizer`` is a `transformers` tokenizer.
 
         Called on the controller's event loop: slow set-up belongs in the environment's `reset`.
-        ``limits`` are enforced elsewhere, and given for tasks that depend on them.
+        ``limits`` are enforced elsewhere; they are passed for tasks that depend on them.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override `environment`")
 
     def rubric(self) -> Rubric | None:
-        """None if the environment's reward is the rollout's."""
+        """Return the rubric that scores rollouts; None: the environment's reward is used."""
         return None
 
     def success_reward(self) -> float:
-        """A rollout with at least this reward has solved its problem (pass@k)."""
+        """Return the smallest reward of a rollout that has solved its problem (for pass@k)."""
         return 1.0 - 1e-9
 
     def resume_identity(self) -> Mapping[str, Any]:
-        """Values that a resumed run compares in the place of fields, by the field's name. A field
-        that says where something is gives its contents; None: the field is not compared."""
+        """Return values that a resumed run compares instead of the task's fields, by field name.
+
+        A field that contains a path can be replaced by the file's contents. None: the field is not
+        compared.
+        """
         return {}
 
     def with_all_options(self) -> Task:
-        """The same task, with an entry for each option that the command line may give: options only
-        change entries that exist."""
+        """Return this task with an entry for each option that the command line may set: options
+        only change existing entries."""
         return self
 
     def errors(self) -> list[str]:
-        """What is wrong with the task's fields: one message each with field, value and fix."""
+        """Return the errors in the task's fields, each as a message with field, value and fix."""
         return []

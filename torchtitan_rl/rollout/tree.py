@@ -1,16 +1,17 @@
-"""The turns of a rollout whose environment asks for several at once: a tree of branches.
+"""The turns of a rollout whose environment requests several turns at once: a tree of branches.
 
-A turn is recorded when it is sampled, in the order of the ends; its seed depends on its prompt and
-on how often that prompt was asked for before, not on the order in which requests arrive. Limits
-count over the whole tree, but for the tokens, which each branch has for itself.
+Turns are recorded in the order in which their sampling ends. A turn's seed depends on its prompt
+and on the number of earlier requests with this prompt, not on the order of other requests. Limits
+apply to the whole tree, except the token limit, which applies to each branch.
 
-Restarted environments: every turn so far counts as unseen. One that is asked for again is answered
-from the record and is seen again: the same prompt, as often asked for before, with the same options
-(stops, constraints, logprobs), where the completion fits the budget. Anything else is sampled, as a
-new branch. What stays unseen is not trained on.
+When the environment restarts, every turn so far counts as unseen. A repeated request has the same
+prompt, the same number of earlier requests with this prompt, and the same options (stops,
+constraints, logprobs). If the recorded completion fits its budget, it is answered from the record,
+and the turn counts as seen again. Any other request is sampled, as a new branch. Turns that stay
+unseen are not trained on.
 
-Invariants: each request that was taken is answered, or its rollout ends with a cause; each sampled
-completion is in exactly one turn; a limit ends the rollout once the turns that run have ended.
+Invariants: each accepted request is answered, or the rollout ends with a cause. Each sampled
+completion is in exactly one turn. A limit ends the rollout once the running turns have ended.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torchtitan_rl.types import (
 
 
 class RolloutEnded(Exception):
-    """The rollout is over without a `Terminal`."""
+    """The rollout has ended without a `Terminal`."""
 
     def __init__(self, status: RolloutStatus, cause: str) -> None:
         super().__init__(cause)
@@ -48,22 +49,24 @@ class RolloutEnded(Exception):
 
 
 class LimitReachedError(Exception):
-    """The rollout takes no more requests."""
+    """The rollout accepts no more requests."""
 
 
 class TurnTree:
-    """The environment uses `request`, `reward`, `expect` and `restart`; the rest is the rollout's.
+    """The environment calls `request`, `reward`, `expect` and `restart`; the rollout calls the
+    other methods.
 
     ``limit`` is the status of the limit that was reached. ``num_asked`` and ``num_replayed`` count
     requests since the start or the last restart. ``is_amended``: recorded turns were changed.
-    ``start_time()`` begins the rollout's time.
+    ``start_time()`` starts the rollout's time-out.
 
     Args:
-        make_request: makes the request of a turn from its number, its observation and its branch.
+        make_request: builds a turn's request from the turn's number, observation and branch.
         complete: samples a request; returns None when the rollout's time is over.
-        reached_limit: gets the observation and the number of turns before it.
-        on_turns: gets all recorded turns when they have changed, and whether the last one is new.
-        on_activity: gets a request's id, or None and what the environment does.
+        reached_limit: called with an observation and the number of turns before it; returns the
+            status of the reached limit, or None.
+        on_turns: called after each change with all recorded turns, and whether the last one is new.
+        on_activity: called with a request's id and "", or with None and the environment's activity.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class TurnTree:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """All that are sampled."""
+        """All sampled turns, including those that are not recorded yet."""
         return (*self._turns, *self._sampled.values())
 
     @property
@@ -113,7 +116,7 @@ class TurnTree:
 
     @property
     def num_unreplayed(self) -> int:
-        """Recorded turns that the restarted environment has not asked for again."""
+        """Number of recorded turns that the restarted environment has not requested again."""
         return len(self._replayable)
 
     # For the environment.
@@ -126,13 +129,15 @@ class TurnTree:
         on_progress: OnProgress | None = None,
         decode: Callable[[tuple[int, ...]], str] | None = None,
     ) -> str:
-        """Have a turn sampled, or answered from the record; returns its request's id.
+        """Have a turn sampled, or answer it from the record. Returns the id of its request.
 
-        ``answer`` is called once, with the completion, and says whether it reached its caller. It
-        is not called where the rollout ends first. ``decode`` makes the turn readable.
+        ``answer`` is called once with the completion, and returns whether the completion reached
+        its caller. It is not called if the rollout ends first. ``decode`` converts the completion
+        to the turn's text.
 
         Raises:
-            LimitReachedError: a limit is reached, or a turn failed; the rollout ends.
+            LimitReachedError: a limit is reached, a turn failed, or the tree is closed. The rollout
+                ends.
         """
         if self._is_closed or self._failure is not None:
             raise LimitReachedError
@@ -157,7 +162,7 @@ class TurnTree:
         return request.request_id
 
     def reward(self, request_id: str, reward: float) -> None:
-        """Give the branch with this turn a reward of its own."""
+        """Give the branch with this turn its own reward."""
         index = self._index_of.get(request_id)
         if index is None:
             self._rewards[request_id] = reward
@@ -165,16 +170,16 @@ class TurnTree:
             self._amend(index, branch_reward=reward)
 
     def expect(self, what: str, within_s: float | None = None) -> None:
-        """What the rollout waits for while nothing is sampled, and for how long: the step's time
-        if ``within_s`` is None (`math.inf`: no limit)."""
+        """Set what the rollout waits for while no turn is sampled, and for how long at most:
+        ``within_s``, or the step's time-out if it is None (`math.inf`: no limit)."""
         self._expected = (what, within_s or self._step_timeout_s)
         self._report_idle()
 
     async def restart(self, *, replays: bool) -> None:
-        """The environment begins again; returns once the turns that run have ended.
+        """Let the environment start again. Returns once the running turns have ended.
 
         Raises:
-            LimitReachedError: a limit is reached; turns that were seen stay so.
+            LimitReachedError: a limit is reached. Seen turns still count as seen.
         """
         if self._running:
             await asyncio.wait(self._running)
@@ -186,10 +191,11 @@ class TurnTree:
     # For the rollout.
 
     async def watch(self, work: asyncio.Task[Any]) -> None:
-        """Wait for the end of the environment's ``work``, or for a limit, and for what is sampled.
+        """Wait until the environment's ``work`` has ended or a limit is reached, and no turn is
+        being sampled.
 
         Raises:
-            RolloutEnded: a turn failed, or the environment did not ask for another one in time.
+            RolloutEnded: a turn failed, or the environment did not request another turn in time.
         """
         work.add_done_callback(lambda _: self._changed.set())
         while self._running or not (work.done() or self.limit):
@@ -208,9 +214,10 @@ class TurnTree:
             raise self._failure
 
     async def close(self) -> None:
-        """End what is sampled, and take no more requests.
+        """Cancel all sampling, and accept no more requests.
 
-        All sampling has ended when this returns, even if it is cancelled: the tokens count.
+        When this call returns, even by cancellation, all sampling has ended, so that all tokens are
+        counted.
         """
         self._is_closed = True
         await uninterrupted(cancel_all(self._running))
@@ -293,7 +300,8 @@ class TurnTree:
         self.is_amended = self.is_amended or bool(self._turns)
 
     def _count_like(self, prompt: tuple[int, ...]) -> tuple[str, int]:
-        """The prompt's digest, and how many requests have had it, this one included."""
+        """Return the prompt's digest, and the number of requests with this prompt so far, including
+        this one."""
         digest = blake2b(array("q", prompt).tobytes(), digest_size=16).hexdigest()
         self._num_like[digest] += 1
         return digest, self._num_like[digest]
@@ -304,7 +312,8 @@ def _number_of(turn: Turn) -> int:
 
 
 def _options_digest(sampling: SamplingParams) -> str:
-    """Of what an answer depends on besides prompt, budget and seed. Equal in every process."""
+    """Return a digest of the options that affect an answer, besides prompt, budget and seed. Equal
+    in every process."""
     stops = sorted(sampling.stop), sorted(sampling.stop_token_ids)
     constraints = sorted(map(repr, sampling.engine_options.items()))
     options = repr((*stops, constraints, sampling.num_logprobs))
@@ -312,7 +321,7 @@ def _options_digest(sampling: SamplingParams) -> str:
 
 
 def _answers(turn: Turn, request: GenerationRequest) -> bool:
-    """Whether the completion could be that of the request."""
+    """Whether the turn's completion could be the request's answer."""
     num_tokens, budget = len(turn.completion.token_ids), request.sampling.max_tokens
     was_cut = turn.completion.finish_reason is FinishReason.LENGTH
     fits = num_tokens == budget if was_cut else num_tokens <= budget
@@ -320,23 +329,24 @@ def _answers(turn: Turn, request: GenerationRequest) -> bool:
 
 
 class TreeEnv(Protocol):
-    """An environment that asks for completions itself, several at once if it likes.
+    """An environment that requests completions itself, possibly several at once.
 
     Its turns form a tree: each prompt extends an earlier turn, or begins another branch. Everything
-    else is as for a `TokenEnv`, with `run` in the place of `reset` and `step`. A resumed run
-    continues one that ``replays``: requests that it makes again are answered from the record.
+    else is as for a `TokenEnv`, with `run` instead of `reset` and `step`. A resumed run continues
+    such an environment if it ``replays``: repeated requests are answered from the record.
     """
 
     async def run(self, turns: TurnTree, /) -> Terminal:
-        """Ask for completions until the end. Cancelled at a limit; then `finish` is called."""
+        """Request completions until the end. At a limit this call is cancelled, and then `finish`
+        is called."""
         ...
 
     async def finish(self, status: RolloutStatus, /) -> Terminal:
-        """As `TokenEnv.finish`."""
+        """See `TokenEnv.finish`."""
         ...
 
     async def close(self) -> None:
-        """As `TokenEnv.close`."""
+        """See `TokenEnv.close`."""
         ...
 
 

@@ -1,12 +1,12 @@
-"""Time that stands still while work is paused, and waits for a change, on one event loop.
+"""A clock that stops while work is paused, and waits for a condition, on one event loop.
 
 Invariants
-- A deadline passes only after its number of seconds in which the clock ran; pauses do not count.
-  Time in which this process was stopped, and a deadline passed, does not count either (see
-  `aio.py`).
-- A task is woken when its condition holds after a change, checks it again, and continues in that
-  iteration of the event loop if it still holds. Tasks that share a key share one check per change
-  and are woken in the order in which they began to wait; simultaneous changes cause one check.
+- A deadline passes only after the clock has run for its number of seconds; pauses do not count. If
+  a deadline passed while this process was stopped, that time does not count either (see `aio.py`).
+- A task is woken when its condition holds after a change. It checks the condition again and, if it
+  still holds, continues in the same iteration of the event loop. Tasks with the same key share one
+  check per change, and are woken in the order in which they began to wait. Simultaneous changes
+  cause one check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchtitan_rl.aio import STOOD_STILL_S
 
 @dataclass(slots=True, eq=False)
 class _Deadline:
-    """A `timeout_at` that is open."""
+    """The deadline of a `timeout_at` block that is running."""
 
     limit: asyncio.Timeout
     deadline_s: float  # in active seconds
@@ -33,7 +33,7 @@ class _Deadline:
 
 
 class ActiveTime:
-    """Seconds of the event loop's clock, less all that passed between `pause` and `resume`.
+    """The seconds of the event loop's clock, without those between `pause` and `resume`.
 
     ::
 
@@ -43,7 +43,7 @@ class ActiveTime:
 
     def __init__(self) -> None:
         self._paused_since_s: float | None = None
-        self._paused_s = 0.0  # in pauses that are over
+        self._paused_s = 0.0  # length of all ended pauses
         self._deadlines: dict[_Deadline, None] = {}
 
     @property
@@ -51,23 +51,23 @@ class ActiveTime:
         return self._paused_since_s is not None
 
     def now_s(self) -> float:
-        """Active seconds; only differences mean something."""
+        """Return active seconds; only differences are meaningful."""
         return self._loop_s() - self.paused_s()
 
     def paused_s(self) -> float:
-        """All seconds that did not count so far."""
+        """Return the total length of all pauses so far."""
         since_s = self._paused_since_s
         return self._paused_s + (0.0 if since_s is None else self._loop_s() - since_s)
 
     def pause(self) -> None:
-        """Stop the clock; nothing happens where it is stopped."""
+        """Stop the clock. No effect if it is stopped."""
         if self._paused_since_s is not None:
             return
         self._paused_since_s = self._loop_s()
         self._reschedule()
 
     def resume(self) -> None:
-        """Let the clock go on; nothing happens where it runs."""
+        """Let the clock run again. No effect if it runs."""
         if self._paused_since_s is None:
             return
         self._paused_s = self.paused_s()
@@ -75,12 +75,13 @@ class ActiveTime:
         self._reschedule()
 
     def timeout(self, delay_s: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
-        """`timeout_at` ``delay_s`` active seconds from now."""
+        """Like `timeout_at`, with a deadline ``delay_s`` active seconds from now."""
         return self.timeout_at(self.now_s() + delay_s)
 
     @asynccontextmanager
     async def timeout_at(self, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
-        """As `asyncio.timeout_at`, on this clock: raises TimeoutError."""
+        """Raise TimeoutError in the block at ``deadline_s`` on this clock, like
+        `asyncio.timeout_at`."""
         async with asyncio.timeout(None) as limit:
             one = _Deadline(limit, deadline_s)
             self._deadlines[one] = None
@@ -92,7 +93,7 @@ class ActiveTime:
                 one.cancel()
 
     def _schedule(self, one: _Deadline) -> None:
-        """Look at the deadline when it is due; while the clock stands still it never is."""
+        """Set the timer for the deadline; while the clock is stopped there is no timer."""
         one.cancel()
         if not self.is_paused:
             due_s = one.deadline_s + self._paused_s
@@ -132,7 +133,7 @@ class _Wait:
         try:
             return self._condition()
         except Exception:
-            return True  # each task checks again and raises it
+            return True  # each task checks again, and then raises the error itself
 
     def wake(self) -> None:
         for future in self.futures:
@@ -141,20 +142,21 @@ class _Wait:
 
 
 class Wakeups:
-    """The conditions that tasks wait for: cheap where many wait for the same one."""
+    """The conditions that tasks wait for. Many tasks that wait for the same condition are cheap."""
 
     def __init__(self) -> None:
         self._waits: dict[Hashable, _Wait] = {}
         self._is_due = False
 
     def notify(self) -> None:
-        """Something has changed: check all conditions once, in the next iteration."""
+        """Check all conditions once, in the next iteration of the event loop; call this after a
+        change."""
         if self._waits and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._check)
 
     async def until(self, condition: Condition, *, key: Hashable = None) -> None:
-        """Return once ``condition`` holds; raise what it raises.
+        """Return once ``condition`` holds. An exception of ``condition`` is raised here.
 
         Waits with the same ``key`` must have equal conditions.
         """
@@ -163,7 +165,7 @@ class Wakeups:
             await self.once(condition, key, asyncio.get_running_loop().create_future())
 
     async def once(self, condition: Condition, key: Hashable, future: asyncio.Future[None]) -> None:
-        """Return after a change with which ``condition`` held, or once ``future`` is done."""
+        """Return after a change at which ``condition`` held, or once ``future`` is done."""
         wait = self._waits.setdefault(key, _Wait(condition))
         wait.futures[future] = None
         try:

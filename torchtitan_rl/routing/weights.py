@@ -1,11 +1,12 @@
-"""Brings published weights to the replicas, each of which follows the newest handle by itself.
+"""Loads published weights into the replicas. A task per replica, its puller, follows the newest
+handle.
 
 Invariants
-- A replica has at most one puller, and the newest handle wins. Versions of a replica that serves
-  requests never go down.
-- A pinned replica is not pulled. Nothing is swapped while a replica sleeps.
-- A slow replica is reported as lagging and continues in the background; only one that fails, or
-  exceeds the time-out in one fetch or one swap, is dead.
+- A replica has at most one puller. If several handles wait, only the newest is pulled. The version
+  of a replica that serves requests never decreases.
+- No weights are pulled into a pinned replica, or swapped while a replica sleeps.
+- A slow replica is reported as lagging and continues in the background. A replica is marked dead
+  only if it fails, or exceeds the time-out in one fetch or one swap.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ LOSSES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """The result of a weight sync when it returned. ``stage_s`` and ``pull_s`` are the slowest's.
+    """The state at the end of a weight sync. ``stage_s`` and ``pull_s`` are those of the slowest
+    replica.
 
-    ``pulls`` may be empty where ``lagging`` or ``held`` is not.
+    ``pulls`` may be empty if ``lagging`` or ``held`` is not empty.
     """
 
     version: int
@@ -40,8 +42,8 @@ class SyncReport:
     pull_s: float
     pulls: tuple[PullReport, ...]
     lost: tuple[str, ...] = field(default=())  # replicas that are dead
-    lagging: tuple[str, ...] = ()  # did not hold the version in time, and still follow
-    held: tuple[str, ...] = ()  # pinned: they follow when the pin ends
+    lagging: tuple[str, ...] = ()  # did not load the version in time, and continue to do so
+    held: tuple[str, ...] = ()  # pinned replicas: they load the version when the pin ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class _Pull:
 
 
 class WeightSync:
-    """The pullers of all pool. ``timeout_s`` limits one fetch, and one swap, of one replica."""
+    """The pullers of all replicas. ``timeout_s`` limits each fetch and each swap of a replica."""
 
     def __init__(self, pool: ReplicaPool, *, timeout_s: float) -> None:
         self._pool = pool
@@ -61,18 +63,18 @@ class WeightSync:
         self._mode: SyncMode = "hot_swap"
         self._order: SyncOrder = "together"
         self._lag_timeout_s: float | None = None
-        self._pullers: dict[int, asyncio.Task[None]] = {}  # by replica; those that run
-        self._pulls: dict[int, _Pull] = {}  # by replica, its newest
-        self._lagging: set[ReplicaState] = set()  # no sync waits for them; until their next swap
-        self._num_syncs = 0  # that wait
-        self._begun_s = 0.0  # when `newest` came
+        self._pullers: dict[int, asyncio.Task[None]] = {}  # the running ones, by replica
+        self._pulls: dict[int, _Pull] = {}  # the newest of each replica
+        self._lagging: set[ReplicaState] = set()  # until their next swap no sync waits for them
+        self._num_syncs = 0  # number of running `sync` calls
+        self._begun_s = 0.0  # when `newest` was set
         self._spread_by_s = 0.0  # see `may_start_on`
         self._is_closed = False
-        self._crash: BaseException | None = None  # of a puller, for the next sync to raise
+        self._crash: BaseException | None = None  # a puller's error, which the next sync raises
 
     @property
     def newest(self) -> WeightHandle | None:
-        """The newest handle that a sync was called with; replicas may not hold it yet."""
+        """The newest handle that `sync` was called with; replicas may not hold it yet."""
         return self._newest
 
     async def sync(
@@ -83,7 +85,7 @@ class WeightSync:
         order: SyncOrder,
         lag_timeout_s: float | None,
     ) -> SyncReport:
-        """Let all replicas follow ``handle``; see `GeneratorRouter.sync_weights`."""
+        """Make all replicas pull ``handle``; see `GeneratorRouter.sync_weights`."""
         if self._newest is None or handle.version >= self._newest.version:
             self._newest = handle
             self._begun_s = _now()
@@ -120,8 +122,8 @@ class WeightSync:
         task.add_done_callback(lambda task: self._on_end(state, task))
 
     def join(self, replica: Replica, *, is_reserved: bool) -> ReplicaState:
-        """Take in a replica whose engine has the weights of version 0. It gets requests once it
-        holds the newest ones; a reserved one gets them with its first pin."""
+        """Add a replica whose engine has the weights of version 0. It gets requests once it holds
+        the newest weights. A reserved replica loads the newest weights at its first pin."""
         is_behind = self._newest is not None and self._newest.version > 0 and not is_reserved
         phase = Phase.STARTING if is_behind else Phase.SERVING
         state = self._pool.add(replica, is_reserved=is_reserved, phase=phase)
@@ -134,16 +136,20 @@ class WeightSync:
         """Make a pinned replica hold exactly ``handle.version``.
 
         Raises:
-            WeightSyncError, ReplicaError, DeadlineError, TimeoutError: it could not.
+            WeightSyncError, ReplicaError, DeadlineError, TimeoutError: the fetch or the swap
+                failed.
         """
         if state.version != handle.version:
             stage_s = await self._stage(state, handle)
             await self._swap(state, handle, stage_s)
 
     def may_start_on(self, version: int) -> bool:
-        """Whether a request that wants ``version`` may start on a replica that holds it: once no
-        other replica is about to swap to it, or the others take more than twice as long as the
-        first one did. So the requests that wait for a version spread over all that hold it."""
+        """Whether a request that needs ``version`` may start on a replica that holds it.
+
+        It may start once no other replica is about to swap to this version, or once twice the time
+        of the first replica's pull has passed. So requests that wait for a version spread over all
+        replicas that hold it.
+        """
         if not self._pullers or _now() >= self._spread_by_s:
             return True
         return not any(
@@ -153,7 +159,7 @@ class WeightSync:
         )
 
     async def close(self) -> None:
-        """Cancel all pullers; a sync that waits fails."""
+        """Cancel all pullers. Running `sync` calls fail."""
         self._is_closed = True
         self._pool.notify()
         tasks = list(self._pullers.values())
@@ -163,7 +169,8 @@ class WeightSync:
             await asyncio.wait(tasks)
 
     def _is_settled(self, version: int) -> bool:
-        """Whether all pool that are not pinned hold it; where all are pinned, whether one does."""
+        """Whether all replicas that are not pinned hold ``version``. If all are pinned, whether one
+        holds it."""
         if self._is_closed or self._crash is not None:
             return True
         live = self._pool.live_unreserved()
@@ -198,7 +205,7 @@ class WeightSync:
         )
 
     def _wanted(self, state: ReplicaState) -> WeightHandle | None:
-        """The weights that the replica has to pull next."""
+        """Return the weights that the replica has to pull next; None if there are none."""
         handle = self._newest
         if handle is None or state.is_pinned or state.is_reserved or not state.is_live:
             return None
@@ -221,21 +228,21 @@ class WeightSync:
             if self._order == "one_by_one":
                 await self._turn(state)
             if state.is_pinned or state.is_asleep or not state.is_live:
-                return  # it follows again when the pin ends, or it wakes up
+                return  # a new puller starts at the end of the pin, or after the wake-up
             try:
                 await self._swap(state, handle, stage_s)
             except LOSSES as error:
                 self._pool.mark_dead(state, error)
 
     async def _stage(self, state: ReplicaState, handle: WeightHandle) -> float:
-        """Fetch alongside decoding; returns the seconds it took."""
+        """Fetch the weights alongside decoding. Returns the duration in seconds."""
         started = _now()
         async with deadline(self._timeout_s):
             await self._pool.answer(state, state.replica.stage(handle))
         return _now() - started
 
     async def _is_superseded(self, state: ReplicaState, handle: WeightHandle) -> bool:
-        """Whether a version that could not be read is gone because there is a newer one.
+        """Whether a version could not be read because a newer one has replaced it.
 
         The publisher may remove a version that a lagging replica is about to read before the newer
         handle arrives here, so a lagging replica waits for that handle.
@@ -256,7 +263,7 @@ class WeightSync:
     async def _swap(self, state: ReplicaState, handle: WeightHandle, stage_s: float) -> None:
         started = _now()
         if self._mode == "drain":
-            # No time-out: each request that is waited for has a deadline of its own.
+            # No time-out: each running request has its own deadline.
             self._pool.set_phase(state, Phase.DRAINING)
             await self._pool.wait_until(
                 lambda: state.is_emptied or not state.is_live or state.outstanding_requests == 0

@@ -1,7 +1,8 @@
-"""The episodes of one training step: what the controller sends to the trainer, in numpy, and its
-answer. How they are computed (`training/trees.py`, `training/packing.py`) is the trainer's part.
+"""The episodes of one training step, which the controller sends to the trainer as numpy arrays, and
+the trainer's answer. The trainer arranges the episodes itself (`training/trees.py`,
+`training/packing.py`).
 
-Shapes: N tokens of all episodes, one episode after another.
+Shapes: N is the number of tokens of all episodes, one episode after another.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ import numpy.typing as npt
 class TrainingBatch:
     """One training step. Entry i of an array describes token i.
 
-    ``loss_mask`` is True on sampled tokens; ``logprobs`` are the behaviour policy's. Logprobs,
-    advantages and versions are valid only where ``loss_mask`` is True. An episode's first token has
-    no distribution, so it is never trained on.
+    ``loss_mask`` is True for sampled tokens; ``logprobs`` are those of the policy that sampled.
+    Logprobs, advantages and versions are valid only where ``loss_mask`` is True. An episode's first
+    token has no distribution, so it is never trained on.
 
     Token i was sampled from the set ``kept_sets[kept[i]]`` (packed by `token_sets.py`);
-    -1 stands for the whole vocabulary, as None does for all tokens. ``groups`` are the numbers of
-    the episodes' groups, which several updates of a step do not cut.
+    -1 means the whole vocabulary. ``kept`` None means the whole vocabulary for all tokens.
+    ``groups`` has the number of each episode's group; the updates of a step never split a group.
     """
 
-    episode_lengths: npt.NDArray[np.int64]  # of each episode, at least 1
+    episode_lengths: npt.NDArray[np.int64]  # length of each episode, at least 1
     token_ids: npt.NDArray[np.int64]  # [N]
     loss_mask: npt.NDArray[np.bool_]  # [N]
     logprobs: npt.NDArray[np.float32]  # [N]
     advantages: npt.NDArray[np.float32]  # [N]
     versions: npt.NDArray[np.int64]  # [N]
-    temperature: float  # of sampling
-    groups: npt.NDArray[np.int64]  # of each episode
+    temperature: float  # sampling temperature
+    groups: npt.NDArray[np.int64]  # group number of each episode
     kept: npt.NDArray[np.int32] | None = None  # [N]
     kept_sets: tuple[bytes, ...] = ()
 
@@ -42,7 +43,7 @@ class TrainingBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all episodes, those that episodes share counted in each."""
+        """Number of tokens of all episodes; shared tokens count in each episode."""
         return len(self.token_ids)
 
     @property
@@ -52,30 +53,31 @@ class TrainingBatch:
 
     @property
     def episode_ids(self) -> npt.NDArray[np.int64]:
-        """[N]: the number of each token's episode: 0, 1, ..."""
+        """The index of each token's episode, [N]."""
         return np.repeat(np.arange(self.num_episodes), self.episode_lengths)
 
 
 def predicted_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
-    """[N], True on tokens that follow another token of their episode."""
+    """Return [N], True for tokens that follow another token of their episode."""
     mask = np.ones(batch.num_tokens, dtype=np.bool_)
     mask[batch.episode_starts] = False
     return mask
 
 
 def trained_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
-    """[N], True on tokens that the policy loss reads: sampled, with a finite logprob."""
+    """Return [N], True for tokens that are trained on: sampled, with a finite logprob."""
     finite: npt.NDArray[np.bool_] = np.isfinite(batch.logprobs)
     return finite & batch.loss_mask & predicted_mask(batch)
 
 
 def num_masked_nonfinite(batch: TrainingBatch) -> int:
-    """Number of sampled tokens without loss because their behaviour logprob is not finite."""
+    """Return the number of sampled tokens that are left out of the loss because their logprob is
+    not finite."""
     return int((batch.loss_mask & predicted_mask(batch) & ~np.isfinite(batch.logprobs)).sum())
 
 
 def cut_share(batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> float:
-    """Share of the selected tokens that were sampled from a part of the vocabulary."""
+    """Return the share of the selected tokens that were sampled from a part of the vocabulary."""
     return 0.0 if batch.kept is None else float((batch.kept[selected_N] >= 0).mean())
 
 
@@ -83,5 +85,5 @@ def cut_share(batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> float:
 class StepOutput:
     """Result of a training step; ``metrics`` are reduced over all trainer ranks."""
 
-    version: int  # of the weights after the step
+    version: int  # version of the weights after the step
     metrics: dict[str, float] = field(default_factory=dict)

@@ -1,13 +1,13 @@
 """The folder of one checkpoint: data files, and a marker written last that lists them.
 
-The marker is a JSON document with the size and CRC-32 of every file and, as its last field, of
-itself, so that an incomplete or damaged checkpoint is recognized. Files that it does not list are
-ignored.
+The marker is a JSON document with the size and CRC-32 of every file. Its last field is the CRC-32
+of the marker itself, so that an incomplete or damaged checkpoint is recognized. Files that the
+marker does not list are ignored.
 
 Writing: create files in `temporary_path`, `seal` them with the marker, `publish` the folder under
 its name; `discard` after an error. Invariants: a marker is on disk only after every file it lists;
-a folder has its final name only after its marker is on disk; after `discard` the disk holds what it
-held before, and nothing else.
+a folder has its final name only after its marker is on disk; after `discard` nothing of the failed
+checkpoint is left on disk.
 
 Functions that write raise OSError; functions that read raise `CheckpointError`.
 """
@@ -33,14 +33,15 @@ TEMPORARY_SUFFIX = ".writing"
 REPLACED_SUFFIX = ".replaced"
 _ATTACHMENTS = "attachments"
 _FILES = "files"
-_CHECKSUM = "crc32"  # of the marker's text without this field
+_CHECKSUM = "crc32"  # CRC-32 of the marker's text without this field
 _CHECKSUM_FIELD = re.compile(rb', "%s": (\d+)\}\s*$' % _CHECKSUM.encode())
 _CHUNK_BYTES = 4 << 20
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class CheckpointUnreadableError(CheckpointError):
-    """The system could not read a checkpoint (EIO, EACCES): it may or may not be complete."""
+    """The operating system could not read a checkpoint (EIO, EACCES). The checkpoint may be
+    complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class FileRecord:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where the checkpoint ``path`` is written before it is published."""
+    """Return the folder in which the checkpoint ``path`` is written before it is published."""
     return path.with_name(path.name + TEMPORARY_SUFFIX)
 
 
@@ -93,8 +94,8 @@ def fingerprint(path: Path) -> FileRecord:
 def seal(
     folder: Path, document: Mapping[str, Any], files: Mapping[str, FileRecord] | None = None
 ) -> None:
-    """Write the marker with ``document`` and ``files`` (default: every file in the folder), whose
-    data must be on disk."""
+    """Write the marker with ``document`` and the list of ``files`` (default: all files in the
+    folder). The caller must have synced the files' data to disk."""
     if files is None:
         files = {name: fingerprint(folder / name) for name in list_files(folder)}
     for directory in {folder, *((folder / name).parent for name in files)}:
@@ -110,7 +111,7 @@ def publish(path: Path) -> None:
     """Rename the sealed `temporary_path` to ``path``, replacing an earlier checkpoint there.
 
     Raises:
-        OSError: renaming failed; the earlier checkpoint is back in its place.
+        OSError: renaming failed. The earlier checkpoint has been renamed back.
     """
     temporary, replaced = temporary_path(path), path.with_name(path.name + REPLACED_SUFFIX)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -132,13 +133,13 @@ def publish(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what was written of a checkpoint that failed. Files that cannot be removed are never
-    taken for a checkpoint; `CheckpointDirectory` removes them later."""
+    """Remove the files of a checkpoint that failed. Files that cannot be removed now are never
+    treated as a checkpoint; `CheckpointDirectory` removes them later."""
     shutil.rmtree(temporary_path(path), ignore_errors=True)
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """The document given to `seal`.
+    """Read the document that was given to `seal`.
 
     Raises:
         CheckpointError: the marker is missing or damaged.
@@ -147,7 +148,7 @@ def read_document(folder: Path) -> dict[str, Any]:
 
 
 def recorded_files(folder: Path) -> dict[str, FileRecord]:
-    """The files that the marker lists.
+    """Read the list of files from the marker.
 
     Raises:
         CheckpointError: the marker is missing or damaged.
@@ -156,11 +157,12 @@ def recorded_files(folder: Path) -> dict[str, FileRecord]:
 
 
 def check_sizes(folder: Path) -> dict[str, FileRecord]:
-    """Check that every listed file exists and has its size, without reading it; returns the list.
+    """Check that every listed file exists and has its size, without reading the files. Returns the
+    list.
 
     Raises:
         CheckpointError: a file is missing or has another size, or the marker is missing or damaged.
-        CheckpointUnreadableError: the system reports an error.
+        CheckpointUnreadableError: the operating system reports an error.
     """
     records = recorded_files(folder)
     for name, record in records.items():
@@ -174,7 +176,7 @@ def check_sizes(folder: Path) -> dict[str, FileRecord]:
 
 
 def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
-    """As `check_sizes`, and read ``names`` (default: every listed file) to compare checksums.
+    """Check sizes like `check_sizes`, and the checksums of ``names`` (default: every listed file).
 
     Raises:
         CheckpointError: a file is incomplete or damaged.
@@ -189,7 +191,7 @@ def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def attachments_of(folder: Path) -> list[str]:
-    """The names of the attachments.
+    """Return the names of the attachments.
 
     Raises:
         CheckpointError: the marker is missing or damaged.
@@ -199,11 +201,11 @@ def attachments_of(folder: Path) -> list[str]:
 
 
 def load_attachment(folder: Path, name: str) -> bytes:
-    """The bytes that the checkpoint was saved with under ``name``.
+    """Read the attachment ``name`` of a checkpoint.
 
     Raises:
-        CheckpointError: there is no such attachment, or it is damaged.
-        CheckpointUnreadableError: it cannot be read.
+        CheckpointError: the attachment does not exist, or is damaged.
+        CheckpointUnreadableError: the attachment cannot be read.
     """
     key = f"{_ATTACHMENTS}/{name}"
     record = recorded_files(folder).get(key)
@@ -251,7 +253,7 @@ def _size(folder: Path, name: str) -> int | None:
 
 @contextlib.contextmanager
 def _reading(folder: Path, name: str) -> Iterator[None]:
-    """Turn errors of the system into `CheckpointUnreadableError`."""
+    """Raise `CheckpointUnreadableError` for errors of the operating system."""
     try:
         yield
     except OSError as error:
