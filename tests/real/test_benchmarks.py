@@ -64,7 +64,7 @@ def test_generation_samples_the_same_tokens_on_every_side(tmp_path):
 
 def test_training_compares_shared_prefixes_with_unshared_rows_and_the_ideal(tmp_path):
     path = tmp_path / "training.json"
-    siblings = "4 x 8 answers of 48 to prompts of 205"
+    siblings = "8 x 8 answers of 48 to prompts of 205"
     bench(
         "training",
         *("--workloads", siblings, "--row-lens", "128", "512", "--repeats", "2"),
@@ -72,7 +72,7 @@ def test_training_compares_shared_prefixes_with_unshared_rows_and_the_ideal(tmp_
     )
     assert list(report_of(path)["workloads"]) == [siblings]
     result = report_of(path)["workloads"][siblings]
-    assert (result["tokens"], result["trained_tokens"]) == (32 * 253, 32 * 48)
+    assert (result["tokens"], result["trained_tokens"]) == (64 * 253, 64 * 48)
     assert result["computed_tokens"] < 0.3 * result["unshared_tokens"]
     sides = {"shared, rows of 512", "unshared", "ideal", "bare"}  # no episode fits rows of 128
     assert set(result["seconds"]) == set(result["ratios"]) == sides

@@ -59,7 +59,7 @@ class ThreeTurns:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_an_unedited_rollout_of_any_tokens_is_one_episode(name, data):
     tokenizer = TOKENIZERS[name]
