@@ -194,9 +194,9 @@ def prepare_run(
     resume_point: ResumePoint | None = None
     if policy is not None and policy_dir is not None:
         if not has_hosts(config.launch):
-            room = find_weight_room(config, policy, machine)
-            errors += [room.error] if room.error else []
-            notes += [room.note] if room.note else []
+            no_room, note = find_weight_room(config, policy, machine)
+            errors += [no_room] if no_room else []
+            notes += [note] if note else []
         identity = run_identity(config, policy_dir)
         resume_point, found, changes = compare_with_saved(config, identity)
         errors += found

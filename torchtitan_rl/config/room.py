@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -184,19 +183,13 @@ def too_little_memory(
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightRoom:
-    """Whether there is room for the published versions: ``error`` is empty where there is, and
-    ``note`` where all of them go to shared memory."""
-
-    error: str = ""
-    note: str = ""
-
-
-def find_weight_room(config: RunConfig, policy: PolicyFacts, machine: MachineFacts) -> WeightRoom:
-    """In shared memory and, where that is another file system, in the run's folder."""
+def find_weight_room(
+    config: RunConfig, policy: PolicyFacts, machine: MachineFacts
+) -> tuple[str, str]:
+    """As `weight_room`, in shared memory and, where that is another file system, in the run's
+    folder."""
     if config.weight_sync.transport == "rdma":
-        return WeightRoom()
+        return "", ""
     dtype = config.policy.dtype if machine.cuda_devices else "float32"
     free: dict[Path, int] = {}
     devices: set[int] = set()
@@ -216,9 +209,13 @@ def find_weight_room(config: RunConfig, policy: PolicyFacts, machine: MachineFac
 
 def weight_room(
     *, num_versions: int, num_bytes: int, free: Mapping[Path, int], root: Path
-) -> WeightRoom:
-    """Each version goes where `SharedMemoryPublisher` would put it: to ``root`` while it has room,
-    else to the other place. ``free`` has the free bytes of both."""
+) -> tuple[str, str]:
+    """The error if there is no room for the published versions, and a note if not all of them go to
+    shared memory; else empty texts.
+
+    Each version goes where `SharedMemoryPublisher` would put it: to ``root`` while it has room,
+    else to the other place. ``free`` has the free bytes of both.
+    """
     fitting = {
         folder: min(num_versions, max(0, room - HEADROOM_BYTES) // max(1, num_bytes))
         for folder, room in free.items()
@@ -226,17 +223,16 @@ def weight_room(
     places = ", ".join(f"{folder} has {room >> 20} MiB free" for folder, room in free.items())
     what = f"{num_versions} versions of the weights, {max(1, num_bytes >> 20)} MiB each"
     if sum(fitting.values()) < num_versions:
-        return WeightRoom(
-            error=f"weight_sync.transport is shared_memory or auto: there is no room for {what} "
+        error = (
+            f"weight_sync.transport is shared_memory or auto: there is no room for {what} "
             f"({places}); free some, mount a larger {root}, or give another output_dir"
         )
-    if fitting[root] < num_versions:
-        others = " and ".join(str(folder) for folder in free if folder != root)
-        return WeightRoom(
-            note=f"weights: {root} has room for {fitting[root]} of {what}; the others go to "
-            f"{others}"
-        )
-    return WeightRoom()
+        return error, ""
+    if fitting[root] == num_versions:
+        return "", ""
+    others = " and ".join(str(folder) for folder in free if folder != root)
+    note = f"weights: {root} has room for {fitting[root]} of {what}; the others go to {others}"
+    return "", note
 
 
 def launch_errors(config: RunConfig) -> list[str]:
