@@ -1,9 +1,10 @@
-"""Rolls out a few problems of a task to find the usual mistakes of environments.
+"""Rolls out a few problems of a task to find common mistakes of environments.
 
-Each problem is rolled out twice at once, as siblings are in training. Then the rollout is continued
-from each of its saved states and must go on as it did; one that ended by a limit is rolled out once
-more with room for many turns. Environments are watched from outside: what each call answered, how
-long it took, and for how long it blocked the event loop.
+Each problem is rolled out twice at the same time, like the rollouts of a group in training. Then
+the first rollout is continued from each of its saved states, and must proceed as before. If limits
+ended both rollouts, the problem is rolled out once more with room for many turns. Environments are
+observed from outside: the answer of each call, how long it took, and how long it blocked the event
+loop.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _CONTEXT_TOKENS = 12
 
 
 class Mistake(StrEnum):
-    """Kinds of findings; ``--allow`` takes their names."""
+    """Kinds of findings; ``--allow`` accepts their names."""
 
     EXCEPTION = "exception"
     TIMEOUT = "timeout"
@@ -96,7 +97,7 @@ _MENDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """``what`` was seen in which rollout."""
+    """A mistake: ``what`` was observed in the rollout ``rollout_id``."""
 
     mistake: Mistake
     rollout_id: str
@@ -122,7 +123,7 @@ def rollout_findings(
     limits: RolloutConfig,
     decode: Callable[[Sequence[int]], str],
 ) -> list[Finding]:
-    """Find what is wrong with one rollout, except that it may never end."""
+    """Find all mistakes in one rollout. A rollout that never ends is not detected here."""
     found = []
 
     def note(mistake: Mistake, what: str) -> None:
@@ -149,8 +150,8 @@ def rollout_findings(
 
 
 def cut_note(rollout: Rollout, watched: Watched | None) -> str:
-    """Says that the length limit cut answers, which has consequences like those of mistakes; empty
-    where it did not, or where the environment's own ``Observation.max_tokens`` was reached."""
+    """A note that the length limit cut answers, because this can look like a mistake; empty if no
+    answer was cut, or only by the environment's own ``Observation.max_tokens``."""
     asks = watched.answers if watched is not None else ()
     pairs = zip_longest(rollout.turns, asks[: len(rollout.turns)])
     cut = [turn for turn, asked in pairs if _is_cut(turn) and not _is_as_asked(turn, asked)]
@@ -165,7 +166,8 @@ def cut_note(rollout: Rollout, watched: Watched | None) -> str:
 
 
 def says_nothing_of_the_end(rollout: Rollout) -> str:
-    """Why a rollout that did not end is not the environment's fault; empty where it may be."""
+    """Explain why the environment is not to blame for a rollout that did not end; empty if the
+    environment may be to blame."""
     turns = rollout.turns
     if all(_is_cut(turn) for turn in turns):
         return "all of its answers were cut by the length limit"
@@ -183,7 +185,8 @@ def _is_as_asked(turn: Turn, asked: Observation | Terminal | None) -> bool:
 
 
 def _divergence(turns: Sequence[Turn], number: int, decode: Callable[[Sequence[int]], str]) -> str:
-    """Where the prompt after turn ``number`` leaves the prompt and completion of that turn."""
+    """Describe where the prompt after turn ``number`` first differs from that turn's prompt and
+    completion."""
     first, second = turns[number - 1 : number + 1]
     before = first.prompt_token_ids + first.completion.token_ids
     after = second.prompt_token_ids
@@ -197,7 +200,7 @@ def _divergence(turns: Sequence[Turn], number: int, decode: Callable[[Sequence[i
 
 
 def blocking_findings(watched: Watched, rollout_id: str, *, max_block_s: float) -> list[Finding]:
-    """Calls that kept the event loop to themselves for longer."""
+    """Find methods that blocked the event loop for longer than ``max_block_s``."""
     longest: dict[str, float] = {}
     for call in watched.calls:
         longest[call.method] = max(call.blocked_s, longest.get(call.method, 0.0))
@@ -215,7 +218,7 @@ def blocking_findings(watched: Watched, rollout_id: str, *, max_block_s: float) 
 def describe_rollout(
     rollout: Rollout, watched: Watched | None, decode: Callable[[Sequence[int]], str]
 ) -> list[str]:
-    """The rollout turn by turn. What is not new in a prompt is left out."""
+    """Describe a rollout turn by turn. Only the new part of each prompt is shown."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
     turns, episodes = len(rollout.turns), len(turns_by_episode(rollout))
     lines = [
@@ -273,13 +276,13 @@ _STOPS_CHECKS = {
     Mistake.GENERATION,
     Mistake.PROMPT_LENGTH,
 }
-"""An environment that makes these cannot be rolled out again or continued."""
+"""After one of these mistakes the environment is not rolled out again or continued."""
 
 
 class ScriptedPolicy:
-    """A `GenerateFn` that says the same in every rollout: one text a turn, again from the first
-    one after the last, each with a stop token. It refuses what an engine with a vocabulary of this
-    size would refuse."""
+    """A `GenerateFn` that gives the same texts in every rollout: one text per turn, each with a
+    stop token; after the last text it begins again. It refuses requests that an engine with a
+    vocabulary of this size would refuse."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], *, vocab_size: int) -> None:
         self._limits = EngineLimits(max_model_len=2 * _MANY_TOKENS, vocab_size=vocab_size)
@@ -306,10 +309,11 @@ class ScriptedPolicy:
 
 @dataclass(slots=True, kw_only=True)
 class CheckedProblem:
-    """The first sibling, and what is wrong with all. ``watched`` is None for agents.
+    """The first rollout of a problem, and the findings of all its rollouts. ``watched`` is None for
+    agents.
 
-    ``part`` is that of a mixture; ``has_ended``: the environment ended a rollout by itself.
-    ``unclear`` says why it is not known whether it does.
+    ``part``: the part of a mixture. ``has_ended``: the environment ended a rollout by itself.
+    ``unclear``: why it is unknown whether the environment ends a rollout by itself.
     """
 
     part: str
@@ -322,8 +326,8 @@ class CheckedProblem:
 
 
 def settled(checked: Sequence[CheckedProblem]) -> tuple[list[Finding], list[str]]:
-    """All findings and notes. What ended for one problem can end: a rollout of another that
-    reached a limit is the policy's doing."""
+    """The findings and notes of all problems. If the environment ended a rollout of one problem,
+    findings that rollouts of other problems never end are dropped: the policy caused those."""
     ending = {one.part for one in checked if one.has_ended}
     findings = [
         finding
@@ -338,7 +342,8 @@ def settled(checked: Sequence[CheckedProblem]) -> tuple[list[Finding], list[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvChecker:
-    """``scripted`` is used where the limits of a real policy are in the way."""
+    """Checks an environment. ``scripted`` generates the long rollouts for which the context of a
+    real policy may be too short."""
 
     environment: EnvironmentFactory
     limits: RolloutConfig
@@ -350,14 +355,15 @@ class EnvChecker:
     max_block_s: float
 
     async def check(self, problem: Problem, *, is_first: bool) -> CheckedProblem:
-        """``is_first``: caches are empty, so its first rollout may take its time."""
+        """Check one problem. ``is_first``: caches are empty, so the first rollout may block the
+        event loop."""
         all_watched: list[Watched] = []
         group = await self._rollouter(self.generate, self.limits, all_watched).run_group(
             f"check/{problem.problem_id}",
             problem,
             size=_SIBLINGS,
             seed=self.seed,
-            on_turn=lambda record: None,  # so that states are saved
+            on_turn=lambda record: None,  # states are saved only with a callback
         )
         pairs = list(zip_longest(group.rollouts, all_watched))
         findings = [
@@ -420,7 +426,8 @@ class EnvChecker:
             checked.findings.append(Finding(mistake=Mistake.NEVER_ENDS, rollout_id=name, what=what))
 
     async def _resuming(self, rollout: Rollout, watched: Watched) -> list[Finding]:
-        """From each saved state; of an environment that is replayed, before its last turn."""
+        """Continue a rollout from each saved state; if the environment is replayed, from before its
+        last turn."""
         saved: list[tuple[int, str | None]]
         if watched.is_stateful:
             saved = [
@@ -445,12 +452,13 @@ class EnvChecker:
     async def _continue(
         self, rollout: Rollout, watched: Watched, number: int, state: str | None
     ) -> str | None:
-        """Continue a rollout, and describe how its turns from ``number`` on differ."""
+        """Continue a rollout after ``number`` turns, and describe the first difference in its later
+        turns; None if there is none."""
         answer = watched.answers[number]
         session = EnvSession(
             lambda: self.environment(watched.problem),
             timeout_s=self.limits.step_timeout_s,
-            max_prompt_tokens=_MANY_TOKENS,  # prompts are compared whole
+            max_prompt_tokens=_MANY_TOKENS,  # prompts are compared in full
             on_call=lambda name: None,
         )
         saved = None if state is None else EnvState.after(answer, state=state)
@@ -479,7 +487,7 @@ def _has_ended(rollout: Rollout) -> bool:
 
 def _difference(before: Observation | Terminal, now: Observation | Terminal) -> str:
     if isinstance(before, Terminal) and isinstance(now, Terminal):
-        # As text, in which NaN is itself.
+        # Compare as text, in which NaN equals NaN.
         was, reward = (None if one.reward is None else float(one.reward) for one in (before, now))
         return "" if str(was) == str(reward) else f"is rewarded with {reward}, and was with {was}"
     if isinstance(before, Observation) and isinstance(now, Observation):
@@ -489,12 +497,13 @@ def _difference(before: Observation | Terminal, now: Observation | Terminal) -> 
 
 
 _T = TypeVar("_T")
-_SCHEDULING = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, turns
+_SCHEDULING = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, switches
 
 
 @dataclass(slots=True)
 class EnvCall:
-    """``blocked_s`` is the longest time in which nothing else on the event loop could run."""
+    """One call of an environment's method. ``blocked_s`` is the longest time for which it blocked
+    the event loop."""
 
     method: str
     seconds: float = 0.0
@@ -503,8 +512,8 @@ class EnvCall:
 
 @dataclass(slots=True, kw_only=True)
 class Watched:
-    """All calls of one environment; ``answers[n]`` and ``states[n]``, as JSON, are those after n
-    turns."""
+    """All calls of one environment. ``answers[n]`` is the environment's answer after n turns;
+    ``states[n]`` is its state then, as JSON."""
 
     problem: Problem
     calls: list[EnvCall] = field(default_factory=list)
@@ -518,8 +527,8 @@ class Watched:
 
 
 def watching(environment: EnvironmentFactory, found: list[Watched]) -> EnvironmentFactory:
-    """Makes environments that are watched, and adds what is seen of each to ``found``; agents' are
-    left as they are."""
+    """Wrap ``environment`` so that each environment is watched; its `Watched` is added to
+    ``found``. Environments of agents are not watched."""
 
     def make(problem: Problem) -> RolloutEnv:
         watched = Watched(problem=problem)
@@ -538,7 +547,7 @@ def watching(environment: EnvironmentFactory, found: list[Watched]) -> Environme
 
 
 class _WatchedEnv:
-    """Has the protocols of the environment that it wraps."""
+    """Implements the same protocols as the environment that it wraps."""
 
     def __init__(self, env: Any, watched: Watched) -> None:  # a TokenEnv
         self.wrapped_env = env
@@ -584,8 +593,8 @@ class _WatchedEnv:
 
 
 def _own_time_s() -> float:
-    """A clock that stands still while this thread could run and others have its core, so that it
-    shows the same on a busy machine; all the time where the kernel does not count that."""
+    """A clock that excludes the time for which this thread waits for a core, so that a busy machine
+    does not change the result. If the kernel does not report that time, it is included."""
     try:
         _, waited_ns, _ = _SCHEDULING.read_text().split()
     except (OSError, ValueError):
@@ -595,7 +604,7 @@ def _own_time_s() -> float:
 
 @types.coroutine
 def _watched(work: Coroutine[Any, Any, _T], call: EnvCall) -> Generator[Any, Any, _T]:
-    """Await a coroutine, and note its longest stretch between two waits."""
+    """Await a coroutine, and record the longest time for which it ran without waiting."""
     go_on: Callable[[Any], Any] = work.send
     value: Any = None
     while True:
@@ -609,5 +618,5 @@ def _watched(work: Coroutine[Any, Any, _T], call: EnvCall) -> Generator[Any, Any
             call.blocked_s = max(call.blocked_s, _own_time_s() - start_s)
         try:
             go_on, value = work.send, (yield waits_for)
-        except BaseException as error:  # a cancellation, too, is the coroutine's to handle
+        except BaseException as error:  # also a cancellation: the coroutine must handle it
             go_on, value = work.throw, error

@@ -1,8 +1,8 @@
-"""The rules that everything a run wrote must satisfy. Pure.
+"""The rules that the files of a run must satisfy. Without I/O.
 
-A rule yields a sentence for each violation. `Check` counts what was looked at and keeps the
-sentences, with where it was. `audit/run.py` applies the rules to the files of a run; the campaign
-of simulated faults (`tests/campaign/`) does the same after each life.
+A rule yields a sentence for each violation. `Check` counts the checked items, and keeps the
+sentences with their places. `audit/run.py` applies the rules to the files of a run; the campaign of
+simulated faults (`tests/campaign/`) does so whenever its simulated run has stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COUNTS = tuple(one.name for one in fields(LedgerTotals) if one.name not in _BY_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promises:
-    """Promises of the configuration of a run; None if unknown."""
+    """What the configuration of a run guarantees; None if unknown."""
 
     staleness: int | None = None
     groups_per_step: int | None = None
@@ -47,7 +47,7 @@ class Promises:
 
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> Promises:
-        """Read them from the identity in a checkpoint or in ``identity.json``."""
+        """Read the promises from the identity in a checkpoint or in ``identity.json``."""
         return cls(
             staleness=identity.get("schedule.staleness"),
             groups_per_step=identity.get("rollout.groups_per_step"),
@@ -59,7 +59,8 @@ class Promises:
 
 @dataclass(slots=True, kw_only=True)
 class Check:
-    """``looked_at`` counts ``what``; each violation is a line that says where and what."""
+    """The result of one check. ``looked_at`` is the number of checked items, which ``what`` names;
+    each violation is a line that says where and what."""
 
     name: str
     what: str = "files"
@@ -67,7 +68,7 @@ class Check:
     violations: list[str] = field(default_factory=list)
 
     def look(self, where: str, errors: Iterable[str], number: int = 1) -> None:
-        """Count ``number`` more things looked at, and keep what is wrong with them."""
+        """Count ``number`` more items, and keep their errors as violations."""
         self.looked_at += number
         self.violations += [f"{where}: {error}" for error in errors]
 
@@ -77,7 +78,7 @@ class Check:
 
     @contextmanager
     def reports_errors(self, where: str, fix: str = "restore it from a copy") -> Iterator[None]:
-        """Report an error in the block, which reads what a run wrote, as a violation."""
+        """Report an exception in the block, which reads a file of the run, as a violation."""
         try:
             yield
         except _UNREADABLE as error:
@@ -93,9 +94,10 @@ class Check:
 class MetricsRules:
     """Checks that the rows of ``metrics.jsonl`` add up, alone and from one to the next.
 
-    Takes one row after another; `results` are complete after the last. ``totals`` and ``versions``
-    are by step, ``evaluated`` are steps, ``logged`` is what rows say of their rollouts in
-    ``rollouts.jsonl``, by step and split, and ``num_problems`` is that of the largest evaluation.
+    Pass the rows to `take`, one after another; `results` are complete after the last row.
+    ``totals`` and ``versions`` are by step. The keys of ``evaluated`` are steps with an evaluation.
+    ``logged`` has the rows' `logged_metrics`, by step and split. ``num_problems`` is the number of
+    problems of the largest evaluation.
     """
 
     def __init__(self, promises: Promises) -> None:
@@ -107,7 +109,7 @@ class MetricsRules:
         self._ages = Check(name="metrics: ages", what="rows with ages")
         self._account = Check(name="metrics: account against replicas", what="rows with it")
         self._evaluations = Check(name="metrics: evaluations", what="evaluations")
-        self.evaluated: dict[int, int] = {}  # step -> the life of the run that did it last
+        self.evaluated: dict[int, int] = {}  # step -> `Line.life` of its last evaluation
         self.totals: dict[int, LedgerTotals] = {0: _totals(_NOTHING)}
         self.versions: dict[int, int] = {0: 0}
         self.logged: dict[tuple[int, str], dict[str, float]] = {}
@@ -147,7 +149,7 @@ class MetricsRules:
         yield from self._place_errors(row)
 
     def _place_errors(self, row: Row) -> Errors:
-        """A row that tells of the weights after a step comes after the row of that step."""
+        """A row about the weights after a step must follow the row of that step."""
         step, version = row["step"], row["version"]
         if step > self.last_step:
             yield f"the step {step} of the row comes later"
@@ -193,7 +195,7 @@ def _step_errors(row: Row, promises: Promises) -> Errors:
         yield f"a batch of {groups} groups; rollout.groups_per_step is {promises.groups_per_step}"
     if promises.group_size is not None and rollouts != groups * promises.group_size:
         yield f"{rollouts} rollouts of {groups} groups of {promises.group_size}"
-    if row.get(f"{LOGGED}/train/rollouts") == rollouts:  # all of them
+    if row.get(f"{LOGGED}/train/rollouts") == rollouts:  # all rollouts were logged
         expected = [sampled, row.get("train/reward_sum", 0.0)]
         logged = [row[f"{LOGGED}/train/{name}"] for name in ("tokens", "reward_sum")]
         if logged != expected:
@@ -223,7 +225,8 @@ def _sum_errors(totals: LedgerTotals) -> Errors:
 
 
 def _growth_errors(row: Row, now: LedgerTotals, then: LedgerTotals) -> Errors:
-    """Without tokens_generated: a killed run loses tokens of groups that it had not finished."""
+    """Check that totals do not fall, and grow as the row says. tokens_generated is not checked: a
+    killed run loses the tokens of unfinished groups."""
     counts = [(n, getattr(now, n), getattr(then, n)) for n in _COUNTS if n in _GROWING]
     for name in _BY_CAUSE:
         later, earlier = getattr(now, name), getattr(then, name)
@@ -248,7 +251,8 @@ _NOTHING: Row = {f"total/{one.name}": 0 for one in fields(LedgerTotals)}
 
 
 def _totals(row: Row) -> LedgerTotals:
-    """The totals in a row; what a count lacks to the sum of its causes has a cause of its own."""
+    """The totals in a row. If a count is not the sum of its causes, the difference is added under
+    the cause "cause not named"."""
     counts: dict[str, Any] = {name: int(row[f"total/{name}"]) for name in _COUNTS}
     for name in _BY_CAUSE:
         start = f"total/{name}/"
@@ -259,10 +263,10 @@ def _totals(row: Row) -> LedgerTotals:
 
 
 def check_checkpoint(where: str, step: int, saved: SavedRun, promises: Promises) -> list[Check]:
-    """Check the position in the checkpoint of ``step``, by itself and with its groups.
+    """Check the position in the checkpoint of ``step``, by itself and against the saved groups.
 
     Raises:
-        KeyError, TypeError, ValueError: this version did not write the checkpoint.
+        KeyError, TypeError, ValueError: another version of this package wrote the checkpoint.
     """
     account = Check(name=f"checkpoint {step}: account", what="groups")
     entries = saved.entries
@@ -333,7 +337,7 @@ def _recorded_errors(recorded: RecordedRollout, version: int) -> Errors:
     completions = [turn.completion for turn in recorded.turns]
     if recorded.partial is not None:
         completions.append(recorded.partial)
-    turns: set[str] = set()  # that ran at once are in the order of their ends
+    turns: set[str] = set()  # concurrent turns are in the order of their ends
     for index, completion in enumerate(completions):
         yield from _completion_errors(completion, version)
         prefix, _, turn = completion.request_id.rpartition("/")
@@ -346,7 +350,7 @@ def _recorded_errors(recorded: RecordedRollout, version: int) -> Errors:
 
 
 def _completion_errors(completion: Completion, newest: int, oldest: int = 0) -> Errors:
-    """Lengths that differ, and versions out of order or range."""
+    """Check that all lengths are equal, and that versions are in order and in range."""
     name, num_tokens = completion.request_id, len(completion.token_ids)
     lengths = {"logprobs": len(completion.logprobs), "versions": len(completion.versions)}
     if set(lengths.values()) != {num_tokens}:
@@ -362,7 +366,7 @@ def _completion_errors(completion: Completion, newest: int, oldest: int = 0) -> 
 
 
 def _ending_errors(name: str, status: RolloutStatus | str, reward: float | None) -> Errors:
-    """A rollout has a reward exactly if it did not fail."""
+    """Check that a rollout has a reward exactly if it did not fail."""
     try:
         if RolloutStatus(status).is_failure != (reward is None):
             yield f"rollout {name}: status {status} with reward {reward}"
@@ -373,7 +377,8 @@ def _ending_errors(name: str, status: RolloutStatus | str, reward: float | None)
 def errors_against_row(step: int, position: RunPosition, metrics: MetricsRules) -> Errors:
     """Compare the position in a checkpoint with the row of its step.
 
-    The row is written first, so counts that grow between the two may be larger in the checkpoint.
+    The row is written before the checkpoint, so counts that grow in between may be larger in the
+    checkpoint.
     """
     evaluated = position.evaluated_step
     if evaluated is not None and evaluated not in metrics.evaluated:
@@ -413,7 +418,7 @@ def check_journal(
     """Check the rows of the journal that follow the checkpoint ``saved``."""
     version = saved.position.version
     finished = {entry.group_id for entry in saved.entries if entry.group is not None}
-    if not promises.staleness:  # those that are not in the next batch begin again
+    if not promises.staleness:  # groups that are not in the next batch are started again
         finished.clear()
     for row in rows:
         check.looked_at += 1
@@ -432,21 +437,21 @@ def check_journal(
 
 
 def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) -> list[Check]:
-    """Check ``rollouts.jsonl``, by itself and against what the rows of the metrics say of it."""
+    """Check ``rollouts.jsonl``, by itself and against the rows of ``metrics.jsonl``."""
     ids = Check(name="rollouts: ids", what="rollouts")
     tokens = Check(name="rollouts: tokens", what="turns")
     endings = Check(name="rollouts: endings", what="rollouts")
     written = Check(name="rollouts: as they were written", what="steps and evaluations")
     last_step, problems, step = metrics.last_step, set[str](), 0
-    seen: set[tuple[int, int, str]] = set()  # of evaluations and of this step
+    seen: set[tuple[int, int, str]] = set()  # rollouts of evaluations and of this step
     missing: dict[tuple[int, str], str] = {}
     for (at, split), numbers in metrics.logged.items():
         if number := numbers[f"{LOGGED}/{split}/rollouts"]:
             missing[at, split] = (
                 f"rollouts.jsonl: {number:.0f} {split} rollouts of step {at} are missing"
             )
-    # A kill may come before the row of the next step, or between the rows and the rollouts that a
-    # resumed run drops.
+    # A run may be killed after it has logged the rollouts of a step and before it writes the step's
+    # row; or, when it is resumed, between dropping the rows and dropping the rollouts.
     newest = last_step + 1 if promises.num_steps is None else promises.num_steps
     for (at, split), grouped in groupby(lines, key=lambda one: (one.row["step"], one.row["split"])):
         batch, is_train = list(grouped), split == "train"
@@ -463,11 +468,11 @@ def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) 
             check_rollout(endings, tokens, line.where, line.row, promises, is_train=is_train)
         what, said = f"{where}: the {split} rollouts of step {at}", metrics.logged.get((at, split))
         if said is None:
-            # The row of an evaluation may be missing: its run was killed before it was written.
+            # The row of an evaluation may be missing, if the run was killed before writing it.
             is_due = is_train and at <= last_step
             written.require(not is_due, f"{what} are in no row of the metrics")
         elif differing := _differing(batch, split, said):
-            if (at, split) in missing:  # of an evaluation that was repeated, one batch is as said
+            if (at, split) in missing:  # one batch of a repeated evaluation must match its row
                 missing[at, split] = f"{what} are not those that were written, {differing}"
         else:
             written.looked_at += 1
@@ -490,7 +495,7 @@ def _repeated(batch: Sequence[Line], seen: set[tuple[int, int, str]]) -> Errors:
 
 
 def _differing(batch: Sequence[Line], split: str, said: Mapping[str, float]) -> str:
-    """Describe how rollouts differ from what the row of their step ``said``."""
+    """Describe how rollouts differ from ``said``, the `logged_metrics` in the row of their step."""
     lives = {line.life for line in batch}
     batch = [line for line in batch if line.life == max(lives)]
     now = logged_metrics(split, [line.row for line in batch], [line.data for line in batch])
@@ -512,7 +517,8 @@ def check_rollout(
 
 
 def _turn_errors(version: int, turn: Row, staleness: int | None, is_train: bool) -> Errors:
-    """``version`` is that after the row's step."""
+    """Check the lengths and versions of a turn. ``version`` is the policy version after the row's
+    step."""
     lengths = [len(turn[name]) for name in ("token_ids", "logprobs", "versions")]
     if len(set(lengths)) > 1:
         yield f"{lengths[0]} tokens, {lengths[1]} logprobs and {lengths[2]} versions"

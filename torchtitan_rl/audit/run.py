@@ -1,9 +1,8 @@
-"""Reads the files of a run, or of an evaluation, and runs all checks on them. Changes nothing.
+"""``torchtitan-rl audit RUN_DIR``: checks that the files of a run, or of an evaluation, are
+consistent. Changes nothing.
 
-``torchtitan-rl audit RUN_DIR``: checks whether everything that a run wrote adds up.
-
-Exit codes: 0 all checks hold, one line each; 1 some do not, with a line for each violation; 2 there
-is no such run, or it cannot be read.
+Prints one line for each check, and one for each violation. Exit codes: 0 all checks hold; 1 there
+are violations; 2 there is no such run, or it cannot be read.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def audit(run_dir: Path, *, is_running: bool = False) -> list[Check]:
     """Run all checks of a run or an evaluation, in the order in which they are shown.
 
     Args:
-        is_running: the run goes on writing, so that its end is not checked.
+        is_running: the run is still writing, so its end is not checked.
 
     Raises:
         OSError: a file cannot be read.
@@ -70,12 +69,12 @@ def audit(run_dir: Path, *, is_running: bool = False) -> list[Check]:
 
 
 def _read_checkpoints(directory: CheckpointDirectory) -> tuple[_SavedRuns, Check]:
-    """The checkpoints that can be read; any other one is a violation."""
+    """Read all checkpoints; each one that cannot be read is a violation."""
     check = Check(name="checkpoints: whole", what="checkpoints")
     saved: dict[int, SavedRun] = {}
     for path in sorted(directory.root.glob("step-*")):
         if path.suffix or not path.is_dir():
-            continue  # set aside, half written or being removed
+            continue  # rejected, incomplete or being removed
         check.looked_at += 1
         with check.reports_errors(f"checkpoint {path.name}", FIXES["checkpoints/"]):
             check_contents(path)
@@ -84,9 +83,10 @@ def _read_checkpoints(directory: CheckpointDirectory) -> tuple[_SavedRuns, Check
 
 
 def _identity(run_dir: Path, saved: _SavedRuns) -> Mapping[str, Any]:
-    """Read the identity of the run from its file; without it, from the newest checkpoint.
+    """Read the identity of the run from its file, or without a file from the newest checkpoint.
 
-    The file is written at each start, so it is newer if a finished run was given more steps.
+    The file is written at each start. So if a finished run is resumed with more steps, the file is
+    newer than the checkpoint.
     """
     with suppress(FileNotFoundError, ValueError):
         loaded = json.loads((run_dir / IDENTITY_FILE).read_text())
@@ -135,7 +135,7 @@ def _audit_rollouts(path: Path, promises: Promises, metrics: MetricsRules) -> li
 
 
 def _audit_evaluation(folder: Path) -> list[Check]:
-    """Check the rollouts of ``torchtitan-rl eval``; one that failed may be there again."""
+    """Check the rollouts of ``torchtitan-rl eval``. A failed rollout may have a second row."""
     tokens = Check(name="rollouts: tokens", what="turns")
     endings = Check(name="rollouts: endings", what="rollouts")
     for path in sorted(folder.rglob("rollouts.jsonl")):
@@ -160,7 +160,7 @@ def _audit_files(folder: Path) -> Check:
 def _audit_end(
     run_dir: Path, promises: Promises, metrics: MetricsRules, saved: _SavedRuns, is_running: bool
 ) -> Check:
-    """Check what a run that has taken all of its steps leaves on disk."""
+    """Check the files of a run that has taken all its steps."""
     check = Check(name="end of the run", what="finished runs")
     newest = max(saved, default=0)
     check.require(
@@ -170,7 +170,7 @@ def _audit_end(
     is_evaluated = not metrics.evaluated or newest in metrics.evaluated
     is_stopped = promises.num_steps is None or newest < promises.num_steps or not is_evaluated
     if is_running or is_stopped:
-        return check  # it goes on, or can be resumed
+        return check  # the run is still running, or can be resumed
     check.looked_at = 1
     check.require(
         metrics.last_step == newest,
@@ -218,7 +218,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _keep_what_lasts(checks: Sequence[Check], later: Sequence[Check]) -> None:
-    """Drop violations that a second audit does not find: files changed during the first one."""
+    """Drop violations that a second audit does not find: the running run changed its files during
+    the first audit."""
     again = {violation for check in later for violation in check.violations}
     for check in checks:
         check.violations = [one for one in check.violations if one in again]

@@ -1,7 +1,7 @@
-"""What the console shows: a live line on a terminal, plain lines elsewhere, a paragraph at the end.
+"""Console output: a live line on a terminal, plain lines elsewhere, and a summary at the end.
 
-`ProgressState` and `EvaluationState` are the pure models of a run and of an evaluation; `Console`
-shows what they describe.
+`ProgressState` and `EvaluationState` hold the state of a run and of an evaluation, and describe it
+in a line of text; `Console` shows this line.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ The line of a step on the console:
   ETA 3:10      time left, by the median of the last 10 steps
 age, ready and idle are of asynchronous runs (schedule.staleness 1 or more)."""
 _MEDIAN_STEPS = 10
-_NUM_COLUMNS = 4  # of the live line: spinner, phase, bar, facts
+_NUM_COLUMNS = 4  # columns of the live line: spinner, phase, bar, facts
 _MAX_FACTS_WITH_BAR = 70
 
 
 class ProgressState:
-    """The state of a run. Durations are in seconds; None means unknown yet."""
+    """The state of a run. Durations are in seconds; None means not yet known."""
 
     def __init__(
         self, num_steps: int, *, step: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_steps = num_steps
-        self.first_step = self.step = step  # that this process starts from
+        self.first_step = self.step = step  # the step after which this process starts
         self.phase = "start"
         self.evaluation_reward: float | None = None
-        self._metrics: Mapping[str, float] = {}  # of the last step
+        self._metrics: Mapping[str, float] = {}  # metrics of the last step
         self._num_failed = 0
         self._buffer: BufferStates | None = None
         self._overlap: Overlap | None = None
@@ -64,7 +64,7 @@ class ProgressState:
 
     @property
     def eta_s(self) -> float | None:
-        """Time left, from the median of the last steps, with what lies between them."""
+        """Remaining time, from the median time between the ends of the last steps."""
         if not self._durations:
             return None
         in_this_step = self._clock() - self._last_step_end
@@ -72,7 +72,7 @@ class ProgressState:
         return max(0.0, rest)
 
     def start_steps(self) -> None:
-        """Begin the first step: the start-up before it is not counted in the estimate."""
+        """Begin the first step. The start-up before it does not count in the estimate."""
         self._last_step_end = self._clock()
 
     def end_step(
@@ -84,11 +84,11 @@ class ProgressState:
         buffer: BufferStates | None = None,
         overlap: Overlap | None = None,
     ) -> None:
-        """Note a step with its metrics.
+        """Record a step with its metrics.
 
         Args:
-            num_failed: its rollouts without a reward.
-            buffer, overlap: None for a synchronous run, which shows neither them nor ages.
+            num_failed: the number of the step's rollouts without a reward.
+            buffer, overlap: None for a synchronous run, whose line shows neither these nor ages.
         """
         now = self._clock()
         self._durations.append(now - self._last_step_end)
@@ -125,7 +125,8 @@ class ProgressState:
 
 
 class EvaluationState:
-    """Counts rollouts: ``kept`` of the ``total`` were finished before."""
+    """The state of an evaluation. ``kept`` of the ``total`` rollouts were finished by an earlier
+    process."""
 
     def __init__(
         self, total: int, *, kept: int = 0, clock: Callable[[], float] = time.monotonic
@@ -141,11 +142,11 @@ class EvaluationState:
         self._began: float | None = None
 
     def begin(self, phase: str) -> None:
-        """Rollouts of ``phase`` run now."""
+        """Begin ``phase``, in which rollouts run."""
         self.phase, self._began, self._rewards = phase, self._clock(), []
 
     def pause(self, phase: str) -> None:
-        """No rollout runs; this time does not count in the estimate."""
+        """Begin ``phase``, in which no rollout runs; its time does not count in the estimate."""
         self._running_s, self.phase, self._began = self._elapsed_s(), phase, None
 
     def end_rollout(self, rollout: Rollout) -> None:
@@ -157,7 +158,7 @@ class EvaluationState:
 
     @property
     def eta_s(self) -> float | None:
-        """Time left, from the mean time of the rollouts so far, each kind alike."""
+        """Remaining time, from the mean time of all rollouts so far."""
         if not self._new:
             return None
         return self._elapsed_s() * (self.total - self.done) / self._new
@@ -174,7 +175,7 @@ class EvaluationState:
         return "  ".join(parts)
 
     def show_on(self, console: Console) -> None:
-        """Change the live line or, for each tenth of the rollouts, print one."""
+        """Change the live line. Without a live line, print one for each tenth of the rollouts."""
         console.update(self.done, self.phase, self.describe())
         tenths = [10 * done // max(1, self.total) for done in (self._shown, self.done)]
         if tenths[0] < tenths[1]:
@@ -189,9 +190,10 @@ class Console:
     """Shows messages and, on a terminal, a live line below them.
 
     Args:
-        choice: ``auto`` is rich on a terminal, else plain; ``none`` leaves messages on stderr.
-        done, total: of the live line's bar.
-        stamp: what plain lines begin with.
+        choice: ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere; ``none`` shows only
+            messages, on stderr.
+        done, total: the initial and the final value of the live line's bar.
+        stamp: returns the beginning of a plain line.
     """
 
     def __init__(
@@ -212,14 +214,14 @@ class Console:
             self._live = _live_line(stream, done, total)
 
     def update(self, done: int, phase: str, facts: str) -> None:
-        """Change the live line. Facts that leave no room for its bar take the bar's place."""
+        """Change the live line. Facts that are too long for a bar next to them replace the bar."""
         if self._live is not None:
             if len(facts) > _MAX_FACTS_WITH_BAR and len(self._live.columns) == _NUM_COLUMNS:
                 self._live.columns = (*self._live.columns[:2], self._live.columns[3])
             self._live.update(0, completed=done, phase=phase, facts=facts)
 
     def line(self, text: str) -> None:
-        """Show a plain line; the live line has its facts already."""
+        """Print a plain line, unless there is a live line, which already shows the same facts."""
         if self._live is None and self._has_lines:
             self.say(text)
 
@@ -228,7 +230,7 @@ class Console:
         if self._live is not None:
             self._live.console.print(message, markup=False, highlight=False)
         else:
-            with suppress(OSError):  # on a full disk the line may be lost, and the run goes on
+            with suppress(OSError):  # on a full disk the line may be lost; the run continues
                 print(f"{self._stamp()}{message}", file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -287,8 +289,8 @@ def describe_run(
     outputs: Mapping[str, Path],
     next_commands: Sequence[str],
 ) -> list[str]:
-    """Describe how a run went. ``seconds`` are by phase; of the outputs those that exist are
-    named."""
+    """Describe how a run went. ``seconds`` is the time of each phase. Only existing ``outputs`` are
+    shown."""
     lines = [headline, *warnings]
     if rewards := _evaluations(run_dir):
         lines.append(f"evaluation: {rewards}")
@@ -305,7 +307,7 @@ def usual_step_s(run_dir: Path) -> float | None:
 
 
 def _evaluations(run_dir: Path) -> str:
-    """The rewards of the first and the last evaluation of the whole run, earlier lives included."""
+    """The rewards of the first and the last evaluation of the run, including before resumes."""
     found = _values(run_dir, RowKind.EVALUATION, "evaluation/reward_mean")
     steps = sorted(found)
     return ", then ".join(
@@ -315,7 +317,7 @@ def _evaluations(run_dir: Path) -> str:
 
 
 def _values(run_dir: Path, kind: RowKind, name: str) -> dict[int, float]:
-    """A metric by step, from rows of a kind; empty if they cannot be read."""
+    """A metric by step, from rows of a kind; empty if the rows cannot be read."""
     found: dict[int, float] = {}
     with suppress(OSError, ValueError, KeyError):
         for line in read_rows(run_dir / "metrics.jsonl"):

@@ -1,13 +1,14 @@
-"""What engines and the controller's event loop do during a step, and how well generation and
-training overlap.
+"""Measures what engines and the controller's event loop do during a step, and how well generation
+and training overlap.
 
-Engines are sampled while they run: at the end of a step they are idle again, so that a single
-reading there would show nothing.
+Engines are sampled while they run: at the end of a step they are idle again, so a single reading
+there would show nothing.
 
-The words: a part is *idle* in the share of a step's wall time in which it had nothing to do. The
-best step that the given devices allow takes as long as the busier part is busy; *efficiency* is
-that over the real step. Where it is far below 1 the parts wait for each other; where it is near 1
-one part is the bottleneck, and only more devices for it (or less work) make steps shorter.
+The trainer and the generator are the two parts. The *idle share* of a part is the share of a step's
+wall time in which the part had nothing to do. With the given devices, a step takes at least as long
+as the busier part is busy; *efficiency* is this time divided by the real time of the step. If the
+efficiency is far below 1, the parts wait for each other. If it is near 1, one part is the
+bottleneck, and only more devices for this part (or less work) make steps shorter.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ StatsByReplica = Mapping[str, EngineStats]
 class EngineSampler:
     """Calls ``read`` every ``interval_s`` seconds while `run` runs.
 
-    A reading that fails or takes longer than ``timeout_s`` (a replica just died, or hangs; the
-    router reports that) is counted and skipped.
+    A reading that fails or takes longer than ``timeout_s`` is counted and skipped. Then a replica
+    has just died, or hangs, which the router reports.
 
     Args:
-        reserved: replicas that only evaluate; neither they nor those that replace them count as
+        reserved: replicas that only evaluate. They, and replicas that replace them, do not count as
             idle generators.
     """
 
@@ -71,10 +72,10 @@ class EngineSampler:
 
 
 class LoopLagSampler:
-    """Measures how late the event loop is: something in it blocked for at least that long.
+    """Measures the lag of the event loop: code in the loop blocked it for at least this time.
 
-    Sleeps ``interval_s`` again and again, and notes how much later than asked it wakes. A wait that
-    is still overdue counts in the next reading.
+    Sleeps ``interval_s`` repeatedly, and records how much later than requested it wakes. A sleep
+    that is still overdue is counted in the next reading.
     """
 
     def __init__(self, interval_s: float = 0.05) -> None:
@@ -82,7 +83,7 @@ class LoopLagSampler:
         self._lags_ms: list[float] = []
 
     def take(self) -> tuple[float, float]:
-        """Return mean and maximum in ms since the last call; 0 if nothing was sampled."""
+        """Return the mean and the maximum lag since the last call, in ms; 0 without a sample."""
         lags_ms, self._lags_ms = self._lags_ms or [0.0], []
         return fmean(lags_ms), max(lags_ms)
 
@@ -96,7 +97,8 @@ class LoopLagSampler:
 def idle_metrics(
     readings: Sequence[StatsByReplica], reserved: Collection[str] = ()
 ) -> dict[str, float]:
-    """The share of replica time in which a replica that samples for training had no request."""
+    """The idle share of the replicas that sample for training: the share of readings without a
+    request."""
     is_idle = [
         stats.running + stats.waiting == 0
         for reading in readings
@@ -107,7 +109,8 @@ def idle_metrics(
 
 
 def engine_metrics(readings: Sequence[StatsByReplica]) -> dict[str, float]:
-    """Loads over the readings in which some engine had work, left out where none had."""
+    """The loads of all engines, over the readings in which some engine had work. Without such a
+    reading, loads are left out."""
     metrics: dict[str, float] = {}
     if readings:
         last = readings[-1].values()
@@ -139,8 +142,8 @@ TRAINER_IDLE = "overlap/trainer_idle_share"
 GENERATOR_IDLE = "overlap/generator_idle_share"
 EFFICIENCY = "overlap/efficiency"
 
-_SATURATED = 0.9  # busy share from which on a part is the limit
-_EVEN = 0.15  # difference of idle shares up to which the two count as even
+_SATURATED = 0.9  # a part with at least this busy share is the bottleneck
+_EVEN = 0.15  # idle shares that differ by at most this count as equal
 
 
 class Bottleneck(StrEnum):
@@ -149,7 +152,7 @@ class Bottleneck(StrEnum):
     TRAINER = "trainer"
     GENERATOR = "generator"
     BALANCED = "balanced"  # both are busy all the time
-    WAITING = "waiting"  # neither is: they wait for each other
+    WAITING = "waiting"  # neither is the bottleneck: they wait for each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +177,7 @@ class Overlap:
 
 
 def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
-    """Read it from a step's metrics; None if a share is missing."""
+    """Read the idle shares from a step's metrics; None if a share is missing."""
     if TRAINER_IDLE not in metrics or GENERATOR_IDLE not in metrics:
         return None
     return Overlap(
@@ -185,8 +188,8 @@ def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
 def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> str:
     """Name the bottleneck, and the setting that would help, in one sentence.
 
-    It holds for parts with devices or CPU cores of their own: where they share them, what helps one
-    takes time from the other.
+    The advice applies only if each part has its own devices or CPU cores. If the parts share them,
+    a setting that helps one part takes time from the other.
     """
     if is_colocated:
         return (
@@ -225,12 +228,13 @@ def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> s
 
 
 class Advisor:
-    """Says what limits the run, from the mean of each period of ``every_steps`` steps.
+    """Reports what limits the run, from the mean idle shares of each period of ``every_steps``
+    steps.
 
-    It speaks after the first period, after each whose verdict has changed, and at the end.
-
-    The first step that it sees is left out: engines warm up in it. A run of fewer than
-    ``MIN_STEPS`` further steps gets no advice, nor does one whose parts share their cores.
+    It returns advice after the first period, after each period with a new bottleneck, and at the
+    end. The first step is left out, because engines warm up in it. A run with fewer than
+    ``MIN_STEPS`` further steps gets no advice, and neither does a run whose parts share their CPU
+    cores.
     """
 
     MIN_STEPS = 10
@@ -252,7 +256,7 @@ class Advisor:
         self._said: Bottleneck | None = None
 
     def observe(self, overlap: Overlap) -> str | None:
-        """Note a step; returns a sentence if one is due."""
+        """Record a step, and return advice if it is due."""
         if not self._has_warmed_up:
             self._has_warmed_up = True
             return None
@@ -267,7 +271,7 @@ class Advisor:
         return self._advice(mean)
 
     def conclude(self) -> str | None:
-        """Return the sentence for the end; None if too few steps followed the last period."""
+        """Return advice for the end; None if too few steps followed the last period."""
         return self._advice(_mean(self._seen)) if len(self._seen) >= self.MIN_STEPS else None
 
     def _advice(self, mean: Overlap) -> str | None:
@@ -277,7 +281,7 @@ class Advisor:
 
 
 def idle_share(*, wall_s: float, busy_s: float) -> float:
-    """0 to 1; 0 where no time passed."""
+    """The idle share, from 0 to 1; 0 if no time passed."""
     return min(1.0, max(0.0, 1.0 - busy_s / wall_s)) if wall_s > 0 else 0.0
 
 

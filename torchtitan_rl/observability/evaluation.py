@@ -1,14 +1,14 @@
-"""What an evaluation found: how sure its mean reward is, and pass@k; and what
-``torchtitan-rl eval`` leaves: its rollouts, ``results.json``, the table and the picture.
+"""Results of an evaluation: mean reward with its confidence interval, and pass@k; and the output of
+``torchtitan-rl eval``: its rollouts, ``results.json``, the table and the picture.
 
-The unit is the problem: its samples share a difficulty, so they are averaged first, and all
-intervals are over problems, at 95 %: Student's for rewards and their differences, Wilson's for
+The unit is the problem: the samples of a problem share its difficulty, so they are averaged first.
+All intervals are over problems, at 95 %: Student's for rewards and their differences, Wilson's for
 shares. An interval says how much the mean would differ on other problems of the same kind; two
 evaluations on the same problems differ by less.
 
 Every rollout is written to a file in the format of a run's ``rollouts.jsonl``. A rollout is in the
-file when `EvaluationLog.write` returns. One that has a reward is not run again by the evaluation
-that continues; one that failed is, and its later line counts.
+file when `EvaluationLog.write` returns. When an evaluation is continued, rollouts with a reward are
+not run again; failed rollouts are, and then their later line counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-_QUANTILE = 0.975  # of intervals at 95 %
+_QUANTILE = 0.975  # for two-sided intervals at 95 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,11 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Student's interval: mean ± t sqrt(s² / n), with the t of n - 1 degrees of freedom (Student,
+    """Student's interval: mean ± t sqrt(s² / n), where t has n - 1 degrees of freedom (Student,
     "The Probable Error of a Mean", 1908). None for fewer than two values, which have no spread.
 
-    Rewards are not normal, but their mean nearly is from some tens of problems on; with fewer the
-    t makes the interval as wide as it must be.
+    Rewards are not normally distributed, but the mean over some tens of problems nearly is. With
+    fewer problems, t makes the interval accordingly wider.
     """
     if len(values) < 2:
         return None
@@ -59,7 +59,7 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 def t_quantile(probability: float, *, degrees: int) -> float:
-    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else by the expansion around
+    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, otherwise the expansion around
     the normal quantile (Abramowitz and Stegun, 26.7.5; at 97.5 % at most 0.2 % too small)."""
     if degrees == 1:
         return math.tan(math.pi * (probability - 0.5))
@@ -76,12 +76,12 @@ def t_quantile(probability: float, *, degrees: int) -> float:
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """The chance that one of ``k`` samples solves a problem, without bias from ``num_samples``
-    samples of which ``num_solved`` did: 1 - C(n - c, k) / C(n, k) (Chen et al., "Evaluating Large
-    Language Models Trained on Code", 2021, equation 1).
+    """Unbiased estimate of the probability that at least one of ``k`` samples solves a problem,
+    if c of n samples solved it: 1 - C(n - c, k) / C(n, k) (Chen et al., "Evaluating Large Language
+    Models Trained on Code", 2021, equation 1).
 
     Raises:
-        ValueError: not 1 <= k <= num_samples, or not 0 <= num_solved <= num_samples.
+        ValueError: ``k`` is not in 1 to num_samples, or ``num_solved`` not in 0 to num_samples.
     """
     if not 1 <= k <= num_samples or not 0 <= num_solved <= num_samples:
         raise ValueError(f"pass@{k} of {num_solved} solved in {num_samples} samples")
@@ -89,15 +89,15 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 
 
 def share_interval(values: Sequence[float], *, size: int) -> Interval | None:
-    """The mean of shares between 0 and 1, one a problem, with Wilson's score interval (Wilson,
-    "Probable Inference, the Law of Succession, and Statistical Inference", 1927). None for fewer
-    than two values, which have no spread.
+    """The mean of shares between 0 and 1, one for each problem, with Wilson's score interval
+    (Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927). None for
+    fewer than two values, which have no spread.
 
-    Wilson's interval is for n throws of a coin. Here n is the effective sample size (Kish, "Survey
-    Sampling", 1965): the number of throws whose mean would vary as much as that of these values, at
-    most ``size``, the number of all samples; where all values are equal, it is their number. So the
-    interval stays between 0 and 1, and has a width where all problems are solved or none is. Its
-    quantile is Student's, since the spread is estimated from the values.
+    Wilson's interval is for n coin tosses. Here n is the effective sample size (Kish, "Survey
+    Sampling", 1965): the number of tosses whose mean would vary as much as the mean of these
+    values. It is at most ``size``, the number of all samples; if all values are equal, it is the
+    number of values. So the interval stays between 0 and 1, and has a width even if all problems or
+    none are solved. The quantile is Student's, because the spread is estimated from the values.
     """
     if len(values) < 2:
         return None
@@ -108,7 +108,7 @@ def share_interval(values: Sequence[float], *, size: int) -> Interval | None:
     middle = (mean + t2 / (2 * number)) / (1 + t2 / number)
     spread = mean * (1 - mean) / number + t2 / (4 * number**2)
     half = math.sqrt(t2 * spread) / (1 + t2 / number)
-    # Rounding must not leave the mean outside where it is 0 or 1.
+    # Rounding must not put a mean of 0 or 1 outside of its interval.
     low, high = min(mean, max(0.0, middle - half)), max(mean, min(1.0, middle + half))
     return Interval(mean=mean, low=low, high=high)
 
@@ -117,7 +117,7 @@ def share_interval(values: Sequence[float], *, size: int) -> Interval | None:
 class ProblemScores:
     """The samples of one problem.
 
-    A failed rollout is left out of the mean ``reward`` (None if all failed), and counts as a sample
+    A failed rollout is left out of the mean ``reward`` (None if all failed), but counts as a sample
     that did not solve the problem.
     """
 
@@ -128,7 +128,7 @@ class ProblemScores:
 
 
 def problem_scores(groups: Sequence[RolloutGroup], *, success_reward: float) -> list[ProblemScores]:
-    """One for each group with a rollout."""
+    """The scores of each group that has a rollout."""
     scores = []
     for group in groups:
         rewards = [r.reward for r in group.rollouts if r.reward is not None]
@@ -147,7 +147,8 @@ def problem_scores(groups: Sequence[RolloutGroup], *, success_reward: float) -> 
 def evaluation_statistics(
     groups: Sequence[RolloutGroup], *, success_reward: float
 ) -> dict[str, float]:
-    """Compute the metrics of one evaluation, named without ``evaluation/``; pass@k for `powers`."""
+    """Compute the metrics of one evaluation, with pass@k for `powers`. Their names lack the prefix
+    ``evaluation/``."""
     scores = problem_scores(groups, success_reward=success_reward)
     metrics: dict[str, float] = {}
     interval = mean_interval([one.reward for one in scores if one.reward is not None])
@@ -159,15 +160,15 @@ def evaluation_statistics(
 
 
 def powers(most: int) -> list[int]:
-    """List the k of pass@k: powers of two up to ``most``, the smallest number of samples of a
-    problem, and that number."""
+    """List the values of k for pass@k: the powers of two up to ``most``, and ``most`` itself, which
+    is the smallest number of samples of a problem."""
     found = [1 << i for i in range(most.bit_length())]
     return sorted({*found, most}) if most else []
 
 
 class EvaluationLog:
-    """Appends to ``path``, after the lines that it has. ``step`` is that of the checkpoint,
-    ``decode`` as in `RolloutLog`."""
+    """Appends rollouts to the file ``path``. ``step`` is the checkpoint's step; ``decode`` as in
+    `RolloutLog`."""
 
     def __init__(self, path: Path, *, step: int, decode: Decode | None = None) -> None:
         self._rows = RowLog(path, is_new=False)
@@ -175,9 +176,10 @@ class EvaluationLog:
         self._decode = decode
 
     def write(self, problem: Problem, rollout: Rollout, *, version: int) -> None:
-        """
+        """Write a rollout.
+
         Raises:
-            OutputError: it cannot be written.
+            OutputError: the file cannot be written.
         """
         head = {"step": self._step, "version": version, "split": Split.EVALUATION.value}
         group = RolloutGroup(group_id=rollout.group_id, problem=problem, rollouts=(rollout,))
@@ -215,7 +217,7 @@ _MAX_NAME_WIDTH = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """One model at one temperature."""
+    """The rollouts of one model at one temperature."""
 
     model: str
     temperature: float
@@ -227,7 +229,7 @@ class Evaluated:
 
 
 def results(evaluated: Sequence[Evaluated], *, success_reward: float) -> list[Json]:
-    """One object for each model and temperature; differences are to the first one."""
+    """One object for each model and temperature. Differences are relative to the first object."""
     scores = [problem_scores(one.groups, success_reward=success_reward) for one in evaluated]
     return [
         _result(one, of_one, difference_to=scores[0] if of_one is not scores[0] else None)
@@ -264,7 +266,7 @@ def _result(
 
 
 def _differences(first: Sequence[ProblemScores], second: Sequence[ProblemScores]) -> list[float]:
-    """Subtract the mean rewards of problems that have one in both."""
+    """The differences of mean rewards, for problems with a mean reward in both."""
     before = {one.problem_id: one.reward for one in first}
     pairs = ((before.get(one.problem_id), one.reward) for one in second)
     return [new - old for old, new in pairs if old is not None and new is not None]
@@ -275,7 +277,7 @@ def _rewards(values: Sequence[float]) -> Json | None:
 
 
 def _shares(scores: Sequence[ProblemScores], k: int) -> Json | None:
-    """Compute pass@k; for k = 1 it is avg@k, the mean share of solved samples."""
+    """Compute pass@k. For k = 1 this is the mean share of solved samples (avg@k)."""
     if not scores:
         return None
     shares = [pass_at_k(one.num_samples, one.num_solved, k) for one in scores]
@@ -283,14 +285,14 @@ def _shares(scores: Sequence[ProblemScores], k: int) -> Json | None:
 
 
 def _as_json(values: Sequence[float], interval: Interval | None) -> Json:
-    """One problem has no interval."""
+    """Convert a mean to JSON; without an interval, as for a single problem, only the mean."""
     if interval is None:
         return {"mean": fmean(values)}
     return {"mean": interval.mean, "ci95_low": interval.low, "ci95_high": interval.high}
 
 
 def _parts(groups: Sequence[RolloutGroup], scores: Sequence[ProblemScores]) -> Json:
-    """Give the results of each part of a mixture."""
+    """Compute the results of each part of a mixture."""
     parts = {group.problem.problem_id: group.problem.task for group in groups}
     found: Json = {}
     for part in sorted({part for part in parts.values() if part}):
@@ -304,8 +306,8 @@ def _parts(groups: Sequence[RolloutGroup], scores: Sequence[ProblemScores]) -> J
 
 
 def result_table(rows: Sequence[Mapping[str, Any]], *, width: int) -> Table:
-    """For a terminal of this width: a row for each of `results`; where these are too wide, one for
-    each number."""
+    """Make the table for a terminal of this width, with a row for each of `results`. If this is too
+    wide, the table has a row for each number instead."""
     from rich.table import Table
     from rich.text import Text
 
@@ -348,7 +350,7 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[st
 
 
 def _least_width(names: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
-    """Compute the width of a table whose texts are broken between words."""
+    """The least width of a table, if texts are broken between words."""
     columns = zip(names, *cells, strict=True)
     words = [[word for text in column for word in text.split()] for column in columns]
     return sum(max(map(len, of_column)) + len(" | ") for of_column in words) + 1
@@ -372,11 +374,10 @@ def can_draw() -> bool:
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the picture of `results`: rewards side by side and, for several samples of a problem,
-    pass@k.
+    """Draw `results`: the rewards side by side and, if problems have several samples, pass@k.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The values of a run's metrics, from its records. Pure. `docs/metrics.md` explains each name; a
+"""Computes a run's metrics from its records, without I/O. `docs/metrics.md` explains each name; a
 metric without data is left out.
 """
 
@@ -87,8 +87,9 @@ def buffer_metrics(states: BufferStates) -> dict[str, float]:
 def overtaken_metrics(
     groups: Iterable[RolloutGroup], overtaken: frozenset[str]
 ) -> dict[str, float]:
-    """Length and reward of the groups that younger ones overtook (``overtaken``) and of the
-    others (``on_time``): whether training without the slow groups would favour short answers.
+    """Length and reward of the groups that were overtaken by younger groups (``overtaken``) and of
+    the others (``on_time``). They show whether training without slow groups would favour short
+    answers.
     """
     groups = list(groups)
     late = [group for group in groups if group.group_id in overtaken]
@@ -99,7 +100,7 @@ def overtaken_metrics(
 
 
 def total_metrics(totals: LedgerTotals) -> dict[str, float]:
-    """Give the run's totals; those that are counted by cause also as their sum."""
+    """The run's totals. A total that is counted by cause is also given as the sum of its causes."""
     metrics: dict[str, float] = {}
     for field in fields(totals):
         name, value = f"total/{field.name}", getattr(totals, field.name)
@@ -121,13 +122,13 @@ def _token_metrics(tokens: TokenCounts, wall_s: float) -> dict[str, float]:
 
 
 def _sync_metrics(syncs: Sequence[SyncReport]) -> dict[str, float]:
-    """Describe all syncs since the previous row; empty without a sync."""
+    """Metrics of all weight syncs since the previous row; empty without a sync."""
     if not syncs:
         return {}
     pulls = [pull for sync in syncs for pull in sync.pulls]
     stalls_ms = [1000 * pull.stall_s for pull in pulls]
     metrics: dict[str, float] = {}
-    if stalls_ms:  # else every replica lagged behind
+    if stalls_ms:  # empty if every replica lagged behind
         metrics |= {
             "sync/stage_s": max(sync.stage_s for sync in syncs),
             "sync/pull_s": max(sync.pull_s for sync in syncs),
@@ -144,7 +145,7 @@ def _sync_metrics(syncs: Sequence[SyncReport]) -> dict[str, float]:
 
 
 def fetch_metrics(fetches: Sequence[Fetched]) -> dict[str, float]:
-    """Describe the weights that hosts fetched; empty without a fetch."""
+    """Metrics of the weights that hosts fetched; empty without a fetch."""
     if not fetches:
         return {}
     return {
@@ -168,8 +169,9 @@ def _part_metrics(part: str, groups: Sequence[RolloutGroup]) -> dict[str, float]
 def rollout_metrics(
     groups: Sequence[RolloutGroup], split: Split, *, flat: Collection[str] | None = None
 ) -> dict[str, float]:
-    """All metrics of one step's (or one evaluation's) rollouts, under ``train/`` or
-    ``evaluation/``. ``flat``: ids of the groups without variance; None: whose rewards are equal."""
+    """All metrics of the rollouts of one step (under ``train/``) or one evaluation (under
+    ``evaluation/``). ``flat``: ids of the groups without variance; None: groups with equal
+    rewards."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics: dict[str, float] = {"groups": len(groups), "rollouts": len(rollouts)}
     metrics |= _reward_metrics(groups, flat)
@@ -185,8 +187,8 @@ def rollout_metrics(
 
 
 def staleness_metrics(groups: Iterable[RolloutGroup], *, trained_version: int) -> dict[str, float]:
-    """Age of the sampled tokens when the policy at ``trained_version`` was trained on them; failed
-    rollouts are not trained on."""
+    """Ages of the sampled tokens when the policy at ``trained_version`` was trained on them. Failed
+    rollouts are left out, because they are not trained on."""
     tokens_of_age: Counter[int] = Counter()
     for group in groups:
         for rollout in group.rollouts:
@@ -206,7 +208,7 @@ def staleness_metrics(groups: Iterable[RolloutGroup], *, trained_version: int) -
 
 
 def _tokens_by_version(completion: Completion) -> Iterator[tuple[int, int]]:
-    """(version, number of tokens) of each run that has a token."""
+    """(version, number of tokens) of each run of equal versions that has a token."""
     for start, end, version in spans(completion.version_runs, len(completion.token_ids)):
         if end > start:
             yield version, end - start
@@ -271,7 +273,7 @@ def _generation_metrics(turns: Sequence[Turn]) -> dict[str, float]:
 
 
 def _cached_share(name: str, turns: Sequence[Turn]) -> dict[str, float]:
-    """The share of the turns' prompt tokens that was found in the prefix cache."""
+    """The share of the turns' prompt tokens that were found in the prefix cache."""
     timed = [
         (turn.completion.metrics.cached_tokens, len(turn.prompt_token_ids))
         for turn in turns
@@ -282,7 +284,7 @@ def _cached_share(name: str, turns: Sequence[Turn]) -> dict[str, float]:
 
 
 def groups_by_part(groups: Iterable[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-    """The groups of each part of a mixture, sorted by its name; nothing of other tasks."""
+    """The groups of each part of a mixture, sorted by the part's name; empty for other tasks."""
     by_part: defaultdict[str, list[RolloutGroup]] = defaultdict(list)
     for group in groups:
         if group.problem.task:
@@ -293,7 +295,7 @@ def groups_by_part(groups: Iterable[RolloutGroup]) -> dict[str, list[RolloutGrou
 def _rollout_part_metrics(
     groups: Sequence[RolloutGroup], flat: Collection[str] | None
 ) -> dict[str, float]:
-    """Describe each part of a mixture: its share, rewards and lengths."""
+    """Metrics of each part of a mixture: its share, rewards and lengths."""
     metrics: dict[str, float] = {}
     for part, of_part in groups_by_part(groups).items():
         rollouts = [rollout for group in of_part for rollout in group.rollouts]

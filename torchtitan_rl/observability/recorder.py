@@ -1,5 +1,5 @@
-"""The controller's `Recorder`: all that a run shows and writes, as progress, metrics, rollouts and
-the trace. Used in the controller's process, on its event loop.
+"""The controller's `Recorder`: shows progress, and writes metrics, rollouts and the trace of a run.
+Used in the controller's process, on its event loop.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _MOST_DIFFERENCE = {
     "float32": ("trainer/age_0/logprob_diff_max", 1e-3),
     "bfloat16": ("trainer/age_0/logprob_diff_mean", 0.1),
 }
-"""The metric and the value that rounding does not explain, by the type that engines compute in. In
-float32 it changes a token by 3e-5 (3e-4 with 135M weights), in bfloat16 by 0.04 on average, and
-single ones by 0.3."""
+"""For each dtype of the engines, a metric and its largest value that rounding can explain. Rounding
+changes a token's logprob in float32 by 3e-5 (3e-4 with 135M weights), in bfloat16 by 0.04 on
+average and by 0.3 for single tokens."""
 
 
 class RunRecorder:
@@ -102,8 +102,8 @@ class RunRecorder:
         self._warnings: list[str] = []
         self._run_dir = run_dir
         self._serve_options = _serve_options(config.endpoint)
-        self._phases: list[str] = []  # that are open, in several loops
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase
+        self._phases: list[str] = []  # open phases of all loops
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # time by phase
 
     async def __aenter__(self) -> RunRecorder:
         self._sampling = background(self._lag.run())
@@ -121,7 +121,7 @@ class RunRecorder:
         self._tracer.close()
 
     def decode_by(self, decode: Decode) -> None:
-        """Write the text of turns whose environment has none as ``decode`` gives it."""
+        """Use ``decode`` for the text of turns whose environment does not provide a text."""
         self._rollouts.decode = decode
 
     def watch_engines(self, sampler: EngineSampler) -> None:
@@ -133,12 +133,12 @@ class RunRecorder:
         self._take_endpoint = take
 
     def watch_weights(self, take_fetches: Callable[[], Sequence[Fetched]]) -> None:
-        """Add what hosts fetched since the last step to each step's row."""
+        """Add metrics of the weights that hosts fetched since the last step to each step's row."""
         self._take_fetches = take_fetches
 
     def summarize(self, ending: str, *, resume_command: str) -> list[str]:
-        """Describe how the run went, and what to do next, when all processes have ended. ``ending``
-        is what ended it before its last step, else empty."""
+        """Describe how the run went, and what to do next, after all processes have ended.
+        ``ending`` is the reason why the run ended before its last step, or empty."""
         trace = self._merge_traces()
         state, run_dir, policy = self._state, self._run_dir, self._run_dir / "policy"
         own_steps = f"{count(state.step - state.first_step, 'step')} in "
@@ -188,7 +188,7 @@ class RunRecorder:
             metrics[EFFICIENCY] = overlap.efficiency
             if (text := self._advisor.observe(overlap)) is not None:
                 self.say(text)
-        # The row is written last: it says what the other file holds.
+        # The row is written last, because it describes the rollouts in the other file.
         metrics |= self._rollouts.record(
             record.step, record.version, record.groups, Split.TRAIN, record.episodes
         )
@@ -206,7 +206,8 @@ class RunRecorder:
         self._console.line(self._state.describe())
 
     def _show_first_failures(self, record: StepRecord) -> None:
-        """Once in a run; the controller explains steps that had nothing to train on."""
+        """Warn of failed rollouts, once in a run. Steps without anything to train on are left to
+        the controller, which explains them."""
         failures = describe_failures(record.groups)
         if failures and record.tokens.trained and not self._has_shown_failures:
             self._has_shown_failures = True
@@ -216,8 +217,8 @@ class RunRecorder:
             )
 
     def _show_first_difference(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warn if logprobs of trainer and generator differ by more than rounding: once in a run,
-        and at its end."""
+        """Warn if logprobs of trainer and generator differ by more than rounding. The warning is
+        shown once in a run, and again at its end."""
         name, most = _MOST_DIFFERENCE[self._dtype]
         value = metrics.get(name, 0.0)
         if value > most and not self._warnings and not self._keeps_old_kv:
@@ -271,7 +272,7 @@ class RunRecorder:
 
 
 def _serve_options(endpoint: EndpointConfig) -> list[str]:
-    """List the options with which the run's policy is served as the run has served it."""
+    """List the options of ``serve`` with which it serves the policy as the run's endpoint did."""
     given = {
         "--endpoint.tool-call-parser": endpoint.tool_call_parser,
         "--endpoint.reasoning-parser": endpoint.reasoning_parser,

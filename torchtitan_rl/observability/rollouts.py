@@ -1,7 +1,7 @@
-"""``rollouts.jsonl``: a few whole rollouts of each step for a person to read.
+"""Writes ``rollouts.jsonl``: a few whole rollouts of each step for a person to read.
 
-One row for a rollout: the best, the worst and random ones, with text, tokens, logprobs, versions,
-advantages and masks of each turn. Which random ones are shown depends on seed and step only.
+Each row is one rollout, with text, tokens, logprobs, versions, advantages and masks of each turn.
+The best, the worst and random rollouts are chosen. The random choice depends only on seed and step.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torchtitan_rl.types import (
 )
 
 LOGGED = "logged"
-"""The first part of the names of metrics that describe this file."""
+"""The first part of the names of the metrics that describe ``rollouts.jsonl``."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class RolloutLog:
-    """Appends to ``path``.
+    """Appends rollouts to ``path``.
 
     Args:
         resume_step: the step after which the run continues; None for a new run.
 
-    ``decode`` gives a text to turns whose environment does not work in text; without it they have
-    none.
+    ``decode`` makes the text of turns whose environment does not work in text; without ``decode``
+    these turns have no text.
     """
 
     def __init__(
@@ -61,16 +61,17 @@ class RolloutLog:
         split: Split,
         episodes: Sequence[Episode] | None = None,
     ) -> dict[str, float]:
-        """Write up to ``per_step`` rollouts of these groups; returns what the row of the step says
-        of them (`logged_metrics`).
+        """Write up to ``per_step`` rollouts of these groups, and return their `logged_metrics` for
+        the step's row in ``metrics.jsonl``.
 
-        A second call in a row for the same step writes nothing: its row could not be written.
+        If the same step is recorded twice in a row, because writing the step's row failed, the
+        second call writes nothing and returns the same metrics.
 
         Args:
-            episodes: of the groups, as they were trained on; None if they were not.
+            episodes: the groups' episodes as trained; None if the groups were not trained on.
 
         Raises:
-            OutputError: they cannot be written.
+            OutputError: the rollouts cannot be written.
         """
         if self._last is None or self._last[:2] != (step, split):
             rng = random.Random(f"{self._seed}/{split.value}/{step}")
@@ -89,9 +90,8 @@ class RolloutLog:
 
 
 def logged_metrics(split: str, rows: Sequence[Row], lines: Sequence[bytes]) -> dict[str, float]:
-    """Compute what the row of a step says of its rollouts in ``rollouts.jsonl``.
-
-    ``rows`` are the parsed ``lines``.
+    """Compute the metrics that describe a step's rollouts in ``rollouts.jsonl``; `audit` compares
+    them with the file. ``rows`` are the parsed ``lines``.
     """
     numbers = {
         "rollouts": len(rows),
@@ -105,7 +105,8 @@ def logged_metrics(split: str, rows: Sequence[Row], lines: Sequence[bytes]) -> d
 def choose_rollouts(
     groups: Sequence[RolloutGroup], count: int, rng: random.Random
 ) -> list[tuple[str, RolloutGroup, Rollout]]:
-    """Up to ``count`` different rollouts, each with why: ``best``, ``worst``, ``random``.
+    """Choose up to ``count`` different rollouts, each with the reason: ``best``, ``worst`` or
+    ``random``.
 
     Failed rollouts have no reward and can only be chosen at random.
     """
@@ -131,7 +132,7 @@ def rollout_to_json(
     *,
     decode: Decode | None = None,
 ) -> dict[str, Any]:
-    """The whole rollout in JSON's types; ``episodes`` and ``decode`` as in `RolloutLog`."""
+    """Convert a whole rollout to JSON types; ``episodes`` and ``decode`` as in `RolloutLog`."""
     turns = [_turn_to_json(turn, decode) for turn in rollout.turns]
     if episodes is not None:
         trained = _trained(rollout, episodes)
@@ -171,7 +172,7 @@ def _turn_to_json(turn: Turn, decode: Decode | None) -> dict[str, Any]:
 
 
 def _trained(rollout: Rollout, episodes: Sequence[Episode]) -> list[dict[str, Any]]:
-    """Advantage and mask of each turn; None and zeros where nothing of it is trained on."""
+    """The advantage and the mask of each turn; None and zeros if the turn is not trained on."""
     own = [episode for episode in episodes if episode.rollout_id == rollout.rollout_id]
     episode_of = {
         id(turn): episode
@@ -193,7 +194,7 @@ def _trained_of(turn: Turn, episode: Episode | None) -> dict[str, Any]:
 
 
 def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
-    """Read what `rollout_to_json` wrote; turns lack what it leaves out.
+    """Read a rollout that `rollout_to_json` wrote. Its turns lack the fields that are not written.
 
     Raises:
         KeyError, TypeError, ValueError: the object is not a rollout.
@@ -214,7 +215,7 @@ def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
 
 def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
     versions = turn["versions"]
-    metrics = turn.get("metrics")  # earlier versions wrote none
+    metrics = turn.get("metrics")  # earlier versions did not write them
     runs = [(i, v) for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
     completion = Completion(
         request_id=request_id,

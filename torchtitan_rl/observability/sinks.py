@@ -1,17 +1,18 @@
-"""Where rows go: ``metrics.jsonl``, ``rollouts.jsonl``, and TensorBoard with the same names.
+"""Writes rows to ``metrics.jsonl`` and ``rollouts.jsonl``, and metrics to TensorBoard.
 
-The names are those of the table in `docs/metrics.md`. A name with braces stands for several; one
-that ends in ``/*`` is a family, whose members depend on a task or a cause.
+Metrics have the names in the table of `docs/metrics.md`. In the table, a name with braces stands
+for several names; a name that ends in ``/*`` is a family, whose members depend on a task or a
+cause.
 
-Files of rows are only appended to. A full one is renamed to ``NAME.000001.jsonl`` (the next one to
+Files of rows are only appended to. A full file is renamed to ``NAME.000001.jsonl`` (the next one to
 ``NAME.000002.jsonl``), and a new ``NAME.jsonl`` is begun. A resumed run appends
-``{"kind":"resumed","step":N}``: the rows before it of steps after N no longer count, because those
-steps are taken again. `read_rows` leaves them out.
+``{"kind":"resumed","step":N}``: earlier rows of steps after N no longer count, because these steps
+are repeated. `read_rows` leaves such rows out.
 
-Invariants: a row is handed to the system before `append` returns; a row that a crash cut off
-disappears at the next opening and is never read; no other row is lost; only names of the metric
-table are written; numbers that are not finite are written as null. ``metrics.jsonl`` has every row;
-TensorBoard's files lack what a full disk did not take, which is logged once.
+Invariants: a row is passed to the operating system before `append` returns. An incomplete row after
+a crash is removed when the file is next opened, and is never read. No other row is lost. Only names
+of the metric table are written. Numbers that are not finite are written as null. ``metrics.jsonl``
+has every row; TensorBoard's files lack rows that did not fit on a full disk, which is logged once.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class RowLog:
     """Appends rows to ``path``.
 
     Args:
-        is_new: removes the rows of an earlier run.
-        max_bytes: size from which on a file is full.
+        is_new: remove the rows of an earlier run.
+        max_bytes: a file of at least this size is full.
 
     Raises:
-        OutputError: the file cannot be opened or, from `append`, written to.
+        OutputError: the file cannot be opened; or, raised by `append`, it cannot be written.
     """
 
     def __init__(self, path: Path, *, is_new: bool, max_bytes: int = MAX_BYTES) -> None:
@@ -68,14 +69,14 @@ class RowLog:
 
     @classmethod
     def of_run(cls, path: Path, *, resume_step: int | None) -> RowLog:
-        """Open the rows of a run: new ones, or those of a run that continues after a step."""
+        """Open the rows of a run: a new run, or one that continues after ``resume_step``."""
         log = cls(path, is_new=resume_step is None)
         if resume_step is not None:
             log.append({"kind": _RESUMED, "step": resume_step, "wall_time_s": time.time()})
         return log
 
     def append(self, *rows: Mapping[str, Any]) -> list[bytes]:
-        """Write rows, all or none of them; returns their lines."""
+        """Write all rows or none, and return their lines."""
         lines = [_line(row) for row in rows]
         try:
             if lines and self._file.tell() >= self._max_bytes:
@@ -90,14 +91,14 @@ class RowLog:
 
     def _begin_file(self) -> None:
         index = 1 + max((_index(self._path, file) for file in _files(self._path)), default=0)
-        with suppress(FileNotFoundError):  # it was renamed, and the next one could not be opened
+        with suppress(FileNotFoundError):  # already renamed, but the next could not be opened
             self._path.rename(self._path.with_suffix(f".{index:06d}{self._path.suffix}"))
         full, self._file = self._file, open_for_append(self._path)
         full.close()
 
 
 class Line(NamedTuple):
-    """A row with its place and its bytes. ``life`` counts how often the run was resumed before."""
+    """A row with its place and its bytes. ``life``: how often the run was resumed before it."""
 
     where: str
     data: bytes
@@ -106,10 +107,10 @@ class Line(NamedTuple):
 
 
 def read_rows(path: Path) -> Iterator[Line]:
-    """Yield the rows that count of ``path`` and of the full files before it, in their order.
+    """Yield the rows of the full files before ``path`` and of ``path``, in their order.
 
-    Rows of steps that a resumed run takes again do not count. Of an evaluation that a resumed run
-    repeats, both rows are given. One row is in memory at a time.
+    Rows of steps that a resumed run repeats are left out. If a resumed run repeats an evaluation,
+    the rows of both are yielded. One row is in memory at a time.
 
     Raises:
         OSError: a file cannot be read.
@@ -138,7 +139,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The full files that came before ``path``, in the order they were written in, and it."""
+    """The full files that were written before ``path``, in their order, then ``path`` itself."""
     found = [one for one in path.parent.glob(f"{path.stem}.*{path.suffix}") if _index(path, one)]
     return sorted(found, key=lambda one: _index(path, one)) + [path] * path.exists()
 
@@ -153,7 +154,7 @@ def _index(path: Path, file: Path) -> int:
 def _line(row: Mapping[str, Any]) -> bytes:
     try:
         text = _dumps(row)
-    except (ValueError, TypeError):  # a number that is not finite, or a mapping of another kind
+    except (ValueError, TypeError):  # a number that is not finite, or a mapping that is no dict
         text = _dumps(_finite(row))
     return text.encode(errors="backslashreplace") + b"\n"
 
@@ -173,14 +174,14 @@ def _finite(value: Any) -> Any:
 
 
 class Split(StrEnum):
-    """Whose rollouts a metric describes; part of the name."""
+    """The kind of rollouts that a metric describes; part of the metric's name."""
 
     TRAIN = "train"
     EVALUATION = "evaluation"
 
 
 class RowKind(StrEnum):
-    """What a row of ``metrics.jsonl`` describes."""
+    """The kind of a row of ``metrics.jsonl``."""
 
     STEP = "step"
     EVALUATION = "evaluation"
@@ -188,7 +189,7 @@ class RowKind(StrEnum):
 
 
 class MetricsLog:
-    """Writes ``run_dir/metrics.jsonl`` and, if asked to, ``run_dir/tensorboard``.
+    """Writes ``run_dir/metrics.jsonl`` and, if enabled, ``run_dir/tensorboard``.
 
     Args:
         resume_step: the step after which the run continues; None for a new run.
@@ -199,7 +200,7 @@ class MetricsLog:
         self._tensorboard = _TensorBoard(run_dir, resume_step) if tensorboard else None
 
     def record(self, kind: RowKind, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """Write a row now.
+        """Write a row at once.
 
         Raises:
             ValueError: a name is not in the metric table.
@@ -218,16 +219,16 @@ class MetricsLog:
 
 
 class _TensorBoard:
-    """TensorBoard's files; raises no OSError.
+    """Writes TensorBoard's files; raises no OSError.
 
-    A `SummaryWriter` that has met an OSError raises it from then on, so it is replaced by one with
-    a file of its own at the next row.
+    After an OSError a `SummaryWriter` raises the same error at every call, so at the next row it is
+    replaced by a new one, which writes a new file.
     """
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         self._folder = run_dir / "tensorboard"
         self._has_warned = False
-        # TensorBoard itself hides what an earlier file has from this step on.
+        # TensorBoard itself hides rows in earlier files from this step on.
         self._purge_step = None if resume_step is None else resume_step + 1
         self._writer: Any = None
         try:
@@ -261,7 +262,7 @@ class _TensorBoard:
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         if self._purge_step is not None:
             self._writer.flush()
-            self._purge_step = None  # it is written, and must not hide rows of this process
+            self._purge_step = None  # already written; again, it would hide rows of this process
 
     def _drop(self, error: OSError) -> None:
         if not self._has_warned:
@@ -281,7 +282,7 @@ def metric_names() -> frozenset[str]:
 
 
 def is_known(name: str) -> bool:
-    """Whether ``name`` is in the table, or of one of its families."""
+    """Whether ``name`` is in the table, or belongs to one of its families."""
     if name in metric_names():
         return not name.endswith("/*")
     families = (one.removesuffix("*") for one in metric_names() if one.endswith("/*"))
@@ -289,7 +290,8 @@ def is_known(name: str) -> bool:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """
+    """Check that all names are in the table.
+
     Raises:
         ValueError: a name is not in the table.
     """
@@ -299,10 +301,11 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def _expand(row: str) -> Iterable[str]:
-    """
+    """Expand the braces of a row of the table.
+
     >>> list(_expand("{train,evaluation}/reward_{mean,max}"))
     ['train/reward_mean', 'train/reward_max', 'evaluation/reward_mean', 'evaluation/reward_max']
     """
-    parts = re.split(r"\{(.+?)\}", row)  # every second one was in braces
+    parts = re.split(r"\{(.+?)\}", row)  # every second part was in braces
     choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
     return map("".join, product(*choices))

@@ -1,20 +1,20 @@
 """Records who was busy when: spans of all processes, as a Chrome/Perfetto trace.
 
-Each process writes events, one JSON line each, into files of its own: ``NAME.TIME.jsonl``, and on
-another host ``HOST-NAME.TIME.jsonl``. When one is full it begins another, and keeps the newest
-``KEPT_FILES``. `merge_traces` makes one ``trace.json`` of them that chrome://tracing and
-ui.perfetto.dev open. Spans lie on named tracks (rows); spans of one track must nest or follow each
-other, so tasks of an event loop, which overlap, take a track each.
+Each process writes events, one JSON line each, into its own files: ``NAME.TIME.jsonl``, or on
+another host ``HOST-NAME.TIME.jsonl``. When a file is full, the process begins another, and keeps
+the newest ``KEPT_FILES``. `merge_traces` merges all files into one ``trace.json`` for
+chrome://tracing and ui.perfetto.dev. Spans lie on named tracks (rows). Spans on one track must nest
+or follow each other, so overlapping tasks of an event loop have one track each.
 
-Times are microseconds of the Unix clock, so that processes line up; within a process they follow
-the monotonic clock. Processes of other hosts write the name of their host. `merge_traces` subtracts
-how far the clock of that host was ahead: `estimate_offset` estimates it from round trips, and
-`write_clocks` notes it in ``clocks.json``. `read_new` and `FileCopies` bring the files of other
-hosts, their logs too, to the run's folder.
+Times are microseconds of the Unix clock, so that the times of all processes are comparable; within
+a process they follow the monotonic clock. Processes on other hosts write the name of their host.
+`merge_traces` subtracts the offset of that host's clock, which `estimate_offset` estimates from
+round trips and `write_clocks` writes to ``clocks.json``. `read_new` and `FileCopies` copy trace
+files and logs of other hosts to the run's folder.
 
-Invariants: a tracer raises no OSError; events that a full disk does not take are left out, which is
-logged once. A copy has the bytes of the original in their order, each once; a line says how many
-were left out because the file grew faster than it was read.
+Invariants: a tracer raises no OSError. Events that do not fit on a full disk are left out, which is
+logged once. A copy has the bytes of the original, in order and each once. If a file grows faster
+than it is read, bytes are left out, and a line in the copy says how many.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from torchtitan_rl.files import append_line, replace_file, replacing, whole_line
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 32 << 20  # of a file; about a week of a busy process
-KEPT_FILES = 4  # of one process
-HOST_VARIABLE = "TORCHTITAN_RL_HOST"  # of processes that run on another host than the controller
+MAX_BYTES = 32 << 20  # size of a full file; about a week of a busy process
+KEPT_FILES = 4  # number of files of one process
+HOST_VARIABLE = "TORCHTITAN_RL_HOST"  # set for processes on another host than the controller's
 CLOCKS = "clocks.json"  # in the folder of the traces
 
-_HOST_EVENT = "process_labels"  # as viewers call what they show next to the name
+_HOST_EVENT = "process_labels"  # the event for a text that viewers show next to a process's name
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _MAIN_TRACK = "main"
 
@@ -51,10 +51,10 @@ class Tracer:
 
     Args:
         trace_dir: None disables the tracer.
-        process: name shown in the trace; a process that is started again, or that begins another
-            file, shows as one more.
-        max_bytes: of a file, but for its last event.
-        host: whose clock it follows; empty for the controller's.
+        process: name shown in the trace. A process that is started again, or that begins another
+            file, is shown as another process.
+        max_bytes: size from which on a file is full.
+        host: the host whose clock the times follow; empty for the controller's host.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Tracer:
         self._num_bytes = 0
         self._paths: list[Path] = []
         self._tracks: dict[str, int] = {}
-        self._named_tracks: set[str] = set()  # in the current file
+        self._named_tracks: set[str] = set()  # tracks that the current file names
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         self._folder = trace_dir  # None: nothing is recorded
-        self._file: FileIO | None = None  # None also where it could not be opened yet
+        self._file: FileIO | None = None  # None also while the file cannot be opened
         self._has_warned = False
         if trace_dir is not None:
             self._write_lines([])
@@ -87,7 +87,7 @@ class Tracer:
     def span(
         self, name: str, /, *, track: str = _MAIN_TRACK, **args: Any
     ) -> AbstractContextManager[None]:
-        """Record how long the ``with`` block took. ``args`` (JSON-able) are shown with it."""
+        """Record how long the ``with`` block takes. Viewers show ``args`` (JSON-able) with it."""
         return _NOTHING if self._folder is None else self._measured(name, track, args)
 
     def complete(
@@ -147,10 +147,10 @@ class Tracer:
         return True
 
     def _begin_file(self, folder: Path) -> None:
-        """Continue in a new file; if that fails, everything stays as it was.
+        """Continue in a new file; if this fails, nothing is changed.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the new file cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{self._host}-{self._process}" if self._host else self._process
@@ -188,12 +188,12 @@ class Tracer:
 
 
 def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
-    """Make one Chrome trace of all files in ``trace_dir``; returns its path, by default
-    ``trace.json`` next to the folder. A line that a killed process or a full disk left unfinished
-    is left out.
+    """Merge all files in ``trace_dir`` into one Chrome trace, and return its path (by default
+    ``trace.json`` next to the folder). Incomplete lines, from a killed process or a full disk, are
+    left out.
 
     Raises:
-        OSError: it cannot be written, or files cannot be read; an older ``trace.json`` stays.
+        OSError: files cannot be read, or the trace cannot be written; an older one is unchanged.
     """
     output = output or trace_dir.parent / "trace.json"
     clocks = read_clocks(trace_dir)
@@ -216,16 +216,16 @@ def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
 
 
 def host_label() -> str:
-    """The name of the host that this process runs on; empty where that is the controller's."""
+    """The name of the host on which this process runs; empty on the controller's host."""
     return os.environ.get(HOST_VARIABLE, "")
 
 
 def write_clocks(trace_dir: Path, clocks: Mapping[str, ClockOffset]) -> None:
-    """Note how far the clocks of other hosts are ahead, by their names; for files of earlier lives
-    by the files' names, see `clocks_of_files`.
+    """Write the offsets of other hosts' clocks. Keys are names of hosts or, for files from before a
+    resume, names of files (see `clocks_of_files`).
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     trace_dir.mkdir(parents=True, exist_ok=True)
     offsets = {host: asdict(offset) for host, offset in clocks.items()}
@@ -234,7 +234,7 @@ def write_clocks(trace_dir: Path, clocks: Mapping[str, ClockOffset]) -> None:
 
 
 def read_clocks(trace_dir: Path) -> dict[str, ClockOffset]:
-    """Read what `write_clocks` wrote; empty if it cannot be read."""
+    """Read the offsets that `write_clocks` wrote; empty if the file cannot be read."""
     try:
         found = json.loads((trace_dir / CLOCKS).read_text())
         return {host: ClockOffset(**offset) for host, offset in found.items()}
@@ -243,8 +243,8 @@ def read_clocks(trace_dir: Path) -> dict[str, ClockOffset]:
 
 
 def clocks_of_files(trace_dir: Path) -> dict[str, ClockOffset]:
-    """The clocks of all files that are there, by file name: in a later life of the run, another
-    machine may have the name of their host."""
+    """The clock offsets of all present files, by file name. They are kept by file because after a
+    resume another machine may have the same host name."""
     clocks = read_clocks(trace_dir)
     found = {}
     for path in trace_dir.glob("*.jsonl"):
@@ -261,7 +261,7 @@ def _ahead_us(clocks: Mapping[str, ClockOffset], event: dict[str, Any], file_nam
 
 
 def _append(file: FileIO, events: list[dict[str, Any]]) -> int:
-    """Append events; returns their number of bytes."""
+    """Append events, and return their number of bytes."""
     data = "".join(map(_line, events)).encode()
     append_line(file, data)
     return len(data)
@@ -285,11 +285,11 @@ _TRACK = "engine"
 
 
 class EngineTrace:
-    """The ``on_work`` of an `EngineLoop`; called from the loop's thread alone.
+    """The ``on_work`` of an `EngineLoop`; called only from the loop's thread.
 
-    Many short steps become few spans: what follows within ``max_gap_s`` belongs to the same
-    stretch, and gaps stay visible as idle time. Stretches are cut at ``max_stretch_s``, so that a
-    killed process loses no more than that.
+    Many short steps become few spans. A step that begins within ``max_gap_s`` of the previous one
+    extends its span; longer gaps are visible as idle time. A span is at most ``max_stretch_s``
+    long, so that a killed process loses no more than that.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class EngineTrace:
         self._steps += 1
 
     def flush(self) -> None:
-        """Write the stretch so far; for the end of the loop."""
+        """Write the current span. Call this at the end of the loop."""
         if self._steps:
             self._tracer.complete(
                 "decode", self._start_ns, self._end_ns, track=_TRACK, steps=self._steps
@@ -326,8 +326,8 @@ class EngineTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTrip:
-    """When a question was sent and its answer received by the clock here, and the clock there in
-    between. Nanoseconds of the Unix clock."""
+    """One reading of a remote clock: the local times at which the question was sent and the answer
+    received, and the remote time in between. Nanoseconds of the Unix clock."""
 
     sent_ns: int
     there_ns: int
@@ -340,20 +340,20 @@ class RoundTrip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """The other clock minus ours; it is off by at most ``error_ns``."""
+    """The remote clock minus the local clock; wrong by at most ``error_ns``."""
 
     ahead_ns: int
     error_ns: int
 
 
 def estimate_offset(round_trips: Iterable[RoundTrip]) -> ClockOffset | None:
-    """From the shortest round trip, in the middle of which the other clock was read; None without
-    a usable one.
+    """Estimate the offset of a remote clock from the shortest round trip, assuming that the clock
+    was read in its middle. None without a usable round trip.
 
     >>> estimate_offset([RoundTrip(sent_ns=100, there_ns=1_110, received_ns=120)])
     ClockOffset(ahead_ns=1000, error_ns=10)
     """
-    usable = [trip for trip in round_trips if trip.took_ns >= 0]  # else our clock was set back
+    usable = [trip for trip in round_trips if trip.took_ns >= 0]  # < 0: our clock was set back
     if not usable:
         return None
     best = min(usable, key=lambda trip: trip.took_ns)
@@ -363,13 +363,13 @@ def estimate_offset(round_trips: Iterable[RoundTrip]) -> ClockOffset | None:
     )
 
 
-MAX_PIECE_BYTES = 1 << 20  # of one file in one reading
-MAX_BEHIND_BYTES = 16 << 20  # more than this is skipped
+MAX_PIECE_BYTES = 1 << 20  # bytes of one file in one reading
+MAX_BEHIND_BYTES = 16 << 20  # if more bytes are unread, the older ones are skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePiece:
-    """Bytes of the file ``name`` from ``start`` on; ``skipped`` bytes before it are left out."""
+    """Bytes of the file ``name`` from ``start`` on. ``skipped`` bytes before them are left out."""
 
     name: str
     start: int
@@ -382,7 +382,7 @@ class FilePiece:
 
 
 def file_sizes(folder: Path, patterns: Sequence[str]) -> dict[str, int]:
-    """Return the sizes of files, by name."""
+    """The sizes of the files in ``folder`` that match ``patterns``, by name."""
     sizes = {}
     for path in {path for pattern in patterns for path in folder.glob(pattern)}:
         with suppress(FileNotFoundError):
@@ -397,7 +397,7 @@ def read_new(
     patterns: Sequence[str],
     max_behind_bytes: int = MAX_BEHIND_BYTES,
 ) -> list[FilePiece]:
-    """Read what the files of ``folder`` have after ``offsets`` (by name; 0 for new ones)."""
+    """Read the bytes after ``offsets`` (by name; 0 for new files) from the files of ``folder``."""
     pieces = []
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         offset = offsets.get(path.name, 0)
@@ -408,7 +408,7 @@ def read_new(
                 file.seek(offset + skipped)
                 data = file.read(MAX_PIECE_BYTES)
         except FileNotFoundError:
-            continue  # it was removed just now
+            continue  # the file has just been removed
         if data:
             start = offset + skipped
             pieces.append(FilePiece(name=path.name, start=start, data=data, skipped=skipped))
@@ -416,23 +416,24 @@ def read_new(
 
 
 class FileCopies:
-    """The copies in ``folder``, named as the originals."""
+    """Copies of files in ``folder``, with the names of the originals."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.offsets: dict[str, int] = {}  # of the originals, by name
+        self.offsets: dict[str, int] = {}  # number of copied bytes of each original, by name
 
     def path(self, name: str) -> Path:
         return self._folder / name
 
     def write(self, pieces: Sequence[FilePiece]) -> None:
-        """
+        """Append pieces to the copies. Pieces that were written before are ignored.
+
         Raises:
             OSError: a copy cannot be written; its piece may be written again.
         """
         for piece in pieces:
             if piece.start - piece.skipped != self.offsets.get(piece.name, 0):
-                continue  # known
+                continue  # already written
             self._folder.mkdir(parents=True, exist_ok=True)
             with self.path(piece.name).open("ab") as file:
                 if piece.skipped:
@@ -442,7 +443,7 @@ class FileCopies:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a log that are not empty; none if it cannot be read."""
+    """The last non-empty lines of a log; an empty list if the log cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - (8 << 10)))
