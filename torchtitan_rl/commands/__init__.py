@@ -1,3 +1,4 @@
-"""The command line. A user's module, which it imports, may import Monarch: ours comes first."""
+"""The command line. It sets Monarch's environment first, because a user's module may import
+Monarch."""
 
 import torchtitan_rl.backends.monarch  # noqa: F401

@@ -1,8 +1,8 @@
-"""Attaching a command to the hosts of its configuration, before anything is planned.
+"""Attaches a command to the hosts of its configuration, before anything is planned.
 
-Monarch reports every cause for which a worker cannot be attached as the same time-out, so each
-address is tried first, with the keys that Monarch will use (`probe_errors`). A worker sees a
-connection that ends before its first message, and goes on listening.
+If a worker cannot be attached, Monarch reports the same time-out for every cause. So each address
+is first probed, with the keys that Monarch will use (`probe_errors`). For the worker a probe is a
+connection that ends before its first message; the worker goes on listening.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 _Attached = TypeVar("_Attached")
 
-_START_S = 15.0  # for workers that are started at the same time
+_START_S = 15.0  # time for workers that are started together with this command
 _LOOK_S = 1.0
 
 
 class Attachment:
-    """The hosts that a run is attached to: none until `ask`."""
+    """The hosts to which a run is attached. `ask` attaches to them; before, ``hosts`` is None."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.hosts: Hosts | None = None
 
     def ask(self, policy_dir: Path) -> tuple[HostFacts, ...]:
-        """Attach to them, and return what they have; see `AskHosts`."""
+        """Attach to the hosts, and return the facts about each; see `AskHosts`."""
         launch = self._config.launch
         own = _own_address(launch)
         far = [text for text in launch.attach if text != LOCAL]
@@ -79,19 +79,19 @@ class Attachment:
         return self.hosts.facts
 
     def prepare(self) -> PreparedRun:
-        """See `prepare_run` and `require_folders`."""
+        """Call `prepare_run`, attaching to the hosts, and then `require_folders`."""
         prepared = prepare_run(self._config, ask_hosts=self.ask)
         if not prepared.is_complete:
             self.require_folders(prepared)
         return prepared
 
     def require_folders(self, prepared: PreparedRun) -> None:
-        """All processes write logs into the run's folder, and the trainer checkpoints, which the
-        controller reads.
+        """Check the run's folder on all hosts. All processes write logs there, and the trainer
+        writes checkpoints, which the controller reads.
 
         Raises:
-            ConfigError: a host of the plan cannot write there, or one of the trainer has another
-                folder of that name, or none.
+            ConfigError: a host of the plan cannot write to the folder; or a host of the trainer
+                does not share it with the controller.
         """
         config, plan = prepared.config, prepared.plan
         if self.hosts is None or plan.trainer is None:
@@ -116,7 +116,7 @@ class Attachment:
 
 @contextmanager
 def attachment(config: RunConfig) -> Iterator[Attachment]:
-    """Whatever it attaches to is left at the end, and can be used by the next run."""
+    """An `Attachment` that detaches from all hosts at the end, so that other runs can use them."""
     attached = Attachment(config)
     try:
         yield attached
@@ -132,16 +132,18 @@ def attach_once_free(
     *,
     within_s: float = CONTROLLER_LOST_S + 10.0,
 ) -> _Attached:
-    """Attach to workers where they listen (``lives``). Those that serve another run may be left by
-    a lost controller: they are waited for, and attached where ``find`` then finds them.
+    """Attach to workers at the addresses where they listen (``lives``, by worker). Workers that
+    serve another run may have been left by a lost controller: wait for them, and then attach to the
+    addresses that ``find`` returns.
 
     Raises:
-        ConfigError: they cannot be attached; `HostsBusyError`: not within this time, or not by this
-            process.
+        ConfigError: the workers cannot be attached.
+        HostsBusyError: the workers are busy for ``within_s``, or were busy and are free only at
+            addresses that this process cannot use again. It is a ConfigError.
     """
     deadline_s = time.monotonic() + within_s
-    tried: set[str] = set()  # Monarch attaches none of them again
-    ended: set[str] = set()  # of these, where it no longer was the same life
+    tried: set[str] = set()  # addresses that were tried; Monarch cannot attach to them again
+    ended: set[str] = set()  # tried addresses where the life that was tried has ended
     while True:
         try:
             return attach(lives)
@@ -164,7 +166,7 @@ def attach_once_free(
 
 
 def _own_address(launch: LaunchConfig) -> Address | None:
-    """Where this controller listens; None where all hosts are this machine."""
+    """The address on which this controller listens; None if all hosts are this machine."""
     if launch.address:
         return Address.parse(launch.address)
     schemes = {Address.parse(text).scheme for text in launch.attach} - {"local"}
@@ -175,8 +177,8 @@ def _own_address(launch: LaunchConfig) -> Address | None:
 
 @contextmanager
 def silent_libraries() -> Iterator[None]:
-    """What native code writes to the console meanwhile is dropped (Monarch has a log of its own);
-    what this program says is not."""
+    """While the context is open, drop the console output of native code; Python's output is still
+    shown. (Monarch writes its own log.)"""
     streams = sys.stdout, sys.stderr
     for stream in streams:
         stream.flush()
@@ -197,22 +199,21 @@ def silent_libraries() -> Iterator[None]:
 
 _TRY_S = 5.0
 _PAUSE_S = 0.2
-_ANSWER_S = 1.0  # for a server to refuse a certificate after the handshake
-_OWN_REFUSED = "ALERT"  # in OpenSSL's name of an error that the other end sent
-_EXPIRED, _TOO_EARLY = 10, 9  # OpenSSL's numbers of what is wrong with a certificate
-_OTHER_NAME = (62, 64)  # name, IP address
+_ANSWER_S = 1.0  # time for a server to refuse a certificate after the handshake
+_OWN_REFUSED = "ALERT"  # part of OpenSSL's name for errors that the other end sent
+_EXPIRED, _TOO_EARLY = 10, 9  # OpenSSL's error numbers for certificates
+_OTHER_NAME = (62, 64)  # OpenSSL's error numbers: wrong host name, wrong IP address
 
 
 def probe_errors(
     field: str, addresses: Sequence[Address], keys: Path | None, *, wait_s: float = 0.0
 ) -> list[str]:
-    """A message for each worker that cannot be attached, naming ``field``. Blocks; all are tried at
-    once.
+    """Probe all workers at the same time; one message, naming ``field``, for each worker that
+    cannot be attached. Blocks.
 
     Args:
         keys: this host's folder (`keys.own_folder`), for ``tls://``.
-        wait_s: how long a worker may take to start: until then, one that does not listen is tried
-            again.
+        wait_s: a worker that does not listen is tried again for this time: it may be starting.
     """
     remote = [address for address in addresses if address.scheme != "local"]
     end_s = time.monotonic() + wait_s
@@ -228,8 +229,8 @@ def probe_errors(
 def why_not_attach(
     address: Address, keys: Path | None, *, end_s: float = 0.0, timeout_s: float = _TRY_S
 ) -> str:
-    """Why a worker there would not accept us; empty if it would. One that does not listen is tried
-    again until ``end_s`` of the monotonic clock."""
+    """The reason why a worker at ``address`` would not accept this process; empty if it would. If
+    nothing listens, it is tried again until ``end_s`` of the monotonic clock."""
     while True:
         try:
             connection = socket.create_connection((address.host, address.port), timeout_s)
@@ -263,7 +264,8 @@ def _why_no_connection(error: Exception, timeout_s: float) -> str:
 
 
 def _try_plain(connection: socket.socket, address: Address) -> str:
-    """A plain worker hangs up at a TLS greeting, a TLS one answers it."""
+    """Send a TLS greeting: a plain worker closes the connection, a TLS worker answers. Returns the
+    error, or an empty text."""
     incoming, greeting = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).wrap_bio(
         incoming, greeting, server_hostname=address.host
@@ -308,8 +310,8 @@ def _try_tls(connection: socket.socket, address: Address, keys: Path | None) -> 
 
 
 def _await_refusal(tls: ssl.SSLSocket) -> None:
-    """Under TLS 1.3 a server checks the client's certificate after the client has finished: its
-    refusal, or its session tickets, come later.
+    """Wait until the server may have refused the client's certificate. Under TLS 1.3 the server
+    checks it only after the client's handshake has finished.
 
     Raises:
         ssl.SSLError: the server refuses the client.

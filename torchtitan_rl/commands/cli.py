@@ -38,12 +38,12 @@ COMMANDS = {
         "commands.launch_script",
     ),
 }
-"""By the words of a command: its arguments, what it does, and the module whose ``main`` gets the
-words after it."""
+"""For the words of each command: its arguments, a description, and the module whose ``main`` gets
+the remaining words."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the command; returns the exit code."""
+    """Entry point of ``torchtitan-rl``; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     set_monarch_defaults()
     if words and not words[0].startswith("-"):
@@ -56,8 +56,8 @@ def _run(words: list[str]) -> int:
         first = command.split()
         if words[: len(first)] == first:
             rest = words[len(first) :]
-            if command != "worker":  # whose lives have one each
-                use_private_folder()  # before torch is imported, which remembers where its cache is
+            if command != "worker":  # each life of a worker makes its own folder
+                use_private_folder()  # before importing torch, which stores the path of its cache
             code: int = importlib.import_module(f"torchtitan_rl.{module}").main(rest)
             return code
     match words:
@@ -77,7 +77,7 @@ def _run(words: list[str]) -> int:
 
 
 def _usage(prefix: str) -> str:
-    """A line for each command that begins so."""
+    """One line for each command that begins with ``prefix``."""
     return "\n".join(
         f"torchtitan-rl {f'{command} {arguments}':<50} {what}"
         for command, (arguments, what, _) in COMMANDS.items()

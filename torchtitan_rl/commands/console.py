@@ -1,10 +1,11 @@
-"""What every command does with its console, with signals and with ``--dry-run``.
+"""Console output, signals and ``--dry-run``, the same for every command.
 
-The console is the command's: what libraries print goes to a log file. Native code (Monarch, gloo,
-nanobind) writes to the file descriptors 1 and 2, and the processes that are started inherit them.
-So these two are pointed at the file, and ``sys.stdout`` and ``sys.stderr`` at what they were.
+Only the command itself writes to the console; output of libraries goes to a log file. Native code
+(Monarch, gloo, nanobind) writes to the file descriptors 1 and 2, which child processes inherit. So
+these two descriptors are redirected to the log file, and ``sys.stdout`` and ``sys.stderr`` write to
+copies of the original ones.
 
-SIGINT and SIGTERM do the same in every command:
+SIGINT and SIGTERM have the same effect in every command:
 
 | when | first signal | a further one |
 |---|---|---|
@@ -51,10 +52,11 @@ def run_command(
     when_stopped: str = "",
 ) -> int:
     """Run ``work``, which starts processes, with asyncio. Only its own messages reach the console.
-    Call it last.
+    Call this function last.
 
-    Returns its exit code, or that of the error that it raised. Where a signal stopped it (it was
-    cancelled, or returned None) that of the signal, after a line with ``when_stopped``.
+    Returns the exit code that ``work`` returned, or the exit code for the error that it raised. If
+    a signal stopped ``work`` (it was cancelled, or returned None), prints a line with
+    ``when_stopped`` and returns the signal's exit code.
     """
     divert_libraries(log_dir / "controller.log")
 
@@ -82,9 +84,12 @@ def run_command(
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """Of a whole command line: errors are lines on stderr, and neither a signal nor the end of a
-    pipe (``--help | head``) is a traceback. What it writes other users cannot change, whatever the
-    umask is: checkpoints have pickles, which run code when they are read."""
+    """Run a whole command line and return its exit code. Errors are shown as lines on stderr.
+    Neither a signal nor a closed pipe (``--help | head``) causes a traceback.
+
+    Files that the command writes are never writable by all users, even if the umask would allow
+    it: checkpoints have pickles, which run code when they are loaded.
+    """
     os.umask(os.umask(0) | 0o002)
     with before_start():
         try:
@@ -95,13 +100,13 @@ def exit_code_of(command: Callable[[], int]) -> int:
         except TorchtitanRLError as error:
             return print_error(error)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again at exit
             return 128 + signal.SIGPIPE
 
 
 def print_error(error: Exception) -> int:
-    """On stderr: one line for what can be expected, the traceback of an error of this program.
-    Returns the exit code."""
+    """Print an error on stderr: an expected error as lines of text, a bug of this program with its
+    traceback. Returns the exit code."""
     if isinstance(error, ConfigError):
         for message in error.errors:
             print(f"error: {message}", file=sys.stderr)
@@ -114,8 +119,8 @@ def print_error(error: Exception) -> int:
 
 
 def divert_libraries(log_file: Path) -> None:
-    """Send what native code, child processes and loggers of other packages print to ``log_file``,
-    whose folder exists. Warnings of our own loggers stay on the console.
+    """Redirect the output of native code, of child processes and of other packages' loggers to
+    ``log_file``, whose folder must exist. Warnings of our own loggers stay on the console.
 
     Raises:
         OSError: the file cannot be written.
@@ -134,8 +139,8 @@ def divert_libraries(log_file: Path) -> None:
 
 
 def divert_everything() -> None:
-    """Send all that Python prints from now on to the log file as well: what a library reports at
-    exit. Call it after `divert_libraries`."""
+    """Redirect Python's own output to the log file, too, for libraries that print at exit. Call
+    this after `divert_libraries`."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     sys.stdout = sys.stderr = _log_stream()
@@ -143,7 +148,8 @@ def divert_everything() -> None:
 
 @contextmanager
 def without_python_output() -> Iterator[None]:
-    """What Python prints inside goes to the log file as well: an engine's own messages."""
+    """While the context is open, redirect Python's output to the log file, for example an engine's
+    messages."""
     with redirect_stdout(_log_stream()) as log, redirect_stderr(log):
         yield
 
@@ -162,7 +168,8 @@ _UNWIND_S = 2.0
 
 
 class StopSignals:
-    """The signals that a running command received; `install` it from the command's main task."""
+    """The signals that a running command has received. Call `install` in the command's main
+    task."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -185,7 +192,7 @@ class StopSignals:
 
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
         self.received.append(number)
-        if main.done():  # and asyncio waits for a thread
+        if main.done():  # asyncio is only waiting for a thread to end
             os._exit(self.exit_code)
         if self.stop_cleanly is not None and len(self.received) == 1:
             self.stop_cleanly()
@@ -195,7 +202,8 @@ class StopSignals:
 
 @contextmanager
 def before_start() -> Iterator[None]:
-    """Until a command installs `StopSignals`, a signal ends it without a traceback."""
+    """While the context is open, and until a command installs `StopSignals`, a signal ends the
+    process without a traceback."""
     previous = {number: signal.signal(number, _end) for number in _SIGNALS}
     try:
         yield
@@ -206,19 +214,19 @@ def before_start() -> Iterator[None]:
 
 
 def after_last_message(exit_code: int) -> None:
-    """From now on a signal ends the process at once."""
+    """Let a signal end the process at once from now on."""
     for number in _SIGNALS:
         signal.signal(number, lambda *_: os._exit(exit_code))
 
 
 def end_within(within_s: float, exit_code: int) -> None:
-    """Where this process has not ended by itself in that time, it ends at once."""
+    """End this process after ``within_s``, unless it has ended by itself."""
     threading.Thread(target=_exit_later, args=(within_s, exit_code), daemon=True).start()
 
 
 def _end(number: int, frame: Any) -> NoReturn:
-    """Leave by an exception, so that temporary files are removed; what it
-    interrupts has ``_UNWIND_S`` seconds, and cannot print a traceback."""
+    """Raise SystemExit, so that temporary files are removed. The interrupted code has
+    ``_UNWIND_S`` seconds to end, and cannot print a traceback."""
     print("stopped", file=sys.stderr)
     sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     end_within(_UNWIND_S, 128 + number)
@@ -235,14 +243,14 @@ _OPTIONS = ("--dry-run", "--json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What a command's words ask for."""
+    """The options ``--dry-run`` and ``--json`` of a command."""
 
     is_wanted: bool
     as_json: bool
 
     @classmethod
     def of(cls, words: Sequence[str]) -> tuple[DryRun, list[str]]:
-        """And the other words.
+        """Parse a command's words. Also returns the other words.
 
         Raises:
             ConfigError: ``--json`` without ``--dry-run``.
@@ -254,17 +262,19 @@ class DryRun:
         return cls(is_wanted=is_wanted, as_json=as_json), rest
 
     def planning(self) -> AbstractContextManager[Any]:
-        """What a configuration or its task prints inside must not get into the JSON."""
+        """A context for planning: with ``--json``, output of a configuration or its task goes to
+        stderr, so that stdout has only the JSON."""
         return redirect_stdout(sys.stderr) if self.as_json else nullcontext()
 
     def show(self, lines: str, document: Mapping[str, Any]) -> int:
-        """Print the one or the other; returns the exit code."""
+        """Print ``document`` as JSON with ``--json``, and otherwise ``lines``. Returns the exit
+        code."""
         print(json.dumps(plain(document), indent=2) if self.as_json else lines)
         return 0
 
 
 def plain(value: Any) -> Any:
-    """In the types of JSON: a dataclass as an object, what JSON has no word for as text.
+    """Convert to JSON types: a dataclass to an object, and values that JSON cannot express to text.
 
     >>> from pathlib import PurePath
     >>> plain({"path": PurePath("a"), "sizes": (1, math.inf), "score": len})

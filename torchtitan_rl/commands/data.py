@@ -1,7 +1,7 @@
 """``torchtitan-rl data preview CONFIG [options]``: the problems of a task as the policy sees them.
 
-Starts no engine. Exit codes: 0 the problems could be shown; 2 the configuration, a file or a row is
-wrong, in one line.
+Starts no engine. Exit codes: 0 the problems were shown; 2 the configuration, a file or a row is
+invalid, as one line on stderr says.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
     """``torchtitan-rl data preview WORDS``; returns the exit code.
 
     Raises:
-        ConfigError: something cannot be used as it is.
+        ConfigError: the configuration, a file or a row is invalid.
     """
     if {"-h", "--help"} & set(words):
         parse_options(PreviewConfig, ["--help"], prog=f"{_PROG} CONFIG")
@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _split(options: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options of the preview, and those of the run's configuration."""
+    """Split options into those of the preview and those of the run's configuration."""
     own: list[str] = []
     others: list[str] = []
     words = iter(options)
@@ -103,13 +103,13 @@ async def _lines(config: RunConfig, preview: PreviewConfig) -> AsyncIterator[str
 
 
 async def _epoch(config: RunConfig, split: Split, tokenizer: Any) -> AsyncIterator[str]:
-    """Number of problems, by part, and how long their prompts are."""
+    """Describe a whole epoch: the number of problems, by part, and the lengths of their prompts."""
     source = config.task.dataset(split, seed=config.seed)
     parts: Counter[str] = Counter()
     lengths: list[int] = []
     ids: set[str] = set()
     for problem in _first(source, None):
-        if problem.problem_id in ids:  # a set that starts again without counting epochs
+        if problem.problem_id in ids:  # the dataset starts again without counting epochs
             break
         ids.add(problem.problem_id)
         parts[problem.task] += 1
@@ -127,7 +127,7 @@ async def _epoch(config: RunConfig, split: Split, tokenizer: Any) -> AsyncIterat
 
 
 def _first(source: Any, count: int | None) -> Iterator[Problem]:
-    """The first problems; at most those of one epoch."""
+    """Yield the first ``count`` problems, but at most one epoch."""
     given = 0
     while count is None or given < count:
         try:

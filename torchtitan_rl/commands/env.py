@@ -1,8 +1,8 @@
-"""``torchtitan-rl env check CONFIG [options]``: a few rollouts of a task, shown turn by turn, and
-what is wrong with its environment.
+"""``torchtitan-rl env check CONFIG [options]``: shows a few rollouts of a task turn by turn, and
+reports mistakes in its environment.
 
-Exit codes: 0 nothing was found; 1 something was, with its mend; 2 the configuration is wrong; 128 +
-n ended by signal n.
+Exit codes: 0 no mistake was found; 1 mistakes were found, each shown with its fix; 2 the
+configuration is wrong; 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
     """``torchtitan-rl env check WORDS``; returns the exit code.
 
     Raises:
-        ConfigError: it cannot start as it is configured.
+        ConfigError: the configuration is invalid.
     """
     own, others = split_options(words)
     options = parse_options(EnvCheckConfig, own, prog="torchtitan-rl env check")
@@ -100,7 +100,7 @@ def _check(options: EnvCheckConfig, config: RunConfig) -> int:
     )
     prepared = prepare_generation(config, num_rollouts=2)
     _, errors = find_problems(run)
-    if errors:  # `train` would refuse
+    if errors:  # `train` would refuse these, too
         raise ConfigError(errors)
     try:
         problems = evaluation_problems(config, options.split)
@@ -156,7 +156,7 @@ async def _show(checker: EnvChecker, problems: Sequence[Problem], options: EnvCh
         for line in describe_rollout(one.rollout, one.watched, checker.decode):
             print(line, flush=True)
         if any(finding.mistake is Mistake.TIMEOUT for finding in one.findings):
-            break  # others would take as long
+            break  # the other problems would also time out
     if checked and (watched := checked[-1].watched) is not None:
         print(_resumes(watched))
     findings, notes = settled(checked)
@@ -177,7 +177,7 @@ def _resumes(watched: Watched) -> str:
 
 
 def _conclude(findings: Sequence[Finding], allowed: Sequence[Mistake]) -> int:
-    """Each kind of mistake once, with its first finding; returns the exit code."""
+    """Print each kind of mistake once, with its first finding; returns the exit code."""
     kinds: dict[Mistake, list[Finding]] = {}
     for finding in findings:
         kinds.setdefault(finding.mistake, []).append(finding)

@@ -1,8 +1,8 @@
-"""``torchtitan-rl eval MODEL_OR_RUN... --config CONFIG [options]``: models side by side on a task.
+"""``torchtitan-rl eval MODEL_OR_RUN... --config CONFIG [options]``: compares models on a task.
 
-Each rollout is written as it ends, so the same command continues after a kill; only those that
-failed run again. Exit codes: 0 done; 1 it failed, or some rollouts did; 2 the configuration is
-wrong; 128 + n ended by signal n.
+Each rollout is written when it ends, so after a kill the same command continues. Of the written
+rollouts only failed ones are run again. Exit codes: 0 done; 1 the evaluation or some rollouts
+failed; 2 the configuration is wrong; 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from torchtitan_rl.rollout.rollouter import describe_failures, finished_group, r
 from torchtitan_rl.types import Rollout, RolloutGroup
 
 _PROG = "torchtitan-rl eval"
-_TABLE_WIDTH = 160  # where it goes to a file
+_TABLE_WIDTH = 160  # if stdout is not a terminal
 
 
 def main(words: Sequence[str]) -> int:
     """Run with these command-line options; returns the exit code.
 
     Raises:
-        ConfigError: it cannot start as it is configured.
+        ConfigError: the configuration is invalid.
     """
     dry_run, rest = DryRun.of(words)
     own, others = split_options(rest)
@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _describe(prepared: PreparedEvaluation) -> str:
-    """What ``--dry-run`` prints."""
+    """The text for ``--dry-run``."""
     number = len(prepared.run.evaluation_problems)
     temperatures = ", ".join(f"{one:g}" for one in prepared.temperatures)
     return "\n".join(
@@ -95,7 +95,7 @@ def _describe(prepared: PreparedEvaluation) -> str:
 
 
 def _document(prepared: PreparedEvaluation) -> dict[str, Any]:
-    """What ``--dry-run --json`` prints: all options, the configuration, and the plan."""
+    """The document for ``--dry-run --json``: all options, the configuration, and the plan."""
     return {
         "options": prepared.options,
         "configuration": prepared.run.config,
@@ -109,13 +109,13 @@ def _document(prepared: PreparedEvaluation) -> dict[str, Any]:
 
 
 class ModelLostError(TorchtitanRLError):
-    """A model cannot be evaluated any more; names it and the cause."""
+    """A model can no longer be evaluated. The message names the model and the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cell:
-    """One model at one temperature; ``kept`` are its rollouts of an earlier call, by id, and
-    ``groups`` those of them that this call asks for."""
+    """One model at one temperature. ``kept`` are finished rollouts of an earlier call, by id;
+    ``groups`` are the groups of this call."""
 
     model: EvalModel
     temperature: float
@@ -148,7 +148,7 @@ async def _run(prepared: PreparedEvaluation, _: StopSignals) -> int:
             for cell in cells:
                 try:
                     evaluated.append(await _evaluate(prepared, cell, replicas, state, progress))
-                except ModelLostError as error:  # the others are evaluated
+                except ModelLostError as error:  # the other models are still evaluated
                     lost[cell.model.name] = error
         progress.close()
         if evaluated:
@@ -201,8 +201,8 @@ async def _evaluate(
 
 
 def _export(prepared: PreparedEvaluation, model: EvalModel) -> None:
-    """Make a Hugging Face directory of a run's checkpoint, unless there is one of it. Its type is
-    the one that the engines compute in, so that they have the trainer's weights.
+    """Export a run's checkpoint to a Hugging Face directory, unless that exists. Its dtype is the
+    engines' dtype, so that they compute with the trainer's weights.
 
     Raises:
         ModelLostError: the checkpoint, or another model's directory, was removed or damaged since

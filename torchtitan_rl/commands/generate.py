@@ -2,7 +2,7 @@
 file of prompts with one vLLM replica, without Monarch.
 
 Under ``torchrun --nproc-per-node=N -m torchtitan_rl.commands.generate ...`` the replica has N
-tensor-parallel ranks. What vLLM prints goes to ``out.jsonl.log``, of rank N to
+tensor-parallel ranks. vLLM's output goes to ``out.jsonl.log``; that of rank N goes to
 ``out.jsonl.rankN.log``.
 
 A line of the prompts file has ``prompt`` (text), ``prompt_token_ids`` or ``messages`` (a
@@ -10,7 +10,8 @@ conversation, rendered by the model's chat template), and may have ``id`` and an
 `SamplingParams`; ``stop`` may be one string. Each line gets one answer, in the order of the input:
 a completion, or an object with ``error``.
 
-Exit codes: 0 every line was completed; 1 some were not (each says why); 2 the options are wrong.
+Exit codes: 0 every line was completed; 1 some lines were not (their answers say why); 2 the options
+are wrong.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class GenerateOptions(EngineConfig):
     """``auto`` is the device that the installed vLLM is built for."""
 
     def generator(self) -> GeneratorConfig:
-        """The one replica, with a rank for each process that torchrun started."""
+        """The configuration of the one replica, with a rank for each process of torchrun."""
         return GeneratorConfig(
             replicas=1,
             tensor_parallel=int(os.environ.get("WORLD_SIZE", "1")),
@@ -101,7 +102,7 @@ class GenerateOptions(EngineConfig):
         )
 
     def errors(self) -> list[str]:
-        """Errors of single options or, where these are right, all others."""
+        """Errors in single options or, if there are none, all other errors."""
         if wrong := field_errors(self, "--"):
             return list(wrong.values())
         found = _model_errors(self)
@@ -111,7 +112,7 @@ class GenerateOptions(EngineConfig):
 
 
 def _model_errors(options: GenerateOptions) -> list[str]:
-    """Of the model and of the lengths that it allows."""
+    """Errors in the model, and in the lengths that the model allows."""
     try:
         _, policy = find_policy(options.model, field="--model")
     except ConfigError as error:
@@ -162,7 +163,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _prepare_environment(options: GenerateOptions) -> Device:
-    """Must run before torch is imported; what the caller has set stays."""
+    """Set the environment variables of vLLM and torch, except those that are already set. Call this
+    before torch is imported."""
     from torchtitan_rl.backends.vllm.cpu import engine_environment
 
     use_private_folder()
@@ -180,8 +182,8 @@ def _device(options: GenerateOptions) -> Device:
 
 
 def _complete_file(options: GenerateOptions, model: Path, loop: EngineLoop) -> tuple[int, str]:
-    """Submit every line, write every answer, close the loop; the number of lines that were not
-    completed, and a sentence."""
+    """Submit every line, write every answer, and close the loop. Returns the number of lines that
+    were not completed, and a summary in one sentence."""
     tokenizer = load_tokenizer(model)
 
     def render(messages: list[Any]) -> Sequence[int]:
@@ -240,7 +242,7 @@ def _submit(line: PromptLine, loop: EngineLoop) -> tuple[PromptLine, Future[Comp
 def _answer(
     line: PromptLine, future: Future[Completion] | None, tokenizer: Any
 ) -> tuple[str, int | None]:
-    """The line to write, and how many tokens were sampled (None: it failed)."""
+    """The line to write, and the number of sampled tokens (None if the completion failed)."""
     if future is None:
         return format_error(line.name, line.error or ""), None
     try:
@@ -259,7 +261,8 @@ _FIELDS = {"id", *_PROMPTS, "stop", "stop_token_ids", "ignore_eos", *_FLOATS, *_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One line: ``name`` is its id, or its number from 1; ``request`` or ``error`` is None."""
+    """One line of the prompts file. ``name`` is its id, or its number from 1. Either ``request`` or
+    ``error`` is None."""
 
     name: str | int
     request: GenerationRequest | None = None
@@ -274,10 +277,11 @@ def parse_line(
     encode: Callable[[str], list[int]],
     render: Callable[[list[Any]], Sequence[int]],
 ) -> PromptLine:
-    """Read line ``number``. A error in it is its answer, never an exception.
+    """Parse line ``number``. An error in the line becomes its answer, never an exception.
 
     Args:
-        render: tokens of a conversation, and of the header of the answer; may raise anything.
+        render: returns the tokens of a conversation and of the answer's header; may raise any
+            exception.
     """
     name: str | int = number
     try:
@@ -286,7 +290,7 @@ def parse_line(
             raise InvalidRequestError("the line is not a JSON object")
         name = _name(fields.get("id", number))
         request = GenerationRequest(
-            # Ids of a file may repeat; those of requests may not.
+            # Ids in a file may repeat, but ids of requests must not.
             request_id=f"line-{number}",
             prompt_token_ids=_prompt(fields, encode, render),
             sampling=_sampling(fields, defaults),
@@ -301,7 +305,7 @@ def parse_line(
 def format_completion(
     name: str | int, completion: Completion, decode: Callable[[list[int]], str]
 ) -> str:
-    """The answer's line. A logprob that is not finite becomes null."""
+    """Format a completion as a line of the output. A logprob that is not finite becomes null."""
     return json.dumps(
         {
             "id": name,
@@ -353,12 +357,12 @@ def _rendered(messages: Any, render: Callable[[list[Any]], Sequence[int]]) -> tu
         )
     try:
         return tuple(render(messages))
-    except Exception as error:  # of the model's template
+    except Exception as error:  # the model's template may raise any exception
         raise InvalidRequestError(f"messages: the chat template refuses them: {error}") from error
 
 
 def _is_message(value: Any) -> bool:
-    """An assistant that only calls tools needs no content."""
+    """Whether ``value`` is a message. A message that only calls tools needs no content."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     content = value.get("content")

@@ -1,6 +1,6 @@
 """``torchtitan-rl keys --hosts HOST... [--output DIR]``: keys for the machines of a run.
 
-Exit codes: 0 they were written; 2 they cannot be.
+Exit codes: 0 the keys were written; 2 they cannot be written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``torchtitan-rl launch-script KIND CONFIG --hosts 4x8 [options] [-- options of the run]``: prints
-what starts a run on several hosts: a Slurm script, a Kubernetes manifest, a script for SSH, or a
-Compose file.
+a file that starts a run on several hosts: a Slurm script, a Kubernetes manifest, a script for SSH,
+or a Compose file.
 
-Exit codes: 0 it was printed; 2 the run does not fit the hosts, or an option is wrong.
+Exit codes: 0 the file was printed; 2 the run does not fit the hosts, or an option is wrong.
 """
 
 from __future__ import annotations
@@ -152,9 +152,10 @@ def _job(config: Path, common: LaunchScriptOptions, run_options: list[str], comm
 
 
 def _check(run: RunConfig, common: LaunchScriptOptions) -> None:
-    """
+    """Check the options.
+
     Raises:
-        ConfigError: an option of the script or of the run is wrong, or they contradict.
+        ConfigError: an option of the script or of the run is wrong, or they contradict each other.
     """
     for name, (least, most) in _BOUNDS.items():
         if not least <= (value := getattr(common, name)) <= most:
@@ -198,7 +199,7 @@ def _plan(run: RunConfig, hosts: str) -> ProcessPlan:
 
 
 def _num_threads(plan: ProcessPlan) -> int:
-    """Of the host that has the most."""
+    """The number of threads on the host with the most threads."""
     threads = Counter[int]()
     groups = [*plan.replicas, *([plan.trainer] if plan.trainer else [])]
     for part in (part for group in groups for part in group.on_each_host()):

@@ -1,7 +1,7 @@
 """One of the launchers of a run on several nodes, which torchrun starts.
 
-The launchers meet in the store of torchrun (`launch/meeting.py`). Each starts a worker; rank 0
-also the controller, which attaches to all workers in the order of their ranks. Every
+The launchers meet in torchrun's store (`launch/meeting.py`). Each launcher starts a worker. Rank 0
+also starts the controller, which attaches to all workers in the order of their ranks. Every
 launcher exits with the controller's exit code.
 
 | what happens | what follows |
@@ -46,11 +46,11 @@ from torchtitan_rl.launch.meeting import RESUME_COMMAND, Joining, Node, Round, r
 from torchtitan_rl.launch.workers import BEAT_S, CONTROLLER_LOST_S, MEMORY_VARIABLE, Heartbeat
 from torchtitan_rl.processes import ChildProcess
 
-_LEAVE_S = 10.0  # for the other launchers to read how the run ended
+_LEAVE_S = 10.0  # time for the other launchers to read how the run ended
 PROGRAM = (sys.executable, "-P", "-m", "torchtitan_rl.commands.cli")
-_WORKER_PORTS = 16  # of one worker, where they are given
-_AGAIN_S = 5.0  # before a worker that ended is started again
-_END_S = 30.0  # for a process to end once it was told to
+_WORKER_PORTS = 16  # number of ports of one worker, if `launch.port` is given
+_AGAIN_S = 5.0  # pause before a worker that ended is started again
+_END_S = 30.0  # time for a process to end after a request to end
 
 
 class LauncherError(TorchtitanRLError):
@@ -62,11 +62,11 @@ def launch(
     words: list[str],
     program: Sequence[str] = PROGRAM,
 ) -> int:
-    """Run the launcher of this node to the end of the run, and return its exit code. ``words`` are
-    CONFIG and its options, ``program`` has the commands ``worker`` and ``train``.
+    """Run the launcher of this node to the end of the run, and return the run's exit code.
+    ``words`` are CONFIG and its options; ``program`` has the commands ``worker`` and ``train``.
 
     Raises:
-        TorchtitanRLError: it failed on this node before the controller ran.
+        TorchtitanRLError: the launcher failed on this node before the controller ran.
     """
     return asyncio.run(_launch(node, words, program))
 
@@ -97,8 +97,9 @@ async def _launch(node: Node, words: list[str], program: Sequence[str]) -> int:
 
 
 async def _stop_without_parent() -> None:
-    """As after SIGTERM when torchrun's agent was killed. (The kernel's own signal for this comes
-    once for each thread of the agent, and a second signal ends a run at once.)"""
+    """Send SIGTERM to this process once torchrun's agent is gone. The kernel's signal for this is
+    not used, because it may be sent several times, and a second signal would end the run at
+    once."""
     parent = os.getppid()
     while True:
         await asyncio.sleep(POLL_S)
@@ -107,7 +108,7 @@ async def _stop_without_parent() -> None:
 
 
 class _Launcher:
-    """The launcher of one node, from the moment that all have met."""
+    """The launcher of one node, after all launchers have met."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class _Launcher:
         self._signals = signals
 
     async def lead(self) -> int:
-        """As rank 0: run the controller."""
+        """Run on rank 0: start a worker and run the controller to its end."""
         code = 1
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._wait_until_all_left)
@@ -144,12 +145,13 @@ class _Launcher:
         return code
 
     async def follow(self) -> int:
-        """As any other rank: have a worker until rank 0 says that the run has ended."""
+        """Run on every other rank: keep a worker running until rank 0 reports the end of the
+        run."""
         stop_asked = asyncio.Event()
         async with AsyncExitStack() as stack:
             try:
                 await self._start_worker(stack)
-            except TorchtitanRLError as error:  # rank 0 reports it
+            except TorchtitanRLError as error:  # rank 0 raises it
                 kind = "refused" if isinstance(error, ConfigError) else "failed"
                 await self._say(f"{kind}/{self._node.rank}", error)
             self._signals.stop_cleanly = stop_asked.set
@@ -164,7 +166,7 @@ class _Launcher:
         return int(end)
 
     async def _start_worker(self, stack: AsyncExitStack) -> LaunchConfig:
-        """Start it, and tell the other nodes its address once it listens."""
+        """Start the worker, and write its address to the store once it listens."""
         launch = await asyncio.to_thread(_launch_config, self._words, self._node.rank)
         address = _address(launch, await self._host(launch))
         command = [*self._program, "worker", "--address", str(address)]
@@ -178,17 +180,16 @@ class _Launcher:
         if not await wait_within(JOIN_S, listening):
             raise DeadlineError(f"waited {JOIN_S:.0f} s for the worker")
         listening.result()
-        # Not where it listens now: its first life may have had to take a later port.
+        # Write its own address, even if its first life had to listen on a later port.
         await self._say(f"address/{self._node.rank}", str(address))
         return launch
 
     async def _keep_worker(
         self, command: Sequence[str], memory: Path, listening: asyncio.Future[str]
     ) -> None:
-        """Run the worker, and start it again when it ends: the controller looks for it where the
-        next one listens. ``memory`` tells the next one where that is; the controller of another
-        launcher finds it at its own address. ``listening`` gets the first address, or the first
-        failure."""
+        """Run the worker, and start it again when it ends. ``memory`` is the file that tells the
+        next worker where to listen, so that the controller finds it there; it is new for each
+        launcher. ``listening`` gets the first address, or an error if the worker never listened."""
         while True:
             async with ChildProcess.started(
                 command,
@@ -210,8 +211,8 @@ class _Launcher:
             await asyncio.sleep(_AGAIN_S)
 
     async def _host(self, launch: LaunchConfig) -> str:
-        """What this node listens on. The name that leads the others to rank 0 may mean loopback on
-        its own node, so that looks for the way to rank 1."""
+        """The address on which this node listens: the one that reaches rank 0. On rank 0 it is the
+        one that reaches rank 1, because the name of rank 0 may mean loopback on its own node."""
         towards = self._node.store_host
         if self._node.rank == 0 and not launch.interface:
             towards = await poll(self._next_host, lambda: "the host of node 1")
@@ -224,7 +225,7 @@ class _Launcher:
         return self._round.hear("host/1")
 
     def _addresses(self) -> list[str] | None:
-        """Of all workers, once all listen."""
+        """The addresses of all workers; None until all listen."""
         self._require_no_failure()
         found = self._round.hear_of_nodes("address")
         addresses = [address for address in found if address is not None]
@@ -254,7 +255,8 @@ class _Launcher:
         asked: list[int] = []
 
         def ask_to_stop(number: int) -> None:
-            """Once: schedulers signal all nodes, and a second signal would end the run at once."""
+            """Forward only the first signal: schedulers signal all nodes, and a second signal would
+            end the run at once."""
             if not asked:
                 controller.send(number)
             asked.append(number)
@@ -276,14 +278,15 @@ class _Launcher:
                 await asyncio.sleep(BEAT_S)
 
         task = asyncio.create_task(beat())
-        task.add_done_callback(retrieve)  # whoever asks the store gets the same error
+        task.add_done_callback(retrieve)  # other calls of the store raise the same error
         try:
             yield
         finally:
             task.cancel()
 
     async def _wait_until_all_left(self) -> None:
-        """The store may end with this node's agent."""
+        """Wait until the other launchers have read the end, because the store may end with this
+        node's agent."""
         with contextlib.suppress(DeadlineError):
             await poll(self._all_left, lambda: "the other launchers", within_s=_LEAVE_S)
 
@@ -310,10 +313,10 @@ def _launch_config(words: list[str], rank: int) -> LaunchConfig:
 
 
 def _address(launch: LaunchConfig, host: str, *, offset: int = 0) -> Address:
-    """Where a process of this node listens.
+    """The address on which a process of this node listens.
 
     Raises:
-        ConfigError: it would be neither encrypted nor authenticated.
+        ConfigError: there are no keys, and plain TCP is not allowed.
     """
     port = launch.port + offset if launch.port else free_port(host)
     address = Address(scheme="tls" if launch.keys else "tcp", host=host, port=port)
@@ -332,15 +335,16 @@ def _describe(what: str, ranks: list[int]) -> str:
 
 _T = TypeVar("_T")
 POLL_S = 0.3
-JOIN_S = 300.0  # for all launchers to meet, and then for all workers to listen
+JOIN_S = 300.0  # time for all launchers to meet, and again for all workers to listen
 _CALL_S = 30.0
 
 
 def connect(node: Node) -> TCPStore:
-    """The store that torchrun's agents have, or else the launcher of rank 0.
+    """Connect to the store of torchrun's agents. If they have none, the launcher of rank 0 provides
+    it.
 
     Raises:
-        ConfigError: rank 0 cannot listen there.
+        ConfigError: rank 0 cannot listen at the store's address.
     """
     listening = _listen(node.store_host, node.store_port) if node.provides_store else None
     store = TCPStore(
@@ -356,7 +360,8 @@ def connect(node: Node) -> TCPStore:
 
 
 def _listen(host: str, port: int) -> int:
-    """A socket on this address alone; TCPStore by itself would listen on all interfaces."""
+    """Listen on this address only, and return the descriptor. By itself, TCPStore would listen on
+    all interfaces."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if (ip := ip_of(str(address[0]))) and ip.is_unspecified:
@@ -372,10 +377,11 @@ def _listen(host: str, port: int) -> int:
 async def poll(
     look: Callable[[], _T | None], what: Callable[[], str], *, within_s: float = JOIN_S
 ) -> _T:
-    """What ``look`` finds, which runs in a thread.
+    """Call ``look`` in a thread until it returns something other than None, and return that.
 
     Raises:
-        DeadlineError: nothing in ``within_s``; it says ``what`` was waited for.
+        DeadlineError: ``look`` found nothing within ``within_s``. The message says ``what`` was
+            waited for.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_s

@@ -1,7 +1,7 @@
-"""``torchtitan-rl new task NAME [--folder DIR]``: writes a task that trains at once, with its
-configuration and a test, as a start for one's own.
+"""``torchtitan-rl new task NAME [--folder DIR]``: writes a small task that can be trained at once,
+with its configuration and a test, as a template for a user's own task.
 
-Exit codes: 0 it was written; 2 it cannot be.
+Exit codes: 0 the task was written; 2 it cannot be written.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main(words: Sequence[str]) -> int:
     """``torchtitan-rl new task WORDS``; returns the exit code.
 
     Raises:
-        ConfigError: the name is none, or the folder exists or cannot be written.
+        ConfigError: the name is invalid, or the folder exists or cannot be written.
     """
     options = parse_options(NewTaskConfig, words, prog="torchtitan-rl new task")
     _write(options.name, options.folder or Path(options.name))
@@ -113,7 +113,7 @@ def _write(name: str, folder: Path) -> None:
             f"NAME is {name!r}: give lower-case letters, digits and underscores, a letter first"
         )
     if name in sys.stdlib_module_names:
-        # The folder of a configuration is first where Python looks for modules.
+        # The folder of a configuration comes first in Python's module search path.
         raise ConfigError(f"NAME is {name!r}: a module of Python has this name; give another")
     names = {"name": name, "title": "".join(part.capitalize() for part in name.split("_"))}
     files = {f"{name}_task.py": _TASK, f"{name}.py": _CONFIG, f"test_{name}.py": _TEST}

@@ -1,9 +1,9 @@
-"""Replicas without a trainer, for commands that only roll out (``eval`` and ``env check``), and the
-endpoint within a run: agents' requests become turns of rollouts, other clients' requests go to the
-router.
+"""Replicas without a trainer, for commands that only roll out (``eval`` and ``env check``); and the
+endpoint of a run, which turns agents' requests into turns of rollouts and sends other clients'
+requests to the router.
 
-A run whose endpoint's process dies ends with that error, since its agents could only fail. It can
-be resumed from its newest checkpoint and its journal.
+If the endpoint's process dies, the run ends with that error, because all its agents would fail. The
+run can be resumed from its newest checkpoint and its journal.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class Generation:
         )
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The result of ``work``, which needs the replicas.
+        """Run ``work``, which needs the replicas, and return its result.
 
         Raises:
-            GenerationError: none is left; ``work`` was cancelled.
-            EndpointLostError: likewise, of the endpoint.
+            GenerationError: no replica is left; ``work`` was cancelled.
+            EndpointLostError: the endpoint is lost; ``work`` was cancelled.
         """
         needed = first_of(work, self.router.wait_until_lost())
         result: _T = await (needed if self.endpoint is None else self.endpoint.background(needed))
@@ -88,7 +88,8 @@ class Generation:
 
 
 class Replicas:
-    """Serves one model at a time: `use`, any number of times, while the ``async with`` is open."""
+    """Serves one model at a time. Call `use` any number of times while the ``async with`` is
+    open."""
 
     def __init__(self, prepared: PreparedRun) -> None:
         self._prepared = prepared
@@ -103,11 +104,11 @@ class Replicas:
         await self._stack.aclose()
 
     async def use(self, directory: Path) -> Generation:
-        """Serve a model. One that differs from the model before in its weights alone is loaded into
-        the same engines; for others new processes start.
+        """Serve a model. If it differs from the previous model only in its weights, they are loaded
+        into the same engines; otherwise new processes are started.
 
         Raises:
-            EndpointLostError, ReplicaError, DeadlineError: they did not start.
+            EndpointLostError, ReplicaError, DeadlineError: the processes did not start.
         """
         current = self._current
         if current is not None and directory == self._serving:
@@ -115,7 +116,7 @@ class Replicas:
         if current is not None and _same_files(current.directory, directory):
             try:
                 await current.loader.load(str(directory))
-            except RefusedError:  # of another shape; or the replicas could not take it
+            except RefusedError:  # tensors of other shapes, or the replicas could not load them
                 pass
             else:
                 self._serving = directory
@@ -136,8 +137,8 @@ async def served(
     request_timeout_s: float,
     sync_timeout_s: float = 300.0,
 ) -> AsyncIterator[tuple[ServeProcesses, GeneratorRouter, WeightLoader]]:
-    """The processes of a plan without a trainer, a router over their replicas, and what brings
-    other weights to them; ``name`` is part of their shared memory's."""
+    """Start the processes of a plan without a trainer. Yields them, a router over their replicas,
+    and a loader for other weights. ``name`` is part of the names of their shared memory."""
     from torchtitan_rl.backends.monarch.run import serve_processes  # seconds
     from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
@@ -181,7 +182,7 @@ async def _generation(prepared: PreparedRun, directory: Path) -> AsyncIterator[G
 
 
 def _same_files(one: Path, other: Path) -> bool:
-    """Whether tokenizer and defaults of sampling are equal."""
+    """Whether two models have equal tokenizers and sampling defaults."""
 
     def content(path: Path) -> bytes | None:
         return path.read_bytes() if path.is_file() else None
@@ -190,7 +191,7 @@ def _same_files(one: Path, other: Path) -> bool:
 
 
 class RunEndpoint:
-    """A running endpoint; ``host`` is what agents need of it."""
+    """A running endpoint of a run; ``host`` is passed to agents' environments."""
 
     def __init__(self, host: AgentHost, sessions: Sessions, service: EndpointService) -> None:
         self.host = host
@@ -199,16 +200,16 @@ class RunEndpoint:
         self._before: dict[str, float] = {}
 
     async def background(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The result of ``work``, which needs the endpoint.
+        """Run ``work``, which needs the endpoint, and return its result.
 
         Raises:
-            EndpointLostError: its process is gone; ``work`` was cancelled.
+            EndpointLostError: the endpoint's process is gone; ``work`` was cancelled.
         """
         result: _T = await first_of(work, self._service.run_until_lost())
         return result
 
     def take(self) -> dict[str, float]:
-        """Metrics of the time since the last call, which starts the next period."""
+        """Return the metrics since the last call of `take`."""
         sessions = self._sessions.counts()
         totals = _request_totals(self._service.counts) | {
             f"endpoint/sessions/{ending.value}": sessions[f"sessions_{ending.value}"]
@@ -227,7 +228,7 @@ class RunEndpoint:
 async def run_endpoint(
     endpoint: Endpoint, router: GeneratorRouter, config: EndpointConfig, keys: Keys
 ) -> AsyncIterator[RunEndpoint]:
-    """Serve on an endpoint that has started, until the context is left."""
+    """Serve clients and agents on a started endpoint while the context is open."""
     async with AsyncExitStack() as stack:
         agents = stack.enter_context(AgentThread())
         sessions = Sessions(router, timeout_s=config.session_timeout_s)

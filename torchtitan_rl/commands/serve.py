@@ -1,11 +1,11 @@
 """``torchtitan-rl serve MODEL [options]``: an OpenAI-compatible endpoint over replicas of a model.
 
-When it is ready it prints the base URL, and nothing else, on stdout. SIGTERM or SIGINT ends it
-cleanly: no new connection, a few seconds for running requests, then all processes; a second one
-ends it at once.
+When the endpoint is ready, the command prints the base URL, and nothing else, on stdout. SIGTERM or
+SIGINT ends it cleanly: it accepts no new connections, gives running requests a few seconds, and
+ends all processes. A second signal ends it at once.
 
-Exit codes: 1 it did not start, the endpoint failed, or its process or the last replica was lost;
-2 the options are wrong; 128 + n ended by signal n.
+Exit codes: 1 the endpoint did not start or failed, or its process or the last replica was lost; 2
+the options are wrong; 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchtitan_rl.serving.report import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 
-_REQUEST_TIMEOUT_S = 3600.0  # where generator.request_timeout_s does not say
+_REQUEST_TIMEOUT_S = 3600.0  # if generator.request_timeout_s is not set
 
 
 def main(words: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
 
 
 async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
-    """Until a signal asks it to stop cleanly."""
+    """Serve until a signal asks to stop cleanly."""
     config = prepared.config
     print(
         f"serving {config.model}: {prepared.plan.summary()}; logs in {config.log_dir}",
@@ -57,7 +57,7 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         processes, router, loader = await stack.enter_async_context(
             served(prepared, name="serve", request_timeout_s=timeout_s)
         )
-        assert processes.endpoint is not None  # it is in the plan
+        assert processes.endpoint is not None  # the plan has an endpoint
         keep = None
         if config.episodes_file is not None:
             keep = stack.enter_context(EpisodesFile(config.episodes_file)).write

@@ -1,11 +1,12 @@
-"""A run from torchrun, on one node or several:
+"""Runs training under torchrun, on one node or several:
 ``torchrun --nnodes=N --nproc-per-node=1 ... -m torchtitan_rl.launch CONFIG [options]``.
 
 torchrun starts one launcher on each node, see `commands/launcher.py`. With one node the launcher
-becomes the controller, as with ``torchtitan-rl train``. The exit code is the run's; torchrun exits
-with 1 for any failure, and its error report shows the real code. It forwards SIGINT and SIGTERM,
-prints a traceback of its own (``SignalException``), and kills what is left after
-``--shutdown-timeout`` (30 s), which a step and its checkpoint must fit in.
+becomes the controller, as with ``torchtitan-rl train``. The launcher exits with the run's exit
+code; torchrun itself exits with 1 for any failure, and shows the real code in its error report.
+torchrun forwards SIGINT and SIGTERM, prints its own traceback (``SignalException``), and kills
+processes that still run after ``--shutdown-timeout`` (30 s): a step and its checkpoint must not
+take longer.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """``torchtitan-rl train CONFIG [options]``: one run, from its configuration to its exit code.
 
 Exit codes: 0 done; 1 failed, with the cause on stderr; 2 the configuration is wrong; 128 + n ended
-by signal n. However it ends, the last lines say how it went and which command comes next.
+by signal n. In each case the last lines say how the run went and which command to use next.
 
 What a run does when processes or hosts are lost:
 
 | lost | then |
 |---|---|
 | a replica | its requests continue on others; it is started again |
-| a host | as all its replicas at once; they start again there when it is back |
+| a host | like losing all its replicas; they are started again when the host is back |
 | a trainer rank, or its host | the run ends with `TrainerLostError`, and can be resumed |
 """
 
@@ -79,7 +79,7 @@ Options: every field of the configuration, listed by torchtitan-rl train CONFIG 
   --dry-run --json  the plan and all fields of the configuration as JSON
 
 """
-_TAKEN_OVER_S = 5.0  # for processes to end; then they are left to end without their controller
+_TAKEN_OVER_S = 5.0  # time for processes to end, before this controller ends without them
 
 
 def main(words: Sequence[str]) -> int:
@@ -133,8 +133,8 @@ def _show(prepared: PreparedRun, dry_run: DryRun) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A run that is about to start. ``found`` is where it continues from; ``hosts`` is None where
-    all is on this machine."""
+    """A run that is about to start. ``found`` is the checkpoint from which it continues; ``hosts``
+    is None if all processes run on this machine."""
 
     prepared: PreparedRun
     hosts: Hosts | None
@@ -146,9 +146,10 @@ class _Run:
 
     @staticmethod
     def of(prepared: PreparedRun, resume_command: str, claim: Claim, hosts: Hosts | None) -> _Run:
-        """
+        """Choose the checkpoint of a resumed run, and collect the parts of the run.
+
         Raises:
-            CheckpointError: it is to be resumed, and none of its checkpoints can be.
+            CheckpointError: the run should be resumed, but no checkpoint is usable.
         """
         run_dir = prepared.config.run_dir.absolute()
         checkpoints = CheckpointDirectory(run_dir / "checkpoints")
@@ -177,8 +178,8 @@ async def _run(run: _Run, signals: StopSignals) -> int:
         if not signals.received:
             raise
         exit_code, ending = signals.exit_code, f"stopped by {signals.name}"
-    except RunTakenOverError:  # `_train` has said so
-        return 1  # and neither writes there nor advises to resume what goes on elsewhere
+    except RunTakenOverError:  # `_train` has reported it
+        return 1  # write nothing more, and do not advise resuming: the run continues elsewhere
     except Exception as error:
         exit_code, ending = print_error(error), "failed"
     if recorder is not None:
@@ -190,7 +191,7 @@ async def _run(run: _Run, signals: StopSignals) -> int:
 
 
 def _note_files(run: _Run) -> int:
-    """List what the run has written, now that nothing changes any more; returns an exit code."""
+    """Write the manifest of the run's files, after the last change; returns an exit code."""
     try:
         run.claim.check()
         write_manifest(run.prepared.config.run_dir)
@@ -318,7 +319,7 @@ def _parts(
 
 
 def reserved_replicas(config: RunConfig) -> tuple[str, ...]:
-    """The last replica, where evaluation keeps one for itself."""
+    """The last replica, if it is reserved for evaluation."""
     if not config.evaluation.reserves_replica:
         return ()
     return (replica_name(config.generator.replicas - 1),)
@@ -328,7 +329,8 @@ _LAST_LINES = 5
 
 
 class FailureHandling:
-    """Watches the hosts of a run while `watching` is open, and its replicas in `restarting`."""
+    """Handles lost hosts of a run while `watching` is open, and restarts lost replicas while
+    `restarting` is open."""
 
     def __init__(self, prepared: PreparedRun, hosts: Hosts | None, recorder: RunRecorder) -> None:
         self._plan = prepared.plan
@@ -350,7 +352,8 @@ class FailureHandling:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Open it before processes start, and until they have ended."""
+        """Watch the hosts. Keep the context open from before processes start until they have
+        ended."""
         async with self._watch or nullcontext():
             try:
                 yield
@@ -378,7 +381,7 @@ class FailureHandling:
 
     def _on_host_lost(self, host: int, cause: str) -> None:
         if self._run is None:
-            return  # the start fails by itself
+            return  # starting the processes fails by itself
         processes, router = self._run
         message = f"{host_name(host)} is lost: {cause}"
         names = {group.name for group in self._plan.replicas if group.host == host}
@@ -389,7 +392,7 @@ class FailureHandling:
             processes.trainer.lose(message)
 
     async def _start(self, lost: str, name: str) -> Replica:
-        """Start ``name`` in the place of ``lost``, once its host answers."""
+        """Start the replica ``name`` in place of ``lost``, once its host answers."""
         assert self._run is not None
         first, host = first_name(lost), self._host_of(lost)
         await self._show_last_lines(lost, host)
@@ -406,8 +409,8 @@ class FailureHandling:
         return names[first_name(replica)]
 
     async def _show_last_lines(self, name: str, host: int) -> None:
-        """What the processes of a group printed last, by host and rank; nothing where their host is
-        lost, which is the cause."""
+        """Show the last log lines of a group's processes, by host and rank. If their host is lost,
+        show nothing, because that is the cause."""
         where = ""
         if self._watch is not None and self._watch.is_far(host):
             if self._watch.is_lost(host):

@@ -1,8 +1,9 @@
 """``torchtitan-rl worker --address A``: makes this machine a host of runs, one after the other.
 
-It serves the controllers that attach to its address (``--launch.attach A``) until it is stopped.
-Each run has a life of the worker to itself (`launch.workers`): what the run started here ends with
-it, also if its controller is gone.
+The worker serves the controllers that attach to its address (``--launch.attach A``) until it is
+stopped. Each run has its own *life* of the worker, a process that serves this run
+(`launch.workers`). When the life ends, all processes that the run started here are ended, even if
+its controller is gone.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(words: Sequence[str]) -> int:
     """``torchtitan-rl worker OPTIONS``; returns the exit code, 128 + n after signal n.
 
     Raises:
-        ConfigError: an option is wrong, or the address cannot be listened on.
+        ConfigError: an option is wrong, or the worker cannot listen on the address.
     """
     options = parse_options(WorkerOptions, words, prog="torchtitan-rl worker")
     errors = address_errors(
@@ -87,17 +88,18 @@ def main(words: Sequence[str]) -> int:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it any more: no reason to end
+    with contextlib.suppress(OSError):  # go on even if stdout is closed
         print(f"worker: {line}", flush=True)
 
 
 def life_command(address: str) -> list[str]:
-    """The process of one life, which listens at this address."""
+    """The command of the process of one life, which listens at this address."""
     return [sys.executable, "-P", "-m", _LIFE, address]
 
 
 def _memory(own: Address) -> Path:
-    """Where this worker notes the port of its next life. Home folders may be shared by hosts."""
+    """The file for the port of the worker's next life. Its name has the worker's own address,
+    because hosts may share a home folder."""
     if given := os.environ.get(MEMORY_VARIABLE):
         return Path(given)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -1,5 +1,5 @@
-"""``torchrun --nnodes=N --nproc-per-node=1 ... -m torchtitan_rl.launch CONFIG [options]``: what
-`commands/torchrun.py` does, under a shorter name."""
+"""``torchrun --nnodes=N --nproc-per-node=1 ... -m torchtitan_rl.launch CONFIG [options]``: a
+shorter name for `commands/torchrun.py`."""
 
 import runpy
 

@@ -1,11 +1,12 @@
-"""The addresses of a run's machines: `Address` parses one, `address_errors` says what forbids it.
+"""The addresses of a run's machines: `Address` parses one, `address_errors` checks it.
 
-- ``tls://HOST:PORT`` is encrypted, and both ends prove who they are; it needs the run's keys.
-- ``tcp://HOST:PORT`` is neither: whoever reaches it, on a loopback address every user of the
-  machine, can run programs there. It must be allowed by name.
+- ``tls://HOST:PORT`` is encrypted and authenticated at both ends; it needs the run's keys.
+- ``tcp://HOST:PORT`` is neither encrypted nor authenticated. Everyone who can reach it can run
+  programs there; on a loopback address these are all users of the machine. It must be allowed
+  explicitly.
 - ``local`` is this machine, without an address.
 
-A process listens on one address and never on all interfaces of a machine.
+A process listens on one address, never on all interfaces of a machine.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a process listens. ``host`` is an IP address or a name; a local one has neither.
+    """The address on which a process listens. ``host`` is an IP address or a name; the address
+    ``local`` has no host and no port.
 
-    ``str()`` gives the form that Monarch takes; the host of an IPv6 address is in brackets there.
+    ``str()`` returns the form that Monarch accepts, with an IPv6 host in brackets.
     """
 
     scheme: Literal["local", "tcp", "tls"]
@@ -38,9 +40,11 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """
+        """Parse an address.
+
         Raises:
-            ConfigError: what to give instead, without the field's name.
+            ConfigError: the text is not an address. The message says what to give instead, without
+                the field's name.
         """
         if text == LOCAL:
             return cls(scheme="local")
@@ -65,7 +69,8 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Reachable from its own machine alone. Names are not looked up, except localhost."""
+        """Whether only its own machine can reach it. Of names, only localhost counts as loopback;
+        others are not looked up."""
         if self.scheme == "local" or self.host.lower() == "localhost":
             return True
         ip = ip_of(self.host)
@@ -73,12 +78,12 @@ class Address:
 
     @property
     def neighbourhood(self) -> str:
-        """Where those are who reach it."""
+        """A phrase for error messages: where those who can reach the address are."""
         return "on this machine" if self.is_loopback else "in the network"
 
     @property
     def is_wildcard(self) -> bool:
-        """All interfaces of the machine."""
+        """Whether it stands for all interfaces of the machine."""
         ip = ip_of(self.host)
         return ip is not None and ip.is_unspecified
 
@@ -86,10 +91,10 @@ class Address:
 def address_errors(
     field: str, text: str, *, keys: Path | None, allow_plain_tcp: bool, is_own: bool = False
 ) -> list[str]:
-    """Why this address cannot be used, at most one message, with the field's name and the fix.
+    """Why this address cannot be used: at most one message, with the field's name and the fix.
 
-    ``field`` is ``launch.attach`` or an option such as ``--address``; the messages name the fields
-    next to it. ``is_own``: the caller will listen there, so ``local`` is no answer.
+    ``field`` is ``launch.attach`` or an option such as ``--address``; the message names related
+    fields in the same style. ``is_own``: the caller will listen there, so ``local`` is not allowed.
 
     >>> address_errors("--address", "tcp://10.0.0.2:26600", keys=None, allow_plain_tcp=True)
     []
@@ -117,8 +122,8 @@ def address_errors(
 
 
 def mixed_errors(field: str, texts: Iterable[str]) -> list[str]:
-    """Machines that cannot all talk to each other: TLS and plain TCP, or an address given twice.
-    Addresses that cannot be parsed are not looked at."""
+    """Errors if the machines cannot all connect to each other, because TLS and plain TCP are mixed
+    or an address is given twice. Invalid addresses are ignored."""
     addresses = []
     for text in texts:
         try:
@@ -134,7 +139,8 @@ def mixed_errors(field: str, texts: Iterable[str]) -> list[str]:
 
 
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for a name. An IPv4 address written as IPv6 is an IPv4 one."""
+    """The IP address of ``host``; None if ``host`` is a name. An IPv4-mapped IPv6 address becomes
+    an IPv4 address."""
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
@@ -149,14 +155,15 @@ def _host_error(host: str, *, in_brackets: bool) -> str:
     if ip is None and (
         not all(map(_LABEL.fullmatch, host.split(".")))
         or len(host) > 253
-        or _NUMBER.fullmatch(host.rpartition(".")[2])  # 0x0 is 0.0.0.0 for the system, not a name
+        or _NUMBER.fullmatch(host.rpartition(".")[2])  # for the system, 0x0 is 0.0.0.0, not a name
     ):
         return f"{host!r} is neither an IP address nor the name of a machine"
     return ""
 
 
 def _next_to(field: str, name: str) -> str:
-    """Another field of the same configuration, or another option of the same command."""
+    """The field ``name`` in the style of ``field``: of the same configuration section, or an option
+    of the same command."""
     if field.startswith("--"):
         return f"--{name.replace('_', '-')}"
     return f"{field.rpartition('.')[0]}.{name}".lstrip(".")

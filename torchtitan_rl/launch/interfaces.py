@@ -1,11 +1,11 @@
-"""Which of its addresses a machine uses, which ports are free there, and what listens elsewhere.
+"""Chooses addresses and free ports on this machine, and checks whether something listens elsewhere.
 
-torch's process groups listen on all interfaces by default, and in plain text.
-`listen_privately` restricts both what the ranks meet at (a TCP store on rank 0) and what gloo and
-NCCL listen on, for every process group that the process creates, vLLM's own too: ranks on one host
-use its loopback interface, ranks on several hosts the interface that reaches rank 0. The store and
-gloo accept no other user of the machine (`own_user`). Rank 0 listens from the moment that its port
-is known (`take_port`), so that no one else can be found there.
+By default torch's process groups listen on all interfaces, in plain text. `listen_privately`
+restricts the TCP store on rank 0, where the ranks meet, and the sockets of gloo and NCCL, for every
+process group of the process, including vLLM's: ranks on one host use its loopback interface, ranks
+on several hosts use the interface that reaches rank 0. The store and gloo accept no connections of
+other users of the machine (`own_user`). Rank 0 listens on its port as soon as it chooses the port
+(`take_port`), so that no other process can take it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _CONNECT_S = 2.0
 
 
 def listening_host(interface: str, towards: str) -> str:
-    """An address of this node, or the host name that ``interface`` is.
+    """The address on which this node should listen.
 
     Args:
-        interface: an interface (``eth1``), an address or a host name of this node, or "".
-        towards: a host that the address must lead to, where ``interface`` is "".
+        interface: an interface (``eth1``), an address or a host name of this node, or "". A host
+            name is returned unchanged.
+        towards: if ``interface`` is "", the address is the one that reaches this host.
 
     Raises:
-        ConfigError: there is no such interface, or no way to ``towards``.
+        ConfigError: there is no such interface, or ``towards`` cannot be reached.
     """
     if not interface:
         try:
@@ -49,7 +50,7 @@ def listening_host(interface: str, towards: str) -> str:
     if interface in found:
         for family in (socket.AF_INET, socket.AF_INET6):
             for one in found[interface]:
-                if one.family == family and "%" not in one.address:  # link-local ones have a scope
+                if one.family == family and "%" not in one.address:  # "%": a link-local address
                     return str(one.address)
         raise ConfigError(f"launch.interface is {interface!r}: that interface has no address")
     try:
@@ -67,8 +68,8 @@ def listening_host(interface: str, towards: str) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """The name of the interface through which ``host``, an IP address or a name, is reached; empty
-    if it is not known."""
+    """The name of the interface that reaches ``host``, an IP address or a name; empty if
+    unknown."""
     try:
         own = ipaddress.ip_address(_address_towards(host))
     except (OSError, ValueError):
@@ -83,7 +84,7 @@ def interface_towards(host: str) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Where packets to ``host`` leave this machine; none is sent."""
+    """The local address from which packets to ``host`` are sent. Sends no packet."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as route:
         route.connect(address)
@@ -91,21 +92,21 @@ def _address_towards(host: str) -> str:
 
 
 def why_no_connection(address: Address, timeout_s: float = _CONNECT_S) -> Exception | None:
-    """Why no connection can be made there now; None if something listens. Blocks."""
+    """Try to connect to ``address``: the error, or None if something listens. Blocks."""
     try:
         socket.create_connection((address.host, address.port), timeout=timeout_s).close()
-    except (OSError, UnicodeError) as error:  # of a name that cannot be one
+    except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
         return error
     return None
 
 
 def accepts(address: str) -> bool:
-    """Whether something listens there. Blocks."""
+    """Whether something listens at ``address``. Blocks."""
     return why_no_connection(Address.parse(address)) is None
 
 
 def why_not_listen(address: Address) -> str:
-    """What the system says against listening there; empty if nothing does."""
+    """The system's error when listening on ``address``; empty if that works."""
     try:
         family, kind, *_, place = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
@@ -124,11 +125,11 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free port below those that the system gives to connections and to servers that ask for any:
-    until its own process binds it, only one that asks for this very number could take it.
+    """A free port below the system's ephemeral ports, which it assigns by itself. So until the
+    caller binds the port, only a process that asks for exactly this port could take it.
 
     Raises:
-        OSError: there is none.
+        OSError: no port is free.
     """
     candidates = list(range(_LOWEST, first_ephemeral_port()))
     for port in random.SystemRandom().sample(candidates, len(candidates)):
@@ -142,7 +143,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def first_ephemeral_port() -> int:
-    """The lowest port that the system gives out by itself, and at least one above our own range."""
+    """The lowest port that the system assigns by itself, but at least `_LOWEST` + 1."""
     try:
         first = int(_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -152,15 +153,16 @@ def first_ephemeral_port() -> int:
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _BACKLOG = 1024
-_listeners: list[socket.socket] = []  # of rank 0, until its store takes it
-_stores: list[Any] = []  # rank 0's, as long as its process runs
+_listeners: list[socket.socket] = []  # rank 0's listening socket, until its store takes it
+_stores: list[Any] = []  # rank 0's store, which must live as long as the process
 
 
 def take_port(host: str) -> int:
-    """A free port of this address, on which the store of this process, rank 0, will listen.
+    """Take a free port of ``host`` for the store of this process, which is rank 0, and listen on
+    it.
 
     Raises:
-        OSError: ``host`` is no address of this machine.
+        OSError: ``host`` is not an address of this machine.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     _listeners.append(socket.create_server(address[:2], family=family, backlog=_BACKLOG))
@@ -168,12 +170,14 @@ def take_port(host: str) -> int:
 
 
 def listen_privately() -> None:
-    """Call it on each rank, before a process group is created. Where there are several ranks,
-    torchrun's variables are set, and rank 0 has taken the port. Interfaces that the environment
-    names already are kept.
+    """Restrict the addresses on which this process's process groups listen (see the module).
+
+    Call this on each rank before a process group is created. If there are several ranks, torchrun's
+    variables must be set, and rank 0 must have called `take_port`. Interfaces that are already set
+    in the environment are kept.
 
     Raises:
-        OSError: torch's library has changed.
+        OSError: torch's library does not call `accept` as expected.
     """
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     interface = interface_towards(host)
@@ -185,7 +189,7 @@ def listen_privately() -> None:
 
 
 def _torch_library() -> str:
-    """What gloo and the TCP store are in."""
+    """The path of the library with gloo and the TCP store."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None

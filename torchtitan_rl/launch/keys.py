@@ -1,14 +1,15 @@
 """The keys of a run's machines: its own certificate authority, and a certificate and a private key
 for each host.
 
-`create` and `add` write what ``torchtitan-rl keys`` gives: the authority, and a folder to copy to
-each host. `tls_environment` checks a host's folder and gives it to Monarch. Where all hosts read
-the folder that ``torchtitan-rl keys`` wrote, each finds its own in the subfolder of its name.
+`create` and `add` write the files of ``torchtitan-rl keys``: the authority, and a folder for each
+host, to be copied there. `tls_environment` checks a host's folder and passes it to Monarch. If all
+hosts read the whole folder that ``torchtitan-rl keys`` wrote, each uses the subfolder with its own
+name.
 
-A host's certificate has all its names and IP addresses, and is both a server's and a client's: each
-host listens, and connects to the others. Keys are ECDSA on P-256. The private key of the authority
-is in the folder that was written alone. Private keys are readable by their owner only, from their
-first byte on.
+A host's certificate has all its names and IP addresses, and is valid for servers and clients,
+because each host listens and connects to others. Keys are ECDSA on P-256. The private key of the
+authority is only in the written folder itself, not in the hosts' folders. Files of private keys are
+created readable by their owner only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CERTIFICATE = "cert.pem"
 KEY = "key.pem"
 AUTHORITY = "ca.pem"
 AUTHORITY_KEY = "ca-key.pem"
-_CLOCKS_DIFFER = timedelta(days=1)  # between hosts, at most
+_CLOCKS_DIFFER = timedelta(days=1)  # largest difference between the clocks of hosts
 _MAX_COMMON_NAME = 64
 _LEAST_LEFT = timedelta(days=1)
 _MAKE = "make keys with `torchtitan-rl keys`"
@@ -61,7 +62,7 @@ class Identity:
 
 
 def make_authority(*, now: datetime, days: int) -> Identity:
-    """A certificate authority that can make hosts' certificates and nothing else."""
+    """Make a certificate authority that can only sign certificates of hosts."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("torchtitan-rl run")
     end = now + timedelta(days=days)
@@ -70,7 +71,8 @@ def make_authority(*, now: datetime, days: int) -> Identity:
 
 
 def make_host(authority: Identity, names: Sequence[str], *, now: datetime, days: int) -> Identity:
-    """For a host with these names and IP addresses. It does not outlive the authority."""
+    """Make a certificate for a host with these names and IP addresses. It expires no later than the
+    authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = authority.certificate
     end = min(now + timedelta(days=days), issuer.not_valid_after_utc)
@@ -133,7 +135,7 @@ def create(folder: Path, hosts: Sequence[str], *, days: int) -> list[Path]:
     Returns the folders to copy, in order.
 
     Raises:
-        ConfigError: a host is not one, or the folder has something in it, or cannot be written.
+        ConfigError: a host is invalid, or the folder is not empty or cannot be written.
     """
     names = _parse("--hosts", hosts)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -155,7 +157,7 @@ def add(folder: Path, hosts: Sequence[str], *, days: int) -> list[Path]:
     """Make keys for more hosts, by the same authority. Returns the folders to copy.
 
     Raises:
-        ConfigError: a host is not one or has keys, or the folder has no authority.
+        ConfigError: a host is invalid or already has keys, or the folder has no authority.
     """
     names = _parse("--add", hosts)
     for one in names:
@@ -176,13 +178,13 @@ def add(folder: Path, hosts: Sequence[str], *, days: int) -> list[Path]:
 
 
 def valid_until(folder: Path) -> datetime:
-    """The end of a host's certificate."""
+    """The time when the certificate in a host's folder expires."""
     certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
     return certificate.not_valid_after_utc
 
 
 def _parse(option: str, hosts: Sequence[str]) -> list[list[str]]:
-    """The names of each host, which must be addresses without scheme and port."""
+    """Parse the names of each host, which must be addresses without scheme and port."""
     parsed = [host.split(",") for host in hosts]
     for name in (name for names in parsed for name in names):
         try:
@@ -216,15 +218,15 @@ def _write_private(path: Path, content: bytes) -> None:
 def tls_environment(
     keys: Path, *, host: str = "", field: str = "launch.keys", now: datetime | None = None
 ) -> dict[str, str]:
-    """The variables that Monarch reads its keys from; set them before it is imported.
+    """The environment variables that tell Monarch its keys. Set them before Monarch is imported.
 
     Args:
-        host: name or IP address that this process listens on; its certificate must be for it.
-        field: what the messages name, such as ``--keys``.
+        host: name or IP address on which this process listens; the certificate must be for it.
+        field: the option that the messages name, such as ``--keys``.
 
     Raises:
-        ConfigError: a file is missing, readable by others, damaged, expired, not of this authority
-            or not for ``host``; a message for each.
+        ConfigError: a file is missing, readable by others, damaged, expired, signed by another
+            authority or not for ``host``. There is one message for each such file.
     """
     folder = own_folder(keys, host)
     if errors := _file_errors(folder) or _content_errors(folder, host, now or datetime.now(UTC)):
@@ -237,8 +239,8 @@ def tls_environment(
 
 
 def own_folder(keys: Path, host: str) -> Path:
-    """The subfolder of ``keys`` with the name of this host, or of another name that its certificate
-    has; ``keys`` itself if there is none."""
+    """The subfolder of ``keys`` whose name is ``host``, or whose certificate is for ``host``;
+    ``keys`` itself if there is none."""
     own = keys / folder_name(host)
     if host and own.is_dir():
         return own
@@ -247,7 +249,7 @@ def own_folder(keys: Path, host: str) -> Path:
     for path in sorted(keys.glob(f"*/{CERTIFICATE}")):
         try:
             certificate = x509.load_pem_x509_certificate(path.read_bytes())
-        except (OSError, ValueError):  # not this host's, or its own error names it
+        except (OSError, ValueError):  # skip it: if it is this host's, a later check reports it
             continue
         if _covers(certificate, host):
             return path.parent
@@ -255,7 +257,8 @@ def own_folder(keys: Path, host: str) -> Path:
 
 
 def folder_name(host: str) -> str:
-    """``scp`` takes what is before a colon for a machine."""
+    """The folder's name for a host: without colons, because ``scp`` would take the part before a
+    colon as a machine."""
     return host.lower().replace(":", "-")
 
 

@@ -1,20 +1,20 @@
 """One run at a time in a run's folder: `hold_run` holds the folder's lock and its lease.
 
-The *lock* is the kernel's (`flock` on ``run.lock``): it is free the moment its process ends,
-however it ends. What the file says about its holder is for messages only. On storage that several
-hosts share, locks may not reach the other hosts. There the *lease* decides, and only waits where
-the last owner was on another host and did not release it.
+The *lock* is the kernel's (`flock` on ``run.lock``): it becomes free as soon as its process ends,
+in whatever way. The file's text about its holder is only for messages. On storage that several
+hosts share, locks may not be visible to the other hosts. There the *lease* decides. Acquiring it
+takes time only if the last owner was on another host and did not release the lease.
 
-Each owner of the lease adds an *entry* with the next number, a file ``run.lease/000001.json`` that
-is made exclusively; the entry with the highest number owns the folder. An owner changes its entry
-every ``beat_s`` and looks for higher numbers; it acts until ``valid_s`` after it began its last
-look. A contender adds the next number once it has seen the newest entry unchanged for
-``silence_s``, then waits for ``settle_s`` before it acts.
+Each owner of the lease adds an *entry* with the next number, an exclusively created file such as
+``run.lease/000001.json``; the entry with the highest number owns the folder. An owner changes its
+entry every ``beat_s``, and then looks for higher numbers. If it finds none, it may act until
+``valid_s`` after the beginning of this look. A contender adds the next entry after it has seen the
+newest entry unchanged for ``silence_s``; then it waits for ``settle_s`` before it acts.
 
-Invariant: once an owner acts, none with a lower number does. The last look of an earlier owner
-began before the entry was added, so its time is up when the contender has waited. Each host
-measures durations by its own clock, and no two clocks are compared; ``settle_s`` is longer than
-``valid_s`` for clocks that run at different speeds.
+Invariant: once an owner acts, no owner with a lower number acts. The last successful look of an
+earlier owner began before the new entry was added, so after the contender has waited, the earlier
+owner may no longer act. Each host measures durations by its own clock, and clocks are never
+compared. ``settle_s`` is longer than ``valid_s``, because clocks may run at different speeds.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 LEASE_FOLDER = "run.lease"
-_LOCK_ATTEMPTS = 5  # `lock_errors` of another process holds the lock for a moment
+_LOCK_ATTEMPTS = 5  # `lock_errors` in another process may hold the lock for a moment
 _LOCK_PAUSE_S = 0.05
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by some network file systems
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems
 _NAME = re.compile(r"(\d{6,})\.json")
 _POLL_S = 0.5
-_JOIN_S = 5.0  # the storage may be out of reach
-_ENTRY_BYTES = 512  # always, so that a change needs no room
+_JOIN_S = 5.0  # wait no longer for the thread: the storage may be unreachable
+_ENTRY_BYTES = 512  # constant size of an entry, so that changing it needs no disk space
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
 def hold_run(run_dir: Path) -> Iterator[Lease]:
-    """Make the folder and hold its lock and its lease. Processes that are started in between do not
-    hold them.
+    """Make the folder, and hold its lock and its lease while the context is open. Child processes
+    do not inherit them.
 
     Raises:
         ConfigError: another process holds them, or the folder cannot be written to.
@@ -86,8 +86,8 @@ def hold_run(run_dir: Path) -> Iterator[Lease]:
 
 
 def lock_errors(run_dir: Path) -> list[str]:
-    """A message if another process runs in the folder now. Changes nothing; where an owner may be
-    alive on another host, it takes some seconds."""
+    """A message if another process owns the folder now. Changes nothing. If an owner may be alive
+    on another host, this takes some seconds."""
     try:
         file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -106,7 +106,7 @@ def lock_errors(run_dir: Path) -> list[str]:
 
 
 def unwritable(run_dir: Path, error: OSError) -> ConfigError:
-    """A run cannot begin in its folder."""
+    """The error that a run cannot write to its folder."""
     return ConfigError(
         f"output_dir is {run_dir.parent}: {run_dir} cannot be written to ({error.strerror}); make "
         "room, or give another"
@@ -138,7 +138,7 @@ def _holder(run_dir: Path) -> str:
     try:
         about = json.loads((run_dir / LOCK_FILE).read_text())
         return f"process {about['pid']} on {about['host']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it is being written
+    except (OSError, ValueError, KeyError, TypeError):  # the file is just being written
         return "another process"
 
 
@@ -150,7 +150,8 @@ def _in_use(run_dir: Path, holder: str) -> str:
 
 
 def _close_copy(file: int, held: os.stat_result) -> None:
-    """In a forked child, which would keep the lock beyond its parent's end."""
+    """Close the lock file in a forked child, which would otherwise hold the lock after its parent
+    has ended."""
     with suppress(OSError):
         now = os.fstat(file)
         if (now.st_dev, now.st_ino) == (held.st_dev, held.st_ino):
@@ -158,12 +159,12 @@ def _close_copy(file: int, held: os.stat_result) -> None:
 
 
 class RunInUseError(Exception):
-    """Another process owns the folder; the message names it."""
+    """Another process owns the folder. The message names the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTimes:
-    """The same on all hosts."""
+    """The durations of the protocol, in seconds. They must be the same on all hosts."""
 
     beat_s: float = 3.0
     valid_s: float = 12.0
@@ -173,8 +174,8 @@ class LeaseTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """``content`` changes with each beat. ``place`` is the running system and the file system that
-    its owner used: `Contender` can tell that an owner there is dead."""
+    """An entry of the lease. ``content`` changes with each beat. ``place`` identifies the owner's
+    running system and file system, by which `Contender` may know that the owner is dead."""
 
     number: int
     content: bytes
@@ -195,16 +196,16 @@ class Entry:
                 process=f"process {about['pid']} on {about['host']}",
                 is_released=about["released"],
             )
-        except (ValueError, KeyError, TypeError):  # it is being written
+        except (ValueError, KeyError, TypeError):  # the entry is just being written
             return cls(number=number, content=content)
 
 
 class Contender:
-    """Decides when a process may add the next entry. No clocks and no files.
+    """Decides when a process may add the next entry. Uses no clock and no files.
 
     Args:
-        dead_place: entries of this place are of dead owners, because the lock of the kernel there,
-            which ends with its process, is ours. Empty if there is no such lock.
+        dead_place: owners with this place are dead, because this process holds the kernel's lock
+            there, which an owner would hold while alive. Empty without such a lock.
     """
 
     def __init__(self, times: LeaseTimes, *, dead_place: str = "") -> None:
@@ -214,8 +215,8 @@ class Contender:
         self._since_s = 0.0
 
     def see(self, newest: Entry | None, now_s: float) -> float | None:
-        """How long to wait after adding the next entry, in seconds; None: do not add it yet, but
-        look again soon.
+        """How many seconds to wait after adding the next entry. None: do not add it yet, but look
+        again soon.
 
         Raises:
             RunInUseError: ``newest`` has changed, so its owner is alive.
@@ -232,18 +233,19 @@ class Contender:
 
 
 class Ownership:
-    """What the owner of an entry may do. ``is_lost`` is final. No clocks and no files."""
+    """Decides whether the owner of an entry may act. ``is_lost`` is final. Uses no clock and no
+    files."""
 
     def __init__(self, number: int, token: str, times: LeaseTimes) -> None:
         self.number = number
         self.is_lost = False
-        self.successor = ""  # who has taken over, once it is lost; empty: the entry was removed
+        self.successor = ""  # if lost: the new owner's process; empty: the entry was removed
         self._token = token
         self._valid_s = times.valid_s
         self._valid_until_s = float("-inf")
 
     def looked(self, newest: Entry | None, *, began_s: float) -> None:
-        """``newest`` was read after ``began_s``."""
+        """Record a look, which began at ``began_s`` and found ``newest``."""
         if newest is not None and (newest.number, newest.token) == (self.number, self._token):
             self._valid_until_s = began_s + self._valid_s
             return
@@ -252,13 +254,13 @@ class Ownership:
             self.successor = newest.process
 
     def may_act(self, now_s: float) -> bool:
-        """If not, and it is not lost: look first."""
+        """Whether the owner may act. If not, and ownership is not lost, it must look first."""
         return not self.is_lost and now_s < self._valid_until_s
 
 
 class Lease:
-    """Owns a folder from `acquire` to `release`, with a thread that beats. An entry is changed in
-    place, by its owner alone: a full disk does not stop the beats."""
+    """Owns a folder from `acquire` to `release`, with a thread that beats. Only its owner changes
+    an entry, and changes it in place, so that a full disk does not stop the beats."""
 
     def __init__(self, run_dir: Path, times: LeaseTimes = LeaseTimes()) -> None:
         self._times = times
@@ -273,10 +275,11 @@ class Lease:
         self._thread = threading.Thread(target=self._beat_on, name="run lease", daemon=True)
 
     def acquire(self, *, has_kernel_lock: bool) -> None:
-        """Returns at once if no owner can be alive, else after half a minute of silence.
+        """Acquire the lease: at once if no owner can be alive, otherwise after half a minute of
+        silence.
 
         Args:
-            has_kernel_lock: we hold a lock that an owner in the same place would hold.
+            has_kernel_lock: this process holds the lock that an owner in the same place would hold.
 
         Raises:
             RunInUseError: another process owns the folder.
@@ -311,7 +314,7 @@ class Lease:
                     path.unlink()
 
     def require_silence(self, *, has_kernel_lock: bool) -> None:
-        """Look for some seconds whether an owner beats; changes nothing. See `acquire`.
+        """Watch for some seconds whether an owner beats, and change nothing. See `acquire`.
 
         Raises:
             RunInUseError: another process owns the folder.
@@ -322,7 +325,8 @@ class Lease:
                 time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Call it before a write that only an owner may make. Costs nothing while the beats go on.
+        """Check the ownership before a write that only an owner may make. This is fast while the
+        beats go on.
 
         Raises:
             RunTakenOverError: another process owns the folder.
@@ -337,7 +341,8 @@ class Lease:
         self._require_owned()
 
     async def wait_until_lost(self) -> None:
-        """
+        """Wait until the lease is lost.
+
         Raises:
             RunTakenOverError: another process has taken the folder over.
         """
@@ -346,7 +351,7 @@ class Lease:
             self._require_owned()
 
     def release(self) -> None:
-        """End the lease; the next owner need not wait."""
+        """End the lease, so that the next owner need not wait."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
@@ -368,7 +373,7 @@ class Lease:
 
     def _beat_on(self) -> None:
         while not self._own.is_lost and not self._ended.wait(self._times.beat_s):
-            with suppress(OSError):  # `check` raises it, if it lasts
+            with suppress(OSError):  # `check` raises the error if it persists
                 self._look()
 
     def _look(self) -> None:
@@ -378,11 +383,11 @@ class Lease:
             self._own.looked(read_newest(self._folder), began_s=began_s)
             if not self._own.is_lost:
                 self._beats += 1
-                with suppress(OSError):  # the look is what counts; a beat keeps contenders away
+                with suppress(OSError):  # go on to look: only the look extends the ownership
                     self._write()
 
     def _add(self, number: int) -> bool:
-        """Whether the number was free."""
+        """Create the entry with this number; False if the number is taken."""
         path = self._path(number)
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -394,7 +399,7 @@ class Lease:
             self._write()
         except OSError:
             path.unlink()
-            with suppress(OSError):  # other entries are there
+            with suppress(OSError):  # fails if the folder has other entries
                 self._folder.rmdir()
             raise
         return True
@@ -409,9 +414,9 @@ class Lease:
             "released": is_released,
         }
         content = json.dumps(about).encode().ljust(_ENTRY_BYTES - 1) + b"\n"
-        # Closing the file sends it to the server.
+        # Closing the file sends its content to the server of a network file system.
         with open(self._path(self._own.number), "r+b", buffering=0) as file:
-            while content:  # a full disk takes a part first
+            while content:  # a write may be partial
                 content = content[file.write(content) :]
 
     def _path(self, number: int) -> Path:
@@ -426,13 +431,13 @@ def read_newest(folder: Path) -> Entry | None:
     """
     while files := _files(folder):
         number = max(files)
-        with suppress(FileNotFoundError):  # a later owner removed it
+        with suppress(FileNotFoundError):  # a later owner has just removed it
             return Entry.parse(number, files[number].read_bytes())
     return None
 
 
 def now_s() -> float:
-    """Goes on while the machine is suspended."""
+    """The time of a clock that also runs while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -445,17 +450,17 @@ def _files(folder: Path) -> dict[int, Path]:
 
 
 def _refresh(folder: Path) -> None:
-    """Make the next look a fresh one: NFS clients answer from a cache for up to a minute, except
-    after a change of their own."""
+    """Change the folder, so that the next look is fresh: an NFS client may answer from its cache
+    for up to a minute, but not after its own change."""
     path = folder / f".look-{uuid.uuid4().hex}"
-    with suppress(OSError):  # a full disk is a local one, or makes looks slower
+    with suppress(OSError):  # without the change, looks are only slower
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         path.unlink()
 
 
 def _place(run_dir: Path) -> str:
-    """This boot of this machine, and the mounted file system; empty if they are not known. A file
-    system of a container's own (FUSE) has locks of its own too."""
+    """An identifier of this boot of this machine and of the mounted file system; empty if unknown.
+    The file system counts because a container's own mount (FUSE) has separate locks."""
     try:
         parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
         return f"{_BOOT_ID.read_text().strip()} {parent.stat().st_dev}"

@@ -1,17 +1,17 @@
-"""A launcher among the others of its run: what torchrun tells it, and how they meet.
+"""How the launchers of a run meet: `Node` reads torchrun's variables, `Joining` forms a `Round`.
 
 A launcher is the one process that torchrun starts on a node; see `Node`. The launchers meet in
-torchrun's store, which outlives a restart: it still has what earlier launchers wrote, and
-torchrun's restart counts differ between nodes. Therefore each launcher draws a nonce, and rank 0 a
-token for the round:
+torchrun's store. The store survives a restart, so it may have values of earlier launchers, and
+torchrun's restart counts differ between nodes. Therefore each launcher draws a random nonce, and
+rank 0's nonce is the token of the round:
 
 | who | writes | until |
 |---|---|---|
 | every other rank | ``node/R = nonce`` | rank 0's ``round`` has its nonce |
-| rank 0 | ``round = token, {R: nonce}`` of the nonces it sees | all have answered with its token |
+| rank 0 | ``round = token, {R: nonce}``, with all nonces found | all have answered with its token |
 | every other rank | ``joined/R = token`` | |
 
-From then on all keys begin with the token, which no launcher of another round knows:
+From then on all keys begin with the token, which launchers of other rounds do not know:
 ``host/R``, ``address/R``, ``refused/R``, ``failed/R``, ``beat``, ``stop``, ``end``, ``left/R``.
 """
 
@@ -25,8 +25,9 @@ from typing import Protocol
 
 from torchtitan_rl.errors import ConfigError
 
-# The launcher's rank is not that of the processes it starts; with TORCHELASTIC_USE_AGENT_STORE they
-# would wait indefinitely for a store that is not theirs. torchrun sets OMP_NUM_THREADS to 1.
+# Processes that a launcher starts must not inherit these: they have other ranks than the launcher,
+# and with TORCHELASTIC_USE_AGENT_STORE they would wait indefinitely for a store that is not theirs.
+# torchrun sets OMP_NUM_THREADS to 1.
 _TORCHRUN_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -39,7 +40,8 @@ _TORCHRUN_VARIABLES = (
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 RESUME_COMMAND = "TORCHTITAN_RL_RESUME_COMMAND"
-"""In a controller's environment: what continues the run, where its own command would not."""
+"""An environment variable of the controller: the command that resumes the run, if the controller's
+own command would not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +53,14 @@ class Node:
     store_host: str = ""
     store_port: int = 0
     provides_store: bool = False
-    """No torchrun agent has the store: the launcher of rank 0 does."""
+    """Whether the launcher of rank 0 must provide the store, because torchrun's agents do not."""
     restarts: int = 0
     """How often torchrun has started this launcher again."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Node:
-        """
+        """Read torchrun's environment variables.
+
         Raises:
             ConfigError: the variables are incomplete, or there are several launchers on a node.
         """
@@ -94,7 +97,7 @@ class Node:
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of what a launcher starts."""
+    """The environment for processes that a launcher starts."""
     return {
         name: value
         for name, value in environment.items()
@@ -103,7 +106,7 @@ def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def resume_options(words: Sequence[str], *, is_again: bool) -> list[str]:
-    """What is added to the options of a run that torchrun starts ``is_again``."""
+    """The options to add to those of a run; ``is_again``: torchrun starts the run again."""
     return ["--checkpoint.resume"] if is_again and "--checkpoint.resume" not in words else []
 
 
@@ -119,7 +122,7 @@ _PREFIX = "torchtitan_rl"
 
 
 class Store(Protocol):
-    """What is used of torch's ``TCPStore``."""
+    """The methods of torch's ``TCPStore`` that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -142,7 +145,7 @@ class Joining:
         return self._lead() if self.rank == 0 else self._follow()
 
     def missing(self) -> list[int]:
-        """The ranks that it still waits for."""
+        """The ranks for which this launcher still waits."""
         if self.rank:
             return [0]
         return [
@@ -175,7 +178,7 @@ class Joining:
 
 @dataclass(slots=True)
 class Round:
-    """What the launchers tell each other, from the moment that they have met to the run's end."""
+    """Messages between the launchers, after they have met and until the run ends."""
 
     store: Store
     token: str
@@ -189,17 +192,17 @@ class Round:
         return _read(self.store, f"{self.token}/{name}")
 
     def hear_of_nodes(self, name: str) -> list[str | None]:
-        """By rank; None where a node has not said it."""
+        """The values that the nodes have written under ``name``, by rank; None if not written."""
         return [self.hear(f"{name}/{rank}") for rank in range(self.num_nodes)]
 
     def beat(self) -> None:
-        """Rank 0 says that it is alive."""
+        """Tell the other launchers that rank 0 is alive."""
         self._beats += 1
         self.say("beat", self._beats)
 
     def is_repeated(self) -> bool:
-        """For rank 0, once a round: whether an earlier round came as far. torchrun does not count
-        the restarts that follow when a node comes back."""
+        """Whether an earlier round has already called this. Rank 0 calls it once in each round,
+        because torchrun does not count restarts after a node has come back."""
         before = _read(self.store, "started")
         _write(self.store, "started", self.token)
         return before is not None

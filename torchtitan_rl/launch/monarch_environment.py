@@ -1,7 +1,8 @@
-"""What Monarch must find in a process's environment before it is imported there.
+"""Sets the environment variables of Monarch, which must be set before Monarch is imported.
 
-By default it sees the loss of a host after more than a minute. The first four limits belong
-together: a shorter watchdog with Monarch's own polling intervals ends healthy calls.
+By default Monarch notices the loss of a host only after more than a minute. The first four limits
+must be changed together: with a shorter watchdog but Monarch's default polling intervals, healthy
+calls are ended.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from pathlib import Path
 from torchtitan_rl.launch.addresses import Address
 
 _ALWAYS = {
-    "MONARCH_FILE_LOG": "error",  # it has no limit
-    "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "3s",  # until SIGTERM, and then SIGKILL, to one that hangs
+    "MONARCH_FILE_LOG": "error",  # the log file's size has no limit
+    "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "3s",  # before SIGTERM and again before SIGKILL, if it hangs
 }
 _FAST_FAILURES = {
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
@@ -24,18 +25,18 @@ _FAST_FAILURES = {
 
 
 def set_monarch_defaults() -> None:
-    """For every command. What the user has set stays."""
+    """Set the variables that every command needs. Variables that the user has set are kept."""
     for name, value in _ALWAYS.items():
         os.environ.setdefault(name, value)
 
 
 def set_monarch_environment(keys: Path | None, own: Address, *, field: str) -> None:
-    """For several hosts: losses seen within 15 s and, with ``tls://``, keys on all channels. What
-    the user has set stays.
+    """Set the variables for several hosts: losses are noticed within 15 s and, with ``tls://``, all
+    channels use the keys. Variables that the user has set are kept.
 
     Args:
-        own: where this process listens.
-        field: what gives the keys, for messages.
+        own: the address on which this process listens.
+        field: the option that sets ``keys``, for messages.
 
     Raises:
         ConfigError: the keys cannot be used.

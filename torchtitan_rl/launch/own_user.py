@@ -1,22 +1,20 @@
-"""Servers for processes of this user alone: `accept_own_user`.
+"""Keeps other users of the machine away from this process's servers and temporary files.
 
-Every user of a machine can connect to its loopback interface. What listens there in C or C++ and
-asks for no key (gloo, torch's TCP stores, uvloop) gets only the connections that may be.
+`accept_own_user` closes connections of other users. Every user of a machine can connect to its
+loopback interface, where servers in C or C++ listen that ask for no key (gloo, torch's TCP stores,
+uvloop). Invariant: no byte is read from a connection that another user of this machine has opened.
+Connections from other machines are not checked.
 
-Invariant: of a connection that another user of this machine has opened no byte is read. Those from
-other machines are not looked at.
-
-A C function is replaced in what one loaded library calls: `replace_call`. A shared library calls
-the functions of others through a table of its own, its global offset table, which the loader has
-filled in. Another address there changes what this library calls, and nothing else in the process.
-Linux on 64-bit machines, whose format this reads:
+`replace_call` redirects one loaded library's calls of a C function to another function. A shared
+library calls functions of other libraries through its own global offset table, which the loader
+fills in. A changed address in this table affects only the calls of this library. This works on
+64-bit Linux only; it parses the ELF dynamic section described at
 https://refspecs.linuxfoundation.org/elf/gabi4+/ch5.dynamic.html
 
-A temporary folder that no other user of the machine can enter: `use_private_folder`.
-
-torch, vLLM and Monarch put sockets, locks and caches into the temporary folder, some under names
-that others can guess, and open to whom the umask lets. Other users could connect to these, or be
-there first with a link.
+`use_private_folder` makes a temporary folder that other users cannot enter. torch, vLLM and Monarch
+put sockets, locks and caches into the temporary folder, some of them with names that can be guessed
+and with the permissions of the umask. Other users could connect to these sockets, or create a link
+with such a name first.
 """
 
 from __future__ import annotations
@@ -39,34 +37,34 @@ import psutil
 
 from torchtitan_rl.weights.shm_cleanup import FolderGuard
 
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # proc_net_tcp(5), of all users
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # connections of all users, see proc(5)
 _ESTABLISHED = 1
-_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1  # of Linux
+_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1  # constants of Linux
 _ALL_STATES = 0xFFFFFFFF
 _ANY_COOKIE = b"\xff" * 8
 _QUESTION = struct.Struct("=IHHII BBHI 4s 16s 16s I 8s")  # nlmsghdr, inet_diag_req_v2
 _KIND = struct.Struct("=4xH")
 _ERROR = struct.Struct("=16xi")  # nlmsgerr
-_ANSWER = struct.Struct("=17xB62xI")  # of inet_diag_msg: state and user
+_ANSWER = struct.Struct("=17xB62xI")  # state and user in nlmsghdr, inet_diag_msg
 _Size = ctypes.c_uint32
 
 libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def accept_own_user(library: str, *names: str) -> None:
-    """From now on this library, which calls the C functions ``names`` (``accept``, ``accept4``),
-    gets no TCP connection of another user of this machine; each is closed at once.
+    """From now on, close each TCP connection of another user of this machine before ``library`` can
+    accept it. ``names`` are the C functions that the library calls (``accept``, ``accept4``).
 
     Raises:
-        OSError: see `replace_call`.
+        OSError: as `replace_call`.
     """
     for name in names:
         replace_call(library, name, _FUNCTIONS[name])
 
 
 def is_allowed(connection: socket.socket) -> bool:
-    """Whether its other end is a process of this user or on another machine; False where it has
-    been closed."""
+    """Whether the other end is a process of this user, or on another machine. False if the
+    connection has been closed."""
     try:
         own, other = connection.getsockname(), connection.getpeername()
         peer = _ip(other[0])
@@ -74,7 +72,7 @@ def is_allowed(connection: socket.socket) -> bool:
             return True
         try:
             state, user = _ask_kernel(other, own)
-        except OSError:  # a kernel without sock_diag(7), as gVisor
+        except OSError:  # a kernel without sock_diag(7), such as gVisor's
             state, user = _look_up(_entry(other), _entry(own))
         return (state, user) == (_ESTABLISHED, os.geteuid())
     except OSError:
@@ -82,11 +80,11 @@ def is_allowed(connection: socket.socket) -> bool:
 
 
 def _ask_kernel(address: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int, int]:
-    """State and user of the socket with this address that is connected to the other one, by
-    sock_diag(7): at once, however many connections there are.
+    """The state and the user of the socket with this address that is connected to ``other``, by
+    sock_diag(7), whose time does not depend on the number of connections.
 
     Raises:
-        OSError: there is none, or the kernel does not say.
+        OSError: there is no such socket, or the kernel does not support the question.
     """
     ips = _ip(address[0]).packed, _ip(other[0]).packed
     family = socket.AF_INET if len(ips[0]) == 4 else socket.AF_INET6
@@ -105,7 +103,7 @@ def _ask_kernel(address: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int, 
 
 
 def _look_up(own: str, other: str) -> tuple[int, int]:
-    """As `_ask_kernel`, in the tables of all connections."""
+    """Like `_ask_kernel`, but searches the tables of all connections."""
     for table in _TABLES:
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
             fields = line.split()
@@ -129,8 +127,9 @@ def _own_ips() -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
 
 
 def _entry(address: tuple[Any, ...]) -> str:
-    """As in the tables: words of four bytes, in the machine's order. Of a mapped address, which is
-    in either table, the end that both have."""
+    """An address as it is written in the tables: words of four bytes, in the machine's byte order.
+    An IPv4-mapped address may be in either table, so only its IPv4 part is returned, with which the
+    entries of both tables end."""
     packed = _ip(address[0]).packed
     words = (packed[start : start + 4] for start in range(0, len(packed), 4))
     number = "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
@@ -138,8 +137,8 @@ def _entry(address: tuple[Any, ...]) -> str:
 
 
 def _accept4(listener: int, address: int | None, size: int | None, flags: int = 0) -> int:
-    """accept4(2), until a connection is allowed. Where the caller need not wait, it goes on with
-    its other work after one that is not: others could keep it here."""
+    """accept4(2), repeated until a connection is allowed. On a non-blocking socket, return EAGAIN
+    after a connection that is not allowed: otherwise other users could keep the caller here."""
     room = _Size.from_address(size).value if size else 0
     while True:
         pointers = ctypes.c_void_p(address), ctypes.c_void_p(size)
@@ -164,19 +163,19 @@ _FUNCTIONS = {
 
 
 _END_TAG, _STRINGS, _SYMBOLS = 0, 5, 6  # tags of the dynamic section
-_RELOCATIONS = ((7, 8), (23, 2))  # of relocations: address and size
-_NUM_WITHOUT_SYMBOL = 0x6FFFFFF9  # how many at the beginning of the first one have none
+_RELOCATIONS = ((7, 8), (23, 2))  # tags of two tables of relocations: address and size
+_NUM_WITHOUT_SYMBOL = 0x6FFFFFF9  # how many relocations of the first table have no symbol
 _SYMBOL_BYTES = _RELOCATION_BYTES = 24
-_READ_WRITE = 3  # mprotect(2)
+_READ_WRITE = 3  # a protection for mprotect(2)
 _Word = ctypes.c_size_t
 
 
 def replace_call(library: str, name: str, function: Any) -> Callable[[], None]:
-    """Have a library call ``function``, made with `ctypes.CFUNCTYPE`, instead of the C function
-    ``name``; returns what undoes it.
+    """Redirect a library's calls of the C function ``name`` to ``function``, which was made with
+    `ctypes.CFUNCTYPE`. Returns a function that undoes this.
 
     Raises:
-        OSError: there is no such library, it calls no such function, or its table cannot be
+        OSError: the library does not exist or does not call ``name``, or its table cannot be
             written.
     """
     slots = list(_slots(ctypes.CDLL(library), name.encode()))
@@ -188,7 +187,7 @@ def replace_call(library: str, name: str, function: Any) -> Callable[[], None]:
         if libc.mprotect(ctypes.c_void_p(page), _Word(mmap.PAGESIZE), _READ_WRITE) != 0:
             raise OSError(ctypes.get_errno(), f"the calls of {library} cannot be replaced")
         slot.value = ctypes.cast(function, ctypes.c_void_p).value or 0
-    _kept.append(function)  # which native code may call from now on
+    _kept.append(function)  # native code may call it from now on, so it must not be freed
 
     def undo() -> None:
         for slot, address in zip(slots, before, strict=True):
@@ -201,7 +200,7 @@ _kept: list[Any] = []
 
 
 def _slots(library: ctypes.CDLL, name: bytes) -> Iterator[Any]:
-    """The places in the tables of a library that hold the address of a function."""
+    """The entries in a library's tables that have the address of the function ``name``."""
     base, _, section = (_Word * 3).from_address(library._handle)  # glibc's struct link_map
     dynamic = dict(_entries(section))
     for number, (table, size) in enumerate(_RELOCATIONS):
@@ -226,14 +225,14 @@ def _entries(section: int) -> Iterator[tuple[int, int]]:
 
 _VARIABLE = "TORCHTITAN_RL_TMPDIR"
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-_MAX_ROOT = 40  # characters: a socket's path may have 107, and vLLM's names in it have 37
+_MAX_ROOT = 40  # characters: a socket's path may have 107, and vLLM's names in the folder have 37
 
 
 def use_private_folder() -> Path:
-    """Make the temporary folder of this process, and of those that it starts from now on, a private
-    one. It is removed when this process ends. In a process that was started so nothing happens.
+    """Use a private temporary folder in this process, and in processes that it starts from now on.
+    The folder is removed when this process ends. No effect if the process inherited such a folder.
 
-    What torch compiles outlives it, in the user's cache, where there is one.
+    torch's compiled code is kept in the user's cache instead, if the user has a home folder.
     """
     folder = os.environ.get(_VARIABLE, "")
     if not folder or folder != os.environ.get("TMPDIR"):

@@ -1,7 +1,8 @@
 """Scripts that start a run on several hosts, rendered from the files in ``templates``.
 
-Slurm, Kubernetes and SSH start torchrun on each host. Compose starts a worker in each container,
-and the controller in one more. Every option of the run reaches the run unchanged.
+Scripts for Slurm, Kubernetes and SSH start torchrun on each host. A Compose file starts a worker in
+each container, and the controller in a further one. All options of the run are passed to it
+unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _POD_NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
 _PROJECT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _COMPOSE_PORT = 26600
-# What a YAML file may not have as it is, or takes as the end of a line.
+# Characters that YAML forbids or takes as the end of a line.
 _UNPRINTABLE = re.compile(
     "[^\t\n -~\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
 )
@@ -32,13 +33,13 @@ _UNPRINTABLE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run, as all kinds of scripts start it."""
+    """The options of a run that all kinds of scripts need."""
 
     command: str
     """The command line that wrote the script."""
     config: str
     options: tuple[str, ...] = ()
-    """Of the run: what follows CONFIG."""
+    """Options of the run: the words after CONFIG."""
     name: str
     num_hosts: int
     devices: int
@@ -46,7 +47,7 @@ class Job:
     cpus: int
     """Cores that a host needs at most."""
     plan: tuple[str, ...] = ()
-    """Which process is where, as lines."""
+    """Lines that describe where each process runs."""
     keys: str = ""
     """The folder of ``torchtitan-rl keys``; empty: plain TCP."""
     allow_plain_tcp: bool = False
@@ -63,12 +64,13 @@ class Job:
 
     @property
     def pods(self) -> list[str]:
-        """The names of pods in a cluster's DNS and in certificates."""
+        """The names of the pods, in the cluster's DNS and in certificates."""
         return [f"{self.name}-{index}.{self.name}" for index in range(self.num_hosts)]
 
     @property
     def run_options(self) -> tuple[str, ...]:
-        """The options of the run, and those that let the same script continue it; without keys."""
+        """The options of the run, plus options by which the same script resumes the run; without
+        the option for keys."""
         resume = () if "--checkpoint.resume" in self.options else ("--checkpoint.resume",)
         plain = ("--launch.allow-plain-tcp",) if self.allow_plain_tcp else ()
         return (*self.options, *resume, *plain)
@@ -238,25 +240,26 @@ def _render(template: str, job: Job, options: object, **more: object) -> str:
 
 
 def _comment(text: str) -> str:
-    """Comment lines, also where an option has line breaks, or characters that YAML forbids."""
+    """Make comment lines of a text that may have line breaks, or characters that YAML forbids."""
     lines = (f"# {_UNPRINTABLE.sub(_escaped, line)}".rstrip() for line in text.splitlines())
     return "".join(f"{line}\n" for line in lines)
 
 
 def _shell_path(path: str) -> str:
-    """A shell word; ``~`` is the home of the user who runs the script."""
+    """Quote a path as a shell word; a leading ``~`` is the home of the user who runs the script."""
     if path == "~" or path.startswith("~/"):
         return f'"$HOME"{shlex.quote(path[1:]) if path[1:] else ""}'
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 def _yaml(value: object) -> str:
-    """A YAML scalar or list on one line: JSON is YAML, but for some characters."""
+    """Write a scalar or a list as YAML on one line: as JSON, with some characters escaped."""
     return _UNPRINTABLE.sub(_escaped, json.dumps(value, ensure_ascii=False))
 
 
 def _pod_argument(command: str, indent: int) -> str:
-    """An element of a YAML list. Kubernetes replaces ``$(NAME)``, and ``$$`` by ``$``."""
+    """Write an element of a YAML list, with ``$`` escaped: Kubernetes replaces ``$(NAME)``, and
+    ``$$`` by ``$``."""
     command = re.sub(r"\$(?=[$(])", "$$", command)
     if _UNPRINTABLE.search(command):
         return _yaml(command)
@@ -264,12 +267,12 @@ def _pod_argument(command: str, indent: int) -> str:
 
 
 def _compose(value: object) -> str:
-    """As `_yaml`. Compose replaces ``$NAME``, and ``$$`` by ``$``."""
+    """Like `_yaml`, with ``$`` escaped: Compose replaces ``$NAME``, and ``$$`` by ``$``."""
     return _yaml(value).replace("$", "$$")
 
 
 def _relative(path: str) -> str:
-    """A path that Compose does not take for the name of a volume."""
+    """Write a path so that Compose does not take it as the name of a volume."""
     return path if path.startswith((".", "/", "~")) else f"./{path}"
 
 

@@ -1,29 +1,30 @@
-"""A machine's worker: `WorkerSupervisor` runs one *life* of it, a process with all its descendants,
-for each run that uses the machine.
+"""A machine's worker: `WorkerSupervisor` runs one *life* for each run that uses the machine. A life
+is a process with all its descendants.
 
-A life ends when its run has ended, when it is given up (see `Patience`), when the process ends by
-itself, or when the worker is told to stop. Then every process that it started is killed, and the
-next life begins.
+A life ends when its run has ended, when it is given up (see `Patience`), when its process ends by
+itself, or when the worker is stopped. Then every process of the life is killed, and the next life
+begins.
 
-Neither a controller nor the processes of its run can connect to an address again that they lost
-(Monarch 0.7). So the life after one that did not end with its run has the next of the worker's
-addresses: same host, next port, the first one after the last (`life_addresses`). A file keeps which
-one that is for a worker that is started again. The controller finds the address by trying all of
-them (`listening`), and `Attempts` decides where and when it attaches.
+After a controller or a process of its run has lost the connection to an address, it cannot connect
+to this address again (Monarch 0.7). So after a life that did not end with its run, the next life
+has the next of the worker's addresses: same host, next port, and after the last port the first
+(`life_addresses`). A file remembers the next address in case the worker is started again. The
+controller tries all addresses (`listening`), and `Attempts` decides where and when to attach.
 
-A run's machines and its controller notice the loss of each other by their silence (`Heartbeat`):
+A run's machines and its controller notice each other's loss by silence (`Heartbeat`):
 
 | who | hears nothing for | then |
 |---|---|---|
-| controller | ``HOST_LOST_S`` | it gives the host's replicas up; a trainer there ends the run |
+| controller | ``HOST_LOST_S`` | gives up the host's replicas; if a trainer was there, the run ends |
 | host | ``CONTROLLER_LOST_S`` | the processes of the run on this host are ended |
 
-Beats come every ``BEAT_S``. A controller that stands still for 10 to 20 s (a garbage collection, a
-suspended laptop) loses nothing, and a killed one leaves nothing behind after a minute.
+Beats are sent every ``BEAT_S``. If a controller is stopped for 10 to 20 s (a garbage collection, a
+suspended laptop), nothing is lost. A minute after a controller is killed, all its processes have
+ended.
 
-Invariants: two lives never overlap, and nothing of a life outlives it, except for a process that
-the kernel does not end (state D), which the worker names. Time in which a listener itself stood
-still does not count as the other's silence.
+Invariants: two lives never overlap. No process of a life outlives the life, except a process that
+the kernel cannot end (state D), which the worker reports. Time in which a listener itself was
+stopped does not count as silence.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ from torchtitan_rl.weights.shm_cleanup import GUARD_NAME, remove_leftovers
 BEAT_S = 2.0
 HOST_LOST_S = 12.0
 CONTROLLER_LOST_S = 40.0
-_MAX_GAP_S = 2 * BEAT_S  # between two looks; what is longer is the listener's own stop
+_MAX_GAP_S = 2 * BEAT_S  # between two looks; in a longer gap the listener itself was stopped
 
 
 class Heartbeat:
-    """How long nothing was heard, for a listener that looks every few seconds or more often."""
+    """Measures how long nothing was heard, for a listener that looks at least every few seconds."""
 
     def __init__(self, now_s: float) -> None:
         self._seen_s = now_s
@@ -66,7 +67,7 @@ class Heartbeat:
         self.silent_s = 0.0
 
     def look(self, now_s: float, sign: object) -> float:
-        """Seconds since ``sign`` has changed, as far as this listener was running."""
+        """Seconds since ``sign`` last changed, without time in which this listener was stopped."""
         self.silent_s += min(now_s - self._seen_s, _MAX_GAP_S)
         self._seen_s = now_s
         if sign != self._sign:
@@ -75,7 +76,8 @@ class Heartbeat:
 
 
 NEXT_LIFE_S = CONTROLLER_LOST_S + 10.0
-"""Until a worker that was lost listens on its next address; before, the old one is not tried."""
+"""After this time a lost worker listens on its next address. Until then, the address at which it
+was lost is not tried."""
 _PAUSE_S = 30.0
 _MAX_PAUSE_S = 480.0
 
@@ -83,21 +85,21 @@ _MAX_PAUSE_S = 480.0
 @dataclass(slots=True)
 class _Tried:
     not_before_s: float
-    num_failures: int = 0  # in a row
+    num_failures: int = 0  # consecutive failures
 
 
 class Attempts:
-    """Where and when one host is attached again, from its first loss to the end of the run.
+    """Decides where and when to attach one host again, from its first loss to the end of the run.
 
-    An address that was not used before is tried at once. One that was used is tried again, too,
-    because a long run may use all of them. After an attempt that failed there are pauses.
+    An unused address is tried at once. Used addresses are tried again, too, because a long run may
+    have used all of them. After a failed attempt the address is not tried for some time.
     """
 
     def __init__(self) -> None:
         self._tried: dict[str, _Tried] = {}
 
     def choose(self, now_s: float, listening: Sequence[str]) -> str | None:
-        """Which of these addresses is to be tried now: unused ones first."""
+        """The address to try now, unused ones first; None if no address is due."""
         for address in listening:
             if address not in self._tried:
                 return address
@@ -105,11 +107,12 @@ class Attempts:
         return min(due, key=lambda one: self._tried[one].not_before_s, default=None)
 
     def note_loss(self, now_s: float, address: str) -> None:
-        """The host, which was attached there, is lost."""
+        """Record that the host, which was attached at ``address``, is lost."""
         self._tried[address] = _Tried(now_s + NEXT_LIFE_S)
 
     def note_failure(self, now_s: float, address: str) -> float:
-        """It was not attached there. Returns for how many seconds it is not tried there again."""
+        """Record that attaching at ``address`` failed. Returns the number of seconds until it is
+        tried again."""
         tried = self._tried.setdefault(address, _Tried(now_s))
         pause_s = min(_PAUSE_S * 2.0 ** min(tried.num_failures, 8), _MAX_PAUSE_S)
         tried.num_failures += 1
@@ -119,11 +122,11 @@ class Attempts:
 
 UNUSED_S = 60.0
 _MAX_UNUSED_S = 300.0
-_ATTACHING_S = 60.0  # longer than any attempt of a controller
+_ATTACHING_S = 60.0  # longer than any attempt of a controller to attach
 
 
 def unused_limit_s(num_unused: int, first_s: float = UNUSED_S) -> float:
-    """How long a life that a lost run may look for waits, after so many that waited in vain.
+    """How long a life waits for a lost run, after ``num_unused`` lives that waited in vain.
 
     >>> [unused_limit_s(number) for number in range(5)]
     [60.0, 120.0, 240.0, 300.0, 300.0]
@@ -132,19 +135,19 @@ def unused_limit_s(num_unused: int, first_s: float = UNUSED_S) -> float:
 
 
 class Patience:
-    """When a life is given up; its worker looks every half second.
+    """Decides when a life is given up; its worker checks every half second.
 
     | the life | is given up after |
     |---|---|
-    | its controller was heard | 40 s without another beat |
-    | not yet, and the run that was lost before may look for it | 1 minute; 2, 4, 5, 5... in a row |
-    | not yet, and there is no such run | - |
+    | has heard its controller | 40 s without another beat |
+    | has not, and a run that lost this host may look for it | 1 minute; then 2, 4, 5, 5... minutes |
+    | has not, and there is no such run | never |
 
-    The second row is for the controller that looks for this host and could not attach it here: it
-    may not be able to try again at the same address. A life that is being attached gets a minute
-    more.
+    The second row is for a controller that looks for this host but could not attach to this life:
+    it may be unable to try the same address again. A life that is just being attached gets another
+    minute.
 
-    ``unused_s`` is how long it waits for its first beat; None: for as long as it takes.
+    ``unused_s`` is how long the life waits for its first beat; None: without a limit.
     """
 
     def __init__(
@@ -155,11 +158,11 @@ class Patience:
         self._silence_s = silence_s
 
     def look(self, now_s: float, heard: str, is_contacted: Callable[[], bool]) -> str:
-        """Why the life is given up now; empty where it is not.
+        """The reason why the life is given up now; empty if it is not.
 
         Args:
-            heard: differs for each beat of the controller; empty before the first.
-            is_contacted: whether anything has a connection to this life.
+            heard: a text that differs for each beat of the controller; empty before the first.
+            is_contacted: returns whether this life has an incoming connection.
         """
         silent_s = self._silence.look(now_s, heard)
         if heard:
@@ -173,24 +176,25 @@ class Patience:
 
 
 NUM_LIFE_PORTS = 100
-"""How many ports a worker may use, from the one of its address on: as many as a run can lose it."""
-ADDRESS_VARIABLE = "TORCHTITAN_RL_WORKER"  # the address that the worker was given
-MEMORY_VARIABLE = "TORCHTITAN_RL_WORKER_MEMORY"  # the file where a worker notes its next port
+"""Number of ports that a worker may use, from the port of its address on. A run that has lost the
+worker as often cannot attach to it again."""
+ADDRESS_VARIABLE = "TORCHTITAN_RL_WORKER"  # the worker's own address
+MEMORY_VARIABLE = "TORCHTITAN_RL_WORKER_MEMORY"  # the file with a worker's next port
 
 _SIGN_VARIABLE = "TORCHTITAN_RL_WORKER_SIGN"
 _ENDED, _MOVED = "ended", "moved"
 _LOOK_S = 0.5
-_GUARD_S = 5.0  # for published weights to be removed
-_END_S = 30.0  # for killed processes to end
+_GUARD_S = 5.0  # time for removing published weights
+_END_S = 30.0  # time for killed processes to end
 _QUICK_S = 5.0  # a life that ends sooner did not listen
-_MAX_FAILURES = 16  # of such lives in a row
+_MAX_FAILURES = 16  # limit of consecutive lives that did not listen
 
-_TRY_S = 2.0  # to connect
-_NUM_TRIES = 32  # at once
+_TRY_S = 2.0  # time for connecting
+_NUM_TRIES = 32  # number of concurrent attempts to connect
 
 
 def life_addresses(address: str, num_ports: int = NUM_LIFE_PORTS) -> tuple[str, ...]:
-    """Where a worker of ``address`` may listen: this port and those that follow it.
+    """The addresses on which a worker of ``address`` may listen: its port and the following ones.
 
     >>> life_addresses("tcp://10.0.0.2:26600")[:2]
     ('tcp://10.0.0.2:26600', 'tcp://10.0.0.2:26601')
@@ -201,7 +205,7 @@ def life_addresses(address: str, num_ports: int = NUM_LIFE_PORTS) -> tuple[str, 
 
 
 def listening(address: str) -> list[str]:
-    """Those of a worker's addresses that accept a connection now, in their order. Blocks."""
+    """The addresses of a worker that accept a connection now, in their order. Blocks."""
     addresses = life_addresses(address)
     ips = _ips(address)
     with ThreadPoolExecutor(_NUM_TRIES, thread_name_prefix="worker") as pool:
@@ -210,8 +214,8 @@ def listening(address: str) -> list[str]:
 
 
 def find_lives(workers: Sequence[str]) -> dict[str, str]:
-    """Where each of these workers, by its own address, is to be attached: its own address, or the
-    first of those that follow it where that alone listens. Blocks."""
+    """The address at which to attach each worker, by the worker's own address: the first of its
+    addresses that accepts a connection, or its own address if none does. Blocks."""
     if not workers:
         return {}
     with ThreadPoolExecutor(min(16, len(workers)), thread_name_prefix="workers") as pool:
@@ -220,7 +224,7 @@ def find_lives(workers: Sequence[str]) -> dict[str, str]:
 
 
 def _ips(address: str) -> list[str]:
-    """Of its host; empty where the name is not known."""
+    """The IP addresses of an address's host; empty if the name is unknown."""
     try:
         found = socket.getaddrinfo(Address.parse(address).host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -237,7 +241,7 @@ def _accepts(ips: Sequence[str], address: str) -> bool:
 
 
 def claim_life() -> bool:
-    """Take this life for the run of the caller; False where another run has it."""
+    """Take this life for the caller's run; False if another run has taken it."""
     path = os.environ.get(_SIGN_VARIABLE)
     if path is None:
         return True
@@ -249,17 +253,19 @@ def claim_life() -> bool:
 
 
 def note_beat() -> None:
-    """The controller was heard. For the processes of a life; elsewhere nothing happens."""
+    """Tell the worker that the controller was heard. No effect outside of a life."""
     _sign(f"{time.monotonic_ns()}")
 
 
 def note_run_end() -> None:
-    """The run has ended: this life, with the process that calls this, may end."""
+    """Tell the worker that the run has ended, so that it ends this life, with the calling
+    process."""
     _sign(_ENDED)
 
 
 def note_move() -> None:
-    """Whoever has this life wants the next one, which it can attach: this one may end."""
+    """Tell the worker to end this life and begin the next one, because the run that has taken this
+    life can only attach to the next one."""
     _sign(_MOVED)
 
 
@@ -274,15 +280,15 @@ class _End(Enum):
     """How a life ended."""
 
     RUN_ENDED = auto()
-    LOST = auto()  # its controller, or the process while it had one; or see `note_move`
-    UNUSED = auto()  # no controller came
-    FAILED = auto()  # the process ended before one came
+    LOST = auto()  # the controller was lost, the process ended during a run, or `note_move`
+    UNUSED = auto()  # no controller attached
+    FAILED = auto()  # the process ended before a controller attached
 
 
 class WorkerSupervisor:
-    """Runs ``command(address)`` again and again until `stop`.
+    """Runs one life after another, by ``command(address)``, until `stop`.
 
-    ``memory`` is the file that outlives the worker; ``say`` gets a line for each life's end.
+    ``memory`` is the file that remembers the next address; ``say`` gets a line at each life's end.
     """
 
     def __init__(
@@ -305,19 +311,19 @@ class WorkerSupervisor:
         self._unused_s = unused_s
         self._end_s = end_s
         self._stopped = threading.Event()
-        self._others: Sequence[psutil.Process] = ()  # children that no life has started
+        self._others: Sequence[psutil.Process] = ()  # children that do not belong to a life
 
     def stop(self, *_: Any) -> None:
-        """End the life that runs, and begin no other; also as a signal handler."""
+        """End the current life, and begin no other. May be used as a signal handler."""
         self._stopped.set()
 
     def run(self) -> int:
-        """All lives; returns 0 once stopped, 1 where no address can be listened on."""
+        """Run all lives. Returns 0 after `stop`, and 1 if a life cannot listen on any address."""
         adopt_orphans()
         self._others = psutil.Process().children()
         remembered = self._remembered()
         index, num_failures = remembered or 0, 0
-        num_unused = None if remembered is None else 0  # since a run was lost that may look for it
+        num_unused = None if remembered is None else 0  # unused lives since a run lost this host
         while not self._stopped.is_set():
             started_s = time.monotonic()
             end = self._live(index, num_unused)
@@ -342,14 +348,15 @@ class WorkerSupervisor:
         return (index + 1) % len(self._addresses)
 
     def _remembered(self) -> int | None:
-        """Where the first life begins; None if the last one ended with its run or had none."""
+        """The index of the first life's address, from the file of an earlier worker; None if its
+        last life ended with its run or had no run."""
         try:
             return int(self._memory.read_text()) % len(self._addresses)
         except (OSError, ValueError):
             return None
 
     def _remember(self, index: int | None) -> None:
-        with contextlib.suppress(OSError):  # then the next worker begins at 0
+        with contextlib.suppress(OSError):  # without the file the next worker begins at index 0
             if index is None:
                 self._memory.unlink(missing_ok=True)
                 return
@@ -357,8 +364,8 @@ class WorkerSupervisor:
             self._memory.write_text(str(index))
 
     def _live(self, index: int, num_unused: int | None) -> _End:
-        """One life, after so many that the controller of a lost run did not use; None where no run
-        was lost."""
+        """Run one life. ``num_unused`` is the number of unused lives since a run lost this host;
+        None if no run has lost it."""
         address = self._addresses[index]
         with _sign_file() as sign:
             environment = {
@@ -401,7 +408,7 @@ class WorkerSupervisor:
     def _watch(
         self, process: subprocess.Popen[bytes], sign: Path, index: int, patience: Patience
     ) -> str:
-        """Why this life is over; empty where the worker was stopped."""
+        """Wait for the end of a life, and return its reason; empty if the worker was stopped."""
         has_run = False
         port = Address.parse(self._addresses[index]).port
         while not self._stopped.wait(_LOOK_S):
@@ -425,7 +432,7 @@ class WorkerSupervisor:
 
 
 def _is_contacted(pid: int, port: int) -> bool:
-    """Whether this process has a connection that came in at its port."""
+    """Whether a process has an incoming connection at this port."""
     with contextlib.suppress(psutil.Error):
         return any(
             one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED
@@ -435,7 +442,8 @@ def _is_contacted(pid: int, port: int) -> bool:
 
 
 def _is_guard(process: psutil.Process, age_s: float) -> bool:
-    """The guards of published weights end by themselves once they have removed them."""
+    """Whether a process is a guard of published weights, which ends by itself after removing
+    them."""
     return age_s < _GUARD_S and GUARD_NAME in process.cmdline()
 
 
@@ -449,7 +457,8 @@ def _sign_file() -> Iterator[Path]:
 
 @contextmanager
 def stopped_by_signals(lives: WorkerSupervisor) -> Iterator[list[int]]:
-    """SIGINT and SIGTERM stop ``lives``; yields the list of those that came."""
+    """While the context is open, SIGINT and SIGTERM stop ``lives``. Yields the list of received
+    signals."""
     received: list[int] = []
 
     def on_signal(number: int, frame: Any) -> None:
