@@ -15,7 +15,7 @@ A run's machines and its controller notice each other's loss by silence (`Heartb
 
 | who | hears nothing for | then |
 |---|---|---|
-| controller | ``HOST_LOST_S`` | gives up the host's replicas; if a trainer was there, the run ends |
+| controller | ``HOST_LOST_S`` | the host's replicas are given up; with a trainer there the run ends |
 | host | ``CONTROLLER_LOST_S`` | the processes of the run on this host are ended |
 
 Beats are sent every ``BEAT_S``. If a controller is stopped for 10 to 20 s (a garbage collection, a
@@ -140,7 +140,7 @@ class Patience:
     | the life | is given up after |
     |---|---|
     | has heard its controller | 40 s without another beat |
-    | has not, and a run that lost this host may look for it | 1 minute; then 2, 4, 5, 5... minutes |
+    | has not, and a run that lost this host may look for it | 1 minute, then 2, 4, 5, 5, ... |
     | has not, and there is no such run | never |
 
     The second row is for a controller that looks for this host but could not attach to this life:
