@@ -15,7 +15,7 @@ A run's machines and its controller notice each other's loss by silence (`Heartb
 
 | who | hears nothing for | then |
 |---|---|---|
-| controller | ``HOST_LOST_S`` | the host's replicas are lost; if a trainer was there, the run ends |
+| controller | ``HOST_LOST_S`` | the host's replicas are lost; a lost trainer ends the run |
 | host | ``CONTROLLER_LOST_S`` | the processes of the run on this host are ended |
 
 Beats are sent every ``BEAT_S``. If a controller is stopped for 10 to 20 s (a garbage collection, a
