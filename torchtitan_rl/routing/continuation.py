@@ -1,14 +1,17 @@
-"""A completion that was sampled in pieces: what is still to be sampled, and the pieces as one.
+"""Handles completions that are sampled in pieces: builds the request for the rest, and joins the
+pieces.
 
-Pure. The tokens so far become part of the prompt, as token ids, never as text; no argument is
-changed. ``num_resumed`` tells the engine which of them were sampled: stop strings, penalties,
-minimum lengths and grammars continue as without the interruption, and a piece that ended by a stop
-is the last. A greedy continuation equals the uninterrupted run. A seeded one differs from it,
-because its random generator starts again from `continued_seed`, but is itself reproducible.
+Pure. The tokens so far become part of the prompt, as token ids, never as text. ``num_resumed`` says
+how many tokens at the prompt's end were sampled, so that stop strings, penalties, minimum lengths
+and grammars continue as without the interruption. A piece that ended by a stop is the last. A
+greedy continuation equals the uninterrupted run. A seeded continuation differs from the
+uninterrupted run, because its random generator starts again from `continued_seed`, but it is
+reproducible.
 
-`PartialTokens` has the tokens of one request while it is completed in pieces, and reports them to
-its caller. Invariants: the partial completion never shrinks; the tokens reported to the caller are
-its beginning, each reported once and in order; a reported token is never lost with a replica.
+`PartialTokens` has the tokens of a request that is being completed in pieces, and reports them to
+the request's caller. Invariants: the partial completion never shrinks; the tokens reported to the
+caller are its beginning, each reported once and in order; a reported token is never lost with a
+replica.
 """
 
 from __future__ import annotations
@@ -39,10 +42,10 @@ from torchtitan_rl.types import (
 def check_resumable(request: GenerationRequest) -> None:
     """Refuse a ``resume_from`` that cannot be the beginning of this request's completion.
 
-    The replica checks that prompt and tokens fit into the context, as for any prompt.
+    The replica checks that the prompt and the tokens fit into the context, as for any prompt.
 
     Raises:
-        InvalidRequestError: ``resume_from`` does not fit; the message has the numbers.
+        InvalidRequestError: ``resume_from`` does not fit. The message has the numbers.
     """
     so_far = request.resume_from
     if so_far is None:
@@ -76,10 +79,10 @@ def check_resumable(request: GenerationRequest) -> None:
 def remaining_request(
     request: GenerationRequest, so_far: Completion | None, *, attempt: int = 0
 ) -> GenerationRequest | None:
-    """The request for the tokens after ``so_far``; None if no token is left to sample.
+    """Build the request for the tokens after ``so_far``; None if no token is left to sample.
 
-    ``attempt`` counts the earlier pieces; each has an id of its own on the engine. Nothing is left
-    once a piece ended by itself or the budget is used up.
+    ``attempt`` is the number of earlier pieces; each piece has its own id on the engine. No token
+    is left if a piece ended by itself, or if the budget is used up.
     """
     request_id = f"{request.request_id}#{attempt}" if attempt else request.request_id
     tokens = so_far.token_ids if so_far is not None else ()
@@ -106,7 +109,8 @@ def remaining_request(
 
 
 def continued_seed(seed: int, tokens: Sequence[int]) -> int:
-    """A seed from 0 to 2**63 - 1, the same on every machine for the same ``(seed, tokens)``."""
+    """Derive a seed from 0 to 2**63 - 1, the same on every machine for the same ``(seed,
+    tokens)``."""
     digest = hashlib.blake2b(digest_size=8)
     for value in (seed, *tokens):
         digest.update(value.to_bytes(8, "little", signed=value < 0))
@@ -114,7 +118,7 @@ def continued_seed(seed: int, tokens: Sequence[int]) -> int:
 
 
 def reported(request_id: str, progress: Sequence[Progress]) -> Completion:
-    """The tokens of consecutive progress reports, as a completion that was aborted after them."""
+    """Join consecutive progress reports to a completion that ends with ABORT."""
     kept = [kept for one in progress for kept in kept_of_each(one.kept_tokens, len(one.token_ids))]
     return Completion(
         request_id=request_id,
@@ -128,9 +132,10 @@ def reported(request_id: str, progress: Sequence[Progress]) -> Completion:
 
 
 def join(request_id: str, pieces: Sequence[Completion]) -> Completion:
-    """The pieces in order as one completion; finish reason and replica are the last one's.
+    """Join the pieces, in order, to one completion with the finish reason and replica of the last
+    piece.
 
-    No piece at all is a completion without tokens, ended by an abort.
+    Without pieces, the result is a completion without tokens that ends with ABORT.
     """
     joined = Completion(
         request_id=request_id,
@@ -145,7 +150,7 @@ def join(request_id: str, pieces: Sequence[Completion]) -> Completion:
 
 
 def used_up(so_far: Completion) -> Completion:
-    """``so_far`` as the end of its request, of which `remaining_request` left nothing."""
+    """Return the final completion of a request for which `remaining_request` returned None."""
     if so_far.finish_reason is not FinishReason.ABORT:
         return so_far
     return replace(so_far, finish_reason=FinishReason.LENGTH)
@@ -170,8 +175,8 @@ def _append(joined: Completion, piece: Completion) -> Completion:
 
 
 def _append_metrics(joined: Completion, piece: Completion) -> CompletionMetrics | None:
-    """Adds up the times on replicas, without the time between two pieces. A later piece's wait for
-    its first token counts as decoding."""
+    """Add up the times on replicas, without the time between two pieces. The wait of a later piece
+    for its first token counts as decoding."""
     first, second = joined.metrics, piece.metrics
     if first is None or second is None:
         return second or first
@@ -192,14 +197,15 @@ def _append_metrics(joined: Completion, piece: Completion) -> CompletionMetrics 
 
 
 class PartialTokens:
-    """``on_progress`` gets the tokens after those of ``resume_from``."""
+    """The tokens of one request so far. ``on_progress`` is called with the tokens after those of
+    ``resume_from``."""
 
     def __init__(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> None:
         self._request_id = request.request_id
         self._on_progress = on_progress
         self._ended = join(self._request_id, [request.resume_from] if request.resume_from else [])
         self._num_reported = self._num_resumed = len(self._ended.token_ids)
-        self.piece_id: str | None = None  # of the running piece, on its engine
+        self.piece_id: str | None = None  # the running piece's id on its engine
         self._piece: list[Progress] = []
 
     @property
@@ -208,24 +214,24 @@ class PartialTokens:
 
     @property
     def ended(self) -> Completion:
-        """All pieces that have ended."""
+        """The completion of all pieces that have ended."""
         return self._ended
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of all pieces that have ended."""
+        """Number of tokens in all pieces that have ended, without ``resume_from``."""
         return len(self._ended.token_ids) - self._num_resumed
 
     @property
     def partial(self) -> Completion:
-        """`ended`, and the reported tokens of the running piece."""
+        """The completion of all ended pieces and of the running piece's reported tokens."""
         if not self._piece:
             return self._ended
         piece = reported(self._request_id, self._piece)
         return join(self._request_id, [self._ended, piece])
 
     def start_piece(self, piece_id: str) -> None:
-        """Begin a piece; tokens of earlier ones that were not reported are reported first."""
+        """Begin a piece. Unreported tokens of earlier pieces are reported first."""
         self.piece_id = piece_id
         start, ended = self._num_reported, self._ended
         if start < len(ended.token_ids):
@@ -240,7 +246,7 @@ class PartialTokens:
             self._report(unreported)
 
     def add_progress(self, progress: Progress) -> None:
-        """Take the running piece's progress; that of any other piece is ignored."""
+        """Add the running piece's progress. Progress of any other piece is ignored."""
         if progress.request_id != self.piece_id:
             return
         self._piece.append(progress)
@@ -253,13 +259,14 @@ class PartialTokens:
         self.piece_id, self._piece = None, []
 
     def lose_piece(self) -> int:
-        """End the piece of a lost replica, keeping its reported tokens; returns their number."""
+        """End the piece of a lost replica, and keep its reported tokens. Returns their number."""
         num_before = len(self._ended.token_ids)
         self.end_piece(reported(self._request_id, self._piece))
         return len(self._ended.token_ids) - num_before
 
     def _report(self, progress: Progress) -> None:
-        """Report the next tokens; a caller that follows them has no use for the kept tokens."""
+        """Report the next tokens, without ``kept_tokens``, which callers that follow progress do
+        not use."""
         if self._on_progress is None:
             return
         start = self._num_reported

@@ -1,13 +1,15 @@
-"""Stops replicas between two steps, puts them to sleep, resumes them, and pins them: a pinned
-replica is kept at one version, so that evaluation can run alongside training.
+"""Pauses, resumes and pins replicas, and puts them to sleep. A paused replica stops between two
+steps. A pinned replica is kept at one version, so that evaluation can run alongside training.
 
 Invariants
-- From the start of a pause a replica that it stops gets no request, and one that it leaves to a pin
-  gets only those of its pin. Requests in transit to a stopped one queue in the replica's inbox.
-- A replica that does not stop, or does not resume, is dead.
-- No weights are swapped while a replica falls asleep or sleeps, and it holds none when it wakes up.
-- While a pin lasts its replica holds exactly ``version``; at its end, normal or not, the replica
-  follows the newest weights at once. A replica has at most one pin at a time.
+- From the start of a pause, a stopped replica gets no request, and a pinned replica that the pause
+  leaves running gets only the requests of its pin. Requests that are already on the way to a
+  stopped replica queue in its inbox.
+- A replica that does not stop or resume in time is marked dead.
+- No weights are swapped while a replica falls asleep or sleeps. After the wake-up it has no
+  weights.
+- During a pin, the replica holds exactly the pin's ``version``. When the pin ends, normally or not,
+  the replica pulls the newest weights at once. A replica has at most one pin at a time.
 """
 
 from __future__ import annotations
@@ -28,20 +30,22 @@ _RESUME_TIMEOUT_S = 60.0
 _WAIT_GRACE_S = 60.0
 
 Cut = Callable[[ReplicaState], Awaitable[None]]
-"""Takes all requests but those of its pin from a replica; they continue when they can."""
+"""Ends the pieces of all requests on a replica, except those of its pin. The requests continue
+later or elsewhere."""
 
 
 async def pause_replicas(
     pool: ReplicaPool, mode: PauseMode, *, pinned: bool, cut: Cut, timeout_s: float
 ) -> None:
-    """See `GeneratorRouter.pause`; ``timeout_s`` limits a ``wait``, and all others generously."""
+    """See `GeneratorRouter.pause`. ``timeout_s`` limits each replica's pause; ``wait`` gets a
+    minute more."""
     if not pinned and mode != "abort":
         raise ValueError(f"a pause by {mode} stops pinned replicas, too: only an abort can not")
     pool.spares_pins = not pinned
     spared = [] if pinned else [state for state in pool.live() if state.is_pinned]
     stopped = [state for state in pool.live() if state not in spared]
     _stop(pool, stopped, stops_clock=mode != "wait")
-    grace_s = _WAIT_GRACE_S if mode == "wait" else 0.0  # for those that end by their deadlines
+    grace_s = _WAIT_GRACE_S if mode == "wait" else 0.0  # for requests that end by their deadlines
     await asyncio.gather(
         *(_pause(pool, state, mode, timeout_s + grace_s) for state in stopped), *map(cut, spared)
     )
@@ -71,8 +75,8 @@ async def resume_replicas(pool: ReplicaPool) -> None:
 
 
 async def leave_to_pin(pool: ReplicaPool, state: ReplicaState) -> None:
-    """If the current pause leaves pinned replicas running, resume this one, which was pinned after
-    the pause began. Otherwise its pin, and any sync waiting for it, could never end."""
+    """Resume a replica that was pinned after the pause began, if the pause leaves pinned replicas
+    running. Otherwise the pin, and any sync that waits for it, could never end."""
 
     def has_stopped() -> bool:
         return state.is_emptied or not state.is_stopped or not state.is_live
@@ -86,25 +90,26 @@ async def leave_to_pin(pool: ReplicaPool, state: ReplicaState) -> None:
 
 
 async def put_to_sleep(pool: ReplicaPool, *, timeout_s: float) -> None:
-    """See `GeneratorRouter.sleep`; ``timeout_s`` is that of one replica."""
+    """See `GeneratorRouter.sleep`. ``timeout_s`` limits each replica."""
     pool.spares_pins = False
     for state in pool.live():
         state.is_asleep = True  # from here on it starts no swap
     _stop(pool, pool.live())
     await asyncio.gather(*(_put_to_sleep(pool, state, timeout_s) for state in pool.live()))
-    # The processes of a dead one may still run, and must not keep its devices.
+    # The processes of a dead replica may still run, and must not keep their devices.
     await asyncio.gather(*(state.replica.close() for state in pool.all if not state.is_live))
 
 
 async def wake_up(pool: ReplicaPool, *, timeout_s: float) -> None:
-    """See `GeneratorRouter.wake_up`; ``timeout_s`` is that of one replica."""
+    """See `GeneratorRouter.wake_up`. ``timeout_s`` limits each replica."""
     await asyncio.gather(
         *(_wake_up(pool, state, timeout_s) for state in pool.live() if state.is_asleep)
     )
 
 
 def _stop(pool: ReplicaPool, stopped: list[ReplicaState], *, stops_clock: bool = True) -> None:
-    """Give them no more requests. The clock runs on where their running requests may finish."""
+    """Send no more requests to these replicas. With ``stops_clock`` False, the clocks continue,
+    because running requests may finish."""
     pool.is_paused = True
     for state in stopped:
         state.is_stopped = True
@@ -136,14 +141,14 @@ async def _execute(
     required: str,
     timeout_s: float,
 ) -> bool:
-    """False if the replica could not do it, and is dead."""
+    """Have a replica execute a command. Returns False if it failed; the replica is then dead."""
     await pool.ask(state, state.replica.execute(command), timeout_s=timeout_s, required=required)
     return state.is_live
 
 
 async def _pause(pool: ReplicaPool, state: ReplicaState, mode: PauseMode, timeout_s: float) -> None:
     if await _execute(pool, state, Pause(mode), f"pause by {mode}", timeout_s):
-        # A frozen replica keeps its requests; one that was emptied before stays empty.
+        # A frozen replica keeps its requests; a replica that was emptied before stays empty.
         state.is_emptied = pool.is_paused and (state.is_emptied or mode != "keep")
         pool.notify()
 
@@ -153,7 +158,7 @@ async def _resume(pool: ReplicaPool, state: ReplicaState) -> None:
 
 
 class PinnedReplica:
-    """One pinned replica; what `pin_replica` yields."""
+    """A pinned replica, which `pin_replica` yields."""
 
     def __init__(self, state: ReplicaState, requests: RequestTracker) -> None:
         self._state = state
@@ -167,22 +172,22 @@ class PinnedReplica:
 
     @property
     def version(self) -> int:
-        """The version that every token is sampled under."""
+        """The policy version under which every token is sampled."""
         return self._version
 
     @property
     def active_time(self) -> ActiveTime:
-        """The clock of its requests' deadlines: it stands still while the replica is stopped."""
+        """The clock for its requests' deadlines. It is stopped while the replica is stopped."""
         return self._state.active_time
 
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
-        """A `GenerateFn` on this replica alone. Its calls must end before the pin does.
+        """Complete a request on this replica only. All calls must end before the pin ends.
 
         Raises:
-            GenerationError: the replica is lost, the pin has ended, or the request wants a newer
-                version; and as `GeneratorRouter.generate`.
+            GenerationError: the replica is lost, the pin has ended, or the request needs a newer
+                version. See also `GeneratorRouter.generate`.
         """
         if self._has_ended:
             raise GenerationError(
@@ -225,7 +230,7 @@ async def pin_replica(
 
 
 async def _take(pool: ReplicaPool, version: int | None, timeout_s: float) -> ReplicaState:
-    """Pin a free replica, once there is one."""
+    """Wait for a free replica and pin it."""
     free: ReplicaState | None = None
 
     def find() -> bool:
@@ -244,8 +249,12 @@ async def _take(pool: ReplicaPool, version: int | None, timeout_s: float) -> Rep
 
 
 def _free_replica(pool: ReplicaPool, version: int | None) -> ReplicaState | None:
-    """A reserved replica while one lives; else the least loaded of those with ``version``, or the
-    next newer version that a replica holds. Without ``version``: of those with the newest."""
+    """Find a replica to pin; None if none is free.
+
+    If a reserved replica lives, only reserved ones are considered. Otherwise it is the least loaded
+    replica that holds ``version`` or, failing that, the next newer version; without ``version``,
+    the least loaded one with the newest version.
+    """
     free = [
         state
         for state in pool.reserved() or pool.live_unreserved()
@@ -260,7 +269,7 @@ def _free_replica(pool: ReplicaPool, version: int | None) -> ReplicaState | None
 
 
 async def _prepare(pool: ReplicaPool, weights: WeightSync, state: ReplicaState) -> None:
-    """Load the newest weights into a reserved replica; record from where to load them again."""
+    """Load the newest weights into a reserved replica, and record the handle to load them again."""
     newest = weights.newest
     if newest is None or not (state.is_reserved or state.version == newest.version):
         state.pinned_weights = None
@@ -276,7 +285,7 @@ async def _prepare(pool: ReplicaPool, weights: WeightSync, state: ReplicaState) 
 
 
 async def restore_pinned(pool: ReplicaPool, weights: WeightSync) -> None:
-    """Load the weights of pinned replicas again after a sleep; no sync restores them."""
+    """Load the weights of pinned replicas again after a sleep, because no sync does this."""
     empty = [state for state in pool.live() if state.is_pinned and state.version == NO_WEIGHTS]
     await asyncio.gather(*(_restore(pool, weights, state) for state in empty))
 

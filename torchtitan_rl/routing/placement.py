@@ -1,7 +1,7 @@
-"""Which replica takes a request, and whether one may take it now. No clock, no I/O.
+"""Chooses the replica for a request, and decides whether the request may start now. No clock, no
+I/O.
 
-`Placement` is the only place that decides it; `LoadIndex` answers for thousands of replicas which
-of them has the least load.
+Only `Placement` decides this. `LoadIndex` finds the least loaded of thousands of replicas.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from torchtitan_rl.routing.replicas import LoadIndex, ReplicaPool, ReplicaState
 from torchtitan_rl.routing.weights import WeightSync
 from torchtitan_rl.types import GenerationRequest
 
-_MAX_REMEMBERED = 262_144  # sessions and prompts; the longest unused are forgotten first
+_MAX_REMEMBERED = 262_144  # sessions and prompts; the least recently used are forgotten first
 
 
 class RoutingStrategy(Protocol):
     def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
-        """The index of a replica that is eligible for ``min_version``; None if no replica is.
+        """Return the index of a replica that is eligible for ``min_version``; None if no replica
+        is.
 
-        A replica's load is its outstanding tokens: prompt and budget of the calls it has. ``last``
-        served the session before, and may have become too old for it.
+        A replica's load is its number of outstanding tokens: the prompts and token budgets of its
+        running calls. ``last`` is the session's previous replica, whose version may now be too old.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StickyLeastLoaded:
-    """A session stays on the replica with its cached prefix, unless that is overloaded or gone.
+    """Keep a session on the replica with its cached prefix, unless this replica is overloaded or
+    gone.
 
-    Overloaded: more than ``max_imbalance`` times the tokens of the least loaded replica, and more
-    than ``slack_tokens`` above it.
+    A replica is overloaded if its load is more than ``max_imbalance`` times that of the least
+    loaded replica, and more than ``slack_tokens`` above it.
     """
 
     max_imbalance: float = 2.0
@@ -50,7 +52,8 @@ class StickyLeastLoaded:
 
 
 class Placement:
-    """``keeps_requests``: requests wait where no replica is left, instead of failing."""
+    """Chooses replicas for requests. With ``keeps_requests``, requests wait instead of failing if
+    no replica is left."""
 
     def __init__(
         self,
@@ -64,14 +67,14 @@ class Placement:
         self._weights = weights
         self._strategy = strategy or StickyLeastLoaded()
         self._keeps_requests = keeps_requests
-        self._replica_of: OrderedDict[str | None, int] = OrderedDict()  # by session or prompt
+        self._replica_of: OrderedDict[str | None, int] = OrderedDict()  # by session id or prompt id
 
     def choose(
         self, request: GenerationRequest, pinned: ReplicaState | None = None
     ) -> ReplicaState | None:
-        """The replica that takes the request now, on ``pinned`` or not at all if that is given.
+        """Choose the replica that takes the request now; with ``pinned``, only this replica.
 
-        None if it has to wait: ask again once `can_schedule` holds.
+        None if the request has to wait: ask again once `can_schedule` holds.
 
         Raises:
             GenerationError: the pinned replica is lost, or no replica is left.
@@ -88,7 +91,7 @@ class Placement:
             return None
         loads = self._pool.index
         last, of_siblings = map(self._replica_of.get, (request.session_id, request.prompt_id))
-        # However loaded: as many siblings share a prompt_id as leave replicas evenly loaded.
+        # Whatever its load: so few siblings share a prompt_id that replicas stay evenly loaded.
         if last is None and of_siblings is not None and loads.is_eligible(of_siblings, version):
             index: int | None = of_siblings
         else:
@@ -102,7 +105,7 @@ class Placement:
         return self._pool.all[index]
 
     def can_schedule(self, version: int, pinned: ReplicaState | None = None) -> bool:
-        """Whether `choose` returns a replica, or raises, for a request that wants ``version``."""
+        """Whether `choose` returns a replica, or raises, for a request that needs ``version``."""
         if pinned is not None:
             return (pinned.takes_requests and not pinned.is_stopped) or not pinned.is_live
         if not self._is_open(version):
@@ -113,7 +116,7 @@ class Placement:
         return not must_wait and not self._pool.live_unreserved()
 
     def wait_key(self, version: int, pinned: ReplicaState | None = None) -> Hashable:
-        """Equal for all requests for which `can_schedule` is the same."""
+        """Return a key that is equal for all requests with the same `can_schedule`."""
         return ("request", version) if pinned is None else ("pin", pinned.index)
 
     def _is_open(self, version: int) -> bool:

@@ -1,12 +1,12 @@
 """A replica at the other end of a channel.
 
 Invariants
-- Every call ends once: with its result, its own error, or the loss of the replica, which also ends
-  all later calls.
-- Messages leave in the order in which they were put, those of one iteration of the event loop
-  together.
-- Progress, ends and answers are passed on in the order in which they happened: an answer follows
-  once all earlier ends have reached their callers. A cancelled caller gets nothing more.
+- Every call ends once: with its result, its own error, or the loss of the replica. After a loss,
+  all later calls fail.
+- Messages leave in the order in which they were put. Messages of one iteration of the event loop
+  leave together.
+- Progress, ends and answers are delivered in the order in which they happened: an answer is
+  delivered once all earlier ends have reached their callers. A cancelled caller gets nothing more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class ReplicaPeer(Protocol):
-    """Carries the messages between a replica's caller and its `EngineServer`, in general in another
-    process. An error of `send` or `receive` loses the replica."""
+    """Transports messages between a replica's caller and its `EngineServer`, usually in another
+    process. After an error of `send` or `receive` the replica is lost."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +39,7 @@ class ReplicaPeer(Protocol):
         ...
 
     async def receive(self) -> tuple[FromReplica, ...]:
-        """The replica's next batch, which may be empty. One call at a time."""
+        """Return the replica's next batch, which may be empty. Only one call at a time."""
         ...
 
     async def stage(self, handle: WeightHandle) -> None:
@@ -47,11 +47,11 @@ class ReplicaPeer(Protocol):
         ...
 
     async def close_loop(self, *, is_lost: bool) -> None:
-        """End the engine loop; one that ``is_lost`` gets little time for it."""
+        """End the engine loop. A lost replica (``is_lost``) gets little time for this."""
         ...
 
     async def close(self) -> None:
-        """End the processes, in any case."""
+        """End the processes, whatever their state."""
         ...
 
 
@@ -59,7 +59,7 @@ PeerT = TypeVar("PeerT", bound=ReplicaPeer)
 
 
 class _Call:
-    """One call. ``has_returned``: its caller has continued, or was cancelled."""
+    """One call. ``has_returned``: the caller has continued, or was cancelled."""
 
     def __init__(self, on_report: Callable[[Any], None] | None) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -83,13 +83,13 @@ class _Call:
 
 
 class ConnectedReplica(Generic[PeerT]):
-    """A `Replica`. It receives from its first call on."""
+    """A `Replica` at the other end of a channel. It receives messages from its first call on."""
 
     def __init__(self, peer: PeerT) -> None:
         self.peer = peer
         self._unsent: list[ToReplica] = []
         self._calls: dict[CallId, _Call] = {}
-        self._returning: set[_Call] = set()  # have ended; their callers continue soon
+        self._returning: set[_Call] = set()  # ended calls whose callers have not continued yet
         self._all_returned = asyncio.Event()
         self._numbers = itertools.count()
         self._receiving: asyncio.Task[None] | None = None
@@ -107,8 +107,8 @@ class ConnectedReplica(Generic[PeerT]):
         *,
         streams: bool = False,
     ) -> Completion:
-        """See `Replica.generate`. A cancelled call leaves its request running, until an
-        `AbortRequests` or the loss of the replica; its id is outstanding for as long."""
+        """See `Replica.generate`. If the call is cancelled, its request continues to run until an
+        `AbortRequests` or the loss of the replica. The id stays outstanding until then."""
         request_id = request.request_id
         if request_id in self._calls:
             raise InvalidRequestError(
@@ -137,8 +137,7 @@ class ConnectedReplica(Generic[PeerT]):
         await self.peer.stage(handle)
 
     async def close(self) -> None:
-        """End the peer; calls that are still outstanding fail. A second call waits for the
-        first."""
+        """End the peer. Outstanding calls fail. A second call of `close` waits for the first."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"close of {self.name}")
         await asyncio.shield(self._closing)
@@ -210,7 +209,8 @@ class ConnectedReplica(Generic[PeerT]):
                         call.end(message)
 
     def _lose(self, error: BaseException) -> None:
-        """Keep the first loss; every outstanding and every later call fails with a copy."""
+        """Record the loss, if it is the first: all outstanding and later calls fail with a copy of
+        the error."""
         if self._lost is not None:
             return
         lost = error

@@ -1,29 +1,28 @@
-"""What the router knows of each replica, and waits for a change of it.
+"""The router's state of each replica, and waits for a change of this state.
 
 Invariants
 - A wait for a replica's answer ends at once when the replica dies.
-- Everything here runs on one event loop and changes without awaiting, so what is read between two
-  awaits is consistent and needs no lock.
-- A dead replica stays dead, with its first cause; one that takes its place has a `ReplicaState` of
-  its own.
-- Load, phase and version change through `ReplicaPool` alone, which keeps `ReplicaPool.index` up to
-  date.
+- All state changes happen on one event loop without awaiting. So the state is consistent between
+  two awaits, and needs no lock.
+- A dead replica stays dead, with its first cause. The replica that replaces it has its own
+  `ReplicaState`.
+- Only `ReplicaPool` changes load, phase and version, and keeps `ReplicaPool.index` up to date.
 
 Besides its `Phase` a replica has flags:
 
-| flag | set when | cleared when | until then the replica |
+| flag | set when | cleared when | while set, the replica |
 |---|---|---|---|
 | ``is_pinned`` | a pin takes it | the pin ends | is left out of weight syncs |
 | ``is_stopped`` | a pause or sleep begins | `resume`, or `leave_to_pin` | gets no request |
-| ``is_emptied`` | it executed that pause or sleep | with ``is_stopped`` | has no request |
-| ``is_asleep`` | a sleep begins | it executed the wake-up | begins no swap |
+| ``is_emptied`` | the pause or sleep was executed | with ``is_stopped`` | has no request |
+| ``is_asleep`` | a sleep begins | the wake-up was executed | begins no swap |
 
 Which combinations occur:
 
 - ``is_stopped`` without ``is_emptied`` in a pause by ``keep``, and until a pause was executed. A
   swap by ``drain`` waits for either ``is_emptied`` or the end of all requests.
 - ``is_asleep`` in phase SYNCING only until a swap that began before the sleep has ended: the sleep
-  waits for it. A DRAINING replica may sleep: it swaps after the wake-up.
+  waits for this swap. A DRAINING replica may sleep: it swaps after the wake-up.
 - ``is_pinned`` in phase SYNCING or DRAINING only while the pin gets its version, when it begins or
   after a sleep.
 - ``is_pinned`` with ``is_stopped`` in every pause but one that spares pins.
@@ -53,13 +52,13 @@ T = TypeVar("T")
 
 
 class Phase(StrEnum):
-    """Requests go to serving and syncing replicas alone. A dead one never comes back; another takes
-    its place."""
+    """The state of a replica. Only serving and syncing replicas get requests. A dead replica never
+    comes back; another one replaces it."""
 
-    STARTING = "starting"  # joined while others serve, and fetches the newest weights
+    STARTING = "starting"  # joined during the run, and fetches the newest weights
     SERVING = "serving"
     SYNCING = "syncing"  # swapping weights between steps; requests queue in its inbox
-    DRAINING = "draining"  # finishing what it has before a swap
+    DRAINING = "draining"  # finishing its requests before a swap
     DEAD = "dead"
 
 
@@ -76,11 +75,11 @@ class Replica(Protocol):
         *,
         streams: bool = False,
     ) -> Completion:
-        """Complete a request. ``on_progress`` gets the tokens sampled since its last call: every
-        few milliseconds if it ``streams``, else about every second.
+        """Complete a request. ``on_progress`` is called with the new tokens: every few milliseconds
+        if ``streams`` is set, else about every second.
 
         Raises:
-            InvalidRequestError: the request fails alone.
+            InvalidRequestError: the request failed; other requests are not affected.
             ReplicaError: the replica is lost.
         """
         ...
@@ -92,15 +91,15 @@ class Replica(Protocol):
     async def execute(
         self, command: EngineCommand[T], on_answer: Callable[[T], None] | None = None
     ) -> T:
-        """Have the engine loop execute a command; returns its answer.
+        """Have the engine loop execute a command. Returns the command's answer.
 
-        ``on_answer`` gets the answer after all calls of `generate` that ended earlier have returned
-        or raised, and before any that ends later does; it must not raise.
+        ``on_answer`` is called with the answer after all calls of `generate` that ended before the
+        answer have returned or raised, and before any later one does. It must not raise.
         """
         ...
 
     async def close(self) -> None:
-        """End its processes, by a kill if need be. A second call has no effect."""
+        """End the replica's processes, killing them if necessary. A second call has no effect."""
         ...
 
 
@@ -111,16 +110,16 @@ NO_WEIGHTS = -1  # older than every version
 
 @dataclass(slots=True, eq=False)
 class ReplicaState:
-    """One replica. ``version``: of the weights it is known to hold, NO_WEIGHTS after a sleep.
+    """The state of one replica.
 
-    ``pinned_weights``: the weights that a pin keeps it at, if they can be fetched again.
-    ``active_time`` stands still while its engine is stopped. ``work``: tasks that wait for its
-    answers.
+    ``version`` is the version of its weights; NO_WEIGHTS after a sleep. ``pinned_weights`` is the
+    handle of the pinned weights, if they can be fetched again. ``active_time`` is stopped while its
+    engine is stopped. ``work`` has the tasks that wait for its answers.
     """
 
     replica: Replica
     index: int
-    is_reserved: bool  # for pins alone
+    is_reserved: bool  # only for pins
     phase: Phase = Phase.SERVING
     version: int = 0
     is_pinned: bool = False
@@ -130,8 +129,8 @@ class ReplicaState:
     is_emptied: bool = False
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
-    received_tokens: int = 0  # of all its pieces; see `ReplicaAccount`
-    sampled_tokens: int = 0  # by its own count, when it reported last
+    received_tokens: int = 0  # number in all its pieces; see `ReplicaAccount`
+    sampled_tokens: int = 0  # the replica's own count in its last report
     failure: BaseException | None = None
     active_time: ActiveTime = field(default_factory=ActiveTime)
     work: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -173,15 +172,15 @@ class ReplicaPool:
         self.index = LoadIndex(len(self.all))  # of the replicas for ordinary requests
         for state in self.all:
             self._update(state)
-        self.num_expected = 0  # replicas that will take the place of dead ones
+        self.num_expected = 0  # number of replicas that will replace dead ones
         self.on_dead: Callable[[ReplicaState], None] | None = None
-        self.is_paused = False  # replicas get no requests but those of their pins
+        self.is_paused = False  # replicas get only the requests of their pins
         self.spares_pins = False  # the pause does not stop pinned replicas
-        self.active_time = ActiveTime()  # of all requests but pins'
+        self.active_time = ActiveTime()  # the clock of all requests without a pin
         self.wakeups = Wakeups()
 
     def add(self, replica: Replica, *, is_reserved: bool, phase: Phase) -> ReplicaState:
-        """Take in one more replica, whose engine has the weights of version 0."""
+        """Add a replica, whose engine has the weights of version 0."""
         state = ReplicaState(replica, len(self.all), is_reserved, phase)
         self.all.append(state)
         self.index = LoadIndex(len(self.all))
@@ -194,7 +193,8 @@ class ReplicaPool:
         return [state for state in self.all if state.is_live]
 
     def live_unreserved(self) -> list[ReplicaState]:
-        """Those that ordinary requests may go to, now or after a swap of weights."""
+        """Return the live replicas that may serve requests without a pin, now or after a weight
+        swap."""
         return [state for state in self.all if state.is_live and not state.is_reserved]
 
     def reserved(self) -> list[ReplicaState]:
@@ -223,21 +223,20 @@ class ReplicaPool:
         self.notify()
 
     def mark_dead(self, state: ReplicaState, error: BaseException) -> None:
-        """It gets no further request, and its running ones are taken from it."""
+        """Mark a replica dead: it gets no further request, and its running requests are taken
+        away."""
         was_live, state.phase = state.is_live, Phase.DEAD
         state.failure = state.failure or error
         if was_live and self.on_dead is not None:
-            self.on_dead(state)  # before anything finds that none is left
+            self.on_dead(state)  # before anything detects that no replica is left
         self._update(state)
         for future in state.work:
             future.cancel()
         self.notify()
 
     async def answer(self, state: ReplicaState, work: Coroutine[Any, Any, _T]) -> _T:
-        """The answer of the replica.
-
-        Raises:
-            ReplicaError: the state is dead, or dies while this waits.
+        """Return the replica's answer, the result of ``work``.         Raises:
+        ReplicaError: the replica is dead, or dies while this call waits.
         """
         task = asyncio.ensure_future(work)
         state.work.add(task)
@@ -252,7 +251,7 @@ class ReplicaPool:
         finally:
             state.work.discard(task)
             if task.done() and not task.cancelled():
-                task.exception()  # retrieved: a cancelled caller does not do it
+                task.exception()  # retrieved: a cancelled caller does not retrieve it
         if task.cancelled() and not state.is_live:
             raise loss_of(state)
         return task.result()
@@ -265,9 +264,11 @@ class ReplicaPool:
         timeout_s: float,
         required: str = "",
     ) -> _T | None:
-        """As `answer`; None if the replica is lost, and hence dead, or exceeds ``timeout_s``.
+        """Return the replica's answer like `answer`, but None if the replica is lost or exceeds
+        ``timeout_s``.
 
-        ``required``, such as "resume": a replica that does not do it in time is dead, too.
+        A lost replica is marked dead. With ``required``, a verb for the message such as "resume", a
+        replica that exceeds ``timeout_s`` is marked dead too.
         """
         try:
             async with deadline(timeout_s):
@@ -282,10 +283,8 @@ class ReplicaPool:
         return None
 
     def require_unreserved(self) -> None:
-        """Check that a replica for ordinary requests lives, or is expected.
-
-        Raises:
-            GenerationError: none does; with the cause of each replica's loss.
+        """Check that a replica for requests without a pin lives, or is expected.         Raises:
+        GenerationError: there is no such replica. The message has the cause of each loss.
         """
         if not self.live_unreserved() and not self.num_expected:
             names = ", ".join(state.name for state in self.reserved())
@@ -300,7 +299,7 @@ class ReplicaPool:
         )
 
     def notify(self) -> None:
-        """Have all waits check their conditions, because something has changed."""
+        """Make all waits check their conditions, because something has changed."""
         self.wakeups.notify()
 
     async def wait_until(
@@ -310,7 +309,7 @@ class ReplicaPool:
         timeout_s: float | None = None,
         key: Hashable = None,
     ) -> bool:
-        """True once ``predicate`` holds; False if it does not within ``timeout_s``.
+        """Wait until ``predicate`` holds; False if it does not within ``timeout_s``.
 
         The caller continues in the same iteration of the event loop, so the predicate still holds
         then. Waits with the same ``key`` must have equal predicates.
@@ -332,7 +331,7 @@ class ReplicaPool:
 
 
 def loss_of(state: ReplicaState) -> ReplicaError:
-    """The error of a call to a dead replica."""
+    """Return the error for a call to a dead replica."""
     if isinstance(state.failure, ReplicaError):
         return copy_of(state.failure)
     lost = ReplicaError(f"{state.name} is lost: {state.failure}")
@@ -345,7 +344,7 @@ _NO_CALLER: _Least = (float("inf"), -1)
 
 
 class _Tree:
-    """The least loaded of the replicas with one version."""
+    """A binary tree that finds the least loaded replica of one version."""
 
     def __init__(self, size: int) -> None:
         self._size = size  # a power of two
@@ -364,12 +363,13 @@ class _Tree:
             best = min(nodes[position], nodes[position ^ 1])
             position //= 2
             if nodes[position] == best:
-                return  # nothing above changes
+                return  # the nodes above do not change
             nodes[position] = best
 
 
 class LoadIndex:
-    """Loads and versions of ``count`` replicas, none of which is eligible before its `update`."""
+    """Loads and versions of ``count`` replicas. A replica is not eligible before its first
+    `update`."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -396,13 +396,13 @@ class LoadIndex:
         return float("inf") if leaf is None else leaf[0]
 
     def is_eligible(self, index: int, min_version: int = 0) -> bool:
-        """Whether the replica may get a request that wants ``min_version`` or a newer version."""
+        """Whether the replica may get a request that needs ``min_version`` or newer."""
         leaf = self._leaves[index]
         return leaf is not None and leaf[1] >= min_version
 
     def least(self, min_version: int = 0) -> int | None:
-        """The least loaded eligible replica of this version or a newer one, the lowest index among
-        equals; None if no replica is."""
+        """Return the least loaded eligible replica of ``min_version`` or newer; of equal ones, the
+        one with the lowest index. None if no replica is eligible."""
         best = _NO_CALLER
         for version, tree in self._trees.items():
             if version >= min_version and tree.least < best:

@@ -1,14 +1,14 @@
-"""Requests that are being completed, each in as many pieces as it takes.
+"""Completes requests, each in as many pieces as necessary.
 
 Invariants
 - The load of a piece is released on every exit path.
-- A piece that came back aborted is continued, unless its caller asked for the abort.
-- A request returns, cancelled or timed out or not, only after its running piece has ended, so all
-  its tokens are known. When the replica dies, the piece ends immediately.
-- A lost replica costs the tokens since the last report: about a second, milliseconds where the
-  caller streams, nothing at each `partials`.
-- A request under which two engine loops failed is given to no third.
-- A deadline counts only time in which its request could run.
+- A request whose piece was aborted is continued, unless its caller asked for the abort.
+- A request returns only after its running piece has ended, even if the request was cancelled or
+  timed out. So all its tokens are known. If the replica dies, the piece ends immediately.
+- If a replica is lost, the tokens since the last report are lost: those of about one second, or of
+  milliseconds if the caller streams. `partials` makes replicas report all tokens.
+- A request during which two engine loops failed is not sent to a third.
+- A deadline counts only the time in which the request could run.
 - `on_ended` is called once for each request that is not refused here.
 """
 
@@ -46,24 +46,24 @@ from torchtitan_rl.types import (
 )
 
 _READING_TIMEOUT_S = 30.0
-_ABORT_TIMEOUT_S = 30.0  # until the replica has the abort
-_END_TIMEOUT_S = 900.0  # until the aborted piece has ended
-_MAX_ENGINE_FAILURES = 2  # under one request
+_ABORT_TIMEOUT_S = 30.0  # for the replica to receive the abort
+_END_TIMEOUT_S = 900.0  # for the aborted piece to end
+_MAX_ENGINE_FAILURES = 2  # during one request
 
 OnEnded = Callable[[GenerationRequest, Completion, bool], None]
-"""Called with a request that has ended, the completion as far as it was received (``resume_from``
-included), and whether its caller gets that completion. Called right before the call returns or
-raises; must not raise."""
+"""Called when a request has ended: with the request, the completion as far as it was received
+(including ``resume_from``), and whether the caller gets this completion. Called right before the
+request's call returns or raises; must not raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaAccount:
-    """Tokens of one replica since it started, at one moment.
+    """Token counts of one replica since it started, at one moment.
 
-    ``sampled`` is the engine's own count, the newest one where the replica is dead or did not
-    answer in time. ``received``: of pieces that came back, and the reported tokens of those that
-    were lost with a dead replica. ``running``: of pieces that the engine has not ended; None where
-    the replica is dead or did not answer.
+    ``sampled`` is the engine's own count; if the replica is dead or did not answer in time, its
+    last known count. ``received`` counts the tokens of pieces that came back, and the reported
+    tokens of pieces that were lost. ``running`` counts the tokens of pieces that the engine has not
+    ended; None if the replica is dead or did not answer.
     """
 
     is_live: bool
@@ -73,38 +73,39 @@ class ReplicaAccount:
 
     @property
     def unaccounted(self) -> int | None:
-        """Must be 0, whatever is in transit; None where ``running`` is."""
+        """Number of sampled tokens that are neither received nor running; must be 0. None if
+        ``running`` is None."""
         return None if self.running is None else self.sampled - self.received - self.running
 
     @property
     def lost(self) -> int:
-        """Tokens that a dead replica is known to have sampled, and that were never received."""
+        """Number of tokens that a dead replica is known to have sampled and that were never
+        received."""
         return 0 if self.is_live else max(0, self.sampled - self.received)
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """One request. ``deadline_s`` is in the time of ``clock``. ``sampling`` is the task that waits
-    for the piece that runs on ``state``; ``is_sent`` is True once the replica may have received
-    it."""
+    """One request. ``deadline_s`` is a time of ``clock``. ``sampling`` is the task that waits for
+    the piece on ``state``. ``is_sent`` is True once the replica may have received the piece."""
 
     request: GenerationRequest
     pinned: ReplicaState | None  # the only replica that may serve it
     clock: ActiveTime
     deadline_s: float
-    paused_s: float  # before it began
+    paused_s: float  # the clock's paused time when the request began
     tokens: PartialTokens
     attempts: int = 0
     engine_failures: int = 0
     state: ReplicaState | None = None
     sampling: asyncio.Task[None] | None = None
-    waiting: asyncio.Future[None] | None = None  # for a replica
+    waiting: asyncio.Future[None] | None = None  # set while it waits for a replica
     is_sent: bool = False
     is_abort_asked: bool = False
 
 
 class RequestTracker:
-    """All requests of one router. ``timeout_s``: of each, in time in which it could run."""
+    """All requests of one router. ``timeout_s`` limits the time in which a request could run."""
 
     def __init__(
         self, pool: ReplicaPool, placement: Placement, *, timeout_s: float, on_ended: OnEnded | None
@@ -123,7 +124,7 @@ class RequestTracker:
         *,
         pinned: ReplicaState | None = None,
     ) -> Completion:
-        """See `GeneratorRouter.generate`; with ``pinned`` on this replica or not at all."""
+        """See `GeneratorRouter.generate`; with ``pinned``, only on this replica."""
         request_id = request.request_id
         if request_id in self._running:
             raise InvalidRequestError(
@@ -146,7 +147,7 @@ class RequestTracker:
                 self._on_ended(request, done or tokens.partial, done is not None)
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """End these requests with the tokens they have; unknown and ended ids are ignored."""
+        """End these requests with their tokens so far. Unknown and ended ids are ignored."""
         asked = [self._running[name] for name in request_ids if name in self._running]
         for running in asked:
             running.is_abort_asked = True
@@ -155,27 +156,28 @@ class RequestTracker:
         await asyncio.gather(*(self._abort_piece(running) for running in asked))
 
     async def cut(self, state: ReplicaState) -> None:
-        """End the pieces on this replica of all requests but its pin's, which then continue
+        """End the pieces on this replica, except those of its pin. Their requests continue
         elsewhere or later."""
         cut = [one for one in self._running.values() if one.state is state and one.pinned is None]
         await asyncio.gather(*map(self._abort_and_wait, cut))
 
     async def partials(self) -> dict[str, Completion]:
-        """The tokens so far of every request that runs, by id.
+        """Return the tokens so far of every running request, by id.
 
-        Requests of a replica that does not answer in time have the tokens reported before.
+        If a replica does not answer in time, its requests have only the tokens reported before.
         """
         await asyncio.gather(*map(self._read, self._pool.live()))
         return {name: running.tokens.partial for name, running in self._running.items()}
 
     async def accounts(self) -> dict[str, ReplicaAccount]:
-        """By name of the replica; see `GeneratorRouter.account`."""
+        """Return the accounts by the replica's name; see `GeneratorRouter.account`."""
         counted = tuple(self._pool.all)  # others may join while the replicas answer
         accounts = await asyncio.gather(*map(self._read, counted))
         return {state.name: account for state, account in zip(counted, accounts, strict=True)}
 
     async def _read(self, state: ReplicaState) -> ReplicaAccount:
-        """Have a live replica report all progress and its counts, in the order of its events."""
+        """Make a live replica report all progress and its counts, in the order in which they
+        happened."""
         accounts: list[ReplicaAccount] = []
 
         def on_reading(reading: EngineReading) -> None:
@@ -184,13 +186,14 @@ class RequestTracker:
                 ReplicaAccount(
                     is_live=True,
                     sampled=reading.sampled_tokens,
-                    received=state.received_tokens,  # in the same moment
+                    received=state.received_tokens,  # read at the same moment
                     running=reading.running_tokens,
                 )
             )
 
         if state.is_live:
-            # One that does not answer is busy with something long, which has its own deadline.
+            # A replica that does not answer is busy with a long operation, which has its own
+            # deadline.
             work = state.replica.execute(ReadTokens(), on_reading)
             await self._pool.ask(state, work, timeout_s=_READING_TIMEOUT_S)
         if accounts and state.is_live:
@@ -203,11 +206,12 @@ class RequestTracker:
         )
 
     def held_tokens(self) -> int:
-        """Tokens of ended pieces of requests that still run; ``resume_from`` is not counted."""
+        """Number of tokens sampled in completed pieces of the requests still in progress; tokens
+        from ``resume_from`` are not counted."""
         return sum(running.tokens.num_sampled for running in self._running.values())
 
     def close(self) -> None:
-        """Requests that wait for a replica fail."""
+        """Make all requests fail that wait for a replica, now or later."""
         self._is_closed = True
         self._pool.notify()
 
@@ -233,7 +237,7 @@ class RequestTracker:
                 return tokens.ended
 
     def _refuse_poison(self, running: _InFlight, error: ReplicaError) -> None:
-        """Refuse a request during which two engine loops have failed."""
+        """Raise if two engine loops have failed during this request."""
         has_others = self._pool.live_unreserved() or self._pool.num_expected
         if running.engine_failures >= _MAX_ENGINE_FAILURES and has_others:
             raise GenerationError(
@@ -242,7 +246,7 @@ class RequestTracker:
             ) from error
 
     async def _replica_for(self, running: _InFlight) -> ReplicaState | None:
-        """The replica that serves the next piece, once there is one; None after an abort."""
+        """Wait for a replica for the next piece; None after an abort."""
         request, pinned, place = running.request, running.pinned, self._placement
         version = request.min_version
 
@@ -287,7 +291,7 @@ class RequestTracker:
         num_tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
         self._pool.add_request(state, num_tokens)
         running.state, running.is_sent = state, False
-        # In a task of its own, so that its result is recorded even if this one is cancelled.
+        # In a separate task, so that its result is recorded even if this task is cancelled.
         sampling = asyncio.create_task(
             self._sample(state, piece, running), name=f"{piece.request_id} on {state.name}"
         )
@@ -299,7 +303,7 @@ class RequestTracker:
         except TimeoutError as error:
             await self._end_piece(running, state, sampling)
             if running.tokens.ended.finish_reason is not FinishReason.ABORT:
-                return  # it completed normally before the abort arrived
+                return  # the piece completed normally before the abort arrived
             raise GenerationTimeoutError(
                 f"request {running.request.request_id} was not completed by replica {state.name} "
                 f"within {self._limit(running)}"
@@ -337,7 +341,7 @@ class RequestTracker:
     async def _end_piece(
         self, running: _InFlight, state: ReplicaState, sampling: asyncio.Task[None]
     ) -> None:
-        """Abort the piece and wait for its tokens, even if this call is cancelled meanwhile."""
+        """Abort the piece and wait for its tokens, even if this call is cancelled."""
         running.is_abort_asked = True
         try:
             await uninterrupted(self._abort_and_wait(running))

@@ -1,12 +1,12 @@
-"""Starts replicas again that were lost.
+"""Starts lost replicas again.
 
-A dead replica is closed first, because its processes may still have its devices. The one that takes
-its place has a name of its own, ``replica0-2`` for the second start of ``replica0``, and joins the
-router, which brings it to the newest weights.
+A dead replica is closed first, because its processes may still use its devices. The new replica has
+its own name (``replica0-2`` for the second start of ``replica0``) and joins the router, which loads
+the newest weights into it.
 
-Invariants: a replica that is lost again and again soon after its start is given up after
-``max_restarts`` restarts; nothing here ends the run. While the first ``EXPECTED_S`` of a restart
-last, the router's requests wait for it where no other replica is left.
+Invariants: a replica that is repeatedly lost soon after its start is given up after
+``max_restarts`` consecutive restarts. Nothing here ends the run. In the first ``EXPECTED_S``
+seconds of a restart, the router's requests wait for the new replica if no other is left.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from torchtitan_rl.routing.router import GeneratorRouter
 
 EXPECTED_S = 300.0
 SETTLED_S = 600.0
-"""A replica that served for this time was not lost soon after its start."""
-_DELAY_S = 5.0  # between two attempts to start it
+"""A replica that served for at least this time was not lost soon after its start."""
+_DELAY_S = 5.0  # between two attempts to start a replica
 _CLOSE_S = 60.0
 
 _RESTARTED = re.compile(r"(?P<first>.+)-\d+")
 
 
 def first_name(name: str) -> str:
-    """``replica0`` of ``replica0-2``: what the plan calls it."""
+    """Return ``replica0`` for ``replica0-2``: the replica's name in the plan."""
     found = _RESTARTED.fullmatch(name)
     return found["first"] if found else name
 
 
 class ReplicaRestarts:
-    """Restarts what is lost while its ``async with`` is open.
+    """Restarts replicas that are lost while its ``async with`` block runs.
 
     Args:
-        start: starts the processes of a replica under the second name, instead of the replica of
-            the first name, which was lost or did not start. It waits for a host that is gone.
-        max_restarts: of one replica, in a row.
-        say: gets a line for a person.
-        is_alone: whether the replica of this name was lost alone, and not with its host, whose
-            loss is reported elsewhere.
+        start: called with two names. Starts a replica with the second name in place of the first,
+            which was lost or did not start. Waits if the host is gone.
+        max_restarts: maximum number of consecutive restarts of one replica.
+        say: shows a line to the user.
+        is_alone: whether only the replica with this name was lost, and not its host, whose loss is
+            reported elsewhere.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ReplicaRestarts:
         self._say = say
         self._is_alone = is_alone
         self._reserved = frozenset(reserved)
-        self._begun_s: dict[str, float] = {}  # by name: when it joined
-        self._num_quick: dict[str, int] = {}  # by first name: restarts in a row
+        self._begun_s: dict[str, float] = {}  # by name: time of joining
+        self._num_quick: dict[str, int] = {}  # by first name: consecutive restarts
         self._num_starts: dict[str, int] = {}  # by first name
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -119,7 +119,7 @@ class ReplicaRestarts:
 
     async def _started(self, lost: Replica, first: str) -> Replica | None:
         await _close(lost)
-        last = lost.name  # that was lost, or did not start
+        last = lost.name  # the replica that was lost, or did not start
         while True:
             self._num_starts[first] = self._num_starts.get(first, 1) + 1
             name = f"{first}-{self._num_starts[first]}"
@@ -135,7 +135,7 @@ class ReplicaRestarts:
             await asyncio.sleep(_DELAY_S)
 
     def _may_restart(self, name: str) -> bool:
-        """Count the restart; whether it is allowed."""
+        """Count the restart. Returns whether it is allowed."""
         first, now_s = first_name(name), asyncio.get_running_loop().time()
         begun_s = self._begun_s.pop(name, None)
         if begun_s is None or now_s - begun_s >= SETTLED_S:
@@ -145,7 +145,7 @@ class ReplicaRestarts:
 
 
 async def _close(lost: Replica) -> None:
-    """End its processes, as far as they can be reached."""
+    """End the processes of a lost replica, if they can be reached."""
     try:
         async with asyncio.timeout(_CLOSE_S):
             await lost.close()

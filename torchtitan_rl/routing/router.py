@@ -1,9 +1,9 @@
 """`GeneratorRouter.generate` is the only way to a replica.
 
-Invariants: a call's load is released on every exit path; a replica that failed is dead and gets no
-further request (a fast-failing one never looks idle); a request that was interrupted, or lost its
-replica, continues from its tokens so far, and its caller sees one completion and never an abort
-that was not requested; every wait has a deadline and says what it waited for.
+Invariants: a call's load is released on every exit path. A failed replica is dead and gets no
+further request, so a replica that fails fast never looks idle. A request that was interrupted, or
+whose replica was lost, continues from its tokens so far; its caller sees one completion, and never
+an abort that it did not request. Every wait has a deadline, and its error says what was waited for.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _STATS_TIMEOUT_S = 60.0
 
 
 class GeneratorRouter:
-    """Spreads requests over replicas and brings new weights to them.
+    """Distributes requests over replicas, and makes replicas load new weights.
 
-    ``reserved`` names replicas that only pins use. ``request_timeout_s`` is the deadline of one
-    request with all its pieces, in `active_time`; ``sync_timeout_s`` that of one fetch, or one
-    swap, of weights by one replica. ``on_ended`` is called at the end of each request that was not
-    refused here, those of pins included. ``keeps_requests``: where no replica is left, requests
-    wait instead of failing, so that `partials` still has their tokens; the caller of
-    `wait_until_lost` has to end them.
+    ``reserved`` names replicas that only pins use. ``request_timeout_s`` limits one request with
+    all its pieces, in `active_time`; ``sync_timeout_s`` limits each fetch and each swap of weights
+    by a replica. ``on_ended`` is called at the end of each request that was not refused here,
+    including requests of pins. With ``keeps_requests``, requests wait instead of failing if no
+    replica is left, so that `partials` still has their tokens; the caller of `wait_until_lost` has
+    to end them.
     """
 
     def __init__(
@@ -72,66 +72,69 @@ class GeneratorRouter:
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
-        """Complete one request on some replica that holds its ``min_version``. While replicas get
-        that version at the same time, it waits for all of them (see `WeightSync.may_start_on`).
+        """Complete one request on a replica that holds its ``min_version`` or newer.
 
-        ``on_progress`` gets the tokens sampled after ``resume_from``, as tokens of the whole
-        completion, and is not called once this has returned or
-        raised. It must not raise.
+        While several replicas load this version at the same time, the request may wait for them
+        (see `WeightSync.may_start_on`).
+
+        ``on_progress`` is called with the tokens sampled after ``resume_from``; their indices are
+        those in the whole completion. It is not called after this call has returned or raised. It
+        must not raise.
 
         A greedy request that is continued, here or from ``resume_from``, ends as it would have
-        without the interruption. A seeded one continues with a seed derived from its seed and its
-        tokens so far: reproducible, but not the tokens of an uninterrupted run.
+        without the interruption. A seeded request continues with a seed derived from its seed and
+        its tokens so far: it is reproducible, but its tokens differ from those of an uninterrupted
+        run.
 
         Raises:
-            InvalidRequestError: the replica refused it; other requests are not affected.
-            GenerationTimeoutError: it took longer than the request time-out.
-            GenerationError: no replica is left, without ``keeps_requests``.
+            InvalidRequestError: the request was refused; other requests are not affected.
         """
         return await self._requests.complete(request, on_progress)
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """End these requests with the tokens they have; unknown and ended ids are ignored."""
+        """End these requests with their tokens so far. Unknown and ended ids are ignored."""
         await self._requests.abort(request_ids)
 
     async def partials(self) -> dict[str, Completion]:
-        """The partial completion of every running request, by id, with exact versions.
+        """Return the partial completion of every running request, by id, with exact versions.
 
         For checkpoints: each can be the ``resume_from`` of the same request. Decoding is not
-        interrupted. Requests of a replica that does not answer in time have the tokens that it had
+        interrupted. If a replica does not answer in time, its requests have only the tokens
         reported before.
         """
         return await self._requests.partials()
 
     async def account(self) -> dict[str, ReplicaAccount]:
-        """By replica: how many tokens it counts as sampled, and where they are.
+        """Return by replica the number of tokens that it sampled, and what happened to them.
 
-        ``unaccounted``, the tokens of a live replica that were not received and do not belong to a
-        running request, is 0. Decoding is not interrupted.
+        ``unaccounted``, the number of a live replica's tokens that were not received and do not
+        belong to a running request, must be 0. Decoding is not interrupted.
         """
         return await self._requests.accounts()
 
     def received_tokens(self) -> int:
-        """Tokens that the router received from all replicas; of running requests those of pieces
-        that have ended."""
+        """Return the number of tokens that the router received from all replicas. Running requests
+        count with their ended pieces."""
         return sum(state.received_tokens for state in self._pool.all)
 
     def held_tokens(self) -> int:
-        """Those of `received_tokens` whose requests still run."""
+        """Return how many of the `received_tokens` belong to requests that still run."""
         return self._requests.held_tokens()
 
     async def pause(self, mode: PauseMode = "keep", *, pinned: bool = True) -> None:
-        """Stop all replicas; returns once each rank is between two steps.
+        """Stop all replicas. Returns once each rank is between two steps.
 
-        Running requests freeze with their KV (``keep``), are cut and continued at `resume`
-        (``abort``: the engines are empty) or finish first (``wait``). New ones wait here. Paused
-        time does not count against time-outs, except while ``wait`` lets requests finish. Weights
-        can be pulled during a pause. A replica that does not stop is dead. Without ``pinned`` (only
-        with ``abort``) pinned replicas continue to serve their pins, also those that begin later;
-        all other requests are cut there, too.
+        With ``keep``, running requests freeze with their KV cache. With ``abort``, they are cut and
+        continue after `resume`; the engines are then empty. With ``wait``, they finish first. New
+        requests wait in the router. Paused time does not count against time-outs, except while
+        ``wait`` lets requests finish. Weights can be pulled during a pause. A replica that does not
+        stop is marked dead.
+
+        With ``pinned`` False (only with ``abort``), pinned replicas continue to serve their pins,
+        also pins that begin later; all their other requests are cut too.
 
         Raises:
-            GenerationError: `resume` was called before this was done.
+            GenerationError: `resume` was called before all replicas were paused.
         """
         await pause_replicas(
             self._pool,
@@ -146,19 +149,20 @@ class GeneratorRouter:
         await resume_replicas(self._pool)
 
     async def sleep(self) -> None:
-        """Pause by abort and give the devices of all replicas back, pinned ones' too.
+        """Pause with mode ``abort``, and release the devices of all replicas, including pinned
+        ones.
 
-        Cut requests wait here, which does not count against their time-outs. A swap of weights that
-        runs is finished first, and none begins before `wake_up`. A replica that does not fall
-        asleep is dead.
+        Cut requests wait in the router; this does not count against their time-outs. A running
+        weight swap is finished first, and none begins before `wake_up`. A replica that does not
+        fall asleep is marked dead.
         """
         await put_to_sleep(self._pool, timeout_s=self._sync_timeout_s)
 
     async def wake_up(self) -> None:
-        """Take the devices back. Replicas stay paused and hold no weights: call `sync_weights`,
-        with any version, then `resume`. Pinned replicas get their weights back here."""
+        """Take the devices again. Replicas stay paused and without weights: call `sync_weights`,
+        with any version, then `resume`. The weights of pinned replicas are loaded here."""
         await wake_up(self._pool, timeout_s=self._sync_timeout_s)
-        self._weights.follow_all()  # for a sync that waits already
+        self._weights.follow_all()  # for a `sync` call that already waits
         await restore_pinned(self._pool, self._weights)
 
     async def sync_weights(
@@ -169,31 +173,32 @@ class GeneratorRouter:
         order: SyncOrder = "together",
         lag_timeout_s: float | None = None,
     ) -> SyncReport:
-        """Bring every live replica to ``handle.version`` or newer.
+        """Make every live replica load ``handle.version`` or newer.
 
-        Weights are staged alongside decoding. `drain` then lets running requests finish
-        first, while new ones wait; `hot_swap` swaps underneath them. Returns once all
-        replicas that are not pinned hold the version, or after ``lag_timeout_s`` (None: no limit
-        but the pullers' own); those that lag go on in the background. A replica that cannot
-        follow is dead. Where all replicas are pinned it waits for the first pin to end.
+        Weights are staged alongside decoding. Then ``drain`` lets running requests finish first,
+        while new ones wait; ``hot_swap`` swaps the weights of running requests. Returns once all
+        replicas that are not pinned hold the version, or after ``lag_timeout_s`` (None: only the
+        pullers' own time-outs apply); lagging replicas continue in the background. A replica whose
+        pull fails is marked dead. If all replicas are pinned, this call waits for the first pin to
+        end.
 
         Raises:
-            WeightSyncError: no replica is left that holds the new weights or could get them.
+            WeightSyncError: no replica is left that holds the new weights or could load them.
         """
         return await self._weights.sync(handle, mode=mode, order=order, lag_timeout_s=lag_timeout_s)
 
     def pin(self, version: int | None = None) -> AbstractAsyncContextManager[PinnedReplica]:
-        """``async with router.pin() as pin``: a live replica that is kept out of pulls.
+        """Pin a live replica, which then does not pull weights: ``async with router.pin() as pin``.
 
-        It is a reserved replica while one lives, which is first brought to the newest synced
-        weights; else the least loaded of those with the newest weights, which goes on serving
-        others. Given a ``version``, it is one with this version, or the next newer one that a
-        replica holds; it waits for a replica that lags behind.
+        If a reserved replica lives, it is pinned, after it has loaded the newest synced weights.
+        Otherwise the least loaded replica with the newest weights is pinned; it continues to serve
+        other requests. With ``version``, it is a replica with this version, or else with the next
+        newer version; the call waits if all replicas have older versions.
 
         Raises (on entering):
             GenerationError: no replica is left.
-            WeightSyncError: the reserved replica could not be brought to those weights.
-            DeadlineError: none was free within the request time-out.
+            WeightSyncError: the reserved replica could not load those weights.
+            DeadlineError: no replica was free within ``request_timeout_s``.
         """
         return pin_replica(
             self._pool,
@@ -205,23 +210,23 @@ class GeneratorRouter:
 
     @property
     def active_time(self) -> ActiveTime:
-        """The clock of requests' deadlines: it stands still while the router is paused or its
+        """The clock for requests' deadlines. It is stopped while the router is paused or its
         replicas sleep."""
         return self._pool.active_time
 
     @property
     def newest_version(self) -> int:
-        """The newest version that `sync_weights` was called with, 0 before the first."""
+        """The newest version with which `sync_weights` was called; 0 before the first call."""
         newest = self._weights.newest
         return 0 if newest is None else newest.version
 
     def versions(self) -> dict[str, int]:
-        """The version of each live replica, by name."""
+        """Return the version of each live replica, by name."""
         return {state.name: state.version for state in self._pool.live()}
 
     async def stats(self) -> dict[str, EngineStats]:
-        """State of every live replica, by name, without those that are lost or do not answer in
-        time."""
+        """Return the statistics of every live replica, by name. Replicas that do not answer in time
+        are left out."""
         live = self._pool.live()
         stats = await asyncio.gather(*(self._stats(state) for state in live))
         return {state.name: stat for state, stat in zip(live, stats, strict=True) if stat}
@@ -241,7 +246,8 @@ class GeneratorRouter:
         """Never return.
 
         Raises:
-            GenerationError: no replica takes requests any more; with every replica's cause.
+            GenerationError: no replica takes requests any more. The message has the cause of each
+                loss.
         """
 
         def never() -> bool:
@@ -257,24 +263,25 @@ class GeneratorRouter:
         return {state.name: state.outstanding_tokens for state in self._pool.all}
 
     async def join(self, replica: Replica, *, is_reserved: bool = False) -> None:
-        """Take in one more replica, whose name is new and whose engine has the weights of version
-        0. It gets no request before it holds the newest weights. Returns once the router is not
-        paused and the replica belongs to it.
+        """Add a replica with a new name, whose engine has the weights of version 0.
+
+        The replica gets no request before it holds the newest weights. Waits while the router is
+        paused.
         """
         await self._pool.wait_until(lambda: not self._pool.is_paused, key="join")
         self._weights.join(replica, is_reserved=is_reserved)
 
     def give_up(self, is_lost: Callable[[str], bool], error: ReplicaError) -> None:
-        """Mark every replica for which ``is_lost(name)`` is true as dead, even if it still answers:
-        its requests continue elsewhere."""
+        """Mark every replica dead for which ``is_lost(name)`` is true, even if it still answers.
+        Its requests continue elsewhere."""
         for state in self._pool.live():
             if is_lost(state.name):
                 self._pool.mark_dead(state, error)
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """While this is open, a replica is about to `join`: where no other is left, requests and
-        weight syncs wait for it instead of failing."""
+        """Declare that a replica will `join` during this block: if no other replica is left,
+        requests and weight syncs wait for it instead of failing."""
         self._pool.num_expected += 1
         try:
             yield
@@ -283,11 +290,12 @@ class GeneratorRouter:
             self._pool.notify()
 
     def on_dead(self, call: Callable[[Replica, str], None]) -> None:
-        """From now on call this with each replica that is lost, once, and the cause."""
+        """Set the function that is called once for each lost replica, with the replica and the
+        cause."""
         self._pool.on_dead = lambda state: call(state.replica, " ".join(f"{state.failure}".split()))
 
     async def close(self) -> None:
-        """Close every replica; requests that still wait here fail."""
+        """Close every replica. Requests that still wait in the router fail."""
         self._requests.close()
         await self._weights.close()
         results = await asyncio.gather(

@@ -1,17 +1,18 @@
 """The checkpoints of a run on disk: ``step-000010/`` and so on under one root.
 
-The suffix of a folder says what it is (see `checkpoint_files` for how one is written):
+A folder's suffix shows its state (`checkpoint_files` describes how a checkpoint is written):
 
 | name | content |
 |---|---|
-| `step-000010` | a published checkpoint; complete if its marker and files are |
+| `step-000010` | a published checkpoint; complete if its marker and its files are complete |
 | `step-000010.writing` | being written or removed, or left by a killed process |
 | `step-000010.replaced` | the earlier checkpoint of a step while a new one is published |
-| `step-000010.rejected` | newer than the chosen one, and damaged or no state to resume from |
+| `step-000010.rejected` | newer than the chosen checkpoint, but damaged or not resumable |
 
-Invariants: `choose` changes nothing before it has found a checkpoint to resume from; `prune` keeps
-at least one complete checkpoint if there is one, and touches nothing that may be being written;
-rejected checkpoints never count as one of those to keep, and stay until a newer one is complete.
+Invariants: `choose` changes nothing before it has found a checkpoint to resume from. `prune` keeps
+at least one complete checkpoint if there is one, and does not touch files that another call may be
+writing. Rejected checkpoints never count as kept checkpoints, and stay until a newer checkpoint is
+complete.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _NAME = re.compile(r"step-(?P<step>\d{6,})(?P<suffix>\.\w+)?")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestCheckpoint:
     """The checkpoint to resume from. ``path`` and ``step`` are None if there is none;
-    ``passed_over`` has one message for each newer checkpoint that cannot be used."""
+    ``passed_over`` has one message for each newer, unusable checkpoint."""
 
     path: Path | None = None
     step: int | None = None
@@ -57,33 +58,33 @@ class CheckpointDirectory:
         return self.root / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints (every file has its size), ascending."""
+        """Return the steps of the complete checkpoints (every file has its size), ascending."""
         return sorted(
             step for step, suffix, path in self._entries() if not suffix and _is_complete(path)
         )
 
     def newest(self, *, checksums: bool = False) -> NewestCheckpoint:
-        """As `choose`, accepting any complete checkpoint."""
+        """Like `choose`, but accept any complete checkpoint."""
         return self.choose(lambda path: None, checksums=checksums)
 
     def choose(
         self, why_not: Callable[[Path], str | None], *, checksums: bool = False
     ) -> NewestCheckpoint:
-        """The newest complete checkpoint for which ``why_not`` returns None. Newer ones are set
-        aside, and what a killed writer left is removed. Empty if there was never a checkpoint.
+        """Choose the newest complete checkpoint for which ``why_not`` returns None.
 
-        Call it at start, before anything is written.
+        Newer checkpoints are set aside, and files left by a killed writer are removed. The result
+        is empty if no checkpoint was ever written. Call this at start, before anything is written.
 
         Args:
-            checksums: also read the data, to find damage that does not change sizes. Loading finds
-                it too, but then it is too late to use an older checkpoint.
+            checksums: also read the data, to find damage that does not change sizes. Loading would
+                find such damage too, but too late to use an older checkpoint.
 
         Raises:
-            CheckpointError: no checkpoint can be used, or a newer one cannot be read and may be
-                complete (nothing is changed); or one cannot be set aside.
+            CheckpointError: no checkpoint is usable; or a newer one is unreadable and might be
+                complete (then nothing is changed); or a rejected one could not be renamed.
         """
         check = check_contents if checksums else check_sizes
-        rejected: dict[Path, str] = {}  # why
+        rejected: dict[Path, str] = {}  # the reasons
         chosen: Path | None = None
         try:
             entries = list(self._entries())
@@ -116,12 +117,13 @@ class CheckpointDirectory:
         return NewestCheckpoint(path=self.path(step), step=step, passed_over=tuple(passed_over))
 
     def prune(self, keep: int) -> list[int]:
-        """Remove all complete checkpoints but the newest ``keep``, and everything else that is
-        older than the newest. May run while another one is written. Returns the removed steps.
+        """Remove all complete checkpoints but the newest ``keep``, and all other folders that are
+        older than the newest. May run while another checkpoint is written. Returns the removed
+        steps.
 
         Raises:
             ValueError: ``keep`` is below 1.
-            CheckpointError: some could not be removed; all others were.
+            CheckpointError: some folders could not be removed. All others were removed.
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
@@ -170,10 +172,11 @@ class CheckpointDirectory:
                 except OSError as error:
                     raise CheckpointError(f"{path} cannot be renamed: {error}") from error
             elif suffix in (REPLACED_SUFFIX, TEMPORARY_SUFFIX):
-                _remove(path)  # what remains is not taken for a checkpoint, and removed later
+                _remove(path)  # remaining files are not a checkpoint, and are removed later
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
-        """(step, suffix, path) of the folders under the root that have one of the names above.
+        """Yield (step, suffix, path) for each folder under the root that has one of the names
+        above.
 
         Raises:
             CheckpointUnreadableError: the folder cannot be read.
@@ -192,12 +195,13 @@ class CheckpointDirectory:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint, whatever its suffix."""
+    """Return the step in a checkpoint's name, with any suffix."""
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def _newest_first(entries: list[tuple[int, str, Path]]) -> list[Path]:
-    """Those that may be complete. Of one step, the replaced checkpoint comes last."""
+    """Return the folders that may be complete, newest first. Within a step, the replaced checkpoint
+    comes last."""
     found = [
         (step, suffix == "", path)
         for step, suffix, path in entries
@@ -207,15 +211,15 @@ def _newest_first(entries: list[tuple[int, str, Path]]) -> list[Path]:
 
 
 def _remove(path: Path) -> str | None:
-    """Why it cannot be removed, or None. A checkpoint is renamed first, so that one that is
-    partly removed is not taken for a damaged one."""
+    """Remove a folder; returns an error message or None. A checkpoint is renamed first, so that a
+    partly removed checkpoint is not treated as a damaged one."""
     try:
         if not path.suffix:
             removed = temporary_path(path)
             shutil.rmtree(removed, ignore_errors=True)
             path = path.rename(removed)
         shutil.rmtree(path)
-    except FileNotFoundError:  # with the checkpoint of its step
+    except FileNotFoundError:  # it was removed with its step's checkpoint
         return None
     except OSError as error:
         return f"{path}: {error}"

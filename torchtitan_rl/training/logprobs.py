@@ -1,7 +1,7 @@
-"""Logprobs of given tokens under logits, without a float32 copy of all logits.
+"""Computes logprobs of given tokens from logits, without a float32 copy of all logits.
 
-Forward and backward pass work on chunks of rows, in float32 whatever the type of the logits, and
-on a vocabulary that may be split over the ranks of a group (tensor parallelism).
+Forward and backward pass process chunks of rows, in float32 for any type of logits. The vocabulary
+may be split over the ranks of a group (tensor parallelism).
 
 Shapes: S rows of logits, E targets, V vocabulary entries of this rank; C rows of a chunk and their
 F targets; B bytes of one bit for each token of the whole vocabulary.
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Of float32 at a time. On the CPU 16 MB: the C library keeps them for the next operation, where it
-# returns what is above 32 MB to the system each time.
+# Number of float32 elements per chunk. On the CPU 16 MB: the C library keeps blocks of this size
+# for the next operation, but returns blocks above 32 MB to the system each time.
 _GPU_CHUNK_ELEMENTS = 1 << 24
 _CHUNK_ELEMENTS = 1 << 22
 
@@ -32,15 +32,16 @@ def selected_logprobs(
     shard_size: int | None = None,
     kept_SB: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each target under softmax(logits / temperature) of its row, and the entropy there.
+    """Compute the logprob of each target under softmax(logits / temperature) of its row, and the
+    row's entropy.
 
-    With ``kept_SB`` (uint8, the lowest bit first) the softmax of a row is over the tokens whose bit
-    is 1, which have all of its gradient. A target without its bit has the logprob -inf.
+    With ``kept_SB`` (uint8, lowest bit first) a row's softmax is over the tokens whose bit is 1;
+    the other tokens' logits have no gradient. A target whose bit is 0 has the logprob -inf.
 
     ``rows_E`` is ascending; several targets may have the same row. The ranks of ``group`` split the
-    vocabulary into shards of ``shard_size`` entries, of which the last may have fewer;
-    ``targets_E`` are indices into the whole. Every rank gets the whole result, and, given the same
-    upstream gradient on all, the exact gradient of its logits. The entropy has no gradient.
+    vocabulary into shards of ``shard_size`` entries; the last shard may have fewer. ``targets_E``
+    are indices into the whole vocabulary. Every rank gets the whole result. If all ranks have the
+    same upstream gradient, each gets the exact gradient of its logits. The entropy has no gradient.
 
     Returns:
         (logprobs [E], entropy [E]), float32.
@@ -121,7 +122,7 @@ def _scaled(
     kept_SB: torch.Tensor | None,
     vocab_start: int,
 ) -> torch.Tensor:
-    """[C, V]: the chunk's logits over temperature, -inf for tokens that were cut."""
+    """Return [C, V]: the chunk's logits divided by the temperature; -inf for excluded tokens."""
     scaled_CV = logits_SV[chunk.rows].float() / temperature
     if kept_SB is None:
         return scaled_CV
@@ -137,7 +138,8 @@ def _forward_chunk(
     rows_F: torch.Tensor,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy of the chunk's targets, the normalizer of its rows."""
+    """Return logprobs [F] and entropy [F] of the chunk's targets, and the normalizer [C] of its
+    rows."""
     index_F, held_F = _held(targets_F, rows_F, scaled_CV)
     target_F = torch.where(held_F, scaled_CV.view(-1)[index_F], 0.0)  # 0 x -inf would be NaN
     if group is None:
@@ -157,24 +159,26 @@ def _forward_chunk(
 
 
 def _expected(scaled_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tensor:
-    """[C]: sum over the vocabulary of probability x logit; the entropy is normalizer minus this."""
+    """Return [C]: the sum over the vocabulary of probability x logit. The entropy is the normalizer
+    minus this."""
     probability_CV = (scaled_CV - normalizer_C[:, None]).exp_()
-    # 0 x -inf would be NaN where a token is masked out of the vocabulary.
+    # For excluded tokens, 0 x -inf would be NaN.
     return probability_CV.mul_(scaled_CV.clamp_min(-1e30)).sum(dim=1)
 
 
 def _held(
     targets_F: torch.Tensor, rows_F: torch.Tensor, values_CV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index [F] of each target into the flattened values, and [F] whether this rank holds it."""
+    """Return the index [F] of each target in the flattened values, and [F] whether this rank holds
+    the target."""
     size = values_CV.shape[1]
     held_F = (targets_F >= 0) & (targets_F < size)
     return rows_F * size + targets_F.clamp(0, size - 1), held_F
 
 
 def _chunks(logits_SV: torch.Tensor, rows_E: torch.Tensor, shard_size: int) -> list[_Chunk]:
-    """The same on all ranks, also on one that holds fewer than ``shard_size`` entries: the sums
-    over the ranks are of whole chunks."""
+    """Split the rows into chunks. All ranks have the same chunks, even a rank with fewer than
+    ``shard_size`` entries, because whole chunks are summed over the ranks."""
     num_rows = len(logits_SV)
     elements = _CHUNK_ELEMENTS if logits_SV.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
     size = max(1, elements // shard_size)

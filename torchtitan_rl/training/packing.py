@@ -1,14 +1,14 @@
-"""Puts episodes into one batch, and splits it into minibatches, one for each optimizer update, and
-each of these over data-parallel ranks and microbatches.
+"""Packs episodes into one batch, splits the batch into minibatches (one for each optimizer update),
+and splits each minibatch over data-parallel ranks and microbatches.
 
-All ranks get the same number of microbatches, since each forward and backward pass is a collective;
-some may be empty. A microbatch computes at most a given number of tokens, and as many rows of
-logits: there may be more rows than tokens, where episodes sampled a token that they share from
-different sets of tokens. A tree that is larger is cut, and each part repeats the tokens that its
-episodes share with other parts (their loss counts once: it belongs to the episodes).
+All ranks get the same number of microbatches, because each forward and backward pass is a
+collective; some microbatches may be empty. A microbatch computes at most ``max_tokens`` tokens, and
+at most as many rows of logits. There may be more rows than tokens if episodes share a token but
+sampled it from different sets of tokens. A larger tree is cut, and each part repeats the tokens
+that its episodes share with other parts. The loss of these tokens still counts once per episode.
 
-Invariants: every episode is whole in the batch or listed in `Packing.oversized`; it is whole in one
-microbatch.
+Invariants: every episode is in the batch or listed in `Packing.oversized`. No episode is split over
+microbatches.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _BALANCING_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's microbatches, padding included; the numbers are of all ranks."""
+    """One rank's microbatches, with padding. The token counts are sums over all ranks."""
 
     parts: tuple[Microbatch, ...]
-    num_needed: int  # tokens that entries need, those of several episodes counted in each
-    num_computed: int  # of them, after sharing; without padding
+    num_needed: int  # tokens that entries need; shared tokens count in each episode
+    num_computed: int  # tokens computed, after sharing, without padding
     num_padding: int
 
     @property
     def shared_share(self) -> float:
-        """Share of the needed tokens that are computed together with another episode's."""
+        """Share of the needed tokens that are not computed, because another episode shares them."""
         return 1.0 - self.num_computed / self.num_needed
 
     @property
@@ -55,7 +55,7 @@ class Share:
 
 
 def sum_of_shares(shares: Sequence[Share]) -> Share:
-    """The sizes of several shares together."""
+    """Add up the sizes of several shares."""
     return Share(
         parts=(),
         num_needed=sum(share.num_needed for share in shares),
@@ -67,9 +67,11 @@ def sum_of_shares(shares: Sequence[Share]) -> Share:
 def minibatches(
     batch: TrainingBatch, selected_N: npt.NDArray[np.bool_], number: int, *, seed: tuple[int, int]
 ) -> list[npt.NDArray[np.bool_]]:
-    """The selected tokens of each of ``number`` minibatches: whole groups in a random order, as
-    many in each as in the others, or one more. Fewer minibatches where fewer groups have a selected
-    token. The same on every rank."""
+    """Split the selected tokens into ``number`` minibatches of whole groups, in a random order.
+
+    The numbers of groups in two minibatches differ by at most one. There are fewer minibatches if
+    fewer groups have a selected token. The result is the same on every rank.
+    """
     if number == 1:
         return [selected_N]
     group_N = batch.groups[batch.episode_ids]
@@ -88,9 +90,11 @@ def rank_share(
     rank: int,
     num_ranks: int,
 ) -> Share:
-    """The microbatches of ``rank``, whose entries are the tokens in ``selected_N`` (never an
-    episode's first). Each computes at most ``max_tokens`` and as many rows of logits, and is padded
-    to ``padding_multiple`` tokens.
+    """Compute the microbatches of ``rank``. Their entries are the tokens in ``selected_N`` (never
+    an episode's first token).
+
+    Each microbatch computes at most ``max_tokens`` tokens and at most as many rows of logits, and
+    is padded to a multiple of ``padding_multiple`` tokens.
     """
     episodes = sort_episodes(batch, selected_N, share_prefixes=share_prefixes)
     bins = split_evenly(episodes, max_tokens, num_ranks)
@@ -105,12 +109,13 @@ def rank_share(
 
 
 def split_evenly(episodes: SortedEpisodes, max_tokens: int, num_ranks: int) -> list[list[int]]:
-    """Bins of members (positions in ``episodes``), the largest first, a multiple of ``num_ranks``
-    and at least one for each, each of at most ``max_tokens`` computed tokens and rows of logits;
-    rank r takes the bins ``r, r + num_ranks, ...``.
+    """Split members (positions in ``episodes``) into bins, the largest bin first.
 
-    One rank gets as few and as full bins as first-fit-decreasing finds; for several ranks the limit
-    is lowered as far as their number stays the same, which evens them out.
+    Each bin has at most ``max_tokens`` computed tokens and at most as many rows of logits. The
+    number of bins is a multiple of ``num_ranks``, at least one per rank; rank r takes the bins ``r,
+    r + num_ranks, ...``. For one rank, the bins are those of first-fit-decreasing. For several
+    ranks, the limit is lowered as far as the number of bins stays the same, so that the bins have
+    similar sizes.
     """
     bins = _bins(episodes, max_tokens)
     num_bins = max(len(bins) + -len(bins) % num_ranks, num_ranks)
@@ -129,8 +134,8 @@ def split_evenly(episodes: SortedEpisodes, max_tokens: int, num_ranks: int) -> l
 
 
 def _bins(episodes: SortedEpisodes, limit: int) -> list[list[int]]:
-    """Pieces of trees packed first-fit-decreasing into bins of at most ``limit`` tokens and rows of
-    logits."""
+    """Pack pieces of trees by first-fit-decreasing into bins of at most ``limit`` tokens and at
+    most ``limit`` rows of logits."""
     pieces = cut(episodes, limit)
     sizes = [max(episodes.num_computed(piece), num_rows(episodes, piece)) for piece in pieces]
     return [
@@ -140,14 +145,17 @@ def _bins(episodes: SortedEpisodes, limit: int) -> list[list[int]]:
 
 
 def num_rows(episodes: SortedEpisodes, piece: range) -> int:
-    """Rows of logits of consecutive members, where they may be more than their tokens; else 0."""
+    """Return the number of rows of logits of consecutive members if it may exceed their number of
+    tokens; else 0."""
     return sum(episodes.num_new_rows(member, piece.start) for member in piece)
 
 
 def cut(episodes: SortedEpisodes, limit: int) -> list[range]:
-    """Consecutive members that compute at most ``limit`` tokens and as many rows of logits
-    together; whole trees where they fit. A larger tree is cut where the rest repeats the fewest
-    tokens for each one before the cut.
+    """Split members into pieces of consecutive members that compute at most ``limit`` tokens and at
+    most ``limit`` rows of logits.
+
+    Trees that fit stay whole. A larger tree is cut at the position with the fewest repeated tokens
+    per token before the cut.
     """
     pieces = []
     start, num_members = 0, len(episodes.lengths)
@@ -171,15 +179,15 @@ def cut(episodes: SortedEpisodes, limit: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """``batch`` is None if no episode fits a row; ``oversized`` are the indices of episodes longer
-    than a row, which the caller counts as discarded."""
+    """The result of `pack_episodes`. ``batch`` is None if every episode is longer than ``row_len``.
+    ``oversized`` has the indices of the longer episodes, which the caller counts as discarded."""
 
     batch: TrainingBatch | None
     oversized: tuple[int, ...]
 
 
 def pack_episodes(episodes: Sequence[Episode], *, row_len: int, temperature: float) -> Packing:
-    """One batch of all episodes of at most ``row_len`` tokens, in their order.
+    """Pack all episodes of at most ``row_len`` tokens into one batch, in their order.
 
     Raises:
         ValueError: an episode has no tokens, or fields of different lengths.
@@ -207,7 +215,8 @@ def pack_episodes(episodes: Sequence[Episode], *, row_len: int, temperature: flo
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of indices into ``lengths``, each with a total of at most ``capacity``, longest first.
+    """Return bins of indices into ``lengths``, each with a total of at most ``capacity``, longest
+    item first.
 
     Needs at most 11/9 of the optimal number of bins, plus one (Johnson 1973).
 
@@ -218,7 +227,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     free = np.full(len(lengths), capacity, dtype=np.int64)
     bins: list[list[int]] = []
     for i in order:
-        # A bin that is not open yet has its full capacity, so a first fit always exists.
+        # A bin that is not open yet has its full capacity, so there is always a fit.
         first = int(np.argmax(free >= lengths[i]))
         if first >= len(bins):
             bins.append([])
@@ -228,7 +237,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def _kept(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int32] | None, tuple[bytes, ...]]:
-    """`TrainingBatch.kept` and the distinct sets of the episodes' trained tokens."""
+    """Return `TrainingBatch.kept`, and the distinct sets of the episodes' trained tokens."""
     if not any(one.kept_tokens for one in episodes):
         return None, ()
     numbers = {WHOLE_VOCABULARY: -1}

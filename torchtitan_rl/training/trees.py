@@ -1,6 +1,6 @@
-"""Prefix trees of episodes: tokens that several episodes begin with are computed once.
+"""Prefix trees of episodes: tokens at the beginning of several episodes are computed once.
 
-A token's logits depend on the tokens before it and on nothing else, so two episodes that begin with
+A token's logits depend only on the token and the tokens before it, so two episodes that begin with
 the same tokens have the same logits there. The episodes of a forward pass become trees, laid out
 depth first: a token comes after its parent, and its subtree is contiguous.
 
@@ -12,13 +12,13 @@ A B E F, then a token with loss        position_ids  0 1 2 3 2 3    depth, not i
 
 Query q sees key k if ``k <= q < subtree_end[k]``.
 
-What the loss reads is not in the trees: each trained token of each episode is an entry of its own
-(`Microbatch.sources_E`), with its own logprob, advantage and version, also where the token itself
-is computed once for several episodes. Rows without sharing are trees that have one episode each.
+The inputs of the loss are not in the trees: each trained token of each episode is a separate entry
+(`Microbatch.sources_E`) with its own logprob, advantage and version, even if the token is computed
+once for several episodes. Without sharing, each tree has one episode.
 
-Invariants: walking from an entry's predecessor to its root gives the episode's tokens before that
-entry; every selected token of a member has exactly one entry; nothing is computed that no entry
-needs.
+Invariants: the path from the root to an entry's predecessor has the episode's tokens before that
+entry. Every selected token of a member has exactly one entry. Only tokens that an entry needs are
+computed.
 
 Shapes: T computed tokens, E entries.
 """
@@ -42,23 +42,26 @@ class Microbatch:
     token_ids_T: npt.NDArray[np.int64]
     position_ids_T: npt.NDArray[np.int64]  # depth in the tree
     subtree_end_T: npt.NDArray[np.int64]  # index after the token's last descendant
-    predecessors_E: npt.NDArray[np.int64]  # the token whose logits are the entry's; ascending
+    predecessors_E: npt.NDArray[np.int64]  # the token whose logits the entry reads; ascending
     sources_E: npt.NDArray[np.int64]  # the entry's token, as an index into the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedEpisodes:
-    """Those episodes of a batch that have a selected token, so ordered that episodes with a common
-    beginning are neighbours. Entry i of each tuple describes the i-th in this order.
+    """The episodes of a batch that have a selected token, ordered so that episodes with a common
+    beginning are neighbours. Entry i of each tuple describes the i-th episode in this order (member
+    i).
 
-    ``lengths``: tokens to compute, those before its last selected token. ``shared``: how many of
-    these are the same tokens as those of the episode before it; two members i < j share
-    ``min(shared[i + 1 : j + 1])``.
+    ``indices``: the episode's index in the batch. ``lengths``: number of tokens to compute, which
+    are those before the episode's last selected token. ``shared``: number of these tokens at the
+    beginning that are equal to those of the member before; two members i < j share ``min(shared[i +
+    1 : j + 1])`` tokens.
 
-    Selected tokens read one row of logits where they share their predecessor and were sampled from
-    the same set of tokens. ``rows_before``: for each selected token the last member before its own
-    that reads the same row, -1 where none does; None where there are at most as many rows as
-    computed tokens, since nothing is shared or no token was sampled from a part of the vocabulary.
+    Selected tokens read the same row of logits if they share their predecessor and were sampled
+    from the same set of tokens. ``rows_before``: for each selected token of a member, the last
+    earlier member that reads the same row; -1 if there is none. ``rows_before`` is None if there
+    cannot be more rows than computed tokens, because nothing is shared or no token was sampled from
+    a part of the vocabulary.
     """
 
     indices: tuple[int, ...]
@@ -67,17 +70,19 @@ class SortedEpisodes:
     rows_before: tuple[npt.NDArray[np.int64], ...] | None = None
 
     def num_computed(self, members: Sequence[int]) -> int:
-        """Number of distinct tokens of these members, which are in ascending order."""
+        """Return the number of distinct tokens of these members, which must be in ascending
+        order."""
         return sum(self.lengths[m] for m in members) - sum(self.shared_by(members))
 
     def num_new_rows(self, member: int, first: int) -> int:
-        """Number of rows of logits that ``member`` reads and those from ``first`` to it do not."""
+        """Return the number of rows of logits that ``member`` reads, but no member from ``first``
+        up to it does."""
         if self.rows_before is None:
             return 0
         return int((self.rows_before[member] < first).sum())
 
     def shared_by(self, members: Sequence[int]) -> list[int]:
-        """For each member, how many tokens it shares with the member before it."""
+        """Return for each member the number of tokens that it shares with the member before it."""
         return [
             0 if before < 0 else min(self.shared[before + 1 : member + 1])
             for before, member in zip([-1, *members], members, strict=False)
@@ -87,7 +92,8 @@ class SortedEpisodes:
 def sort_episodes(
     batch: TrainingBatch, selected_N: npt.NDArray[np.bool_], *, share_prefixes: bool
 ) -> SortedEpisodes:
-    """Lexicographic order; without ``share_prefixes`` the batch's, and nothing shared."""
+    """Sort the episodes lexicographically. Without ``share_prefixes``, keep the batch's order and
+    share nothing."""
     starts = batch.episode_starts
     position_N = np.arange(batch.num_tokens) - np.repeat(starts, batch.episode_lengths)
     needed = np.maximum.reduceat(np.where(selected_N, position_N, 0), starts)
@@ -96,7 +102,7 @@ def sort_episodes(
         lengths = tuple(needed[indices].tolist())
         return SortedEpisodes(indices=tuple(indices), lengths=lengths, shared=(0,) * len(lengths))
     ends = starts + needed
-    # Big-endian bytes compare as the token ids do.
+    # Big-endian bytes sort in the same order as the token ids.
     keys = {i: batch.token_ids[starts[i] : ends[i]].astype(">u8").tobytes() for i in indices}
     indices.sort(key=lambda i: (keys[i], i))
     tokens = [batch.token_ids[starts[i] : ends[i]] for i in indices]
@@ -117,7 +123,7 @@ def _rows_before(
     selected_N: npt.NDArray[np.bool_],
     episodes: SortedEpisodes,
 ) -> tuple[npt.NDArray[np.int64], ...]:
-    """`SortedEpisodes.rows_before`."""
+    """Compute `SortedEpisodes.rows_before`."""
     members = range(len(episodes.lengths))
     part = lay_out(batch, selected_N, episodes, members)
     member_of_episode = np.zeros(batch.num_episodes, dtype=np.int64)
@@ -139,7 +145,8 @@ def lay_out(
     episodes: SortedEpisodes,
     members: Sequence[int],
 ) -> Microbatch:
-    """The trees of some of ``episodes``: ``members`` are positions in their order, ascending."""
+    """Lay out the trees of some of ``episodes``. ``members`` are positions in their order,
+    ascending."""
     starts = batch.episode_starts.tolist()
     shared = episodes.shared_by(members)
     size = episodes.num_computed(members)
@@ -148,7 +155,7 @@ def lay_out(
     subtree_end = np.full(size, size, dtype=np.int64)
     path = np.empty(max((episodes.lengths[m] for m in members), default=0), dtype=np.int64)
     predecessors, sources = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    index, depth = 0, 0  # of the next token; of the episode before
+    index, depth = 0, 0  # index of the next token; depth of the episode before
     for member, common in zip(members, shared, strict=True):
         length, first = episodes.lengths[member], starts[episodes.indices[member]]
         subtree_end[path[common:depth]] = index
@@ -172,8 +179,8 @@ def lay_out(
 
 
 def padded(part: Microbatch, multiple: int) -> Microbatch:
-    """The same, padded to a multiple of ``multiple`` tokens, at least one. Each token of padding is
-    a tree of its own, so that attention costs next to nothing."""
+    """Pad a microbatch to a multiple of ``multiple`` tokens, at least one. Each padding token is a
+    separate tree, so that its attention costs almost nothing."""
     size = len(part.token_ids_T)
     missing = num_padding(size, multiple)
     return replace(
@@ -185,12 +192,12 @@ def padded(part: Microbatch, multiple: int) -> Microbatch:
 
 
 def num_padding(size: int, multiple: int) -> int:
-    """Tokens of padding after ``size`` tokens."""
+    """Return the number of padding tokens after ``size`` tokens."""
     return -size % multiple if size else multiple
 
 
 def _num_common(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
-    """Number of equal tokens at the beginning of both."""
+    """Return the number of equal tokens at the beginning of both."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
     return int(differs.argmax()) if differs.any() else size

@@ -43,7 +43,7 @@ class Transport(StrEnum):
 
     SHARED_MEMORY = "shared_memory"  # a memory-mapped file; one host only
     RDMA = "rdma"  # Monarch's RDMABuffer, over its channels without RDMA hardware
-    BOTH = "both"  # the former on the trainer's host, the latter to the others
+    BOTH = "both"  # shared memory on the trainer's host, RDMA to the other hosts
 
     @property
     def shares_memory(self) -> bool:
@@ -60,9 +60,12 @@ def choose_transport(
     trainer_hosts: Collection[int],
     replica_hosts: Collection[int],
 ) -> Transport:
-    """The transport to use: shared memory on one host and RDMA between hosts, unless one is
-    ``configured``. Hosts are indices into the list of hosts, of all ranks; `config/room.py` has
-    checked that configured shared memory reaches all of them."""
+    """Choose the transport: shared memory within one host and RDMA between hosts, unless one is
+    ``configured``.
+
+    ``trainer_hosts`` and ``replica_hosts`` have the host index of every rank. `config/room.py` has
+    checked that all ranks are on one host if shared memory is configured.
+    """
     others = set(replica_hosts) - set(trainer_hosts)
     is_on_one_host = len(set(trainer_hosts)) == 1
     if configured == "shared_memory" or (configured == "auto" and is_on_one_host and not others):
@@ -75,7 +78,7 @@ def choose_transport(
 def hosts_that_fetch(
     transport: Transport, *, trainer_hosts: Collection[int], replica_hosts: Collection[int]
 ) -> list[int]:
-    """The hosts of replicas that do not have the trainer's shared memory."""
+    """Return the hosts whose replicas cannot use the trainer's shared memory."""
     if transport is Transport.SHARED_MEMORY:
         return []
     mapped = set(trainer_hosts) if transport is Transport.BOTH else set()

@@ -1,14 +1,14 @@
-"""Brings each version to each host once, for all replicas there.
+"""Fetches each version to each host once, for all replicas there.
 
-The first replica of a host that asks starts the fetch, the others wait for the same one. At most
-``fan_out`` hosts at once read from one source; a host that has all of a version is a source for
-others, so that many hosts fetch in a tree whose root is the trainer.
+The first replica of a host that needs a version starts the fetch; the others wait for the same
+fetch. At most ``fan_out`` hosts read from one source at the same time. A host that has a whole
+version is a source for other hosts, so many hosts fetch in a tree whose root is the trainer.
 
 Invariants
-- A host fetches a version at most once, unless that failed.
+- A host fetches a version at most once, unless the fetch failed.
 - A host that cannot read from another host, or loses its source, reads from the trainer.
-- Every wait for a source ends, since every fetch does. A replica that no longer waits does not stop
-  the fetch of the others.
+- Every wait for a source ends, because every fetch ends. If a replica stops waiting, the fetch
+  continues for the others.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _TRAINER = None  # as a source; hosts are numbers
 
 
 class HostFetcher(Protocol):
-    """What fetches for one host. Both raise WeightSyncError, ReplicaError or DeadlineError."""
+    """Fetches weights for one host. Both methods raise WeightSyncError, ReplicaError or
+    DeadlineError."""
 
     async def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None, /) -> Fetched:
-        """See `WeightReceiver.fetch`. Calls for several versions may overlap. A call that is
-        cancelled does not delay later ones."""
+        """See `WeightReceiver.fetch`. Calls for different versions may overlap. A cancelled call
+        does not delay later calls."""
         ...
 
     async def offer(self, version: int, /) -> RemoteSource:
@@ -51,24 +52,25 @@ class WeightDistribution:
     """Fetches weights for all replicas of a run.
 
     Args:
-        fetchers: by host; replicas of other hosts use the trainer's shared memory.
-        fan_out: hosts that read from one source at the same time; 0: all from the trainer.
+        fetchers: the fetchers by host. Replicas on other hosts use the trainer's shared memory.
+        fan_out: number of hosts that read from one source at the same time; 0: all read from the
+            trainer.
     """
 
     def __init__(self, fetchers: Mapping[int, HostFetcher], *, fan_out: int) -> None:
         self._fetchers = dict(fetchers)
         self._fan_out = fan_out
         self._fetches: dict[tuple[int, int], asyncio.Task[Fetched]] = {}  # by host and version
-        self._readers: dict[int, dict[int | None, int]] = {}  # by version and source: how many
-        self._reads: dict[int, set[asyncio.Timeout]] = {}  # by the host that is the source
+        self._readers: dict[int, dict[int | None, int]] = {}  # count, by version and source
+        self._reads: dict[int, set[asyncio.Timeout]] = {}  # by the source host
         self._changed = asyncio.Event()  # set, and replaced, when `_readers` changes
         self._ended: list[Fetched] = []
 
     async def ensure_on_host(self, handle: WeightHandle, host: int) -> SharedMemoryHandle:
-        """The version in the shared memory of ``host``, fetched first if it is not there.
+        """Return a version in the shared memory of ``host``, after fetching it if necessary.
 
         Raises:
-            WeightSyncError, ReplicaError, DeadlineError: the host could not fetch it.
+            WeightSyncError, ReplicaError, DeadlineError: the host could not fetch the version.
         """
         if isinstance(handle, SharedMemoryHandle):
             return handle
@@ -77,29 +79,29 @@ class WeightDistribution:
                 raise WeightSyncError(f"version {handle.version}: nothing fetches for host {host}")
             return handle.shared
         fetch = self._fetches.get((host, handle.version)) or self._start(host, handle)
-        await asyncio.wait((fetch,))  # a replica that is cancelled does not cancel it
+        await asyncio.wait((fetch,))  # a cancelled replica does not cancel the fetch
         if fetch.cancelled():
             raise WeightSyncError(f"version {handle.version}: the fetch for host {host} was ended")
         return fetch.result().handle
 
     def replace(self, host: int, fetcher: HostFetcher) -> None:
-        """Forget the versions of a host that was lost; hosts that read from it now read from the
-        trainer."""
+        """Forget the versions of a lost host. Hosts that are reading from it read from the trainer
+        instead."""
         for key in [key for key in self._fetches if key[0] == host]:
             self._fetches.pop(key).cancel()
         for read in self._reads.pop(host, ()):
-            read.reschedule(asyncio.get_running_loop().time())  # by itself it may end much later
+            read.reschedule(asyncio.get_running_loop().time())  # it might end much later by itself
         for readers in self._readers.values():
             readers.pop(host, None)
         self._fetchers[host] = fetcher
 
     def take_fetches(self) -> tuple[Fetched, ...]:
-        """The fetches of all hosts that ended since the last call."""
+        """Return the fetches of all hosts that ended since the last call."""
         ended, self._ended = tuple(self._ended), []
         return ended
 
     async def close(self) -> None:
-        """End all fetches; replicas that wait get an error."""
+        """End all fetches. Waiting replicas get an error."""
         fetches = list(self._fetches.values())
         for fetch in fetches:
             fetch.cancel()
@@ -146,11 +148,11 @@ class WeightDistribution:
                 logger.warning(
                     "version %s: read from the trainer, not from a host: %s", handle.version, error
                 )
-                self._readers.get(handle.version, {}).pop(source, None)  # may be forgotten
+                self._readers.get(handle.version, {}).pop(source, None)  # it may be forgotten
         return await fetcher.fetch(handle, None)
 
     async def _read(self, source: int, fetcher: HostFetcher, handle: RemoteMemoryHandle) -> Fetched:
-        """Fetch from another host, for as long as that is not lost."""
+        """Fetch from another host, until that host is lost."""
         reads = self._reads.setdefault(source, set())
         try:
             async with asyncio.timeout(None) as read:
@@ -164,8 +166,8 @@ class WeightDistribution:
             raise WeightSyncError(f"version {handle.version}: host {source} is lost") from error
 
     async def _take(self, version: int) -> int | None:
-        """The source with the fewest readers, once it may have one more: a host before the
-        trainer, which has other things to do."""
+        """Wait for a free source, and take the one with the fewest readers. Hosts are preferred to
+        the trainer, which has other work."""
         while True:
             readers = self._readers.setdefault(version, {})
             readers.setdefault(_TRAINER, 0)
@@ -186,8 +188,8 @@ class WeightDistribution:
         self._changed = asyncio.Event()
 
     def _forget_released(self, host: int, handle: RemoteMemoryHandle) -> None:
-        """Forget the versions that the host is about to remove: all but the newest and those to
-        keep."""
+        """Forget the versions that the host is about to remove: all but the newest and the versions
+        to keep."""
         held = [v for at, v in self._fetches if at == host and self._fetches[at, v].done()]
         for version in versions_to_free(held, handle.keep):
             del self._fetches[host, version]

@@ -1,13 +1,13 @@
 """Losses: pure functions of ``[T]`` tensors, without a model or a process group.
 
-Invariants: a loss is a sum over trained tokens, divided by totals of the *whole* optimizer step, so
-that losses (and gradients) of microbatches and ranks add up to the same whatever the split, as long
-as no sequence is split. Values where ``trained_T`` is False are never read, NaN included.
+Invariants: a loss is a sum over trained tokens, divided by totals of the *whole* optimizer step. So
+the losses (and gradients) of microbatches and ranks add up to the same sum for any split that does
+not split a sequence. Values where ``trained_T`` is False are never read, NaN included.
 
-The options of `LossConfig` make up the published methods. The example prints what each does with
+Published methods are combinations of `LossConfig`'s options. The example applies each method to
 four tokens of age 2 and advantage 1, whose ratios policy / behaviour are 2, 1.1, 0.3 and 1; the
-first two are one sequence. A column is how much the step raises the token's logprob (minus the
-gradient); 0.00 is a token that the method clips or masks.
+first two tokens are one sequence. A column shows how much the step raises the token's logprob
+(minus the gradient); 0.00 is a token that the method clips or masks.
 
 >>> import torch
 >>> from torchtitan_rl.training.config import LossConfig
@@ -88,12 +88,15 @@ __all__ = [
 LossFunction = Callable[..., LossOutput]
 """``function(tokens: LossTokens, *, totals: StepTotals, config: LossConfig) -> LossOutput``"""
 
-_PARTS = ((0, 1, 2), (3, 4, 5, 6), (7,))  # tokens of sequences 0; 1 and 2; 3, which is untrained
+_PARTS = ((0, 1, 2), (3, 4, 5, 6), (7,))  # tokens of sequences 0 / 1, 2 / 3 (untrained)
 
 
 def loss_problem(function: LossFunction, config: LossConfig, updates: int) -> str | None:
-    """How the function breaks the contract, or None: an update's tokens at once and in parts must
-    give the same loss, gradient, sums and maxima, and what is not trained on must not be read."""
+    """Check a loss function on a few tokens. Returns how it breaks the contract, or None.
+
+    All tokens together and the same tokens in parts must give the same loss, gradient, sums and
+    maxima. Values of untrained tokens must not be read.
+    """
     try:
         return _problem(function, config, _made_tokens(config, updates))
     except (Exception, SystemExit) as error:
@@ -162,7 +165,8 @@ def _is_sum(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
 
 
 def _made_tokens(config: LossConfig, updates: int) -> LossTokens:
-    """Eight tokens of four sequences, two of them not trained on, with what a run would give."""
+    """Make eight tokens of four sequences, two of them untrained, with the fields that a run would
+    set."""
     generator = torch.Generator().manual_seed(0)
     logprobs_T = -3 * torch.rand(8, generator=generator)
     trained_T = torch.tensor([True, True, False, True, True, True, True, False])

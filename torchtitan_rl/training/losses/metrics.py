@@ -1,7 +1,7 @@
-"""What a loss reads and returns, and the metrics of the policy loss: sums and maxima of a part,
-then metrics of the step's totals.
+"""The input and output of a loss, and the metrics of the policy loss: first sums and maxima of each
+part, then metrics from the step's totals.
 
-Metrics by age say how far off policy the tokens of each age (`LossTokens.ages_T`) are.
+Metrics by age show how far off-policy the tokens of each age (`LossTokens.ages_T`) are.
 
 Shapes: T tokens of a part, A buckets of ages (`AGE_BUCKETS`).
 """
@@ -17,7 +17,7 @@ from torchtitan_rl.training.config import LossConfig
 
 AGE_BUCKETS = ("age_0", "age_1", "age_2", "age_3plus")
 _BY_AGE = "by_age"
-_COUNTS = ("loss", "clamped_log_ratio")  # sums that are no means over trained tokens
+_COUNTS = ("loss", "clamped_log_ratio")  # reported as sums, not as means over trained tokens
 
 
 @torch.no_grad()
@@ -31,11 +31,12 @@ def policy_metrics(
     weights_T: torch.Tensor | None,
     kl_T: torch.Tensor | None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Sums and maxima of one part, for `LossOutput`. Ratios are policy / behaviour, whatever the
-    proximal policy.
+    """Compute sums and maxima of one part, for `LossOutput`. Ratios are policy / behaviour, with
+    any proximal policy.
 
-    Of KL(behaviour || policy), ``kl_k1`` is minus the log-ratio and ``kl_k3`` the low-variance
-    estimate that is never negative (Schulman 2020, "Approximating KL divergence").
+    ``kl_k1`` and ``kl_k3`` estimate KL(behaviour || policy): ``kl_k1`` is minus the log-ratio,
+    ``kl_k3`` the low-variance estimate that is never negative (Schulman 2020, "Approximating KL
+    divergence").
     """
     trained_T = tokens.trained_T
     difference_T = tokens.logprobs_T - tokens.behaviour_T
@@ -81,7 +82,8 @@ def policy_metrics(
 def loss_metrics(
     sums: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor], *, num_trained: int
 ) -> dict[str, float]:
-    """Metrics by name, as in the table of metrics, from the totals over all parts of a step."""
+    """Compute metrics by name, as in the table of metrics, from the totals over all parts of a
+    step."""
     metrics = {
         name: total.item() if name in _COUNTS else total.item() / num_trained
         for name, total in sums.items()
@@ -101,8 +103,9 @@ def _sums_by_age(
     kl_T: torch.Tensor,
     distance_T: torch.Tensor,
 ) -> torch.Tensor:
-    """[7, A], float64 since squares of ratios are large: number of trained tokens, and their sums
-    of ratio, squared ratio, clipped, masked, KL and distance of logprobs."""
+    """Return [7, A]: for each bucket the number of trained tokens, and their sums of ratio, squared
+    ratio, clipped, masked, KL and distance of logprobs. Float64, because squared ratios are
+    large."""
     ratios_T = ratios_T.double()
     columns = [tokens.trained_T, ratios_T, ratios_T.square(), clipped_T, masked_T, kl_T, distance_T]
     columns_7T = torch.stack([column.double() for column in columns])
@@ -112,7 +115,8 @@ def _sums_by_age(
 def _metrics_by_age(
     totals_7A: Sequence[Sequence[float]], maxima_2A: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """Metrics of the buckets that have tokens, and the effective share of all tokens."""
+    """Compute the metrics of the buckets that have tokens, and the effective share of all
+    tokens."""
     metrics: dict[str, float] = {}
     columns = zip(AGE_BUCKETS, *totals_7A, *maxima_2A, strict=True)
     for bucket, num_tokens, ratio, square, clipped, masked, kl, distance, *largest in columns:
@@ -134,13 +138,13 @@ def _metrics_by_age(
 
 
 def _effective_share(num_tokens: float, ratio_sum: float, square_sum: float) -> float:
-    """Kish's effective sample size, (sum w)^2 / sum w^2, as a share of the tokens (Kong 1992); 0
-    where every ratio underflowed."""
+    """Kish's effective sample size, (sum w)^2 / sum w^2, as a share of the tokens (Kong 1992); 0 if
+    every ratio underflowed."""
     return ratio_sum**2 / (num_tokens * square_sum) if square_sum != 0 else 0.0
 
 
 def _buckets(tokens: LossTokens) -> torch.Tensor:
-    """[T]: each token's bucket; the last one holds all older tokens."""
+    """Return [T]: each token's bucket. The last bucket contains all older tokens."""
     return tokens.ages_T.clamp(0, len(AGE_BUCKETS) - 1)
 
 
@@ -150,7 +154,7 @@ def _max(values_T: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTokens:
-    """T tokens of one part (microbatch) of a step; entry i of each tensor describes token i.
+    """The T tokens of one part (microbatch) of a step. Entry i of each tensor describes token i.
 
     All trained tokens of a sequence (episode) are in the same part. Only ``logprobs_T`` has a
     gradient. Values where ``trained_T`` is False are never read, NaN included.
@@ -163,10 +167,10 @@ class LossTokens:
     ages_T: torch.Tensor  # int64; trainer version minus the version that sampled the token
     sequences_T: torch.Tensor  # int64; number of the token's sequence, in 0 .. T - 1
     reference_T: torch.Tensor | None = None  # logprobs under the reference model
-    before_T: torch.Tensor | None = None  # under the weights before the step; None: as logprobs_T
+    before_T: torch.Tensor | None = None  # under the weights before the step; None: use logprobs_T
 
     def cleaned(self) -> LossTokens:
-        """The same tokens with logprobs and advantages of untrained tokens set to 0."""
+        """Return these tokens with logprobs and advantages of untrained tokens set to 0."""
         zero = torch.zeros((), dtype=self.logprobs_T.dtype, device=self.logprobs_T.device)
 
         def clean(values_T: torch.Tensor) -> torch.Tensor:
@@ -182,33 +186,35 @@ class LossTokens:
         )
 
     def sequence_sum(self, values_T: torch.Tensor) -> torch.Tensor:
-        """[T]: for each token the sum over its sequence; ``values_T`` is 0 on untrained tokens."""
+        """Return [T]: for each token the sum over its sequence. ``values_T`` must be 0 for
+        untrained tokens."""
         sums_T = values_T.new_zeros(len(values_T)).index_add(0, self.sequences_T, values_T)
         return sums_T[self.sequences_T]
 
     def sequence_lengths(self) -> torch.Tensor:
-        """[T]: for each token the number of trained tokens of its sequence, at least 1."""
+        """Return [T]: for each token the number of trained tokens in its sequence, at least 1."""
         return self.sequence_sum(self.trained_T.to(self.logprobs_T.dtype)).clamp_min(1.0)
 
     def sequence_mean(self, values_T: torch.Tensor) -> torch.Tensor:
-        """[T]: for each token the mean over the trained tokens of its sequence."""
+        """Return [T]: for each token the mean over the trained tokens of its sequence."""
         return self.sequence_sum(values_T) / self.sequence_lengths()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
-    """Sizes of all that an optimizer update is computed from, over all ranks and microbatches: the
-    batch, or its minibatch. Tokens that the loss masks by their ratio are included, so the totals
-    are known before the first forward pass."""
+    """The size of the batch (or minibatch) of an optimizer update, over all ranks and microbatches.
+    Tokens that the loss masks by their ratio are included, so the totals are known before the first
+    forward pass."""
 
-    num_tokens: int  # trained on
-    num_sequences: int  # with at least one trained token
+    num_tokens: int  # number of trained tokens
+    num_sequences: int  # number of sequences with at least one trained token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """``loss`` is a scalar with a graph; the others are detached and of any shape. Over the parts
-    of a step, ``sums`` are added and ``maxima`` maximized; `loss_metrics` reads the totals."""
+    """The result of a loss. ``loss`` is a scalar with a graph; the other tensors are detached and
+    have any shape. Over the parts of a step, ``sums`` are added and ``maxima`` maximized;
+    `loss_metrics` reads the totals."""
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor]
@@ -218,7 +224,8 @@ class LossOutput:
 def cross_entropy_loss(
     logprobs_T: torch.Tensor, trained_T: torch.Tensor, *, num_trained: int
 ) -> LossOutput:
-    """Supervised training: the mean negative logprob of the step's ``num_trained`` tokens."""
+    """Compute the loss of supervised training: the mean negative logprob of the step's
+    ``num_trained`` tokens."""
     zero = torch.zeros((), dtype=logprobs_T.dtype, device=logprobs_T.device)
     loss = -torch.where(trained_T, logprobs_T, zero).sum() / num_trained
     return LossOutput(loss=loss, sums={}, maxima={})

@@ -1,15 +1,15 @@
-"""The policy loss. `policy_loss` comes first; the functions after it are its steps, in the order it
-takes them, each with its formula and paper.
+"""The policy loss. `policy_loss` comes first; the functions after it are its steps in order, each
+with its formula and paper.
 
 Every function takes cleaned tokens (`LossTokens.cleaned`); p is the policy being trained, A the
 advantage. Log-ratios are clamped to ± ``max_log_ratio`` before each exponential; a clamped token
 has no gradient.
 
-All distributions are at the sampling temperature. Where the sampler cut tokens (top_p, top_k,
-min_p, a grammar), that of each policy (behaviour, proximal, trained, reference) is renormalized
-over the tokens that were left at the version that sampled. So ratios compare like with like, and
-are 1 at age 0; the gradient has no part on logits that were cut. The entropy metric is of the
-renormalized distribution, too.
+All distributions are at the sampling temperature. If the sampler excluded tokens (top_p, top_k,
+min_p, a grammar), the distribution of each policy (behaviour, proximal, trained, reference) is
+renormalized over the tokens that were kept at sampling time. So ratios compare distributions over
+the same tokens, and are 1 at age 0. Excluded logits have no gradient. The entropy metric is also
+computed from the renormalized distribution.
 
 Shapes: T tokens of one part (microbatch) of a step.
 """
@@ -26,7 +26,8 @@ from torchtitan_rl.training.losses.metrics import LossOutput, LossTokens, StepTo
 
 
 def policy_loss(tokens: LossTokens, *, totals: StepTotals, config: LossConfig) -> LossOutput:
-    """-aggregate(mask x weight x surrogate(ratio, A) - kl_coefficient x KL(p || reference)).
+    """Compute -aggregate(mask x weight x surrogate(ratio, A) - kl_coefficient x KL(p ||
+    reference)).
 
     Weight and mask do not apply to the KL term, except for k1, which is part of the advantage.
 
@@ -64,17 +65,17 @@ def policy_loss(tokens: LossTokens, *, totals: StepTotals, config: LossConfig) -
 
 
 def reference_kl(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None:
-    """[T]: estimates of KL(p || reference), None without a KL penalty.
+    """Return [T]: estimates of KL(p || reference); None without a KL penalty.
 
     With d = log p - log p_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020,
-    "Approximating KL divergence"). k2 and k3 are differentiated in the loss; k3 there is GRPO's
-    (Shao et al. 2024, 2402.03300). k1 is subtracted from the advantages, as InstructGPT does from
-    rewards (Ouyang et al. 2022, 2203.02155): in the loss its gradient would be that of log p, whose
-    expectation is 0 (Tang and Munos 2025, 2506.09477).
+    "Approximating KL divergence"). k2 and k3 are differentiated in the loss; k3 is the estimator
+    that GRPO uses (Shao et al. 2024, 2402.03300). k1 is subtracted from the advantages, as
+    InstructGPT does from rewards (Ouyang et al. 2022, 2203.02155): in the loss its gradient would
+    be the gradient of log p, whose expectation is 0 (Tang and Munos 2025, 2506.09477).
 
-    On policy, k1 and k2 have the gradient of KL(p || reference), k3 that of KL(reference || p).
-    For tokens of older versions the estimate is not corrected: its mean is over the policy that
-    sampled them.
+    On policy, k1 and k2 have the gradient of KL(p || reference), and k3 has the gradient of
+    KL(reference || p). For tokens sampled by an older version there is no importance correction:
+    the expectation is under the policy that sampled them.
     """
     if config.kl_coefficient == 0.0:
         return None
@@ -94,21 +95,22 @@ def reference_kl(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None:
 
 
 def proximal_logprobs(tokens: LossTokens, config: LossConfig) -> torch.Tensor:
-    """[T]: log p_prox, which the clipped ratio is taken against; without a gradient.
+    """Return [T]: log p_prox, the denominator of the clipped ratio, without a gradient.
 
     `behaviour`: the policy that sampled the tokens (PPO: Schulman et al. 2017, 1707.06347).
 
-    The others are decoupled PPO (Hilton et al. 2021, 2110.00641; for language models AReaL, Fu et
-    al. 2025, 2505.24298): the trust region is around the trainer's own step, and
+    The other two are decoupled PPO (Hilton et al. 2021, 2110.00641; for language models AReaL, Fu
+    et al. 2025, 2505.24298): the trust region is around the trainer's own step, and
     `importance_weights` corrects for the sampling policy. `recomputed`: p_before, the weights
-    before this step. In the only update of a step these are the weights of this forward pass: its
-    detached logprobs are p_prox, the ratio is 1, and nothing is clipped. `interpolated`: one
-    version before p_before, estimated from behaviour and p_before by the token's age d >= 1:
+    before this step. If a step has only one update, these are the weights of this forward pass: its
+    detached logprobs are log p_prox, the ratio is 1, and nothing is clipped. `interpolated`: the
+    policy one version before p_before, estimated from behaviour and p_before by the token's age d
+    >= 1:
 
     log p_prox = log p_behaviour + (d - 1) / d x (log p_before - log p_behaviour)
 
     (AReaL's prox_approx document, alpha = (v_prox - v_behave) / (v - v_behave) with v_prox = v - 1,
-    and A-3PO, Li et al. 2025, 2512.06547). At d = 1 it is the behaviour policy; for d = 0 it is
+    and A-3PO, Li et al. 2025, 2512.06547). At d = 1, p_prox is the behaviour policy; at d = 0 it is
     p_before.
     """
     before_T = tokens.logprobs_T.detach() if tokens.before_T is None else tokens.before_T
@@ -127,11 +129,11 @@ def proximal_logprobs(tokens: LossTokens, config: LossConfig) -> torch.Tensor:
 
 
 def policy_ratios(tokens: LossTokens, proximal_T: torch.Tensor, config: LossConfig) -> torch.Tensor:
-    """[T]: p / p_prox of the token, or of its sequence.
+    """Return [T]: p / p_prox of the token, or of its sequence.
 
     `sequence` (GSPO: Zheng et al. 2025, 2507.18071): the value is the geometric mean over the
-    sequence, (p(y) / p_prox(y))^(1/|y|), the gradient is the token's own. This is GSPO-token
-    (section 4.3), which equals GSPO where all tokens of a sequence have one advantage.
+    sequence, (p(y) / p_prox(y))^(1/|y|); the gradient is the token's own. This is GSPO-token
+    (section 4.3), which equals GSPO if all tokens of a sequence have the same advantage.
     """
     log_ratios_T = tokens.logprobs_T - proximal_T
     if config.ratio == "sequence":
@@ -143,15 +145,17 @@ def policy_ratios(tokens: LossTokens, proximal_T: torch.Tensor, config: LossConf
 def surrogate(
     tokens: LossTokens, ratios_T: torch.Tensor, advantages_T: torch.Tensor, config: LossConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Terms [T] to maximize, and which tokens were clipped at the lower and at the upper bound.
+    """Return the terms [T] to maximize, and which tokens [T] were clipped at the lower and at the
+    upper bound.
 
     `clip`: min(r A, clip(r, 1 - low, 1 + high) A); a token outside of a bound has no gradient if
-    its gradient would move it further out. PPO's (Schulman et al. 2017, 1707.06347), with a
-    separate bound for each side (DAPO's clip-higher, Yu et al. 2025, 2503.14476).
+    its gradient would move it further out. This is PPO's surrogate (Schulman et al. 2017,
+    1707.06347), with a separate bound for each side (DAPO's clip-higher, Yu et al. 2025,
+    2503.14476).
 
     `cispo`: stop_gradient(clip(r, 1 - low, 1 + high)) A log p; every token keeps a gradient. Only
-    the gradient is meaningful, not the value. MiniMax-M1 (2025, 2506.13585), which in effect has
-    no lower bound (low near 1).
+    the gradient is meaningful, not the value. From MiniMax-M1 (2025, 2506.13585), which in effect
+    has no lower bound (low near 1).
     """
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     match config.surrogate:
@@ -172,7 +176,8 @@ def surrogate(
 def importance_weights(
     tokens: LossTokens, proximal_T: torch.Tensor, config: LossConfig
 ) -> torch.Tensor | None:
-    """[T]: min(w, cap), w = p_prox / p_behaviour, without a gradient; None without weights.
+    """Return [T]: min(w, cap) with w = p_prox / p_behaviour, without a gradient; None without
+    weights.
 
     `token`: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training" (TIS). `sequence`: the product over the sequence; Liu, Li et al. 2025, "When Speed
@@ -193,10 +198,10 @@ def importance_weights(
 
 
 def within_mask_bounds(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None:
-    """[T] bool: mask_low <= p / p_behaviour <= mask_high; None without a mask.
+    """Return [T] bool: mask_low <= p / p_behaviour <= mask_high; None without a mask.
 
-    `token`: IcePop (Ling team 2025, "Every Step Evolves", 2510.18855), on both sides whatever the
-    advantage's sign. `sequence`: the product over the sequence (masked importance sampling, Liu, Li
+    `token`: IcePop (Ling team 2025, "Every Step Evolves", 2510.18855), on both sides for any sign
+    of the advantage. `sequence`: the product over the sequence (masked importance sampling, Liu, Li
     et al. 2025, as above). `geometric`: the geometric mean, which does not grow with the length
     (Li, Liu et al. 2025, "Trust Region Masking for Long-Horizon LLM RL", 2512.23075, and verl's
     rollout correction).
@@ -221,12 +226,12 @@ def within_mask_bounds(tokens: LossTokens, config: LossConfig) -> torch.Tensor |
 def aggregate(
     terms_T: torch.Tensor, tokens: LossTokens, totals: StepTotals, config: LossConfig
 ) -> torch.Tensor:
-    """This part's share of the step's scalar; ``terms_T`` are 0 on untrained tokens.
+    """Return this part's share of the step's scalar. ``terms_T`` must be 0 for untrained tokens.
 
     `token_mean`: every token of the step counts the same (DAPO: Yu et al. 2025, 2503.14476).
     `sequence_mean`: every sequence counts the same (GRPO: Shao et al. 2024, 2402.03300).
-    `constant`: a sequence's sum is divided by ``constant_length`` whatever its length, so that long
-    wrong answers are not favoured (Dr. GRPO: Liu et al. 2025, 2503.20783).
+    `constant`: a sequence's sum is divided by ``constant_length`` instead of its length, so that
+    long wrong answers are not favoured (Dr. GRPO: Liu et al. 2025, 2503.20783).
     """
     match config.aggregation:
         case "token_mean":
