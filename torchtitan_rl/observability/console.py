@@ -25,13 +25,13 @@ Choice = Literal["auto", "rich", "plain", "none"]
 STEP_WORDS = """\
 The line of a step on the console:
   [1:20]        time since this process began
-  step 9/50     steps done, of the whole run
+  step 9/50     steps done / steps of the whole run
   reward 0.610  mean reward of the step's rollouts
   2 failed      rollouts of the step without a reward, which are not trained on
   val 0.580     mean reward of the newest evaluation
   1,840 tok/s   sampled tokens of the step's rollouts per second of the whole step
-  age 1.2       how many versions the weights were ahead when a token was trained on, on average
-  ready 9/24    groups rolled out that wait for a batch / groups that may be under way at once
+  age 1.2       mean age of the trained tokens: the trainer's version minus the sampling one
+  ready 9/24    finished groups that wait for a batch / capacity of the buffer in groups
   idle 74%+40%  share of the step in which the trainer / the replicas had nothing to do
   ETA 3:10      time left, by the median of the last 10 steps
 age, ready and idle are of asynchronous runs (schedule.staleness 1 or more)."""

@@ -280,7 +280,7 @@ def completion(**fields: Any) -> Damage:
     """New values in a completion of an unfinished rollout."""
 
     def change(found: list[list[Row]]) -> None:
-        rollout = next(one for one in found[1] if one["turns"])
+        rollout = next(one for one, _ in found[1] if one["turns"])
         rollout["turns"][0]["completion"].update(fields)
 
     return attachment(GROUPS, change, Path(CHECKPOINT))
