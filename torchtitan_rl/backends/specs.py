@@ -1,4 +1,5 @@
-"""What each kind of process is built from. Specs are pickled, so they hold plain values only."""
+"""The specifications from which processes are built. Specs are pickled, so they contain only plain
+values."""
 
 from __future__ import annotations
 
@@ -14,25 +15,25 @@ from torchtitan_rl.weights.config import WeightSyncConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSpec:
-    """What a replica's ranks need, the same for all of them."""
+    """The specification of a replica's ranks, equal for all of them."""
 
     model: Path  # a directory in Hugging Face format
     name: str = "replica"
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # on CUDA; a CPU computes in float32
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # only on CUDA; a CPU computes in float32
     seed: int = 0  # for requests without a seed; each replica needs its own
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     log_dir: Path = Path()
     trace_dir: Path | None = None
-    stream_interval_s: float = 0.05  # between two reports of a request's new tokens
-    sleeps: bool = False  # it shares its devices: a sleep frees their memory
+    stream_interval_s: float = 0.05  # time between two reports of a request's new tokens
+    sleeps: bool = False  # shares its devices, so that a sleep must free their memory
     reasoning_parser: str = ""  # for structured outputs that begin after reasoning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """What the trainer's ranks need."""
+    """The specification of the trainer's ranks."""
 
     checkpoint: Path
     trainer: TrainerConfig
@@ -43,12 +44,12 @@ class TrainerSpec:
     log_dir: Path
     trace_dir: Path | None
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-    python_path: tuple[str, ...] = ()  # where `LossConfig.function` may import from
+    python_path: tuple[str, ...] = ()  # folders from which `LossConfig.function` may import
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightHostSpec:
-    """What the process needs that fetches weights for all replicas of a host."""
+    """The specification of the process that fetches weights for all replicas of a host."""
 
     name: str  # "host 1"
     run_dir: Path
@@ -59,13 +60,13 @@ class WeightHostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSpec:
-    """What the endpoint's process needs."""
+    """The specification of the endpoint's process."""
 
     model: Path
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
     max_model_len: int
-    generation_config: Literal["auto", "vllm"]  # auto: defaults of sampling are the model's own
+    generation_config: Literal["auto", "vllm"]  # auto: the model's own sampling defaults
     endpoint: EndpointConfig
     keys: Keys
     log_dir: Path

@@ -88,6 +88,8 @@ class GeneratorRouter:
 
         Raises:
             InvalidRequestError: the request was refused; other requests are not affected.
+            GenerationTimeoutError: the request took longer than ``request_timeout_s``.
+            GenerationError: no replica is left, and ``keeps_requests`` is not set.
         """
         return await self._requests.complete(request, on_progress)
 

@@ -1,6 +1,5 @@
-"""References to published weights, sent in messages instead of the bytes.
-
-Which published versions a publisher keeps.
+"""References to published weights, which are sent in messages instead of the bytes. Also decides
+which published versions a publisher keeps.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class SharedMemoryHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSource:
-    """Packed parts of a version in one process's memory (see `weights/remote.py`)."""
+    """The packed parts of a version in the memory of one process (see `weights/remote.py`)."""
 
-    owner: str  # for errors: "trainer rank 1", "host 2"
+    owner: str  # the process's name in errors: "trainer rank 1", "host 2"
     parts: tuple[PackedPart, ...]
     buffers: tuple[Any, ...]  # monarch.rdma.RDMABuffer, over slices of the packed bytes, in order
     num_bytes: int
@@ -33,10 +32,11 @@ class RemoteSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteMemoryHandle:
-    """The parts of a version in the memory of the trainer's ranks, which together are all of it.
+    """The parts of a version in the memory of the trainer's ranks. Together they are the whole
+    version.
 
-    ``keep``: versions besides this one and the one before that are still needed. ``shared``: the
-    same version for the replicas on the trainer's own host, if there are any.
+    ``keep``: versions that are still needed, besides this version and the previous one. ``shared``:
+    the same version in shared memory, if there are replicas on the trainer's host.
     """
 
     layout: ImageLayout
@@ -55,7 +55,8 @@ class RemoteMemoryHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """A version in a host's shared memory. ``num_bytes`` were read from other hosts for it."""
+    """A version in a host's shared memory. ``num_bytes``: number of bytes read from other hosts for
+    it."""
 
     handle: SharedMemoryHandle
     num_bytes: int
@@ -66,8 +67,8 @@ WeightHandle = SharedMemoryHandle | RemoteMemoryHandle
 
 
 def versions_to_free(held: list[int], keep: frozenset[int]) -> list[int]:
-    """The versions to release before one more is published, of those ``held``, oldest first: all
-    but the newest and those in ``keep``.
+    """Return which of the versions ``held`` (oldest first) to release before another version is
+    published: all but the newest and those in ``keep``.
 
     >>> versions_to_free([3, 4, 5], keep=frozenset({3}))
     [4]

@@ -1,8 +1,8 @@
 """A set of weights as one byte image in the safetensors layout, written and read in place.
 
-The image is written directly into memory that the caller owns (a mapped file, a buffer for remote
-reads) and read as views of it: each byte is copied once, where the safetensors library would create
-a second image. Any safetensors reader can open the result.
+The image is written directly into memory of the caller (a mapped file, a buffer for remote reads),
+and its tensors are views of this memory. So each byte is copied only once; the safetensors library
+would create a second image. Any safetensors reader can open the image.
 
 Invariants: tensors start at multiples of their item size, without gaps; the metadata contains the
 policy version, and reading checks it.
@@ -37,12 +37,13 @@ _CODES = {
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _LENGTH_BYTES = 8  # the header's length, little-endian, comes first
 _VERSION_KEY = "policy_version"
-_VERSION_DIGITS = 20  # room for them, so that images of all versions have the same size
+_VERSION_DIGITS = 20  # reserved, so that images of all versions have the same size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
-    """Header and position of each tensor. ``offsets`` count from the start of the image."""
+    """The header, and the position of each tensor. ``offsets`` count from the start of the
+    image."""
 
     version: int
     header: bytes
@@ -51,7 +52,8 @@ class ImageLayout:
 
 
 class Box(NamedTuple):
-    """The elements of ``size`` at ``offset`` of tensor ``name``, which has ``shape``."""
+    """A part of tensor ``name``, which has ``shape``: the elements of shape ``size`` from
+    ``offset`` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,7 +67,7 @@ class Box(NamedTuple):
 
 
 class PackedPart(NamedTuple):
-    """One part, and the XXH3 (64 bits) of its bytes in row-major order."""
+    """One part, and the XXH3 checksum (64 bits) of its bytes in row-major order."""
 
     box: Box
     checksum: int
@@ -74,7 +76,7 @@ class PackedPart(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
     """One process's part of a tensor of ``shape`` and ``dtype``: the box ``local`` at ``offset``.
-    ``local`` is None if other processes write all of it."""
+    ``local`` is None if other processes write the whole tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -82,17 +84,17 @@ class TensorPart:
     local: torch.Tensor | None
 
     def whole(self) -> torch.Tensor:
-        """An empty tensor like the whole one, for `plan_image`."""
+        """Return an empty tensor with the shape and dtype of the whole tensor, for `plan_image`."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def box(self, name: str) -> Box:
-        """The place of the local elements, which are not None."""
+        """Return the position of the local elements; ``local`` must not be None."""
         assert self.local is not None
         return Box(name, tuple(self.shape), self.dtype, self.offset, tuple(self.local.shape))
 
 
 def plan_image(tensors: Mapping[str, torch.Tensor], version: int) -> ImageLayout:
-    """Lay out ``tensors``, largest item size first, so that all are aligned.
+    """Lay out ``tensors`` in an image, largest item size first, so that all are aligned.
 
     Tensors that share storage (a tied lm_head) are written once per name.
 
@@ -137,7 +139,7 @@ def write_image(
 
 
 def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorPart]:
-    """Each tensor as its only part."""
+    """Return each tensor as a single part."""
     return {
         name: TensorPart(shape=t.shape, dtype=t.dtype, offset=(0,) * t.dim(), local=t)
         for name, t in tensors.items()
@@ -153,7 +155,7 @@ def write_parts(layout: ImageLayout, parts: Mapping[str, TensorPart], image: tor
 
 
 def view_of(layout: ImageLayout, box: Box, image: torch.Tensor) -> torch.Tensor:
-    """The box in ``image``, uint8 [num_bytes], as a view of the tensor's type."""
+    """Return the box in ``image``, uint8 [num_bytes], as a view with the tensor's dtype."""
     start = layout.offsets[box.name]
     end = start + math.prod(box.shape) * box.dtype.itemsize
     view = image[start:end].view(box.dtype).view(box.shape)
@@ -170,10 +172,11 @@ def write_header(layout: ImageLayout, image: torch.Tensor) -> None:
 
 
 def read_image(image: torch.Tensor, version: int) -> dict[str, torch.Tensor]:
-    """The tensors of ``image``, uint8 [num_bytes], as views that keep its memory alive.
+    """Return the tensors of ``image``, uint8 [num_bytes], as views that keep the image's memory
+    alive.
 
     Raises:
-        WeightSyncError: the image is incomplete, or of another version.
+        WeightSyncError: the image is incomplete, or has another version.
     """
     try:
         return _views(image, version)

@@ -1,15 +1,17 @@
-"""Weights between hosts: parts of versions in one process's memory, read and assembled by others.
+"""Transfers weights between hosts: one process offers parts of a version in its memory, and others
+read and assemble them.
 
 Each trainer rank packs the parts of tensors that it holds into one block of bytes, with a checksum
-for each part; nothing is gathered. A receiver reads the blocks of all ranks, compares the checksums
-and copies each part to its place in an image in this host's shared memory, for all replicas there.
-A part that arrives damaged is read once more. The finished image can be offered to further hosts.
+for each part; nothing is gathered. A receiver reads the blocks of all ranks, compares the
+checksums, and copies each part to its place in an image in its host's shared memory, for all
+replicas there. If a part of a block is damaged, the block is read once more. The finished image can
+be offered to further hosts.
 
 Invariants
 - Packed parts start at multiples of their item size, largest item size first.
 - Memory of an offered version is not written to again before the offer is withdrawn.
-- The newest version and those to be kept are readable when one more is published, and no others; a
-  version that could not be packed is not readable.
+- When another version is published, only the newest earlier version and the versions to keep stay
+  readable. A version that could not be packed is not readable.
 - A version has its final name only after every byte of every tensor was verified.
 """
 
@@ -41,13 +43,14 @@ from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 
 class MemoryOffers(Protocol):
-    """Opens memory of this process to readers elsewhere. Both methods block."""
+    """Makes memory of this process readable for other processes. Both methods block."""
 
     def offer(self, memory: torch.Tensor, /) -> tuple[Any, ...]:
-        """Buffers over consecutive slices of ``memory``, uint8, which they keep alive.
+        """Return buffers over consecutive slices of ``memory``, uint8. The buffers keep the memory
+        alive.
 
         Raises:
-            WeightSyncError: the memory cannot be opened.
+            WeightSyncError: the memory cannot be made readable.
         """
         ...
 
@@ -55,7 +58,7 @@ class MemoryOffers(Protocol):
 
 
 class BufferReader(Protocol):
-    """Reads the buffers, one after another, into ``memory``, uint8 of their size; blocks.
+    """Read the buffers into consecutive slices of ``memory``, uint8 of their total size. Blocks.
 
     Raises:
         WeightSyncError: the buffers could not be read.
@@ -68,7 +71,7 @@ class PartPublisher:
     """Packs and offers one process's parts of one version after another. Not thread-safe.
 
     Args:
-        owner: what errors of readers call this process.
+        owner: name of this process in readers' errors.
     """
 
     def __init__(self, offers: MemoryOffers, *, owner: str) -> None:
@@ -83,7 +86,7 @@ class PartPublisher:
     def publish(
         self, version: int, parts: Mapping[str, TensorPart], *, keep: frozenset[int]
     ) -> RemoteSource | None:
-        """Copy the local parts; None if this process has none.
+        """Copy and offer the local parts. Returns None if this process has none.
 
         Raises:
             WeightSyncError: the parts cannot be offered.
@@ -113,12 +116,13 @@ class PartPublisher:
 
 
 def checksum(content: torch.Tensor) -> int:
-    """XXH3 of ``content``, uint8 on the CPU: 5.5 GB/s on one core; zlib's CRC-32 does 1.2."""
+    """Compute the XXH3 of ``content``, uint8 on the CPU: 5.5 GB/s on one core; zlib's CRC-32 has
+    1.2 GB/s."""
     return xxhash.xxh3_64_intdigest(content.numpy().data)
 
 
 def boxes_of(parts: Mapping[str, TensorPart]) -> tuple[Box, ...]:
-    """The local boxes in the order in which they are packed."""
+    """Return the local boxes in the order in which they are packed."""
     boxes = [
         part.box(name)
         for name, part in parts.items()
@@ -130,7 +134,8 @@ def boxes_of(parts: Mapping[str, TensorPart]) -> tuple[Box, ...]:
 def pack(
     boxes: Sequence[Box], parts: Mapping[str, TensorPart], packed: torch.Tensor
 ) -> tuple[PackedPart, ...]:
-    """Copy the local boxes into ``packed``, uint8, of their size together."""
+    """Copy the local boxes into ``packed``, uint8 of their total size. Returns them with
+    checksums."""
     table: list[PackedPart] = []
     for box, content in contents(boxes, packed):
         local = parts[box.name].local
@@ -149,7 +154,7 @@ def unpack(
 
 
 def damaged(parts: Sequence[PackedPart], packed: torch.Tensor) -> list[str]:
-    """Names of the tensors whose packed bytes differ from what the checksums were made of."""
+    """Return the names of the tensors whose packed bytes do not match their checksums."""
     boxes = [part.box for part in parts]
     return [
         part.box.name
@@ -159,7 +164,8 @@ def damaged(parts: Sequence[PackedPart], packed: torch.Tensor) -> list[str]:
 
 
 def start_in_image(boxes: Sequence[Box], layout: ImageLayout) -> int | None:
-    """The start of the slice of the image that equals the packed boxes; None if there is none."""
+    """Return the start of the slice of the image with the same bytes as the packed boxes; None if
+    there is none."""
     end = start = layout.offsets[boxes[0].name]
     for box in boxes:
         if box.size != box.shape or layout.offsets[box.name] != end:
@@ -169,20 +175,20 @@ def start_in_image(boxes: Sequence[Box], layout: ImageLayout) -> int | None:
 
 
 def contents(boxes: Sequence[Box], packed: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Each box with its bytes in ``packed``."""
+    """Yield each box with its bytes in ``packed``."""
     start = 0
     for box in boxes:
         yield box, packed[start : start + box.num_bytes]
         start += box.num_bytes
 
 
-_READS_AT_ONCE = 8  # sources; each takes memory for its packed bytes
+_READS_AT_ONCE = 8  # number of sources; each needs memory for its packed bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
     layout: ImageLayout
-    sources: tuple[RemoteSource, ...]  # what was fetched, with checksums
+    sources: tuple[RemoteSource, ...]  # the fetched parts, with checksums
     image: torch.Tensor
 
 
@@ -190,7 +196,7 @@ class WeightReceiver:
     """The versions of one host. Not thread-safe.
 
     Args:
-        host: what errors call this host.
+        host: name of this host in errors.
     """
 
     def __init__(
@@ -207,11 +213,12 @@ class WeightReceiver:
         self._host = host
         self._held: dict[int, _Version] = {}
         self._offered: dict[int, RemoteSource] = {}
-        # Memory for packed bytes, reused: allocating it costs as much as reading into it.
+        # Reused memory for packed bytes: allocating it costs as much as reading into it.
         self._spare: deque[torch.Tensor] = deque()
 
     def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None) -> Fetched:
-        """Read a version from the trainer's ranks, or from ``parent``, a host that has all of it.
+        """Read a version from the trainer's ranks, or from ``parent``, a host that has the whole
+        version.
 
         Raises:
             WeightSyncError: the version is gone, incomplete or damaged, or there is no room for it.
@@ -233,10 +240,10 @@ class WeightReceiver:
         return Fetched(handle=shared, num_bytes=num_bytes, seconds=seconds)
 
     def offer(self, version: int) -> RemoteSource:
-        """All of a version that was fetched, for other hosts to read from here.
+        """Offer a whole fetched version, so that other hosts can read it from this host.
 
         Raises:
-            WeightSyncError: the version is not here, or its memory cannot be opened.
+            WeightSyncError: the version is not on this host, or its memory cannot be made readable.
         """
         if version not in self._offered:
             held = self._held.get(version)
@@ -252,7 +259,7 @@ class WeightReceiver:
         return self._offered[version]
 
     def close(self) -> None:
-        """Withdraw and remove all versions. Readers on this host keep what they have mapped."""
+        """Withdraw and remove all versions. Maps of readers on this host stay valid."""
         for source in self._offered.values():
             self._offers.withdraw(source.buffers)
         self._offered.clear()
@@ -260,7 +267,7 @@ class WeightReceiver:
         self._shared.close()
 
     def _forget_removed(self) -> None:
-        """Forget the versions whose memory is gone, or about to be written again."""
+        """Forget the versions whose memory is gone, or will be written again."""
         for version in set(self._held) - set(self._shared.versions):
             del self._held[version]
             offered = self._offered.pop(version, None)
@@ -270,8 +277,8 @@ class WeightReceiver:
     def _receive_all(
         self, layout: ImageLayout, sources: Sequence[RemoteSource], image: torch.Tensor
     ) -> int:
-        """Read and assemble all sources; returns the number of bytes that were read."""
-        # Monarch finds the actor to act for in a context variable.
+        """Read and assemble all sources. Returns the number of bytes read."""
+        # Monarch finds the current actor in a context variable.
         with ThreadPoolExecutor(min(len(sources), _READS_AT_ONCE)) as threads:
             reads = [
                 threads.submit(copy_context().run, self._receive, layout, source, image)
@@ -299,7 +306,7 @@ class WeightReceiver:
                 )
         if start is None:
             unpack(boxes, layout, packed, image)
-            self._spare.append(packed)  # not after a failure
+            self._spare.append(packed)  # only after a success
         return num_bytes
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
@@ -320,7 +327,8 @@ def _check_complete(layout: ImageLayout, sources: Sequence[RemoteSource]) -> Non
 
 
 def _whole_tensors(held: _Version, content: torch.Tensor) -> tuple[PackedPart, ...]:
-    """Each tensor of an image as one part, in their order; ``content`` is without the header."""
+    """Return each tensor of an image as one part, in the image's order. ``content`` is the image
+    without its header."""
     by_name = {part.box.name: part for source in held.sources for part in source.parts}
     whole = [
         box._replace(offset=(0,) * len(box.shape), size=box.shape)

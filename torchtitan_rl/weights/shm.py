@@ -1,18 +1,19 @@
-"""Each version of the weights as a safetensors file in shared memory, for readers on the same host.
+"""Publishes each version of the weights as a safetensors file in shared memory, for readers on the
+same host.
 
-Plain files instead of ``multiprocessing.SharedMemory``, whose tracker unlinks a block when another
-process ends. Allocating memory costs the kernel more than copying into it, and mapping it about
-half as much, so both sides reuse what they have: the publisher writes a later version into the file
-of a released one that no reader uses, and readers keep their maps for it. A reader locks the file
-(flock(2), shared) while it uses the bytes, and the lock ends with its process; the publisher reuses
-a file only if it gets an exclusive lock.
+These are plain files, because the tracker of ``multiprocessing.SharedMemory`` unlinks a block when
+another process ends. Allocating memory costs the kernel more time than copying into it, and mapping
+costs about half as much. So both sides reuse memory: the publisher writes a later version into the
+file of a released version that no reader uses, and readers keep their maps of this file. A reader
+locks the file (flock(2), shared) while it uses the bytes; the lock ends with the reader's process.
+The publisher reuses a file only if it gets an exclusive lock.
 
 Invariants
 - A file has its final name only while its bytes are complete and do not change. Bytes in use by a
   reader never change; a reader that opened a file too late gets an error.
 - While a version is written, only the current version and those in ``keep`` exist besides it.
-- A map is reused only if this process never wrote to it, since pages it wrote to are private copies
-  and hide what the publisher writes.
+- A map is reused only if this process never wrote to it. A page that was written to is a private
+  copy, which would hide the publisher's later writes.
 - The folder is removed when its process ends (see `weights/shm_cleanup.py`).
 """
 
@@ -51,7 +52,7 @@ class SharedMemoryPublisher:
     """Writes versions one after another. Not thread-safe.
 
     Args:
-        run_id: part of the folder's name, for people; need not be unique.
+        run_id: readable part of the folder's name; need not be unique.
         fallback_dir: folder to use if the shared-memory file system has no room (containers often
             give it 64 MB); must be visible to the readers, as the run's folder is.
         root: the shared-memory file system.
@@ -60,7 +61,7 @@ class SharedMemoryPublisher:
     def __init__(self, run_id: str, fallback_dir: Path, *, root: Path = SHARED_MEMORY_ROOT) -> None:
         self._roots = (root, fallback_dir)
         self._folder_name = folder_name(run_id)
-        self._locks: dict[Path, int | None] = {}  # of the folders created so far
+        self._locks: dict[Path, int | None] = {}  # locks of the folders created so far
         self._guard: FolderGuard | None = None
         self._held: dict[int, Segment] = {}  # by version, in order of publishing
         for folder in self._roots:
@@ -78,10 +79,10 @@ class SharedMemoryPublisher:
         *,
         keep: frozenset[int] = frozenset(),
     ) -> SharedMemoryHandle:
-        """Copy whole tensors, in Hugging Face names, into shared memory as ``version``; blocks.
+        """Copy whole tensors, with Hugging Face names, into shared memory as ``version``. Blocks.
 
-        Afterwards this version, the one published before, and those in ``keep`` that were readable
-        are readable; the others are released before this one is written.
+        Afterwards this version, the previous one, and those readable versions that are in ``keep``
+        are readable. All others are released before this version is written.
 
         Raises:
             WeightSyncError: the version cannot be published.
@@ -96,8 +97,8 @@ class SharedMemoryPublisher:
             raise
 
     def begin(self, layout: ImageLayout, keep: frozenset[int]) -> Segment:
-        """First half of `publish`: memory for the version that no reader uses. After writing all of
-        it call `finish`, or after an error the segment's `remove`.
+        """Do the first half of `publish`: return memory for the version that no reader uses. After
+        writing the whole version call `finish`; after an error call the segment's `remove`.
 
         Raises:
             WeightSyncError: there is no room for the version.
@@ -105,7 +106,7 @@ class SharedMemoryPublisher:
         return self._used_segment(layout, keep) or self._new_segment(layout)
 
     def finish(self, layout: ImageLayout, segment: Segment) -> SharedMemoryHandle:
-        """Make the version visible that was written into ``segment``.
+        """Make the version in ``segment`` visible.
 
         Raises:
             WeightSyncError: the file cannot be renamed.
@@ -124,7 +125,7 @@ class SharedMemoryPublisher:
         )
 
     def close(self) -> None:
-        """Remove all versions. Readers keep what they have mapped."""
+        """Remove all versions. Readers' maps stay valid."""
         self._held.clear()
         for root in self._roots:
             shutil.rmtree(root / self._folder_name, ignore_errors=True)
@@ -138,18 +139,18 @@ class SharedMemoryPublisher:
 
     def _make(self, folder: Path) -> None:
         if self._guard is None:
-            with contextlib.suppress(OSError):  # if there is no shell, the next command cleans up
+            with contextlib.suppress(OSError):  # without a shell, the next command cleans up
                 self._guard = FolderGuard([root / self._folder_name for root in self._roots])
         if folder not in self._locks:
             self._locks[folder] = make_folder(folder)
 
     def _used_segment(self, layout: ImageLayout, keep: frozenset[int]) -> Segment | None:
-        """Release versions; returns one whose memory fits and that no reader uses."""
+        """Release versions. Returns the segment of one that has the right size and no reader."""
         found: Segment | None = None
         for old in versions_to_free(list(self._held), keep):
             segment = self._held.pop(old)
             folder = segment.path.parent
-            # Only the shared-memory file system certainly has locks.
+            # Only the shared-memory file system is known to have locks.
             is_fit = segment.num_bytes == layout.num_bytes and self._roots[0] in folder.parents
             if is_fit and found is None and segment.take_back(_unfinished(folder, layout)):
                 found = segment
@@ -183,7 +184,7 @@ def _unfinished(folder: Path, layout: ImageLayout) -> Path:
 
 
 def _refusal(root: Path, num_bytes: int) -> str | None:
-    """Why ``root`` cannot take ``num_bytes``, or None."""
+    """Return why ``root`` has no room for ``num_bytes``, or None."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         room = shutil.disk_usage(root).free - HEADROOM_BYTES
@@ -194,11 +195,12 @@ def _refusal(root: Path, num_bytes: int) -> str | None:
     return None
 
 
-# When a page is read, Linux also maps what is in memory around it (fault_around_bytes in debugfs).
-# 538 MB take 23 ms this way, 32 ms with MADV_POPULATE_READ, 37 ms if each page is touched.
+# When a page is read, Linux also maps nearby pages that are in memory (fault_around_bytes in
+# debugfs). Mapping 538 MB takes 23 ms this way, 32 ms with MADV_POPULATE_READ, 37 ms if each page
+# is touched.
 _FAULT_AROUND_BYTES = 64 << 10
 
-# Bits of an entry of /proc/self/pagemap, which has one of 64 bits for each page:
+# Bits of an entry of /proc/self/pagemap, which has a 64-bit entry for each page:
 # https://docs.kernel.org/admin-guide/mm/pagemap.html
 _PAGEMAP = "/proc/self/pagemap"
 _IN_MEMORY_OR_SWAP = np.uint64(0b11 << 62)
@@ -208,7 +210,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class Segment:
-    """A publisher's file, mapped for writing. A new one is at ``path`` and incomplete.
+    """A publisher's file, mapped for writing. A new file is incomplete, at ``path``.
 
     Raises:
         OSError: there is no room for the file.
@@ -225,18 +227,19 @@ class Segment:
         except BaseException:
             self.remove()
             raise
-        # The bytes, uint8 [num_bytes]; may be written until they are offered.
+        # The bytes, uint8 [num_bytes], which may be written until `offer`.
         self.image = torch.frombuffer(mapped, dtype=torch.uint8)
 
     def offer(self, path: Path) -> None:
-        """Give the complete bytes their final name."""
+        """Rename the complete file to its final name."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
         self.path = self.path.replace(path)
 
     def take_back(self, path: Path) -> bool:
-        """Rename the file, to write it again; False if a reader uses it.
+        """Rename the file, so that it can be written again. Returns False if a reader uses it.
 
-        Renaming comes first: a reader that opened the file before and locks it later notices.
+        The file is renamed before it is locked. So a reader that has opened the file but locks it
+        later notices the new name.
         """
         try:
             self.path = self.path.replace(path)
@@ -246,7 +249,7 @@ class Segment:
         return True
 
     def remove(self) -> None:
-        """Delete the file. Readers keep what they have mapped."""
+        """Delete the file. Readers' maps stay valid."""
         self.path.unlink(missing_ok=True)
         self._file.close()
 
@@ -254,14 +257,14 @@ class Segment:
 class SegmentWriter:
     """Maps segments of another process, to write a part of their bytes before they are offered.
 
-    Maps are kept while their files have names, since mapping costs as much as the copy.
+    Maps are kept as long as their files exist, because mapping takes as long as the copy.
     """
 
     def __init__(self) -> None:
         self._mapped: dict[int, tuple[BinaryIO, torch.Tensor]] = {}  # by inode
 
     def image(self, path: Path) -> torch.Tensor:
-        """All bytes, uint8 [num_bytes], for writing in place.
+        """Return all bytes of a segment, uint8 [num_bytes], for writing in place.
 
         Raises:
             OSError: ``path`` does not exist.
@@ -281,23 +284,24 @@ class SegmentWriter:
 class SegmentReader:
     """Maps published segments for reading. All methods may be called from any thread.
 
-    Maps are kept while their files have names; the memory of a removed version is freed when no
-    tensor of it exists and `examine` runs.
+    Maps are kept as long as their files exist. The memory of a removed version is freed when none
+    of its tensors exists and `examine` runs.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[int, _Map] = {}  # by inode; reusable
-        self._unused: deque[_Map] = deque()  # no tensor uses them; not yet examined
+        self._idle: dict[int, _Map] = {}  # reusable maps, by inode
+        self._unused: deque[_Map] = deque()  # maps without a tensor, not yet examined
 
     def image(self, path: Path) -> torch.Tensor:
-        """All bytes of a published file, uint8, locked while the tensor or a view of it exists.
+        """Return all bytes of a published file, uint8. The file is locked while the tensor or a
+        view of it exists.
 
-        All pages are mapped: later reads cause no page fault. Writing to the tensor changes only
-        what this reader sees.
+        All pages are mapped, so that later reads cause no page fault. Writing to the tensor changes
+        only this reader's copy.
 
         Raises:
-            OSError: the file is gone, or about to be written again.
+            OSError: the file is gone, or will be written again.
             ValueError: the file is empty.
         """
         self.examine()
@@ -307,15 +311,18 @@ class SegmentReader:
         found.flock(fcntl.LOCK_SH | fcntl.LOCK_NB)
         if path.stat().st_ino != found.inode:
             raise FileNotFoundError(f"{path} was replaced")
-        held = memoryview(found.memory)  # by the tensor's storage, which views share
+        held = memoryview(found.memory)  # held by the tensor's storage, which views share
         image = torch.frombuffer(held, dtype=torch.uint8)
         weakref.finalize(held, self._release, found).atexit = False
         image[::_FAULT_AROUND_BYTES].sum()
         return image
 
     def examine(self) -> int:
-        """Find out which unused maps can be reused, and drop the others; returns the number of the
-        former. `image` does it too, but then its caller waits: a third of the time of mapping."""
+        """Find the unused maps that can be reused, and drop the others. Returns the number of
+        reusable maps.
+
+        `image` does this too, but then its caller has to wait, for a third of the time of mapping.
+        """
         with self._lock:
             while self._unused:
                 found = self._unused.popleft()
@@ -325,13 +332,14 @@ class SegmentReader:
             return len(self._idle)
 
     def _release(self, unused: _Map) -> None:
-        """No tensor uses the map any more. Runs in any thread, at any moment: takes no lock."""
+        """Mark a map as unused, because its last tensor is gone. Runs in any thread, at any moment,
+        and therefore takes no lock."""
         unused.flock(fcntl.LOCK_UN)
         self._unused.append(unused)
 
 
 class _Map:
-    """A private copy-on-write map of a file. Its locks are those of the open file."""
+    """A private copy-on-write map of a file. Locks belong to the open file."""
 
     def __init__(self, path: Path) -> None:
         self.file: BinaryIO = path.open("rb")
@@ -340,7 +348,7 @@ class _Map:
         self._address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
     def flock(self, operation: int) -> None:
-        """Lock or unlock the file. No effect on file systems without locks, on which the publisher
+        """Lock or unlock the file. No effect on file systems without locks; there the publisher
         does not reuse files."""
         try:
             fcntl.flock(self.file, operation)
@@ -349,7 +357,7 @@ class _Map:
                 raise
 
     def is_as_published(self) -> bool:
-        """Whether every page is the file's own; False if the kernel does not tell."""
+        """Whether no page was written to by this process; False if the kernel does not tell."""
         page = mmap.PAGESIZE
         num_pages = -(-len(self.memory) // page)
         try:
@@ -368,11 +376,11 @@ def _has_name(file: BinaryIO) -> bool:
 
 
 class WeightStaging:
-    """Versions that a generator rank has mapped and not yet copied into its model.
+    """The versions that a generator rank has mapped and not yet copied into its model.
 
-    A thread maps them while decoding continues; the swap, between two steps, only copies. All
-    methods may be called from any thread. A version is available only after all of its bytes are
-    mapped; its tensors stay valid after it was discarded, since they hold the memory.
+    A thread maps a version while decoding continues; the swap, between two steps, only copies it.
+    All methods may be called from any thread. A version is available only after all its bytes are
+    mapped. Its tensors stay valid after it was discarded, because they keep the memory alive.
     """
 
     def __init__(self) -> None:
@@ -386,10 +394,10 @@ class WeightStaging:
             return tuple(sorted(self._staged))
 
     def stage(self, handle: SharedMemoryHandle) -> None:
-        """Map a version, unless it is already staged; blocks.
+        """Map a version, unless it is already staged. Blocks.
 
         Raises:
-            WeightSyncError: the file is gone, incomplete, or not of the handle's version.
+            WeightSyncError: the file is gone, incomplete, or has another version than the handle.
         """
         if handle.version in self.versions:
             return
@@ -410,7 +418,7 @@ class WeightStaging:
         return image
 
     def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
-        """The tensors of ``version`` in Hugging Face names, for reading.
+        """Return the tensors of ``version`` by Hugging Face name, for reading only.
 
         Raises:
             WeightSyncError: ``version`` is not staged.
@@ -427,6 +435,6 @@ class WeightStaging:
             discarded = [staged for staged in self._staged if staged < version]
             for old in discarded:
                 del self._staged[old]
-        if discarded:  # examined now, during decoding, rather than before the next fetch
+        if discarded:  # examine now, during decoding, instead of before the next fetch
             examination = threading.Thread(target=self._segments.examine, daemon=True)
             examination.start()

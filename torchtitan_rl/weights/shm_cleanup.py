@@ -1,9 +1,10 @@
-"""Folders of published weights: their names and locks, and their removal.
+"""Names, locks and removes the folders of published weights.
 
-A folder is named after its process, which holds a lock (flock(2)) on it, and has a random part, so
-that no other user can be there first. It is removed by the publisher when it closes; if the process
-dies, by its *guard*, a shell that waits for the end of a pipe from it; if the guard was killed too
-(a container that ends), by the next ``torchtitan-rl`` command on this host.
+A folder's name identifies its process, which holds a lock (flock(2)) on the folder. The name also
+has a random part, so that no other user can create the folder first. The publisher removes the
+folder when it closes. If the process dies, its *guard* removes the folder: a shell that waits for
+the end of a pipe from the process. If the guard was killed too (a container that ends), the next
+``torchtitan-rl`` command on this host removes the folder.
 
 Invariant: other processes do not touch the folder of a live process.
 """
@@ -22,17 +23,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SHARED_MEMORY_ROOT = Path("/dev/shm")
-HEADROOM_BYTES = 16 << 20  # of it: other programs use it too
+HEADROOM_BYTES = 16 << 20  # kept free there for other programs
 
 _PREFIX = "torchtitan-rl-"
 _FOLDER = re.compile(rf"{_PREFIX}.*-ns(?P<namespace>\d+)-pid(?P<pid>\d+)-t(?P<started>\d+)")
-_LOCKED_WITHIN_S = 60.0  # after its creation
-GUARD_NAME = "torchtitan-rl-guard"  # in its command line
+_LOCKED_WITHIN_S = 60.0  # after the folder's creation
+GUARD_NAME = "torchtitan-rl-guard"  # the guard's name in its command line
 _GUARD = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$@"'
 
 
 def folder_name(run_id: str) -> str:
-    """A new name for a folder of this process."""
+    """Return a new name for a folder of this process."""
     readable = re.sub(r"[^A-Za-z0-9_.]+", "-", run_id)
     started = _started_ticks(os.getpid())
     token = secrets.token_hex(8)
@@ -40,8 +41,8 @@ def folder_name(run_id: str) -> str:
 
 
 def make_folder(folder: Path) -> int | None:
-    """Create and lock a folder of this process; returns a descriptor that holds the lock while it
-    is open, None if the file system has no locks.
+    """Create and lock a folder of this process. Returns a descriptor that holds the lock while it
+    is open; None if the file system has no locks.
 
     Raises:
         OSError: the folder cannot be created.
@@ -51,7 +52,7 @@ def make_folder(folder: Path) -> int | None:
 
 
 class FolderGuard:
-    """Removes ``folders`` when this process ends, also when it is killed."""
+    """Removes ``folders`` when this process ends, even if it is killed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         # The writing end is closed by `close` or by the end of the process.
@@ -63,7 +64,7 @@ class FolderGuard:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                start_new_session=True,  # a signal to our process group does not reach it
+                start_new_session=True,  # a signal to our process group does not reach the shell
             )
         except BaseException:
             os.close(self._writing)
@@ -73,7 +74,7 @@ class FolderGuard:
         _guards.append(self)
 
     def close(self) -> None:
-        """Remove the folders and wait until that is done."""
+        """Remove the folders, and wait until they are removed."""
         if self in _guards:
             _guards.remove(self)
             os.close(self._writing)
@@ -81,14 +82,15 @@ class FolderGuard:
 
 
 _guards: list[FolderGuard] = []
-"""Kept alive: a `Popen` object that is collected before its process ends warns."""
+"""Keeps the guards alive, because a `Popen` object that is collected before its process ends
+warns."""
 
 
 def remove_leftovers(root: Path = SHARED_MEMORY_ROOT) -> list[Path]:
-    """Remove the folders in ``root`` whose process has ended; returns them.
+    """Remove the folders in ``root`` whose process has ended. Returns them.
 
-    For a process in another pid namespace (a container that shares the file system) only its lock
-    tells whether it is alive.
+    For a process in another pid namespace (a container that shares the file system), only the lock
+    shows whether the process is alive.
     """
     removed: list[Path] = []
     for folder in sorted(root.glob(f"{_PREFIX}*")) if root.is_dir() else []:
@@ -106,7 +108,7 @@ def remove_leftovers(root: Path = SHARED_MEMORY_ROOT) -> list[Path]:
 
 
 def _is_unlocked(folder: Path) -> bool:
-    """Whether the folder is not new and no process holds its lock."""
+    """Whether the folder is older than a minute and no process holds its lock."""
     try:
         age_s = time.time() - folder.stat().st_mtime
     except OSError:
@@ -119,7 +121,8 @@ def _is_unlocked(folder: Path) -> bool:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock; None if another process does, or there are no locks."""
+    """Lock a folder. Returns a descriptor that holds the lock; None if another process holds it, or
+    if the file system has no locks."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -136,7 +139,8 @@ def _pid_namespace() -> int:
 
 
 def _started_ticks(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot (field 22 of proc(5) stat); None if it ended."""
+    """Return a process's start in clock ticks since boot (field 22 of proc(5) stat); None if the
+    process has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

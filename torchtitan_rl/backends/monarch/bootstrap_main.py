@@ -1,5 +1,5 @@
-"""What runs in each process that Monarch starts: Monarch's module of this name, loaded as `closed`
-says."""
+"""Runs in each process that Monarch starts: runs Monarch's module of the same name, which is loaded
+as described in `closed`."""
 
 import runpy
 

@@ -1,9 +1,11 @@
-"""Batches of messages between the controller and one actor, in both directions, without answers.
+"""Sends batches of messages between the controller and one actor, in both directions, without
+answers.
 
-A message costs both processes together 0.1 ms of CPU time; a call, which has an answer, 0.7 ms.
+A message costs 0.1 ms of CPU time in both processes together; a call, which has an answer, costs
+0.7 ms.
 
-Invariants: batches arrive in order, each once. One call, `serve_channel`, lasts as long as the
-channel: its error, and the end of the actor's process, end the channel.
+Invariants: batches arrive in order, each once. One call of `serve_channel` lasts as long as the
+channel: an error of this call, or the end of the actor's process, ends the channel.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ async def serve_channel(
     deliver: Callable[[Any], object],
     take: Callable[[], Awaitable[Any]],
 ) -> None:
-    """The actor's end: ``deliver`` gets each batch, and what ``take`` returns is sent, until one
-    of both fails."""
+    """Serve the actor's end: call ``deliver`` with each batch, and send each result of ``take``,
+    until one of them fails."""
     to_actor, receiver = Channel[Any].open()
     port.send(to_actor)  # the first message
 
@@ -47,7 +49,7 @@ FromActor = TypeVar("FromActor")
 
 
 class ActorChannel(Generic[ToActor, FromActor]):
-    """The controller's end."""
+    """The controller's end of a channel."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,7 +61,7 @@ class ActorChannel(Generic[ToActor, FromActor]):
         """Connect to the actor, whose endpoint ``serve`` calls `serve_channel`.
 
         Raises:
-            Exception: as `receive`.
+            Exception: see `receive`.
         """
         port, self._receiver = Channel[Any].open()
         self._serving = asyncio.ensure_future(call(serve(port), what=f"{self._name}: channel"))
@@ -70,18 +72,18 @@ class ActorChannel(Generic[ToActor, FromActor]):
         self._port.send(batch)
 
     async def receive(self, *, timeout_s: float) -> FromActor:
-        """The next batch.
+        """Wait for the next batch.
 
         Raises:
             DeadlineError: the actor sent nothing within ``timeout_s``.
             ProcessLostError: the process is gone.
-            TorchtitanRLError: what `serve_channel` raised.
+            TorchtitanRLError: `serve_channel` raised it.
         """
         batch: FromActor = await self._next(timeout_s)
         return batch
 
     async def close(self) -> None:
-        """Wait no longer for the actor."""
+        """Stop waiting for the actor."""
         if self._serving is not None:
             await cancel_all([self._serving])
 

@@ -1,13 +1,14 @@
-"""Loads Monarch so that other users of the machine can neither reach nor mislead it.
+"""Loads Monarch so that other users of the machine can neither connect to it nor redirect its log.
 
 A host of Monarch 0.7, and each start of a process, listens on an abstract Unix socket. Every user
-of the machine can connect to these, and whoever can, runs programs as this user. Here each is a
-file in a folder that is closed to others (`use_private_folder`). And a process of Monarch logs to
-``/tmp/USER/monarch_log.log``, where others can have put a link to another file. Here it logs to
-where its stderr goes.
+of the machine can connect to such a socket, and a user who connects can run programs as this user.
+Here each socket is a file in a private folder (`use_private_folder`). A process of Monarch also
+logs to ``/tmp/USER/monarch_log.log``, where other users can put a link to another file. Here it
+logs to its stderr.
 
-Monarch has settings for neither, so its calls of ``bind`` and, while it is loaded, of ``open64``
-are replaced. Importing this package prepares that, for whichever module imports Monarch then.
+Monarch has no settings for this. So its calls of ``bind`` are redirected, and its calls of
+``open64`` while it is loaded. Importing this package prepares this for any module that imports
+Monarch later.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-PYTHON_VARIABLE = "TORCHTITAN_RL_PYTHON"  # the interpreter of the processes of this host
+PYTHON_VARIABLE = "TORCHTITAN_RL_PYTHON"  # the Python interpreter of this host's processes
 
 MODULE = "monarch._rust_bindings"
 _LOG = b"/monarch_log"
@@ -31,13 +32,14 @@ _logs: list[int] = []  # descriptors that Monarch logs to
 
 
 def log_to_stderr() -> None:
-    """Send Monarch's log to where this process's stderr goes by now."""
+    """Redirect Monarch's log to this process's current stderr."""
     for descriptor in _logs:
         os.dup2(2, descriptor, inheritable=False)
 
 
 class MonarchFinder:
-    """Finds Monarch's native module, to be loaded like that; see `importlib.abc.MetaPathFinder`."""
+    """Finds Monarch's native module, and has it loaded by `_Loader`; see
+    `importlib.abc.MetaPathFinder`."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:

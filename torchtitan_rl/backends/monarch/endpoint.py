@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint in a process of its own: one actor, and the HTTP server in a
+"""Runs the OpenAI-compatible endpoint in a separate process: one actor, and the HTTP server in a
 second thread.
 
 The actor connects its `ControllerLink` with the controller.
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.http_server import HttpServer
     from torchtitan_rl.serving.link import ControllerLink
 
-_SILENCE_S = 60.0  # a process that sends nothing for this time, though it gets statuses, is lost
-_CLOSE_GRACE_S = 15.0  # on top of the time that requests are given to end
-_OTHER_CONNECTIONS = 8192  # than those of running and queued requests: idle, or for a lease
+_SILENCE_S = 60.0  # a process that gets statuses but sends nothing for this time is lost
+_CLOSE_GRACE_S = 15.0  # in addition to the grace period of requests
+_OTHER_CONNECTIONS = 8192  # idle ones, and ones that wait for a lease
 
 _T = TypeVar("_T")
 
@@ -47,7 +47,7 @@ class EndpointActor(Actor):
 
     @concurrent_endpoint
     async def start(self) -> int:
-        """Take the address and serve; returns the port."""
+        """Bind the address and serve. Returns the port."""
         with collecting_later():
             self._server, self._link = await asyncio.to_thread(start_server, self._spec)
         return self._server.port
@@ -63,8 +63,7 @@ class EndpointActor(Actor):
 
 
 def start_server(spec: EndpointSpec) -> tuple[HttpServer, ControllerLink]:
-    """Serve in this process, once vLLM is imported and the application is built. Without an API
-    key only processes of this user are served.
+    """Start the server in this process. Without an API key, only processes of this user are served.
 
     Raises:
         EndpointLostError: the address is taken.
@@ -108,7 +107,7 @@ def start_server(spec: EndpointSpec) -> tuple[HttpServer, ControllerLink]:
 
 
 class MonarchEndpoint:
-    """The endpoint's process, seen from the controller; see `Endpoint`."""
+    """The controller's view of the endpoint's process; see `Endpoint`."""
 
     def __init__(self, mesh: ProcessMesh, spec: EndpointSpec) -> None:
         self._mesh = mesh
@@ -130,11 +129,11 @@ class MonarchEndpoint:
         return self._base_url
 
     async def start(self) -> None:
-        """Returns once clients can connect.
+        """Start the server. Returns once clients can connect.
 
         Raises:
             EndpointLostError: the address is taken, or the server cannot be built.
-            DeadlineError: it took too long.
+            DeadlineError: the start took longer than ``start_timeout_s``.
         """
         timeout_s = self._spec.endpoint.start_timeout_s
         port = await self._call(self._actor.start.call_one(), "start", timeout_s)
@@ -148,11 +147,11 @@ class MonarchEndpoint:
         return await _checked(self._channel.receive(timeout_s=_SILENCE_S))
 
     async def drain(self, grace_s: float) -> None:
-        """Stop listening; running requests may end within ``grace_s``."""
+        """Stop listening. Running requests may end within ``grace_s``."""
         await self._call(self._actor.close.call_one(grace_s), "close", grace_s + _CLOSE_GRACE_S)
 
     async def close(self) -> None:
-        """End the process, whatever state it is in."""
+        """End the process, in any state."""
         await self._channel.close()
         await stop_processes(self._mesh)
 

@@ -1,8 +1,8 @@
-"""A generator replica in processes of its own: one actor a rank, each with its engine loop.
+"""Runs a generator replica in separate processes: one actor per rank, each with its engine loop.
 
-Rank 0 serves the router's channel of requests, commands and their ends; the other ranks follow the
-broadcast decisions and only stage weights. All endpoints are concurrent: a plain one would hold up
-every other call of its actor.
+Rank 0 serves the router's channel with requests, commands and their ends; the other ranks apply the
+broadcast decisions. Every rank stages weights. All endpoints are concurrent: an ordinary endpoint
+would block all other calls of its actor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
 
 _CLOSE_S = 60.0
 _LOOP_END_S = 30.0
-_LOST_CLOSE_S = 2.0  # of a lost replica: ranks that still work can close their loops
+_LOST_CLOSE_S = 2.0  # for the ranks of a lost replica that still work to close their loops
 
 
 class GeneratorActor(Actor):
@@ -53,13 +53,13 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Build the engine (all ranks together) and start stepping."""
+        """Build the engine (on all ranks together) and start stepping."""
         with collecting_later():
             self._generator = await asyncio.to_thread(_Rank, self._spec, self._rank)
 
     @concurrent_endpoint
     async def connect(self, port: Port[Any]) -> None:
-        """Serve the channel, on rank 0 alone, until it fails."""
+        """Serve the channel until it fails. Called only on rank 0."""
         server = self._generator.server
         await serve_channel(port, deliver=server.deliver, take=server.take)
 
@@ -73,11 +73,11 @@ class GeneratorActor(Actor):
 
 
 class _Rank:
-    """One rank's engine, its loop and its staged weights. Build it on all ranks together, in a
-    thread of the actor."""
+    """One rank's engine, loop and staged weights. Create it on all ranks together, in a thread of
+    the actor."""
 
     def __init__(self, spec: GeneratorSpec, rank: int) -> None:
-        from torchtitan_rl.backends.vllm.engine import build_loop  # these two import torch
+        from torchtitan_rl.backends.vllm.engine import build_loop  # both import torch
         from torchtitan_rl.weights.shm import WeightStaging
 
         self._rank = rank
@@ -98,7 +98,7 @@ class _Rank:
         self._loop.start()
 
     def _on_pulled(self, version: int) -> None:
-        # In a thread of its own: to give memory back takes time.
+        # In a separate thread, because freeing memory takes time.
         threading.Thread(target=self._staging.discard_before, args=(version,), daemon=True).start()
 
     def _on_loop_end(self, failure: LoopFailedError | None) -> None:
@@ -112,7 +112,7 @@ class _Rank:
             os._exit(1)
 
     async def stage(self, handle: SharedMemoryHandle) -> None:
-        """Map a version, while decoding continues. Every rank does it."""
+        """Map a version while decoding continues. Called on every rank."""
         with self._tracer.span("fetch weights", track="fetch", version=handle.version):
             await asyncio.to_thread(self._staging.stage, handle)
 
@@ -123,7 +123,8 @@ class _Rank:
 
 
 class GeneratorProcesses:
-    """The processes of one replica; see `ReplicaPeer`. Errors arrive as this package's own."""
+    """The processes of one replica; see `ReplicaPeer`. Errors are converted to this package's
+    errors."""
 
     def __init__(
         self, mesh: ProcessMesh, spec: GeneratorSpec, *, weights: WeightDistribution, host: int
@@ -164,7 +165,7 @@ class GeneratorProcesses:
 
     async def close_loop(self, *, is_lost: bool) -> None:
         timeout_s = _LOST_CLOSE_S if is_lost else _CLOSE_S
-        # The processes end in any case.
+        # `close` ends the processes in any case.
         with contextlib.suppress(ProcessLostError, DeadlineError, WeightSyncError):
             await call(self._ranks.close.call(), what=f"close of {self.name}", timeout_s=timeout_s)
 
@@ -183,11 +184,12 @@ async def spawn_replica(
     *,
     weights: WeightDistribution | None = None,
 ) -> MonarchReplica:
-    """Start the processes; ``replica.peer.start()`` then builds the engine in them.
+    """Start a replica's processes. ``replica.peer.start()`` then builds the engine in them.
 
     Args:
-        spec: its ``model`` is where the controller has it.
-        weights: fetches new weights to the replica's host; None: they are on this host.
+        spec: ``spec.model`` is the model's path on the controller's host.
+                weights: fetches new weights to the replica's host; None: the weights are on this
+            host.
     """
     hosts = hosts or Hosts()
     environment = engine_environment(group.threads, spec.device)

@@ -1,6 +1,6 @@
-"""The agent of a run on one of its other hosts: an actor in a process of its own, started first and
-ended last. It says what the host has, ends processes there that do not end by themselves, tells the
-worker that the controller was heard, and hands out what the processes have written.
+"""The agent of a run on another host: an actor in a separate process, which is started first and
+ended last. The agent describes the host, ends processes that do not end by themselves, passes the
+controller's heartbeats to the worker, and returns the processes' log and trace files.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from torchtitan_rl.launch.workers import (
 from torchtitan_rl.observability.trace import FilePiece, file_sizes, read_new
 from torchtitan_rl.processes import Processes
 
-_LAST_ANSWER_S = 1.0  # for it to be sent
+_LAST_ANSWER_S = 1.0  # for the answer to be sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostAnswer:
-    """What a host has. Where the policy cannot be read, ``policy_error`` says why."""
+    """The description of a host. If the policy cannot be read, ``policy_error`` says why."""
 
     facts: HostFacts
     installed: dict[str, str] = field(default_factory=dict)
     policy_dir: Path = Path()
     policy: str = ""  # `policy_digest`
     policy_error: str = ""
-    worker: str = ""  # the address that the worker there was given
-    is_busy: bool = False  # it serves another run
+    worker: str = ""  # the address with which the host's worker was started
+    is_busy: bool = False  # its worker serves another run
 
 
 class HostAgent(Actor):
-    """On each host but the controller's own machine."""
+    """The agent on each host except the controller's machine."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -59,7 +59,8 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def beat(self) -> int:
-        """The controller is there. Returns the time here, in nanoseconds of the Unix clock."""
+        """Note a heartbeat of the controller. Returns this host's time, in nanoseconds of the Unix
+        clock."""
         there_ns = time.time_ns()
         if self._has_life:
             note_beat()
@@ -67,11 +68,13 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def end_run(self, *, moves: bool = False) -> bool:
-        """The run has ended: the worker ends what is left of it here, this process too. False, and
-        only this process ends, where the worker serves another run.
+        """End the run on this host: the worker ends all its remaining processes, including this
+        one.
+
+        If the worker serves another run, only this process ends, and the result is False.
 
         Args:
-            moves: the run has not begun, and is to be attached at the worker's next port.
+            moves: the run has not begun, and will be attached at the worker's next port.
         """
         if self._has_life:
             note_move() if moves else note_run_end()
@@ -83,8 +86,8 @@ class HostAgent(Actor):
     async def files_there(
         self, folder: Path, patterns: Sequence[str], sign: str
     ) -> dict[str, int] | None:
-        """Of the files in ``folder``; None where the folder is the controller's, which has put the
-        file ``sign`` there."""
+        """Return the sizes of the files in ``folder``. None if the folder is the controller's own
+        folder, in which the controller has created the file ``sign``."""
         if (folder / sign).exists():
             return None
         return file_sizes(folder, patterns)
@@ -93,8 +96,8 @@ class HostAgent(Actor):
     async def read_new(
         self, folder: Path, patterns: Sequence[str], offsets: dict[str, int], sign: str
     ) -> list[FilePiece]:
-        """See `trace.read_new`; nothing from the controller's own folder (see `files_there`),
-        where the copies would be the originals."""
+        """See `trace.read_new`. Returns nothing from the controller's own folder (see
+        `files_there`), because the copies would overwrite the originals."""
         if (folder / sign).exists():
             return []
         return await asyncio.to_thread(read_new, folder, offsets, patterns=patterns)
@@ -119,7 +122,7 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def hold(self, pids: tuple[int, ...]) -> None:
-        """Take hold of processes of this host while they run."""
+        """Keep handles of processes of this host, to end them later."""
         self._held[pids] = Processes(pids)
 
     @concurrent_endpoint
@@ -130,7 +133,7 @@ class HostAgent(Actor):
 
 
 def describe_host(address: str, checkpoint: str) -> HostAnswer:
-    """This machine, and the policy as it is here."""
+    """Describe this machine and its copy of the policy."""
     machine = machine_facts()
     policy_dir, policy, error = Path(), "", ""
     try:

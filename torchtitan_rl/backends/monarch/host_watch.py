@@ -30,7 +30,7 @@ from torchtitan_rl.observability.trace import (
 
 logger = logging.getLogger(__name__)
 
-_LAST_FILES_S = 20.0  # for what the processes wrote at their end
+_LAST_FILES_S = 20.0  # for the files that processes wrote at their end
 _FILES_TIMEOUT_S = 30.0
 _NUM_ROUND_TRIPS = 64
 _UNREACHABLE = (TimeoutError, ActorError, SupervisionError)
@@ -39,12 +39,14 @@ OnHostLost = Callable[[int, str], None]
 
 
 class HostWatch:
-    """Each host gets a beat every ``BEAT_S``, by which it knows that the run goes on.
+    """Watches the other hosts of a run.
 
-    One that does not answer is lost: ``on_lost`` is called with its index and the cause, once, and
-    from then on it is looked for, until it is back (`wait_until_there`). What processes there write
-    into ``log_dir`` and ``trace_dir``, under the host's name, is brought into the same folders
-    here, and how far their clocks are ahead is noted for the trace.
+    - Sends each host a heartbeat every ``BEAT_S``, which shows the host that the run continues.
+    - A host that does not answer is lost: ``on_lost`` is called once with its index and the cause.
+      Then the watch tries to attach the host again until it is back (`wait_until_there`).
+    - Copies the hosts' files in ``log_dir`` and ``trace_dir`` (those under the host's name) to the
+      same folders on this machine.
+    - Records the offsets of the hosts' clocks, for the trace.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class HostWatch:
         }
         self._clocks = {} if trace_dir is None else clocks_of_files(trace_dir)
         self._asking: dict[int, list[asyncio.Future[None]]] = {h.index: [] for h in hosts.far()}
-        self._lost = {host.index: asyncio.Event() for host in hosts.far()}  # and not back
+        self._lost = {host.index: asyncio.Event() for host in hosts.far()}  # set while lost
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> HostWatch:
@@ -80,7 +82,7 @@ class HostWatch:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        """The processes have ended: bring what they wrote last."""
+        """Copy the last files of the processes, which have ended."""
         await cancel_all(self._tasks)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_FILES_S):
@@ -95,15 +97,18 @@ class HostWatch:
         self._tasks.append(task)
 
     async def wait_until_there(self, index: int) -> None:
-        """Return when the host answers its next beat; at once for this machine."""
+        """Return when the host answers its next heartbeat; at once for this machine."""
         if index in self._asking:
             answered = asyncio.get_running_loop().create_future()
             self._asking[index].append(answered)
             await answered
 
     async def answers(self, index: int) -> bool:
-        """False once the host is lost; else True, after two answers: the first one may have been on
-        its way when something there was lost. At once for this machine."""
+        """Whether the host still answers: True after two answers, False if the host is lost first.
+
+        Two answers are needed, because the first may have been sent before a process of the host
+        was lost. Returns at once for this machine.
+        """
         if index not in self._files:
             return True
 
@@ -115,15 +120,15 @@ class HostWatch:
         return not self.is_lost(index)
 
     def is_far(self, index: int) -> bool:
-        """Whether it is another machine."""
+        """Whether the host is another machine."""
         return index in self._files
 
     def is_lost(self, index: int) -> bool:
-        """Whether it has been lost, and is not back."""
+        """Whether the host is lost and not back."""
         return index in self._lost and self._lost[index].is_set()
 
     async def bring_now(self, index: int) -> None:
-        """Bring what is new in the files of a host that is not lost."""
+        """Copy new data in the files of a host, unless the host is lost."""
         host = self._hosts[index]
         if index in self._files and not host.lost.is_set():
             for files in self._files[index]:
@@ -143,7 +148,7 @@ class HostWatch:
             self._say(f"{host_name(host.index)} is back, at {host.address}")
 
     async def _beat_until_lost(self, host: Host) -> str:
-        """Why it is lost."""
+        """Send heartbeats until the host is lost. Returns the cause."""
         loop = asyncio.get_running_loop()
         heartbeat, num_answers = Heartbeat(loop.time()), 0
         round_trips: deque[RoundTrip] = deque(maxlen=_NUM_ROUND_TRIPS)
@@ -180,7 +185,7 @@ class HostWatch:
                 one.set_result(None)
 
     async def _look_for(self, index: int) -> Host | None:
-        """The host once it is back; None where it may not come back."""
+        """Wait until the host is back, and return it; None if it cannot be used any more."""
         name, is_busy = host_name(index), False
         while True:
             await asyncio.sleep(BEAT_S)
@@ -217,7 +222,8 @@ class HostWatch:
 
 
 class _Files:
-    """Files of one folder of a host, which it may share with others: those under its own name."""
+    """A host's files in one folder, which hosts may share. Only files under the host's name are
+    copied."""
 
     def __init__(self, index: int, folder: Path, suffix: str) -> None:
         self._folder = folder
@@ -228,8 +234,8 @@ class _Files:
         self._bringing = asyncio.Lock()
 
     async def begin(self, host: Host) -> None:
-        """What is there already is of earlier runs. Nothing is brought from a folder that the hosts
-        share: it is here already."""
+        """Note the sizes of existing files, which are of earlier runs. No files are copied from a
+        folder that the host shares with this machine."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sign.touch()
         try:
@@ -242,7 +248,7 @@ class _Files:
         self._copies.offsets |= found or {}
 
     async def bring(self, host: Host) -> None:
-        """All that is new."""
+        """Copy all new data."""
         async with self._bringing:
             await self._bring(host)
 
@@ -256,7 +262,7 @@ class _Files:
                 pieces = await asyncio.wait_for(_answer(asked), _FILES_TIMEOUT_S)
                 await asyncio.to_thread(self._copies.write, pieces)
             except _UNREACHABLE:
-                return  # the beats say so
+                return  # the heartbeats detect the loss
             except OSError as error:
                 if not self._has_warned:
                     self._has_warned = True
@@ -275,7 +281,8 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """Monarch's errors end with what is wrong, and begin with which actor that is."""
+    """Describe an error in one line. Monarch's errors begin with the actor and end with the reason,
+    which is used."""
     status = " ".join(str(error).split()).rpartition("has status: ")[2]
     return f"its agent does not answer ({status or type(error).__name__})"
 

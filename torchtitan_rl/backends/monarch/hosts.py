@@ -1,8 +1,8 @@
-"""The hosts of a run: where processes are spawned, and how they are ended there in any case.
+"""The hosts of a run: attaches them, and starts and ends processes there.
 
-`attach` contacts the workers of ``launch.attach``, before the run is planned. Each host is attached
-by itself, so that the loss of one leaves the others as they are, and has a `HostAgent` in a process
-of its own. Without ``launch.attach`` everything is on this machine.
+`attach` contacts the workers of ``launch.attach`` before the run is planned. Each host is attached
+separately, so that the loss of one host does not affect the others. Each host has a `HostAgent` in
+a separate process. Without ``launch.attach`` all processes are on this machine.
 
 `launch.monarch_environment` must be set before this module is imported.
 """
@@ -52,16 +52,16 @@ _STOP_TIMEOUT_S = 10.0
 _AGAIN_TIMEOUT_S = 30.0
 _POLL_S = 0.1
 _MAX_CAUSE = 300  # characters
-_AGENT_TIMEOUT_S = 15.0  # on top of the time that the agent itself may take
+_AGENT_TIMEOUT_S = 15.0  # in addition to the time that the agent itself may take
 _ATTACH_ERRORS = (OSError, ActorError, SupervisionError, RuntimeError, ValueError)
-# Without the folder it is started in (-P): others may have put modules there.
+# -P: without the working folder in sys.path, where other users may have put modules.
 _START = f'exec "${PYTHON_VARIABLE}" -P -m torchtitan_rl.backends.monarch.bootstrap_main'
-_CA: Any = "trust_all_connections"  # as Monarch has it; see `launch.keys` for who is trusted
+_CA: Any = "trust_all_connections"  # Monarch's name; `launch.keys` decides who is trusted
 
 
 class Ending(Protocol):
-    """Processes that can be ended in any case. ``are_lost``: their host is, so nothing can be said
-    to them."""
+    """Processes that can be ended in any case. ``are_lost``: their host is lost, so they cannot be
+    reached."""
 
     @property
     def are_lost(self) -> bool: ...
@@ -73,19 +73,19 @@ class Ending(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """``agent`` is None on the controller's machine."""
+    """A host of a run. ``agent`` is None on the controller's machine."""
 
     index: int
-    name: str  # processes on hosts of one name can share memory
-    ip: str  # address or name that other hosts reach its processes by
-    mesh: HostMesh  # of this one host, without an axis
+    name: str  # processes on hosts with the same name can share memory
+    ip: str  # address or name under which other hosts reach its processes
+    mesh: HostMesh  # only this host, without an axis
     agent: Any = None
-    policy_dir: Path | None = None  # there; None: as here
-    address: str = ""  # where its worker is attached
-    lost: Event = field(default_factory=Event)  # set once, when it is given up
+    policy_dir: Path | None = None  # the policy's path on the host; None: as on this machine
+    address: str = ""  # the address at which its worker is attached
+    lost: Event = field(default_factory=Event)  # set once, when the host is given up
 
     async def hold(self, pids: tuple[int, ...]) -> Ending:
-        """Take hold of processes of this host while they run."""
+        """Return a handle with which processes of this host can be ended."""
         if self.agent is None:
             return Processes(pids)
         await asyncio.wait_for(self.agent.hold.call_one(pids), _AGENT_TIMEOUT_S)
@@ -93,27 +93,27 @@ class Host:
 
 
 def start_command(environment: Mapping[str, str]) -> Any:
-    """How a process is started on any host, as Monarch's ``BootstrapCommand``."""
+    """Return the command that starts a process on any host, as Monarch's ``BootstrapCommand``."""
     command = default_bootstrap_cmd().with_env(dict(environment))
     command.program, command.args = "/bin/sh", ["-c", _START]
     return command
 
 
 class NotAttachedError(TorchtitanRLError):
-    """A lost host listens, and could not be attached; it is tried again."""
+    """A lost host listens again, but could not be attached. There will be another attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """What every host must have: the policy, and what is ``here``."""
+    """Requirements of every host: the policy, and the same software as ``here``."""
 
     checkpoint: str
     here: HostAnswer
 
 
 class Hosts:
-    """The hosts of a run, by their index in its plan; each is this machine where none is named. A
-    host that is lost and comes back is another `Host` of the same index."""
+    """The hosts of a run, by their index in its plan. If no hosts are named, each is this machine.
+    A lost host that comes back is a new `Host` with the same index."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Hosts:
         self.facts = tuple(facts)
         self._hosts = list(hosts)
         self._wanted = wanted
-        self._own = own  # the controller's address
+        self._own = own  # the controller's own address
         self._ip = ip
         self._attempts = {host.index: Attempts() for host in hosts}
 
@@ -137,13 +137,13 @@ class Hosts:
         return self._hosts[index]
 
     def without_folder(self, indices: Iterable[int], folder: Path) -> list[str]:
-        """Those of these hosts where ``folder`` is not the one of this machine."""
+        """Return the names of those hosts on which ``folder`` is not this machine's folder."""
         far = {self[index].name: self[index].agent for index in indices if self[index].agent}
         with tempfile.NamedTemporaryFile(prefix=".torchtitan-rl-", dir=folder) as file:
             content = uuid.uuid4().bytes
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # an NFS client keeps what it writes
+            os.fsync(file.fileno())  # an NFS client may buffer writes
             asked = {
                 name: agent.sees.call_one(Path(file.name), content) for name, agent in far.items()
             }
@@ -151,29 +151,30 @@ class Hosts:
             return [name for name, sees in answers.items() if not sees]
 
     def cannot_write(self, indices: Iterable[int], folder: Path) -> dict[str, str]:
-        """Why files cannot be written there, by the names of those of these hosts where that is
-        so."""
+        """Return by name the hosts on which files cannot be written to ``folder``, each with the
+        reason."""
         far = [self[index] for index in indices if self[index].agent is not None]
         asked = {host.name: host.agent.cannot_write.call_one(folder) for host in far}
         answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S)
         return {name: why for name, why in answers.items() if why}
 
     def far(self) -> list[Host]:
-        """All but this machine."""
+        """Return all hosts except this machine."""
         return [host for host in self._hosts if host.agent is not None]
 
     def lose(self, host: Host) -> None:
-        """It is given up, until it is attached again."""
+        """Mark a host as lost, until it is attached again."""
         host.lost.set()
         self._attempts[host.index].note_loss(time.monotonic(), host.address)
 
     async def attach_again(self, index: int) -> Host | None:
-        """A lost host, if its worker listens by now and is due for an attempt, else None.
+        """Try to attach a lost host. Returns None if its worker does not listen, or if no attempt
+        is due.
 
         Raises:
             NotAttachedError: the attempt has failed.
-            HostsBusyError: its worker serves another run by now.
-            ConfigError: it has other code or another policy than before.
+                        HostsBusyError: the host's worker serves another run now.
+                        ConfigError: the host has other code or another policy than before.
         """
         name, attempts = self._hosts[index].name, self._attempts[index]
         found = await asyncio.to_thread(listening, name)
@@ -212,13 +213,13 @@ class Hosts:
         return _far_host(index, name, address, mesh, agent, answer)
 
     def detach(self) -> None:
-        """End what runs on the other hosts; their workers stay, for the next run. Blocks until
-        they have ended it."""
+        """End the run's processes on the other hosts. The workers stay, for the next run. Blocks
+        until the processes have ended."""
         leave([(host.address, host.agent) for host in self.far() if not host.lost.is_set()])
 
 
 def leave(agents: Sequence[tuple[str, Any]], *, moves: bool = False) -> None:
-    """Tell the workers at these addresses, by the agents there, that the run has ended, and wait
+    """Tell the workers at these addresses, through their agents, that the run has ended. Waits
     until they no longer listen for it. For ``moves`` see `HostAgent.end_run`."""
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
     ending = [(address, agent.end_run.call_one(moves=moves)) for address, agent in agents]
@@ -236,7 +237,7 @@ async def _end_run(agent: Any) -> None:
 
 
 def local_host(index: int = CONTROLLER_HOST, *, ip: str = "127.0.0.1") -> Host:
-    """The controller's machine."""
+    """Return the controller's machine as a `Host`."""
     return Host(index=index, name=socket.gethostname(), ip=ip, mesh=this_host())
 
 
@@ -248,19 +249,20 @@ def attach(
     checkpoint: str,
     here: HostAnswer,
 ) -> Hosts:
-    """Contact the workers, ask what they have, and compare it with what is ``here``. Call it before
-    anything else of Monarch.
+    """Attach the workers' hosts, and compare their software and policy with those ``here``. Call
+    this before any other use of Monarch.
 
     Args:
-        own: where this controller listens; None where all hosts are this machine.
-        lives: where each worker listens, by its address in ``launch.attach``; see `find_lives`.
-        checkpoint: the policy, as `resolve_checkpoint` takes it; a directory has the same path on
-            all hosts.
+        own: the address at which this controller listens; None if all hosts are this machine.
+                lives: the address at which each worker listens now, by its address in
+            ``launch.attach``; see `find_lives`.
+                checkpoint: the policy, as for `resolve_checkpoint`; a directory has the same path
+            on all hosts.
 
     Raises:
         HostsBusyError: workers serve other runs.
-        ConfigError: a worker does not answer, or its host has other code or another policy. Nothing
-            is left on any of them.
+        ConfigError: a worker does not answer, or its host has other code or another policy. No
+            process is left on any host.
     """
     deadline_s = time.monotonic() + launch.attach_timeout_s
     if own is not None:
@@ -277,7 +279,7 @@ def attach(
         if found := refusal(here, answers):
             raise found
     except BaseException as error:
-        # Where all are only busy, the others are attached again with them.
+        # If all failed workers are only busy, the others are attached again with them later.
         moves = isinstance(error, HostsBusyError)
         leave([(lives[text], agent) for text, agent in agents.items()], moves=moves)
         raise
@@ -311,7 +313,8 @@ def _far_host(
 
 
 def refusal(here: HostAnswer, answers: Mapping[str, HostAnswer]) -> ConfigError | None:
-    """Why hosts, by their addresses, cannot be used; None where all can."""
+    """Return the error if some hosts cannot be used; None if all can. ``answers`` are by
+    address."""
     errors = {text: answer_errors(text, here, there) for text, there in answers.items()}
     texts = [text for of_one in errors.values() for text in of_one]
     if not texts:
@@ -321,7 +324,8 @@ def refusal(here: HostAnswer, answers: Mapping[str, HostAnswer]) -> ConfigError 
 
 
 def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str]:
-    """How a host differs from the controller's machine where it must not."""
+    """Return one message for each forbidden difference between a host and the controller's
+    machine."""
     if there.is_busy:
         return [f"launch.attach: {address} serves another run; wait for its end, or start a worker"]
     if there.worker and there.worker != address:
@@ -343,7 +347,7 @@ def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FarProcesses:
-    """Processes that an agent holds."""
+    """Processes on another host, of which the host's agent has handles."""
 
     host: Host
     pids: tuple[int, ...]
@@ -371,10 +375,10 @@ def _spawn_agent(mesh: HostMesh, address: str) -> Any:
 
 
 def _wait_for_all(answers: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
-    """What each address answers.
+    """Wait for the answer of each address.
 
     Raises:
-        ConfigError: which of them do not, and why.
+        ConfigError: some addresses do not answer. The message says which, and why.
     """
     found, errors = {}, []
     for address, answer in answers.items():

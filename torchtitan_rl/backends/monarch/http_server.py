@@ -1,27 +1,29 @@
-"""An ASGI application served by uvicorn on uvloop, in a thread of its own.
+"""Serves an ASGI application with uvicorn on uvloop, in a separate thread.
 
-Invariants: the address is taken once, before the application is built, and listened on, so that no
-other process can take it, too; clients that connect meanwhile wait for the application. The thread
-ends within the deadline of `close`, whatever clients do, and a request that still runs at the end
-of its grace is answered by what ``at_end`` makes of it.
+Invariants: the address is bound and listened on before the application is built, so that no other
+process can take it; clients that connect before the application is ready wait for it. The thread
+ends within the deadline of `close`, whatever clients do. For a request that still runs at the end
+of the grace period, ``at_end`` determines the answer.
 
-uvicorn's HTTP protocol, with bounds on what clients may take without a whole request.
+The HTTP protocol is uvicorn's, with bounds on the resources of clients that have not sent a whole
+request.
 
-A connection *waits* unless it has a whole request that is not answered.
+A connection *waits* unless it has a whole request that is not answered yet.
 
-| bound | beyond it |
+| bound | if exceeded |
 |---|---|
 | 16 KiB for a head, a chunk's size, or trailers; 100 headers, 100 trailers | 400 |
-| 4,096 chunks of a body, and one more for each KiB: each takes time | 400 |
+| 4,096 chunks of a body, and one more for each KiB: each chunk takes time | 400 |
 | ``head_s`` for a head to arrive, ``body_s`` for a body | the connection is cut |
-| ``max_connections`` | the one that has waited longest is cut |
-| ``read_s`` for a client to read 64 KiB of an answer that it has to read | it is cut |
+| ``max_connections`` | the connection that has waited longest is cut |
+| ``read_s`` for a client to read 64 KiB of its answer | the connection is cut |
 
-Invariant: a connection has one request at a time, so an error is never taken for the answer to
-another one. A client that sends the next request before it has its answer is cut, as HTTP allows.
+Invariant: a connection has one request at a time, so an error is never mistaken for the answer to
+another request. A client that sends the next request before it has its answer is cut, as HTTP
+allows.
 
-uvicorn's other protocol has a setting for the size of a head, but reads chunks ten times as slowly,
-and neither has the other bounds.
+uvicorn's other protocol has a setting for the size of a head, but reads chunks ten times as slowly.
+Neither protocol has the other bounds.
 """
 
 from __future__ import annotations
@@ -52,18 +54,21 @@ from torchtitan_rl.serving.config import listen
 logger = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.01
-_ANSWER_S = 2.0  # from the end of the grace: for refusals to be sent
-_JOIN_S = 5.0  # on top of both
+_ANSWER_S = 2.0  # after the grace period, for refusals to be sent
+_JOIN_S = 5.0  # in addition to both
 _BACKLOG = 2048
-_UNREAD_S = 120.0  # after which a connection whose other end takes nothing is dropped, as it is
-_OTHER_FILES = 256  # that the process may open in addition to connections
+_UNREAD_S = 120.0  # a connection whose client reads nothing for this time is dropped
+_OTHER_FILES = 256  # files that the process may open besides connections
 
 
 class HttpServer:
-    """``build`` makes the application, on the event loop that then serves it; ``at_end`` is called
-    there, once, in any case: when the grace of a close is over, or before the loop ends. ``counts``
-    are those of `Connections`; where few files may be open, there are fewer than ``limits`` says.
-    The application is to refuse more than ``max_requests`` at once, so that others can connect.
+    """An HTTP server in its own thread.
+
+    ``build`` creates the application, on the event loop that then serves it. ``at_end`` is called
+    there exactly once: at the end of the grace period of `close`, or before the loop ends.
+    ``counts`` is `Connections.counts`. If the process may open only few files, there are fewer
+    connections than ``limits`` allows. The application must refuse more than ``max_requests``
+    simultaneous requests, so that other clients can connect.
 
     Raises:
         EndpointLostError: the address is taken.
@@ -96,19 +101,19 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
-        """Returns once clients are answered.
+        """Start the thread. Returns once clients are served.
 
         Raises:
             EndpointLostError: the server did not start.
-            Exception: what building the application raised.
+            Exception: ``build`` raised it.
         """
         self._thread.start()
         self._started.result()
 
     def close(self, grace_s: float) -> None:
-        """No new connections; requests that run may end until ``grace_s`` is over."""
+        """Stop accepting connections. Running requests may end within ``grace_s``."""
         if self._loop is not None and not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # closed between the two lines
+            with contextlib.suppress(RuntimeError):  # the loop was closed after the check
                 self._loop.call_soon_threadsafe(self._begin_end, grace_s)
         if self._thread.is_alive():
             self._thread.join(grace_s + _ANSWER_S + _JOIN_S)
@@ -165,7 +170,8 @@ class HttpServer:
 
 
 def _within_descriptors(limits: ConnectionLimits) -> ConnectionLimits:
-    """Raises this process's limit where they need more, and lowers theirs where that is too low."""
+    """Raise this process's limit on open files if ``limits`` need more. If the limit stays too low,
+    return lower ``limits``."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in (now, most))
     num_others = psutil.Process().num_fds() + _OTHER_FILES
@@ -179,14 +185,14 @@ def _within_descriptors(limits: ConnectionLimits) -> ConnectionLimits:
 async def _run_server(server: uvicorn.Server, listening: socket.socket) -> None:
     try:
         await server.serve(sockets=[listening])
-    except SystemExit as error:  # it would end the event loop at once
+    except SystemExit as error:  # a SystemExit would end the event loop at once
         raise EndpointLostError(f"the HTTP server did not start: exit code {error.code}") from error
 
 
 _MAX_HEAD_BYTES = 16 << 10
 _MAX_HEADERS = 100
 _MAX_SMALL_CHUNKS = 4096
-_CHUNK_BYTES = 1024  # of a body that earn it one more chunk
+_CHUNK_BYTES = 1024  # bytes of a body that allow one more chunk
 _MIN_READ_BYTES = 64 << 10
 
 
@@ -203,8 +209,9 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        # OrderedDict finds its first item at once, where a dict that has lost many searches for it.
-        self.waiting: OrderedDict[BoundedProtocol, None] = OrderedDict()  # longest first
+        # An OrderedDict finds its first item at once; a dict from which many items were removed has
+        # to search.
+        self.waiting: OrderedDict[BoundedProtocol, None] = OrderedDict()  # longest waiting first
         self.number = 0
         self._num_cut = 0
 
@@ -229,14 +236,14 @@ class Connections:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. ``options``: those of uvicorn's protocol."""
+    """One connection. ``options`` are those of uvicorn's protocol."""
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self._connections = connections
-        self._is_whole = True  # the last request, if any
-        self._num_small_chunks = 0.0  # more than one for each KiB of the body
-        self._num_unused = 0  # bytes since the last that ended a head or belonged to a body
+        self._is_whole = True  # whether the last request, if any, is whole
+        self._num_small_chunks = 0.0  # chunks beyond one for each KiB of the body
+        self._num_unused = 0  # bytes since the last byte that ended a head or belonged to a body
         self._deadline: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
 
@@ -303,12 +310,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.cycle.body = bytearray()  # what came of it before it was refused
+        self.cycle.body = bytearray()  # the part received before the refusal
         if not self.transport.is_closing():
             self._connections.waiting[self] = None
 
     def send_400_response(self, msg: str) -> None:
-        """Close the connection; with an error where the client expects an answer."""
+        """Close the connection, with an error if the client expects an answer."""
         if self.transport.is_closing():
             return
         cycle = self.cycle
@@ -329,7 +336,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._reading.cancel()
 
     def _expect_within(self, seconds: float | None) -> None:
-        """The next part of the request; None: it is whole, or there is none."""
+        """Cut the connection if the next part of the request does not come within ``seconds``;
+        None: no part is expected."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

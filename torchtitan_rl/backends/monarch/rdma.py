@@ -1,9 +1,10 @@
-"""Weights from one process's memory to another's by Monarch's ``RDMABuffer``, without files.
+"""Transfers weights from one process's memory to another's with Monarch's ``RDMABuffer``, without
+files.
 
-Where no RDMA hardware is found, Monarch moves the bytes over its own channels, which are encrypted
-where the run's are. Both classes block: call them from threads, not from an actor's event loop. The
-thread needs a copy of the endpoint's context (`asyncio.to_thread` makes one), since Monarch finds
-the actor to act for in a context variable.
+Without RDMA hardware, Monarch sends the bytes over its own channels, which are encrypted if the
+run's channels are. Both classes block: call them from threads, not from an actor's event loop. The
+thread needs a copy of the endpoint's context (`asyncio.to_thread` makes one), because Monarch finds
+the current actor in a context variable.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from monarch.rdma import RDMABuffer
 
 from torchtitan_rl.errors import WeightSyncError
 
-# Without RDMA hardware Monarch asks for one chunk of a buffer after another, each of which passes
-# the processes of both hosts. Reading slices at the same time keeps all of them busy: 256 MB in
-# 0.33 s instead of 0.50 s on two cores. Chunks of 64 MB, its default, take 1.3 times as long.
+# Without RDMA hardware, Monarch requests the chunks of a buffer one after another, and each chunk
+# passes through the processes of both hosts. Reading several slices at the same time keeps all
+# these processes busy: 256 MB take 0.33 s instead of 0.50 s on two cores. With chunks of 64 MB,
+# Monarch's default, a read takes 1.3 times as long.
 _NUM_SLICES = 8
 _LEAST_SLICE_BYTES = 4 << 20
 _CHUNK_MB = 8
@@ -57,7 +59,7 @@ class RdmaReader:
             for buffer, place in zip(buffers, places, strict=True)
         ]
         errors = []
-        for read in reads:  # to their ends, since a late one would write into memory used again
+        for read in reads:  # wait for all, because a late read would write into reused memory
             try:
                 read.get()
             except Exception as error:  # Monarch raises a plain Exception here

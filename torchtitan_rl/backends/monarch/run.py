@@ -1,4 +1,5 @@
-"""All processes of a run or of ``torchtitan-rl serve``, started together and ended in any case."""
+"""Starts all processes of a run or of ``torchtitan-rl serve`` together, and ends them in any
+case."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ from torchtitan_rl.weights.distribution import WeightDistribution
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProcesses:
-    """``replicas`` grows as lost ones are started again; ``weights`` brings the trainer's weights
-    to their hosts."""
+    """The processes of a run. ``replicas`` grows when lost replicas are started again. ``weights``
+    fetches the trainer's weights to the replicas' hosts."""
 
     trainer: MonarchTrainer
     replicas: list[MonarchReplica]
@@ -52,17 +53,17 @@ class RunProcesses:
     trace_dir: Path | None
 
     async def restart(self, first: str, name: str) -> MonarchReplica:
-        """Start the replica that the plan calls ``first``, as ``name``. The processes of the one
-        whose place it takes have ended.
+        """Start the replica that the plan calls ``first`` again, under the new ``name``. The
+        processes of the lost replica must have ended.
 
         Raises:
-            ReplicaError, DeadlineError: it did not start.
+            ReplicaError, DeadlineError: the replica did not start.
         """
         (group,) = (group for group in self.prepared.plan.replicas if group.name == first)
         group = replace(group, name=name)
         spec = _generator_spec(self.prepared, group, trace_dir=self.trace_dir)
         replica = await spawn_replica(group, spec, self.hosts, weights=self.weights)
-        self.replicas.append(replica)  # is closed at the end in any case
+        self.replicas.append(replica)  # closed at the end in any case
         try:
             await replica.peer.start()
         except TorchtitanRLError:
@@ -71,7 +72,7 @@ class RunProcesses:
         return replica
 
     def lose_host(self, host: int) -> None:
-        """Forget the weights there: another process fetches them when the host is back."""
+        """Forget the weights on a lost host. A new process fetches them when the host is back."""
         if host in self.weight_hosts:
             fetcher = _weight_host(self.prepared, self.hosts, host, self.trace_dir)
             self.weight_hosts[host] = fetcher
@@ -80,7 +81,7 @@ class RunProcesses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeProcesses:
-    """``endpoint`` is None where the plan has none."""
+    """The processes of ``torchtitan-rl serve``. ``endpoint`` is None if the plan has none."""
 
     replicas: tuple[MonarchReplica, ...]
     endpoint: MonarchEndpoint | None
@@ -90,8 +91,8 @@ class ServeProcesses:
 async def run_processes(
     prepared: PreparedRun, *, trace_dir: Path | None, hosts: Hosts | None = None
 ) -> AsyncIterator[RunProcesses]:
-    """Trainer, replicas and endpoint, ready to be called; gone when the context is left. ``hosts``
-    are those that the plan was made for.
+    """Start trainer, replicas and endpoint, and end them when the block ends. ``hosts`` are the
+    hosts for which the plan was made.
 
     Raises:
         ReplicaError, EndpointLostError, DeadlineError: one of them did not start; the others are
@@ -138,10 +139,11 @@ async def run_processes(
 async def serve_processes(
     prepared: PreparedRun | PreparedServe,
 ) -> AsyncIterator[ServeProcesses]:
-    """Replicas, and the plan's endpoint, ready to be called; gone when the context is left.
+    """Start the replicas and the plan's endpoint, and end them when the block ends.
 
     Raises:
-        EndpointLostError, ReplicaError, DeadlineError: one did not start; the others are ended.
+        EndpointLostError, ReplicaError, DeadlineError: a process did not start; the others are
+            ended.
     """
     plan = prepared.plan
     supervise()
@@ -169,7 +171,8 @@ async def _start(
     *,
     is_shared: bool,
 ) -> None:
-    """On shared devices the engines, which take what memory they find, come second."""
+    """Start trainer and replicas. On shared devices the engines start last, because they use all
+    free memory."""
     if not is_shared:
         await all_of(trainer.start(transport), *(replica.peer.start() for replica in replicas))
         return
@@ -181,7 +184,7 @@ async def _start(
 def _weight_hosts(
     prepared: PreparedRun, hosts: Hosts, trace_dir: Path | None
 ) -> tuple[Transport, dict[int, WeightReplicator]]:
-    """How weights reach the replicas, and what fetches them, by host."""
+    """Return the transport of weights, and the fetchers by host."""
     config, replicas, trainer = prepared.config, prepared.plan.replicas, prepared.plan.trainer
     assert trainer is not None
     trainer_hosts = trainer.rank_hosts or (trainer.host,)
@@ -259,7 +262,7 @@ def _endpoint_spec(prepared: PreparedRun | PreparedServe) -> EndpointSpec:
         device=prepared.plan.device,
         dtype=_dtype(config),
         max_model_len=config.generator.max_model_len,
-        # What a run samples is its own decision, not the checkpoint's.
+        # A run's own configuration determines its sampling, not the checkpoint's.
         generation_config="vllm" if isinstance(config, RunConfig) else "auto",
         endpoint=config.endpoint,
         keys=prepared.keys,

@@ -1,7 +1,7 @@
-"""Monarch processes: spawning a mesh of them with its environment, calling them, ending them.
+"""Starts meshes of Monarch processes, calls their actors, and ends them.
 
 Faults are supervised: by default Monarch ends the controller at an unhandled fault. This module
-only records it, because every caller of a lost process gets an error of its own.
+only logs the fault, because every caller of a lost process gets its own error.
 """
 
 from __future__ import annotations
@@ -41,32 +41,33 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_STOP_TIMEOUT_S = 15.0  # of what Monarch does to end a mesh
-_EXIT_TIMEOUT_S = 5.0  # until its processes have exited
+_STOP_TIMEOUT_S = 15.0  # for Monarch to end a mesh
+_EXIT_TIMEOUT_S = 5.0  # for the mesh's processes to exit
 _ASK_TIMEOUT_S = 60.0
 
-ACTOR_NAMES = ("generator", "trainer", "endpoint", "weights")  # as our meshes are named
+ACTOR_NAMES = ("generator", "trainer", "endpoint", "weights")  # the names of our meshes
 
 
 class ProcessLostError(ReplicaError):
-    """A process died, or the actor in it did."""
+    """A process, or the actor in it, has died."""
 
 
 def supervise() -> None:
-    """Keep the controller alive when a process of its meshes dies, and its log to where its
-    stderr goes."""
+    """Keep the controller alive when a process of its meshes dies, and redirect Monarch's log to
+    stderr."""
     log_to_stderr()
     monarch.actor.unhandled_fault_hook = _note_fault
 
 
 def _note_fault(failure: Any) -> None:
-    # Each mesh has actors of Monarch's own, whose failures say the same once more.
+    # Each mesh also has Monarch's own actors, whose failures would repeat the same message.
     if failure.mesh_name.startswith(ACTOR_NAMES):
         logger.warning("a process is lost: %s", failure)
 
 
 def process_environment(group: ProcessGroup) -> dict[str, str]:
-    """What each process of a group has in its environment, whatever the user's shell says."""
+    """Return environment variables for a group's processes, which override those of the user's
+    shell."""
     environment = {
         "OMP_NUM_THREADS": str(group.threads),
         "MKL_NUM_THREADS": str(group.threads),
@@ -83,17 +84,18 @@ def process_environment(group: ProcessGroup) -> dict[str, str]:
 
 
 def _host_environment(host: Host) -> dict[str, str]:
-    """Whose clock a process follows, see `observability.trace`."""
+    """Return the variable that names the host whose clock a process uses; see
+    `observability.trace`."""
     return {HOST_VARIABLE: host_name(host.index)} if host.agent is not None else {}
 
 
 def _host_prefix(host: Host) -> str:
-    """Of the names of its files: hosts may share a folder."""
+    """Return the prefix of the host's file names, because hosts may share a folder."""
     return f"{host_name(host.index)}-" if host.agent is not None else ""
 
 
 class _ProcessActor(Actor):
-    """One rank of a mesh, of which ``first_rank`` are on other hosts."""
+    """One rank of a mesh. ``first_rank`` is the number of ranks on earlier hosts."""
 
     def __init__(self, first_rank: int) -> None:
         self._local_rank = current_rank().rank
@@ -116,7 +118,7 @@ class _ProcessActor(Actor):
             "RANK": str(self._rank),
             "LOCAL_RANK": str(self._local_rank),
             "WORLD_SIZE": str(world_size),
-            # torch's name for a store that is there already: no rank starts one.
+            # torch's variable for a store that already runs, so that no rank starts one.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
@@ -128,7 +130,7 @@ class ProcessMesh:
     name: str
     mesh: ProcMesh
     processes: Ending
-    actors: Any  # a `_ProcessActor` for each
+    actors: Any  # a `_ProcessActor` in each process
 
 
 async def spawn_processes(
@@ -138,7 +140,7 @@ async def spawn_processes(
     environment: Mapping[str, str] | None = None,
     hosts: Hosts | None = None,
 ) -> ProcessMesh:
-    """As `spawn_on_hosts`, for a group that is on one host."""
+    """Like `spawn_on_hosts`, for a group on one host."""
     (mesh,) = await spawn_on_hosts(group, log_dir=log_dir, environment=environment, hosts=hosts)
     return mesh
 
@@ -150,16 +152,16 @@ async def spawn_on_hosts(
     environment: Mapping[str, str] | None = None,
     hosts: Hosts | None = None,
 ) -> tuple[ProcessMesh, ...]:
-    """Fresh processes: one mesh for each host of the group, in the order of their ranks. Several
-    ranks have torchrun's variables (RANK, WORLD_SIZE, MASTER_*). Without ``hosts`` all are on this
-    machine.
+    """Start new processes: one mesh for each host of the group, in the order of their ranks. With
+    several ranks, torchrun's variables (RANK, WORLD_SIZE, MASTER_*) are set. Without ``hosts`` all
+    processes are on this machine.
 
-    What they print goes to ``log_dir`` on their host, a file each. They have the environment of
-    their group, and ``environment``, from their first instruction on: a preloaded OpenMP library
-    reads its variables before Python starts.
+    Each process prints to a file in ``log_dir`` on its host. The group's environment variables and
+    ``environment`` are set from the first instruction on, because a preloaded OpenMP library reads
+    its variables before Python starts.
 
     Raises:
-        ProcessLostError, DeadlineError: some did not start; the others are ended.
+        ProcessLostError, DeadlineError: some processes did not start; the others are ended.
     """
     hosts = hosts or Hosts()
     places = [(part, hosts[part.host]) for part in group.on_each_host()]
@@ -214,8 +216,8 @@ async def _spawn(
 
 
 def _prepare_process(log_file: str, first_rank: int, cores: tuple[int, ...]) -> None:
-    """Runs first in each process. Its own process group keeps a terminal's Ctrl-C from it: the
-    controller decides how to end."""
+    """Prepare a new process; runs first in it. The process gets its own process group, so that it
+    does not get a terminal's Ctrl-C: the controller decides how the run ends."""
     stay_on_cores(cores)
     os.setpgid(0, 0)
     path = Path(log_file.format(rank=first_rank + current_rank().rank))
@@ -228,12 +230,12 @@ def _prepare_process(log_file: str, first_rank: int, cores: tuple[int, ...]) -> 
 
 
 async def call(awaitable: Awaitable[_T], *, what: str, timeout_s: float | None = None) -> _T:
-    """The answer of an actor, with its errors as ours.
+    """Return an actor's answer, and convert its errors to ours.
 
     Raises:
-        TorchtitanRLError: what the actor raised, if it was one of ours.
+        TorchtitanRLError: the actor raised this error.
         ProcessLostError: the process is gone, or the actor raised something else.
-        DeadlineError: no answer within ``timeout_s``, or what carries it gave up.
+        DeadlineError: there was no answer within ``timeout_s``, or the transport timed out.
     """
     limit: asyncio.Timeout | None = None
     try:
@@ -252,20 +254,20 @@ async def call(awaitable: Awaitable[_T], *, what: str, timeout_s: float | None =
 
 
 class ActorThread:
-    """The one thread in which an actor works, so that its event loop always answers."""
+    """The single thread in which an actor works, so that the actor's event loop always answers."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """The function's result; its calls run one after another."""
-        # Monarch finds the actor to act for in a context variable.
+        """Run a function in the thread and return its result. Calls run one after another."""
+        # Monarch finds the current actor in a context variable.
         work = functools.partial(contextvars.copy_context().run, function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 async def all_of(*work: Coroutine[Any, Any, None]) -> None:
-    """All of it, or the first error, with the rest cancelled."""
+    """Run all coroutines. At the first error, cancel the others and raise the error."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.gather(*tasks)
@@ -275,9 +277,11 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
 
 
 async def stop_processes(mesh: ProcessMesh) -> None:
-    """End a mesh's processes, by a kill where they do not end by themselves; one that is dead
-    already is no error. One line says what went wrong. Those of a lost host are left to its worker,
-    which ends them when it hears nothing more."""
+    """End a mesh's processes, and kill those that do not end by themselves.
+
+    Dead processes are no error. A warning in one line describes problems. On a lost host, nothing
+    is done: the host's worker ends the processes when heartbeats stop.
+    """
     if mesh.processes.are_lost:
         return
     complaint = ""
@@ -289,7 +293,7 @@ async def stop_processes(mesh: ProcessMesh) -> None:
     except (SupervisionError, RuntimeError) as error:
         complaint = first_line(error)
     if mesh.processes.are_lost:
-        return  # by now
+        return  # lost in the meantime
     if killed := await mesh.processes.end(_EXIT_TIMEOUT_S):
         complaint = f"processes {killed} were killed, for they did not end by themselves"
     if complaint:
@@ -297,6 +301,6 @@ async def stop_processes(mesh: ProcessMesh) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line, also where it says nothing."""
+    """Return the first line of an error's message, or the error's type if the message is empty."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__

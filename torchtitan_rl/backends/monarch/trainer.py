@@ -1,8 +1,9 @@
-"""The policy trainer in processes of its own: one actor a rank, called together, on one host or
-several.
+"""Runs the policy trainer in separate processes, on one or more hosts: one actor per rank. All
+ranks are called together.
 
-Every rank gets the whole batch and takes its share. Calls come one after another from the
-controller, so that collectives line up.
+Every rank gets the whole batch and computes its share. The controller makes one call after another,
+so that the ranks' collectives match. A call goes from `MonarchTrainer` to `TrainerActor`,
+`TrainerRank` and `PolicyTrainer`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ _LAST_WRITE_TIMEOUT_S = 300.0
 
 
 class TrainerActor(Actor):
-    """One rank of the trainer, see `TrainerRank`. Work runs in one thread, so that the actor always
-    answers, and one only, since each thread that computes would have OMP threads of its own."""
+    """One rank of the trainer, see `TrainerRank`.
+
+    Work runs in a separate thread, so that the actor always answers. It is only one thread, because
+    each computing thread would have its own OMP threads.
+    """
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
-        self._rank = int(os.environ.get("RANK", "0"))  # alone without it
+        self._rank = int(os.environ.get("RANK", "0"))  # unset for a single rank
         self._attachments: dict[str, bytes] = {}
         self._work = ActorThread("trainer").run
 
@@ -88,12 +92,12 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def stay(self) -> None:
-        """Never answers; fails when this process, or its host, is gone."""
+        """Never return. The caller gets an error when this process, or its host, is gone."""
         await asyncio.Event().wait()
 
     @concurrent_endpoint
     async def attach(self, attachments: dict[str, bytes]) -> None:
-        """On rank 0 alone: additional files of the next checkpoint."""
+        """Set additional files of the next checkpoint. Only on rank 0."""
         self._attachments = attachments
 
     @concurrent_endpoint
@@ -125,15 +129,15 @@ class MonarchTrainer:
     async def spawn(
         cls, group: ProcessGroup, spec: TrainerSpec, hosts: Hosts | None = None
     ) -> MonarchTrainer:
-        """Start the processes; `start` then builds the model in them. ``spec.checkpoint`` is where
-        the controller has it."""
+        """Start the processes; `start` then builds the model in them. ``spec.checkpoint`` is the
+        checkpoint's path on the controller's host."""
         hosts = hosts or Hosts()
         meshes = await spawn_on_hosts(group, log_dir=spec.log_dir, hosts=hosts)
         there = [hosts[part.host].policy_dir for part in group.on_each_host()]
         return cls(meshes, [replace(spec, checkpoint=one or spec.checkpoint) for one in there])
 
     async def start(self, transport: Transport) -> None:
-        """Build the model; weights will be published by way of ``transport``."""
+        """Build the model. Weights will be published through ``transport``."""
         await self._ask("start", lambda rank: rank.start.call(transport))
 
     async def wait_until_lost(self) -> None:
@@ -152,11 +156,11 @@ class MonarchTrainer:
         what = f"checkpoint {path}"
         await self._wait(self._leader.attach.call_one(dict(attachments)), what)
         await self._ask(what, lambda rank: rank.save_checkpoint.call(path, version))
-        # One wait for all who ask: the ranks tell a failure once.
+        # All callers share one wait, because the ranks report a failure only once.
         self._writing = asyncio.ensure_future(
             self._ask(f"writing of {what}", lambda rank: rank.finish_checkpoint.call())
         )
-        self._writing.add_done_callback(retrieve)  # who awaits it gets its error
+        self._writing.add_done_callback(retrieve)  # a caller that awaits it gets its error
 
     async def finish_checkpoint(self) -> None:
         writing = self._writing
@@ -181,8 +185,8 @@ class MonarchTrainer:
         await self._ask(f"export to {path}", lambda rank: rank.export_hf.call(path))
 
     async def close(self) -> None:
-        """Let the ranks finish a checkpoint and clean up (published weights, above all), then end
-        them in any case."""
+        """Let the ranks finish a checkpoint and clean up (mainly published weights), then end them
+        in any case."""
         try:
             async with asyncio.timeout(_LAST_WRITE_TIMEOUT_S):
                 await self.finish_checkpoint()
@@ -198,34 +202,33 @@ class MonarchTrainer:
             await asyncio.gather(*map(stop_processes, self._meshes))
 
     def lose(self, cause: str) -> None:
-        """A process or a host of its ranks is lost: every call that runs, and every later one,
-        fails."""
+        """Record that a process or host of the trainer is lost: all running and later calls
+        fail."""
         if not self._lost.done():
             self._lost.set_result(cause)
 
     async def _watch(self, part: Any) -> None:
-        """Notice a process that dies while no call runs, too."""
+        """Detect that a process dies, even if no call runs."""
         try:
             await call(part.stay.call(), what="trainer")
         except (ProcessLostError, DeadlineError) as error:
             self.lose(str(error))
 
     async def _ask(self, what: str, ask: Callable[[Any], Any]) -> Any:
-        """Rank 0's answer, once all ranks have answered; the others' are the same, or None. ``ask``
-        calls the actors of one host. Raises the error of the first that fails."""
+        """Return rank 0's answer, once all ranks have answered; the other answers are the same, or
+        None. ``ask`` calls the actors of one host. Raises the error of the first rank that
+        fails."""
         return await self._wait(self._answer(ask), what)
 
     async def _answer(self, ask: Callable[[Any], Any]) -> Any:
-        answers = await asyncio.gather(
-            *map(ask, self._parts)
-        )  # or the error of the first that fails
+        answers = await asyncio.gather(*map(ask, self._parts))  # raises the first error
         return next(iter(answers[0].values()))
 
     async def _wait(self, answer: Any, what: str) -> Any:
         calling = asyncio.ensure_future(
             call(answer, what=f"trainer: {what}", timeout_s=self._timeout_s)
         )
-        calling.add_done_callback(retrieve)  # also where this call is cancelled
+        calling.add_done_callback(retrieve)  # also if this call is cancelled
         try:
             await asyncio.wait({calling, self._lost}, return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():

@@ -1,10 +1,10 @@
-"""What runs in a trainer process: the policy trainer, and its publishers of weights.
+"""Runs in a trainer process: the policy trainer, and the publishers of its weights.
 
-All ranks publish together. Each copies its shards; nothing is gathered.
+All ranks publish together. Each rank copies its shards; nothing is gathered.
 
 On the trainer's host the ranks write into the same shared memory: rank 0 first allocates it, and
-makes the version visible after all ranks have written. To other hosts each rank offers what it
-holds, and only where the parts are is collected on rank 0.
+makes the version visible after all ranks have written. To other hosts, each rank offers its own
+parts; only the references to these parts are gathered on rank 0.
 
 Invariant: a version that a rank could not write or offer is never visible, and every rank returns.
 """
@@ -45,7 +45,8 @@ from torchtitan_rl.weights.shm import Segment, SegmentWriter, SharedMemoryPublis
 
 
 class TrainerRank:
-    """Made and called in one thread of its process, on all ranks together."""
+    """One rank's trainer and publishers. Created and called in one thread of its process, on all
+    ranks together."""
 
     def __init__(self, spec: TrainerSpec, rank: int, transport: Transport) -> None:
         listen_privately()
@@ -77,7 +78,8 @@ class TrainerRank:
             return self._trainer.train_step(batch)
 
     def publish(self, keep: frozenset[int]) -> WeightHandle | None:
-        """Collective; the handle on rank 0, None elsewhere."""
+        """Publish the current weights. Collective. Returns the handle on rank 0, None on other
+        ranks."""
         version = self._trainer.version
         with self._tracer.span("publish", version=version):
             parts = self._trainer.hf_parts()
@@ -89,7 +91,7 @@ class TrainerRank:
                 shared, refusal = None, None
                 try:
                     shared = self._share(version, parts, tensors, keep)
-                except Exception as error:  # of rank 0; the others are in the next collective
+                except Exception as error:  # on rank 0; others are in the next collective
                     refusal = error
                 handle: WeightHandle | None = shared
                 if self._remote is not None:
@@ -106,8 +108,8 @@ class TrainerRank:
         tensors: Mapping[str, torch.Tensor],
         keep: frozenset[int],
     ) -> SharedMemoryHandle | None:
-        """Write into the memory of this host, if replicas are here; without ``parts`` rank 0 alone
-        does. Raises on rank 0 only."""
+        """Write into this host's shared memory, if there are replicas on this host. Without
+        ``parts`` only rank 0 writes. Raises only on rank 0."""
         if parts is not None:
             joint = self._joint
             return None if joint is None else joint.publish(version, parts, keep=keep)
@@ -115,11 +117,10 @@ class TrainerRank:
         return None if shared is None else shared.publish(version, tensors, keep=keep)
 
     def save_checkpoint(self, path: Path, attachments: Mapping[str, bytes], version: int) -> None:
-        """Collective; returns when everything is copied.
+        """Start saving a checkpoint. Collective. Returns when everything is copied.
 
         Raises:
-            CheckpointError: the weights are not those of ``version``, which ``attachments`` belong
-                to.
+            CheckpointError: the weights do not have ``version``, to which ``attachments`` belong.
         """
         if self._trainer.version != version:
             raise CheckpointError(
@@ -130,7 +131,8 @@ class TrainerRank:
             self._trainer.save_checkpoint(path, attachments)
 
     def finish_checkpoint(self) -> None:
-        """Called in another thread, while other methods may run."""
+        """Wait until the checkpoint is written. Called in another thread, while other methods may
+        run."""
         with self._tracer.span("write checkpoint", track="checkpoint"):
             self._trainer.finish_checkpoint()
 
@@ -162,7 +164,8 @@ _PATH_BYTES = 4096  # PATH_MAX of Linux
 
 
 class JointPublisher:
-    """One on each rank; ``publisher`` is None on all ranks but 0."""
+    """Publishes weights of all ranks in shared memory. Each rank has one; ``publisher`` is None
+    except on rank 0."""
 
     def __init__(self, publisher: SharedMemoryPublisher | None) -> None:
         self._publisher = publisher
@@ -171,10 +174,11 @@ class JointPublisher:
     def publish(
         self, version: int, parts: Mapping[str, TensorPart], *, keep: frozenset[int]
     ) -> SharedMemoryHandle | None:
-        """As `SharedMemoryPublisher.publish`, on all ranks together; None on ranks other than 0.
+        """Like `SharedMemoryPublisher.publish`, on all ranks together. Returns None except on rank
+        0.
 
         Raises:
-            WeightSyncError: on rank 0, if there is no room or a rank could not write.
+            WeightSyncError: there is no room, or a rank could not write. Raised only on rank 0.
         """
         layout = plan_image({name: part.whole() for name, part in parts.items()}, version)
         segment, refusal = self._begin(layout, keep)
@@ -194,7 +198,8 @@ class JointPublisher:
     def _begin(
         self, layout: ImageLayout, keep: frozenset[int]
     ) -> tuple[Segment | None, Exception | None]:
-        """Rank 0: memory for the version, or the error, to be raised after all ranks know of it."""
+        """On rank 0, return memory for the version, or an error that is raised after all ranks know
+        of it."""
         if self._publisher is None:
             return None, None
         try:
@@ -209,7 +214,8 @@ class JointPublisher:
         parts: Mapping[str, TensorPart],
         segment: Segment | None,
     ) -> str | None:
-        """The error, or None. Nothing is raised, since the other ranks wait for the result."""
+        """Write this rank's parts. Returns the error or None. Does not raise, because the other
+        ranks wait for the result."""
         try:
             if segment is not None:
                 write_header(layout, segment.image)
@@ -220,10 +226,10 @@ class JointPublisher:
         return None
 
 
-# Both send tensors in each publishing. `broadcast_object_list` and `all_gather_object` would send
-# the sizes of pickles first, which doubles the time.
+# At each publishing, both functions send tensors. `broadcast_object_list` and `all_gather_object`
+# would first send the sizes of pickles, which doubles the time.
 def _path_of_first_rank(path: Path | None) -> Path | None:
-    """The ``path`` of rank 0. Collective."""
+    """Return rank 0's ``path`` on all ranks. Collective."""
     if dist.get_world_size() == 1:
         return path
     encoded = b"" if path is None else os.fsencode(path)
@@ -234,7 +240,7 @@ def _path_of_first_rank(path: Path | None) -> Path | None:
 
 
 def _errors_of_all_ranks(message: str | None) -> list[str]:
-    """The messages that are not None, each with its rank. Collective."""
+    """Return all ranks' messages that are not None, each with its rank. Collective."""
     are_any = torch.tensor([message is not None], dtype=torch.int32)
     if dist.get_world_size() > 1:
         dist.all_reduce(are_any, dist.ReduceOp.MAX)
@@ -246,7 +252,7 @@ def _errors_of_all_ranks(message: str | None) -> list[str]:
 
 
 class RemotePublisher:
-    """One on each rank."""
+    """Offers weights of all ranks to other hosts. Each rank has one."""
 
     def __init__(self, publisher: PartPublisher) -> None:
         self._publisher = publisher
@@ -259,14 +265,15 @@ class RemotePublisher:
         keep: frozenset[int],
         shared: SharedMemoryHandle | None,
     ) -> RemoteMemoryHandle | None:
-        """Returns the handle on rank 0, None elsewhere. Collective.
+        """Offer a version. Collective. Returns the handle on rank 0, None on other ranks.
 
         Args:
-            parts: of this rank; rank 0's name all tensors.
-            shared: the same version in shared memory, on rank 0 where it is there.
+            parts: this rank's parts; those of rank 0 include all tensors' names.
+                        shared: the same version in shared memory; only on rank 0, and only if it
+                exists.
 
         Raises:
-            WeightSyncError: on rank 0, if a rank could not offer its parts.
+            WeightSyncError: a rank could not offer its parts. Raised only on rank 0.
         """
         answers = _gathered(self._offer(version, parts, keep))
         if answers is None:
@@ -287,7 +294,8 @@ class RemotePublisher:
     def _offer(
         self, version: int, parts: Mapping[str, TensorPart], keep: frozenset[int]
     ) -> RemoteSource | str | None:
-        """The source, or the error: nothing is raised, since rank 0 waits for the answer."""
+        """Offer this rank's parts. Returns the source or the error. Does not raise, because rank 0
+        waits for the answer."""
         try:
             return self._publisher.publish(version, parts, keep=keep)
         except Exception as error:
@@ -295,7 +303,7 @@ class RemotePublisher:
 
 
 def _gathered(answer: RemoteSource | str | None) -> list[RemoteSource | str | None] | None:
-    """Those of all ranks on rank 0, None elsewhere. Collective."""
+    """Gather the answers of all ranks on rank 0; None on other ranks. Collective."""
     if dist.get_world_size() == 1:
         return [answer]
     answers: list[RemoteSource | str | None] = [None] * dist.get_world_size()

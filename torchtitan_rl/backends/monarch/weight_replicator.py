@@ -1,7 +1,7 @@
 """One process on each host that fetches weights for all replicas there; see `weights/remote.py`.
 
 A process that died, or whose fetch from another host was cancelled, is replaced at the next fetch.
-Its versions are gone with it; replicas keep what they have mapped.
+Its versions are lost then; maps of replicas stay valid.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class WeightReplicator:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the process, unless it runs and can work.
+        """Start the process, unless a usable one runs.
 
         Raises:
             ReplicaError, DeadlineError: the process did not start.
         """
         async with self._starting:
             if self._actor is None:
-                await self._end()  # one that did not start, or that cannot work
+                await self._end()  # a process that did not start, or is unusable
                 self._mesh = await self._spawn()
                 actor: Any = self._mesh.mesh.spawn("weights", WeightReplicatorActor, self._spec)
                 await call(
@@ -115,7 +115,7 @@ class WeightReplicator:
     async def close(self) -> None:
         if self._actor is not None:
             what = f"{self._spec.name}: close"
-            with contextlib.suppress(ProcessLostError, DeadlineError):  # it ends below
+            with contextlib.suppress(ProcessLostError, DeadlineError):  # `_end` ends the process
                 await call(self._actor.close.call_one(), what=what, timeout_s=_CLOSE_S)
         await self._end()
 
@@ -132,7 +132,7 @@ class WeightReplicator:
             raise
         except asyncio.CancelledError:
             if self._mesh is mesh and parent is not None:
-                self._actor = None  # its only thread may read from a lost host until the time-out
+                self._actor = None  # the process's only thread may still read from a lost host
             raise
 
     async def _end(self) -> None:
@@ -144,6 +144,7 @@ class WeightReplicator:
 def weight_replicator(
     group: ProcessGroup, spec: WeightHostSpec, hosts: Hosts | None = None
 ) -> WeightReplicator:
-    """A `WeightReplicator` for the group's host; `WeightReplicator.start` starts its process."""
+    """Create a `WeightReplicator` for the group's host. `WeightReplicator.start` starts its
+    process."""
     spawn = functools.partial(spawn_processes, group, log_dir=spec.log_dir, hosts=hosts)
     return WeightReplicator(spec, spawn)

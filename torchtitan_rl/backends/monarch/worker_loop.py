@@ -1,5 +1,6 @@
-"""The process of one life of a worker: ``python -m torchtitan_rl.backends.monarch.worker_loop
-ADDRESS``. It serves the controller that attaches to it; `launch.workers` starts and ends it."""
+"""One *life* of a worker: the process that serves one run, ``python -m
+torchtitan_rl.backends.monarch.worker_loop ADDRESS``. It serves the controller that attaches to it;
+`launch.workers` starts and ends the process."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ def main() -> int:
     from monarch.actor import start_worker_loop_forever
     from monarch.config import configure
 
-    # Of the messages that a controller has sent to this address some are lost, with a life or an
-    # attempt to attach: Monarch would hold back all that follow. Their channel keeps the order.
+    # Some messages to this address are lost when a life ends or an attempt to attach fails. Monarch
+    # would then hold back all later messages. Their channel keeps the order anyway.
     configure(enable_dest_actor_reordering_buffer=False)
     (address,) = sys.argv[1:]
     lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")
@@ -29,7 +30,7 @@ def main() -> int:
                 lifetime.get(timeout=_POLL_S)
         print(f"worker: listening on {address}", flush=True)
         lifetime.get()
-    except (RuntimeError, ValueError) as error:  # of the system, as text
+    except (RuntimeError, ValueError) as error:  # errors of the operating system, as text
         print(f"worker: {address}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
