@@ -1,8 +1,8 @@
 """All checks of a run's configuration: one message per error, before a process starts.
 
-Each message names the field, its value and the fix, and a user sees all of them at once:
-`field_errors` checks each field alone; on a configuration without such errors `find_errors` checks
-what must hold between fields, and with the policy and the machine.
+Each message names the field, its value and the fix. A user sees all messages at once:
+`field_errors` checks each field by itself. If it finds no error, `find_errors` checks the fields
+against each other, and against the policy and the machine.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from torchtitan_rl.types import (
     VersionRun,
 )
 
-# The smallest block that vLLM's CPU attention supports; it reads whole blocks. Compared with vLLM's
-# 128 tokens, the tiny policy decodes 15 % faster and 135M as fast, and prompts of more than 32
-# tokens share prefixes.
+# The smallest block that vLLM's CPU attention supports; the attention reads whole blocks. Compared
+# with vLLM's default of 128 tokens, the tiny policy decodes 15 % faster, a 135M policy equally
+# fast, and shorter common prefixes can be shared, from 32 tokens on.
 CPU_BLOCK_TOKENS = 32
 _STEP_TOKENS = 4096
 
@@ -92,22 +92,23 @@ _RELATIONS = {
 
 
 def check_fields(config: Any) -> None:
-    """
+    """Check each field of ``config`` by itself.
+
     Raises:
-        ConfigError: fields of ``config`` have wrong values; with all of them.
+        ConfigError: fields have wrong values. There is one message for each of them.
     """
     if errors := field_errors(config):
         raise ConfigError(list(errors.values()))
 
 
 def field_errors(config: Any, prefix: str = "") -> dict[str, str]:
-    """One message per wrong field, by its dotted name, nested configurations included. With the
-    prefix ``--``, names are those of command-line options.
+    """One message per wrong field, by its dotted name, including nested configurations. With the
+    prefix ``--``, the messages use the names of command-line options.
 
-    The annotations of a field's type are its bounds. Numbers must be finite everywhere, also in a
-    task, whose other values `Task.errors` checks.
+    The bounds of a field are annotations of its type. All numbers must be finite, also those of a
+    task; `Task.errors` checks a task's other values.
     """
-    from pydantic import ValidationError  # which loads slowly
+    from pydantic import ValidationError  # slow to import
 
     errors: dict[str, str] = {}
     kind: Any = type(config)
@@ -143,7 +144,7 @@ def _adapters(kind: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(kind)]
     hints: dict[str, Any] = dict.fromkeys(names, Any)
     for base in reversed(kind.__mro__):
-        with suppress(NameError):  # a task whose types are imported for type checkers only
+        with suppress(NameError):  # a task's types may be imported for type checkers only
             hints |= get_type_hints(base, include_extras=True)
     adapters: dict[str, Any] = {}
     for name in names:
@@ -153,7 +154,7 @@ def _adapters(kind: Any) -> dict[str, Any]:
                 adapters[name] = SchemaValidator(core_schema.is_instance_schema(hint))
             else:
                 adapters[name] = TypeAdapter(hint, config=strict)
-        except PydanticUserError:  # a type of a task that pydantic does not know
+        except PydanticUserError:  # pydantic does not know the type of a task's field
             adapters[name] = TypeAdapter(Any)
     return adapters
 
@@ -169,11 +170,11 @@ def find_errors(
     machine: MachineFacts,
     keys: Keys | None = None,
 ) -> list[str]:
-    """Every contradiction in ``config``, whose fields are right on their own, for this policy on
-    this machine; empty where it can start.
+    """All contradictions in ``config`` for this policy on this machine; empty if the run can start.
+    `check_fields` must have passed.
 
-    Without a policy, what depends on it is not checked. Nor are the task with its problems
-    (`find_problems`), and the hosts of a run on several (`errors_on_hosts`).
+    Without a policy, checks that depend on the policy are left out. The task and its problems are
+    checked by `find_problems`, several hosts by `errors_on_hosts`.
     """
     rollout, schedule, trainer = config.rollout, config.schedule, config.trainer
     capacity = capacity_errors(
@@ -208,7 +209,8 @@ def find_errors(
 def errors_on_hosts(
     config: RunConfig, policy: PolicyFacts | None, hosts: Sequence[HostFacts]
 ) -> list[str]:
-    """Whether the run fits on its hosts, if it has several; `find_errors` finds the rest."""
+    """Errors if the run does not fit on its hosts; for runs with ``launch.attach`` or
+    ``launch.hosts``. `find_errors` finds all other errors."""
     is_on_cpu = device_of(hosts) == "cpu"
     errors = (
         [] if policy is None else generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
@@ -217,7 +219,7 @@ def errors_on_hosts(
 
 
 def _relation_errors(config: RunConfig) -> list[str]:
-    """One message per field."""
+    """Check the relations between fields; at most one message per field."""
     ordered = list(_ORDERED)
     if isinstance(config.task, AgentTask):
         ordered.append(("endpoint.session_timeout_s", ">", ("rollout.step_timeout_s",), _NOT_STUCK))
@@ -261,7 +263,7 @@ def _relation_errors(config: RunConfig) -> list[str]:
 
 
 def _limit_errors(task: Task, rollout: RolloutConfig) -> list[str]:
-    """Servers of a task must answer within a step of the environment."""
+    """Check that servers of a task must answer within the time-out of an environment's step."""
     errors = []
     for name, part in parts_of(task):
         limits: tuple[str, ...] = ()
@@ -281,8 +283,8 @@ def _limit_errors(task: Task, rollout: RolloutConfig) -> list[str]:
 def start_notes(
     task: Task, *, step_timeout_s: float, num_rollouts: int, num_cores: int
 ) -> list[str]:
-    """A warning for each task whose MCP servers, started for ``num_rollouts`` rollouts at once, may
-    not be ready within a step."""
+    """A warning for each task whose MCP servers may not be ready within a step's time-out, if they
+    are started for ``num_rollouts`` rollouts at the same time."""
     at_once = STARTS_PER_CORE * num_cores
     notes = []
     for name, part in parts_of(task):
@@ -303,15 +305,16 @@ def start_notes(
 
 
 def step_tokens(generator: GeneratorConfig) -> int:
-    """Tokens that one step of an engine takes at most. Prompts are never cut into chunks."""
+    """The largest number of tokens in one step of an engine. Prompts are never split into
+    chunks."""
     return max(_STEP_TOKENS, generator.max_model_len)
 
 
 def generator_errors(
     generator: GeneratorConfig, policy: PolicyFacts, *, is_on_cpu: bool
 ) -> list[str]:
-    """What must hold between its fields, and with the policy: one message per error. Devices and
-    memory are not looked at."""
+    """Check the fields against each other and against the policy, but not against devices and
+    memory. One message per error."""
     errors = head_errors("generator.tensor_parallel", generator.tensor_parallel, policy)
     if generator.heartbeat_s * 2 > generator.collective_timeout_s:
         errors.append(
@@ -335,8 +338,8 @@ def generator_errors(
 
 
 def _cache_errors(generator: GeneratorConfig, policy: PolicyFacts) -> list[str]:
-    """Whether the KV cache of a rank holds one request of the full length."""
-    blocks = math.ceil(generator.max_model_len / CPU_BLOCK_TOKENS) + 1  # vLLM keeps one to itself
+    """An error if the KV cache of a rank does not hold one request of the full length."""
+    blocks = math.ceil(generator.max_model_len / CPU_BLOCK_TOKENS) + 1  # vLLM reserves one block
     values = blocks * CPU_BLOCK_TOKENS * policy.kv_values_per_token
     needed = 4 * math.ceil(values / generator.tensor_parallel)  # float32
     if generator.kv_cache_bytes >= needed:
@@ -349,7 +352,7 @@ def _cache_errors(generator: GeneratorConfig, policy: PolicyFacts) -> list[str]:
 
 
 def head_errors(name: str, degree: int, policy: PolicyFacts) -> list[str]:
-    """Whether the policy's heads can be split over ``degree`` ranks."""
+    """An error if the policy's heads cannot be split evenly over ``degree`` ranks."""
     if degree <= 0 or not (policy.num_heads % degree or policy.num_kv_heads % degree):
         return []
     return [
@@ -386,7 +389,7 @@ def advantage_errors(config: RolloutConfig) -> list[str]:
     if config.advantage not in ADVANTAGE_KINDS:
         try:
             load_function(config.advantage)
-            for size in (1, 3):  # what is left where siblings fail
+            for size in (1, 3):  # a single rollout is left if all others of its group fail
                 siblings = [_made_rollout(number) for number in range(size)]
                 turn_advantages(siblings, replace(config, credit="outcome"))
         except TorchtitanRLError as error:
@@ -416,7 +419,7 @@ def _made_rollout(number: int) -> Rollout:
 def _function(config: LossConfig, updates: int) -> list[str]:
     if not config.function:
         return []
-    from torchtitan_rl.training.losses import loss_problem  # torch takes seconds
+    from torchtitan_rl.training.losses import loss_problem  # importing torch takes seconds
 
     try:
         problem = loss_problem(load_function(config.function), config, updates)

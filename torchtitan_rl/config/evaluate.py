@@ -1,7 +1,7 @@
-"""The options of ``torchtitan-rl eval``, their checks and its plan. Starts nothing.
+"""The options of ``torchtitan-rl eval``, their checks and its plan. Starts no process.
 
-The task, the limits of rollouts and the replicas are those of a run's configuration. Models are
-directories in Hugging Face format, packages, all checkpoints that a run keeps, or one of them.
+The task, the limits of rollouts and the replicas come from a run's configuration. A model is a
+directory in Hugging Face format, a package, or a checkpoint of a run.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedEvaluation:
-    """``run`` has the plan of the processes, and as its policy the one that runs began with."""
+    """A checked evaluation that can start. ``run`` has the plan of the processes; its policy is
+    the one with which the evaluated runs began."""
 
     options: EvalConfig
     run: PreparedRun
@@ -122,7 +123,7 @@ class PreparedEvaluation:
         return self.folder / model.name / f"temperature-{temperature:g}" / "rollouts.jsonl"
 
     def rollout_files(self) -> str:
-        """The one file of rollouts, or patterns for a shell that match all of them."""
+        """The path of the file of rollouts; for several files, shell patterns that match all."""
         cells = [(model, one) for model in self.models for one in self.temperatures]
         files = [self.rollouts_file(model, temperature) for model, temperature in cells]
         if len(files) == 1:
@@ -132,15 +133,15 @@ class PreparedEvaluation:
         return " ".join(map(str, patterns))
 
     def directory(self, model: EvalModel) -> Path:
-        """The model in Hugging Face format."""
+        """The directory of the model in Hugging Face format; for a checkpoint, of its export."""
         return self.folder / model.name / "model" if model.is_checkpoint else model.path
 
 
 def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
-    """A run's replicas, and the endpoint where it has agents, without a trainer.
+    """Check and plan a run's replicas without a trainer, and an endpoint if its task has agents.
 
     Raises:
-        ConfigError: with all errors.
+        ConfigError: the configuration cannot be used. It has all errors.
     """
     if has_hosts(config.launch):
         raise ConfigError(
@@ -182,9 +183,10 @@ def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
 
 
 def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvaluation:
-    """
+    """Check everything, find the models and plan the processes.
+
     Raises:
-        ConfigError: with all errors.
+        ConfigError: the evaluation cannot start. It has all errors of one kind of check.
     """
     if errors := _option_errors(options):
         raise ConfigError(errors)
@@ -244,7 +246,7 @@ def _option_errors(options: EvalConfig) -> list[str]:
 
 
 def _model_errors(models: tuple[EvalModel, ...], run: PreparedRun) -> list[str]:
-    """Whether the replicas can serve models that are not the configuration's own."""
+    """Errors if the replicas cannot serve a model that differs from the configuration's policy."""
     errors = []
     for model in models:
         if not model.is_checkpoint and model.path != run.policy_dir:
@@ -262,8 +264,8 @@ def _identity(
     split: Split,
     problems: Sequence[Problem],
 ) -> dict[str, Any]:
-    """What the rollouts in a folder depend on, besides the temperature; of data files, the problems
-    that are evaluated."""
+    """Everything on which the rollouts in a folder depend, except the temperature. Instead of
+    contents of data files, it has the evaluated problems."""
     fields = run_identity(config, policy_dir)
     compared = {
         name: value
@@ -283,7 +285,7 @@ def _digest(problem: Problem) -> str:
 
 
 def _folder_errors(prepared: PreparedEvaluation) -> list[str]:
-    """Whether the folder can be written to, and what it holds is of this evaluation."""
+    """Errors if the folder cannot be written to, or has rollouts of another evaluation."""
     folder = prepared.folder
     if cause := cannot_write(folder):
         return [f"--output is {folder}: {cause}; give another"]
@@ -304,14 +306,14 @@ def _folder_errors(prepared: PreparedEvaluation) -> list[str]:
         for problem_id, digest in prepared.identity["problems"].items()
         if saved["problems"].get(problem_id, digest) != digest
     ]
-    if others and not changed:  # which would be the cause
+    if others and not changed:  # a changed field or model would be the cause
         number = f"{len(others)} problems have" if len(others) > 1 else "a problem has"
         changed.append(f"task: {number} changed, the first one is {others[0]}: {fix}")
     return changed
 
 
 def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
-    """What `write_identity` wrote; empty where there is nothing."""
+    """Read the identities that `write_identity` wrote; empty if there is no file."""
     saved: dict[str, dict[str, Any]] = {"fields": {}, "models": {}, "problems": {}}
     with suppress(OSError, ValueError):
         saved |= json.loads((folder / SETTINGS_FILE).read_text())
@@ -319,10 +321,10 @@ def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def write_identity(prepared: PreparedEvaluation) -> None:
-    """Add this evaluation to what the folder holds, all or nothing.
+    """Add this evaluation's identity to the folder's file, which is replaced atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     saved = read_identity(prepared.folder)
     merged = {kind: saved[kind] | prepared.identity[kind] for kind in saved}
@@ -331,14 +333,15 @@ def write_identity(prepared: PreparedEvaluation) -> None:
 
 
 _FIELD = "MODEL_OR_RUN"
-_EXPORT_OF = "checkpoint.txt"  # its fingerprint
-_EXPORT = "policy"  # a run's export, and the usual name of an embedded policy
+_EXPORT_OF = "checkpoint.txt"  # file with the fingerprint of the exported checkpoint
+_EXPORT = "policy"  # folder of a run's export, and usually of an embedded policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalModel:
-    """``name`` is also its folder in the output. ``path`` is a Hugging Face directory, or a run's
-    checkpoint, from which one has to be made; ``fingerprint`` changes with its weights."""
+    """A model to evaluate. ``name`` is also the name of its folder in the output. ``path`` is a
+    Hugging Face directory, or a run's checkpoint, which must be exported first. ``fingerprint``
+    changes with the weights."""
 
     name: str
     path: Path
@@ -353,7 +356,7 @@ class EvalModel:
 
 
 def has_export(directory: Path, fingerprint: str) -> bool:
-    """Whether a directory holds the whole export of a checkpoint as it is now."""
+    """Whether a directory has the complete export of the checkpoint with this fingerprint."""
     try:
         return (directory / _EXPORT_OF).read_text() == fingerprint
     except OSError:
@@ -361,16 +364,16 @@ def has_export(directory: Path, fingerprint: str) -> bool:
 
 
 def note_export(directory: Path, fingerprint: str) -> None:
-    """The export of the checkpoint is complete."""
+    """Record in ``directory`` that the export of a checkpoint is complete."""
     (directory / _EXPORT_OF).write_text(fingerprint)
 
 
 def find_models(given: Sequence[str], policy_dir: Path) -> tuple[EvalModel, ...]:
-    """All models, in the order given; of a run, its kept checkpoints, or its export where it keeps
-    none. ``policy_dir`` is the policy that the runs began with.
+    """Find all models, in the given order. For a run, these are its kept checkpoints, or its export
+    if it keeps none. ``policy_dir`` is the policy with which the runs began.
 
     Raises:
-        ConfigError: one is nothing of this kind, or is given twice.
+        ConfigError: a word does not name a model, or a model is given twice.
     """
     models: list[EvalModel] = []
     errors: list[str] = []
@@ -419,7 +422,8 @@ def _of_checkpoint(path: Path) -> EvalModel:
 
 
 def _require_policy(run_dir: Path, policy_dir: Path) -> None:
-    """A checkpoint has weights alone: configuration and tokenizer are those of its policy."""
+    """Require that a run began with this policy: its checkpoints have only weights, so their
+    configuration and tokenizer come from the policy."""
     try:
         expected = json.loads((run_dir / IDENTITY_FILE).read_text()).get(POLICY)
     except (OSError, ValueError, AttributeError):

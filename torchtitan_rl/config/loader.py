@@ -1,9 +1,9 @@
-"""Reads a configuration: a Python file with a `RunConfig` named ``config``, then the options, which
-tyro parses. The ready configurations of the package are found by their names alone:
+"""Reads a configuration: a Python file with a `RunConfig` named ``config``, and command-line
+options, which tyro parses. A ready configuration of the package is found by its name:
 ``alphabet_sort_tiny``.
 
-Also says what a machine has installed, and how that differs from another machine: a run's processes
-on other hosts unpickle what the controller sends, so both sides need the same code.
+Also lists the installed versions of a machine, and compares them with another machine's: processes
+on other hosts unpickle objects that the controller sends, so both sides need the same code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, one_line
 
 _READY_DIR = Path(__file__).parents[1] / "configs"
-_RENAMED = {  # options of the last release, accepted until the next one
+_RENAMED = {  # old names of options from the last release, accepted until the next release
     "max_kept_tokens": "max_recorded_candidates",
     "generator.max_kept_tokens": "generator.max_recorded_candidates",
     "schedule.window": "schedule.max_overtaking_share",
@@ -42,12 +42,12 @@ _RENAMED_VALUES = {"running": "continue", "aborted": "pause"}  # of schedule.in_
 
 
 def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The configuration in ``path``, which may be the name of a ready configuration instead of a
-    file, with command-line ``overrides`` applied.
+    """Load the configuration in the file ``path`` (or the ready configuration of this name), and
+    apply the command-line options ``overrides``.
 
     Raises:
-        ConfigError: no such file, one that does not run, no `RunConfig` in it, or a wrong option.
-        SystemExit: ``--help``.
+        ConfigError: the file does not exist, fails, or has no `RunConfig`; or an option is wrong.
+        SystemExit: ``--help`` is among the options.
     """
     file = _config_file(path)
     if file.suffix != ".py":
@@ -111,10 +111,10 @@ def _with_new_names(words: Sequence[str], *, row_len: int = 0, rows: int = 0) ->
 
 
 def split_config(words: Sequence[str], *, prog: str) -> tuple[Path, list[str]]:
-    """CONFIG, which is the first of a command's words, and the others.
+    """Split a command's words into CONFIG, which is the first word, and the others.
 
     Raises:
-        ConfigError: the first one is an option, or there is none.
+        ConfigError: the first word is an option, or there is no word.
     """
     if not words or words[0].startswith("-"):
         place = f"it comes first, {prog} CONFIG [options]; " if len(words) > 1 else ""
@@ -141,7 +141,7 @@ def _config_file(given: Path) -> Path:
 
 
 def _cause(error: Exception, path: Path) -> str:
-    """In one line, with the line of the file that it came from."""
+    """Describe an error in one line, with the line of the file ``path`` that caused it."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
     ]
@@ -150,14 +150,14 @@ def _cause(error: Exception, path: Path) -> str:
 
 
 _PACKAGE = Path(__file__).parents[1]
-_USERS_OF_THE_PACKAGE = ("experiments", "configs")  # only the controller imports them
+_USERS_OF_THE_PACKAGE = ("experiments", "configs")  # imported only by the controller
 _LIBRARIES = ("torch", "vllm", "torchtitan", "torchmonarch", "transformers")
 _CODE = "code of torchtitan-rl"
 
 
 @functools.cache
 def installed() -> dict[str, str]:
-    """Versions by name, and a digest of this package's code."""
+    """The versions of the libraries, and a digest of this package's code, by name."""
     versions = {"torchtitan-rl": _version("torchtitan-rl"), "Python": platform.python_version()}
     versions |= {name: _version(name) for name in _LIBRARIES}
     return versions | {_CODE: code_digest(_PACKAGE)}
@@ -170,12 +170,12 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
         for name, version in here.items()
         if there.get(name) != version
     ]
-    # Another version has other code anyway.
+    # If a version differs, the code digest of this package adds nothing.
     return found[:-1] if len(found) > 1 and found[-1].startswith(_CODE) else found
 
 
 def code_digest(package: Path) -> str:
-    """Of the names and contents of all Python files of a package."""
+    """A digest of the names and contents of all Python files of a package."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         inner = path.relative_to(package)
@@ -185,7 +185,7 @@ def code_digest(package: Path) -> str:
 
 
 def _version(name: str) -> str:
-    """Without what says which accelerator it is built for (``2.13.0+cpu``)."""
+    """The version of a package, without the suffix for its accelerator (``2.13.0+cpu``)."""
     for distribution in (name, f"{name}-cpu"):
         try:
             return metadata.version(distribution).partition("+")[0]
@@ -195,17 +195,17 @@ def _version(name: str) -> str:
 
 
 _C = TypeVar("_C")
-_BORDER, _RULES = " │|╰╯+", "─-"  # of tyro's boxes; what they are made of goes by the encoding
+_BORDER, _RULES = " │|╰╯+", "─-"  # characters of tyro's boxes, which depend on the encoding
 
 
 def parse_options(
     kind: type[_C], words: Sequence[str], *, prog: str, default: _C | None = None
 ) -> _C:
-    """A ``kind`` with these options, on top of ``default``.
+    """Parse options into a ``kind``, starting from ``default``.
 
     Raises:
-        ConfigError: an option is not known, lacks its value, or has one of the wrong type.
-        SystemExit: ``--help`` was asked for.
+        ConfigError: an option is unknown, lacks its value, or has a value of the wrong type.
+        SystemExit: ``--help`` is among the options.
     """
     errors = io.StringIO()
     if default is None:
@@ -222,7 +222,8 @@ def parse_options(
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command's own options, and those of a run's configuration: these have a dot in their names.
+    """Split words into a command's own options and those of a run's configuration, whose names have
+    a dot.
 
     >>> split_options(["model", "--samples", "4", "--generator.replicas", "2"])
     (['model', '--samples', '4'], ['--generator.replicas', '2'])

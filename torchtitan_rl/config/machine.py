@@ -1,23 +1,22 @@
-"""What a run knows of the machines it may use, before it starts processes on them, and which host
-each replica and each trainer rank is on. Decides only.
+"""Facts about the machines of a run, and `place`, which chooses the host of each replica and each
+trainer rank. Starts no process.
 
-CUDA counts the devices of ``CUDA_VISIBLE_DEVICES`` from 0 in each process. A child whose mask is to
-be one of its parent's devices therefore needs that device's own name: the parent's mask, entry by
-entry, or the plain index where the parent has no mask.
+In each process CUDA numbers the devices of ``CUDA_VISIBLE_DEVICES`` from 0. So to give a child one
+of its parent's devices, the child's mask needs the device's own name: the entry of the parent's
+mask, or the plain index if the parent has no mask.
 
-`place` keeps these rules:
+`place` follows these rules:
 
-* The ranks of one replica are on one host, and so are those of one tensor-parallel group of the
+* The ranks of one replica are on one host, and so are the ranks of one tensor-parallel group of the
   trainer.
-* The trainer's ranks are together: on one host if one has room for all of them, else on as few as
-  possible, each filled before the next.
-* Trainer and replicas are on different hosts while there is room: the trainer on the last ones, the
-  replicas on the first, or spread evenly over those that are chosen for them. On CUDA each rank has
-  a device of its own.
-* In a colocated run trainer and replicas have the same devices: each fills the hosts of the other
-  first.
+* The trainer's ranks are together: on one host if it has room for all of them, otherwise on as few
+  hosts as possible, each of which is filled before the next.
+* Trainer and replicas are on different hosts while there is room: the trainer on the last hosts,
+  the replicas on the first hosts. If the configuration chooses hosts for the replicas, they are
+  spread evenly over these. On CUDA each rank has its own device.
+* In a colocated run trainer and replicas have the same devices: each fills the other's hosts first.
 * A CPU has room for any number of processes (`room.py` limits their threads), so replicas are
-  spread evenly, and so is a trainer over the hosts that are chosen for it.
+  spread evenly, and so are the trainer's ranks over hosts that are chosen for them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from typing import Literal
 
 from torchtitan_rl.config.run import RunConfig
 
-CONTROLLER_HOST = -1  # as `ProcessGroup.host`: the controller's machine, wherever the others are
+CONTROLLER_HOST = -1  # a value of `ProcessGroup.host`: the controller's machine
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 MIG = "MIG-"
 
@@ -43,8 +42,8 @@ _MADE_UP_CORES = 64
 _MADE_UP_MEMORY = 1 << 40
 _INDEX = re.compile(
     r"[ \t\n\v\f\r]*\+?(?P<digits>\d+)"
-)  # as C reads a number: other characters may follow
-_CGROUP_CPU = (  # quota and period, of both versions
+)  # a number as C reads it: other characters may follow
+_CGROUP_CPU = (  # files with quota and period, for cgroups version 2 and 1
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
@@ -53,16 +52,16 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """What the machine has. ``cuda_devices`` are named as in ``CUDA_VISIBLE_DEVICES``."""
+    """The resources of this machine. ``cuda_devices`` are named as in ``CUDA_VISIBLE_DEVICES``."""
 
     cuda_devices: tuple[str, ...] = ()
     num_cores: int
     memory_bytes: int
-    max_open_files: int | None = None  # of one process; None: any number
+    max_open_files: int | None = None  # limit of one process; None: no limit
 
 
 def machine_facts() -> MachineFacts:
-    """Of the machine that this process runs on, as far as it may use it."""
+    """The resources of this machine that this process may use."""
     import psutil
     import torch
 
@@ -79,16 +78,17 @@ def machine_facts() -> MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """One host. ``cuda_devices`` are named as in its own ``CUDA_VISIBLE_DEVICES``."""
+    """The resources of one host. ``cuda_devices`` are named as in its own
+    ``CUDA_VISIBLE_DEVICES``."""
 
-    address: str  # of its worker, or ``local``; empty where the host is made up
-    machine: str = ""  # what it calls itself
+    address: str  # its worker's address, or ``local``; empty if the host is made up
+    machine: str = ""  # the host's own name
     cuda_devices: tuple[str, ...] = ()
     num_cores: int
     memory_bytes: int
 
     def describe(self) -> str:
-        """``tls://10.0.0.2:26600 (node7), 8 CUDA devices``, or its cores."""
+        """Such as ``tls://10.0.0.2:26600 (node7), 8 CUDA devices``; without devices, its cores."""
         devices = len(self.cuda_devices)
         has = count(devices, "CUDA device") if devices else count(self.num_cores, "core")
         where = f"{self.address} ({self.machine})" if self.machine else self.address
@@ -99,7 +99,7 @@ def made_up_hosts(text: str, addresses: Sequence[str] = ()) -> tuple[HostFacts, 
     """The hosts of ``launch.hosts``: ``4x8`` is 4 hosts of 8 CUDA devices.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: the text has another form.
     """
     found = _MADE_UP.fullmatch(text)
     if found is None:
@@ -117,12 +117,12 @@ def made_up_hosts(text: str, addresses: Sequence[str] = ()) -> tuple[HostFacts, 
 
 
 def device_of(hosts: Iterable[HostFacts]) -> Literal["cpu", "cuda"]:
-    """What a run computes on: CUDA where any host has it; hosts without it then stay unused."""
+    """The device type of a run: CUDA if any host has it. Hosts without CUDA are then not used."""
     return "cuda" if any(host.cuda_devices for host in hosts) else "cpu"
 
 
 def host_name(index: int) -> str:
-    """As a host is called in the plan, in logs and in errors."""
+    """The name of a host in the plan, in logs and in errors."""
     return "controller" if index == CONTROLLER_HOST else f"host{index}"
 
 
@@ -134,10 +134,10 @@ def visible_devices(mask: str | None, *, num_visible: int) -> tuple[str, ...]:
     """The names of the devices that a process with this mask sees, in its order.
 
     Args:
-        mask: the value of ``CUDA_VISIBLE_DEVICES``; None where it is not set.
-        num_visible: how many devices CUDA reports to that process, which settles what the mask
-            alone does not say: whether an index or UUID exists. (It reports no more than one MIG
-            instance to a process; each child may be given another.)
+        mask: the value of ``CUDA_VISIBLE_DEVICES``; None if it is not set.
+        num_visible: the number of devices that CUDA reports to that process. It shows which of the
+            mask's indices or UUIDs exist. (CUDA reports at most one MIG instance to a process, but
+            each child may get another one.)
 
     >>> visible_devices(None, num_visible=2)
     ('0', '1')
@@ -155,11 +155,12 @@ def visible_devices(mask: str | None, *, num_visible: int) -> tuple[str, ...]:
 
 
 def named_devices(mask: str) -> tuple[str, ...]:
-    """The entries of a mask up to the first one that names no device, as CUDA reads them.
+    """The entries of a mask before the first entry that is not a device name, as CUDA parses it.
 
-    An index may be followed by other characters, which CUDA ignores. The first entry says whether
-    all are indices, ``GPU-`` UUIDs (or beginnings of them) or ``MIG-`` names; another kind ends the
-    list. A device that is named twice makes the whole mask invalid: none is visible.
+    An index may be followed by other characters, which CUDA ignores. The first entry decides
+    whether all entries are indices, ``GPU-`` UUIDs (or prefixes of UUIDs) or ``MIG-`` names; an
+    entry of another kind ends the list. If a device is named twice, the whole mask is invalid, and
+    no device is visible.
     """
     kind: str | None = None
     names: list[str] = []
@@ -175,7 +176,7 @@ def named_devices(mask: str) -> tuple[str, ...]:
 
 
 def _read_entry(entry: str) -> tuple[str | None, str]:
-    """The kind of an entry (None: it names no device), and the name to pass on."""
+    """The kind of an entry (None if it is not a device name), and the name to pass on."""
     text = entry.strip()
     for prefix in ("GPU-", MIG):
         if text.startswith(prefix):
@@ -185,7 +186,8 @@ def _read_entry(entry: str) -> tuple[str | None, str]:
 
 
 def _cgroup_cores() -> list[int]:
-    """As many as this process's container may keep busy, where it has such a limit."""
+    """The cgroup limits of this process's cores, one for each version of cgroups; empty without a
+    limit."""
     cores: list[int] = []
     for paths in _CGROUP_CPU:
         try:
@@ -197,7 +199,8 @@ def _cgroup_cores() -> list[int]:
 
 
 def _cgroup_limits() -> list[int]:
-    """The memory limit of this process's container, where it has one."""
+    """The cgroup memory limits of this process in bytes, one for each version of cgroups; empty
+    without a limit."""
     limits = []
     for path in _CGROUP_LIMITS:
         try:
@@ -212,20 +215,22 @@ _TRAINER_RANKS = ("data_parallel_replicate", "data_parallel_shard", "tensor_para
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Indices of hosts: of each replica, and of each trainer rank."""
+    """The index of the host of each replica, and of each trainer rank."""
 
     replica_hosts: tuple[int, ...]
     trainer_hosts: tuple[int, ...]
 
 
 class NoRoomError(ValueError):
-    """The hosts have no room. The message names the field to change."""
+    """The hosts have no room for the run. The message names the field to change."""
 
 
 def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
-    """
+    """Choose the hosts of the replicas and of the trainer's ranks; see the module for the rules.
+
     Raises:
-        NoRoomError: trainer and replicas do not fit, or not on the hosts that are chosen for them.
+        NoRoomError: trainer and replicas do not fit on the hosts, or not on those that the
+            configuration chooses for them.
     """
     devices = None
     if device_of(hosts) == "cuda":
@@ -244,7 +249,8 @@ def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
 def _trainer_places(
     config: RunConfig, num_hosts: int, devices: tuple[int, ...] | None
 ) -> list[tuple[int, ...]]:
-    """Where the trainer's ranks could be, the best first."""
+    """All possible placements of the trainer's ranks, best first; each has the host of each
+    rank."""
     ranks, together = config.trainer.world_size, config.trainer.tensor_parallel
     chosen = config.launch.trainer_hosts
     if chosen:
@@ -278,7 +284,7 @@ def _replica_hosts(
     *,
     are_apart: bool,
 ) -> tuple[int, ...] | None:
-    """The host of each replica; None where they do not fit."""
+    """The host of each replica; None if the replicas do not fit."""
     replicas, ranks = config.generator.replicas, config.generator.tensor_parallel
     launch, are_shared = config.launch, config.placement == "colocated"
     allowed = launch.generator_hosts or tuple(range(num_hosts))
@@ -300,9 +306,9 @@ def _replica_hosts(
 
 
 def _spread(number: int, rooms: Mapping[int, int]) -> tuple[int, ...]:
-    """The hosts of ``number`` replicas, or groups of ranks: one on each host, then a second one
-    where there is room, and so on; those of one host are together. ``rooms`` says how many each
-    host takes.
+    """Spread ``number`` replicas, or groups of ranks, over hosts: one on each host, then a second
+    one on each host with room, and so on. Returns the host of each, in the order of the hosts.
+    ``rooms`` is the number that each host can take.
 
     >>> _spread(4, {0: 4, 1: 1})
     (0, 0, 0, 1)

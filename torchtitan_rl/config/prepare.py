@@ -1,8 +1,9 @@
-"""From a configuration to something that can start, for a run or ``torchtitan-rl serve``: the
-policy found, the problems looked at, the processes planned, every error reported. Starts nothing.
+"""Prepares a run or ``torchtitan-rl serve``: finds the policy, checks the problems, plans the
+processes, and reports every error. Starts no process.
 
-A problem's id is its name everywhere: an evaluation rolls each id out once, and a training group is
-named after the id and the epoch. So no id may come twice in the validation set, or in an epoch.
+Problems are identified by their ids: an evaluation rolls out each id once, and a training group is
+named after the id and the epoch. So an id must not occur twice in the validation set, or in an
+epoch.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ from torchtitan_rl.types import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRun:
-    """``notes`` are lines that the user should see when the run starts. ``identity`` is what a
-    resumed run will be compared with. A complete run has nothing left to do."""
+    """A checked run that can start. ``notes`` are lines to show to the user at the start.
+    ``identity`` is compared with that of a later resumed run. A complete run has nothing left to
+    do."""
 
     config: RunConfig
     policy_dir: Path
@@ -72,8 +74,8 @@ class PreparedRun:
     keys: Keys
     evaluation_problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
-    num_weights: int | None = None  # of the policy, where it is on this machine
-    memory_bytes: dict[str, int] = field(default_factory=dict)  # by part, on CPUs
+    num_weights: int | None = None  # the policy's, if the policy is on this machine
+    memory_bytes: dict[str, int] = field(default_factory=dict)  # needed on CPUs, by part
     identity: dict[str, Any] = field(default_factory=dict)
     resume_point: ResumePoint | None = None
 
@@ -157,22 +159,23 @@ class PreparedRun:
 
 
 AskHosts = Callable[[Path], tuple[HostFacts, ...]]
-"""Attaches to the hosts of a run, with the policy's directory here: what the hosts have. Raises
-`ConfigError` where one cannot be used."""
+"""Attaches to the hosts of a run, given the policy's directory on this machine; returns the facts
+about each host. Raises `ConfigError` if a host cannot be used."""
 
 
 def prepare_run(
     config: RunConfig, machine: MachineFacts | None = None, *, ask_hosts: AskHosts | None = None
 ) -> PreparedRun:
-    """Find, check and plan. ``machine`` replaces the one that this runs on.
+    """Find the policy, check everything and plan the processes. ``machine`` replaces the facts
+    about this machine.
 
-    With ``launch.hosts``, the policy may be missing here, as the hosts are: a note says so.
-    With ``launch.attach``, ``ask_hosts`` is called once everything else is right; the plan is made
-    for what the hosts answer.
+    With ``launch.hosts`` the hosts are made up, so the policy may be missing on this machine; then
+    a note says so. With ``launch.attach``, ``ask_hosts`` is called after all other checks have
+    passed, and the plan is made for the hosts' facts.
 
     Raises:
-        ConfigError: the run cannot start. It has all errors of single fields or, where these are
-            right, all others.
+        ConfigError: the run cannot start. It has all errors of single fields or, if there are none,
+            all other errors.
     """
     check_fields(config)
     machine, keys = machine or machine_facts(), Keys.of()
@@ -232,11 +235,12 @@ def prepare_run(
 
 @contextmanager
 def claim_run(prepared: PreparedRun) -> Iterator[Lease]:
-    """Hold the run's folder, made if need be, and write down what the run is.
+    """Make the run's folder if it does not exist, hold its lock and lease, and write the run's
+    identity.
 
     Raises:
-        ConfigError: another process holds it, or has had it since `prepare_run`, or it cannot be
-            written to.
+        ConfigError: another process holds the folder, or has changed it since `prepare_run`; or the
+            folder cannot be written to.
     """
     run_dir = prepared.config.run_dir
     with hold_run(run_dir) as lease:
@@ -273,16 +277,16 @@ def _plan(
     return plan_on_hosts(config, hosts)
 
 
-_MAX_LOOKED_AT = 256  # of the training problems; the rest is found out when it comes
+_MAX_LOOKED_AT = 256  # training problems that are checked before the run
 _T = TypeVar("_T")
 
 
 class ProblemsError(Exception):
-    """A task's dataset cannot be used; the message says why."""
+    """A task's dataset cannot be used. The message says why."""
 
 
 def find_problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
-    """The problems of the evaluation, and what is wrong with the task or with its problems."""
+    """The problems of the evaluation, and the errors in the task or its problems."""
     if errors := config.task.errors():
         return (), errors
     try:
@@ -292,10 +296,11 @@ def find_problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
 
 
 def evaluation_problems(config: RunConfig, split: Split = "validation") -> tuple[Problem, ...]:
-    """The same problems at each evaluation, and for each seed, so that runs compare.
+    """The problems of the evaluation. They are the same at each evaluation and for each seed, so
+    that runs can be compared.
 
     Raises:
-        ProblemsError: the set has fewer, or its dataset fails.
+        ProblemsError: the set has too few problems or a repeated id, or its dataset fails.
     """
     wanted = config.evaluation.num_problems
     if not wanted:
@@ -306,7 +311,7 @@ def evaluation_problems(config: RunConfig, split: Split = "validation") -> tuple
     size = len(set(ids))
     if size == wanted:
         return tuple(problems)
-    if len(ids) < wanted or ids[size] == ids[0]:  # it has ended, or starts again
+    if len(ids) < wanted or ids[size] == ids[0]:  # the dataset has ended, or starts again
         raise ProblemsError(
             f"evaluation.num_problems is {wanted}: the {split} set has {size} problems; give at "
             "most that"
@@ -318,7 +323,7 @@ def evaluation_problems(config: RunConfig, split: Split = "validation") -> tuple
 
 
 def training_errors(config: RunConfig) -> list[str]:
-    """What is wrong with the first training problems. The dataset that is read is thrown away."""
+    """The errors in the first training problems. They are read from a separate dataset object."""
     needed = config.num_steps * config.rollout.groups_per_step
     wanted = min(needed, _MAX_LOOKED_AT)
     try:
@@ -342,7 +347,7 @@ def training_errors(config: RunConfig) -> list[str]:
 
 
 def _first(dataset: Dataset, wanted: int, name: str) -> list[tuple[Problem, int]]:
-    """The first problems with their epochs; fewer where the dataset ends before."""
+    """The first ``wanted`` problems with their epochs, or all if the dataset ends before."""
     found: list[tuple[Problem, int]] = []
     while len(found) < wanted:
         try:
@@ -354,13 +359,13 @@ def _first(dataset: Dataset, wanted: int, name: str) -> list[tuple[Problem, int]
 
 
 def _of_task(name: str, call: Callable[[], _T]) -> _T:
-    """What a task's own code returns. All that it raises, but a dataset's end, is one error."""
+    """Call a task's own code. Each exception becomes a `ProblemsError`, except StopIteration."""
     try:
         return call()
     except StopIteration:
         raise
     except Exception as error:
-        if isinstance(error, NotImplementedError) and error.args:  # of `Task`
+        if isinstance(error, NotImplementedError) and error.args:  # raised by `Task` itself
             raise ProblemsError(f"task: {error}") from error
         cause = one_line(error)
         raise ProblemsError(f"task: its {name} dataset cannot be read ({cause})") from error
@@ -423,10 +428,10 @@ class PreparedServe:
 
 
 def prepare_serve(config: ServeConfig) -> PreparedServe:
-    """Find the model, check everything, plan the processes. Starts nothing.
+    """Find the model, check everything, and plan the processes. Starts no process.
 
     Raises:
-        ConfigError: with all errors.
+        ConfigError: the endpoint cannot start. It has all errors.
     """
     check_fields(config)
     policy_dir, policy = find_policy(config.model, field="MODEL")

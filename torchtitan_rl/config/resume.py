@@ -1,17 +1,18 @@
-"""What a run is, so that it is not continued as another one, and what it left behind.
+"""The identity of a run, with which a resumed run is compared; and the manifest of a run's files.
 
-A checkpoint and the run's folder hold `run_identity`. A resumed run is compared with it: fields
-that shape the data or the meaning of what is saved must be the same. All others may change, and a
-note lists those that did. A field in neither list counts as one that must be the same;
-`docs/training.md` has a table of both kinds.
+Each checkpoint and the run's folder have a `run_identity`. A resumed run must have the same fields
+that shape the data or the meaning of saved state. All other fields may change, and a note lists the
+changes. A field that is not known to be free to change must be the same; `docs/training.md` has a
+table of both kinds.
 
-``manifest.json`` has size and checksum of each file that a run, or an evaluation, has left behind.
-It is written when the folder does not change any more, and removed before it changes again. It is
-there whole or not at all, so a folder without it belongs to a run that goes on or was killed. A
-checkpoint is listed by its marker, which lists its files.
+``manifest.json`` has the size and the checksum of each file that a finished run or evaluation has
+written. It is written after the last change in the folder, and removed before the next change. It
+is written atomically, so a folder without a manifest belongs to a run that is running or was
+killed. For a checkpoint, the manifest lists its marker, which lists the checkpoint's files.
 
-`policy_digest` covers all of a policy, its weights included: two hosts, or two evaluations, must
-have the same. `policy_fingerprint`, by which a run recognizes its own policy, reads little of them.
+`policy_digest` covers a whole policy, including all weights: two hosts, or two evaluations, must
+have the same digest. `policy_fingerprint`, by which a run recognizes its own policy, reads only a
+small part of the weights.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from torchtitan_rl.training.checkpoints import CheckpointDirectory
 TASK = "task"
 POLICY = "policy.fingerprint"
 CONTENTS = " (contents)"
-"""After the name of a field that is compared by another value (`Task.resume_identity`)."""
+"""A suffix for the name of a field that is compared by another value, see
+`Task.resume_identity`."""
 
 _MAY_CHANGE = (
     "num_steps",
@@ -86,18 +88,18 @@ _OLD_SHARE = "schedule.window"
 _NOT_COMPARED = ("name", "output_dir", "checkpoint.resume", "policy.checkpoint")
 _POLICY_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
-_LONG_CHARS, _CONTEXT_CHARS = 200, 40  # of values in messages
-_EDGE_BYTES = 1 << 16  # read of each end of a weight file; its header is at the front
+_LONG_CHARS, _CONTEXT_CHARS = 200, 40  # lengths of values in messages
+_EDGE_BYTES = 1 << 16  # bytes that are read at each end of a weight file; its header is at the front
 
 
 def run_identity(config: RunConfig, policy_dir: Path) -> dict[str, Any]:
-    """All fields of a run by dotted name, as JSON has them, and what its policy is.
+    """All fields of a run by dotted name, in JSON types, and the fingerprint of its policy.
 
     Raises:
         OSError, ValueError: the policy's files cannot be read.
     """
     identity = _flatten(config, "")
-    # Older runs name the tasks of `experiments` without the package in front.
+    # Older runs name the tasks of `experiments` without the package's name.
     module = type(config.task).__module__.removeprefix("torchtitan_rl.")
     identity[TASK] = f"{module}.{type(config.task).__qualname__}"
     identity[POLICY] = policy_fingerprint(policy_dir)
@@ -106,12 +108,13 @@ def run_identity(config: RunConfig, policy_dir: Path) -> dict[str, Any]:
 
 
 def resume_errors(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Of two identities: one message for each field that differs and must not."""
+    """Compare two identities: one message for each field that differs but must be the same."""
     return [_error(name, saved, current) for name in _changed(saved, current) if not _is_free(name)]
 
 
 def resume_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Of two identities: ``field: before -> now`` for each field that differs and may."""
+    """Compare two identities: ``field: before -> now`` for each field that differs and may
+    differ."""
     return [
         f"{name}: {saved[name]} -> {current[name]}"
         for name in _changed(saved, current)
@@ -120,15 +123,15 @@ def resume_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
 
 
 def step_errors(done: int, config: RunConfig) -> list[str]:
-    """Of a run that has taken ``done`` steps."""
+    """An error if a run that has taken ``done`` steps is configured for fewer."""
     if done <= config.num_steps:
         return []
     return [f"num_steps is {config.num_steps}: the run has taken {done} steps; give at least that"]
 
 
 def policy_fingerprint(policy_dir: Path) -> str:
-    """A digest of architecture, tokenizer and weights. Of weight files, which may be large, names,
-    sizes and both ends are read."""
+    """A digest of architecture, tokenizer and weights. Of weight files, which may be large, only
+    names, sizes and both ends are read."""
     digest = hashlib.sha256()
     architecture = json.loads((policy_dir / "config.json").read_text())
     for name in _VOLATILE:
@@ -152,8 +155,8 @@ def weight_files(policy_dir: Path) -> list[Path]:
 
 
 def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Fields of another version of the program, which only one side has, are ignored; another
-    task is one change, whatever its fields."""
+    """The fields that differ. Fields that only one side has, because it was written by another
+    version of the program, are ignored. A different task counts as one change."""
     is_same_task = saved.get(TASK) == current.get(TASK)
     return [
         name
@@ -178,7 +181,7 @@ def _error(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> s
 
 
 def _around_difference(one: str, other: str) -> tuple[str, str]:
-    """Two texts that differ; of long ones the part in which they do.
+    """Shorten two long texts to the part in which they differ.
 
     >>> _around_difference("a" * 500 + "b" + "c" * 500, "a" * 501 + "c" * 500)[0]
     '...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaabcccccccccccccccccccccccccccccccccccccccc...'
@@ -229,7 +232,7 @@ def _flatten(config: Any, prefix: str) -> dict[str, Any]:
 
 
 def _are_parts(value: Any) -> bool:
-    """Dataclasses by name, or none yet."""
+    """Whether a value is a dictionary of dataclasses by name, or an empty dictionary."""
     return isinstance(value, dict) and all(
         dataclasses.is_dataclass(one) and not isinstance(one, type) for one in value.values()
     )
@@ -242,7 +245,8 @@ def _function_name(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back; functions by their names, what else it has no word for by its text."""
+    """Convert to JSON types: functions to their names, and other values that JSON cannot express to
+    text."""
     try:
         return json.loads(json.dumps(value, default=_function_name))
     except (TypeError, ValueError):
@@ -268,7 +272,8 @@ _FIX = "restore it from a copy"
 
 
 def write_manifest(folder: Path) -> None:
-    """
+    """Write the manifest of the files in ``folder``.
+
     Raises:
         OSError: a file cannot be read, or the manifest cannot be written.
     """
@@ -278,16 +283,17 @@ def write_manifest(folder: Path) -> None:
 
 
 def remove_manifest(folder: Path) -> None:
-    """
+    """Remove the manifest, if there is one.
+
     Raises:
-        OSError: it cannot be removed.
+        OSError: the manifest cannot be removed.
     """
     (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def compare_with_manifest(folder: Path) -> tuple[int, list[str]]:
-    """The number of files in the manifest, and a line for each one that is not as it was left;
-    (0, []) where there is none.
+    """The number of files in the manifest, and a line for each file that was changed, added or
+    removed since; (0, []) without a manifest.
 
     Raises:
         OSError: a file cannot be read.
@@ -321,12 +327,12 @@ def _checksum(files: Any) -> int:
     return zlib.crc32(json.dumps(files).encode())
 
 
-LEAST_BYTES_PER_S = 200 << 20  # what the storage of weights is trusted to read
+LEAST_BYTES_PER_S = 200 << 20  # assumed minimum read speed of the storage of weights
 
 
 def policy_digest(policy_dir: Path) -> str:
-    """Reads whole weight files, about 5 GB/s where they are in memory; each once in a process,
-    unless it changes.
+    """A digest of a whole policy. Reads the weight files completely, at about 5 GB/s if they are in
+    memory. Within a process, a file is read again only if it has changed.
 
     Raises:
         OSError, ValueError: the policy's files cannot be read.
@@ -339,7 +345,7 @@ def policy_digest(policy_dir: Path) -> str:
 
 
 def digest_limit_s(policy_dir: Path) -> float:
-    """How long that may take on another host.
+    """How long `policy_digest` may take on another host, in seconds.
 
     Raises:
         OSError: the policy's files cannot be read.
@@ -356,7 +362,8 @@ def _file_digest(path: str, size: int, mtime_ns: int) -> bytes:
 def compare_with_saved(
     config: RunConfig, identity: dict[str, Any]
 ) -> tuple[ResumePoint | None, list[str], list[str]]:
-    """What the run's folder holds to be resumed, and errors and notes of a comparison with it."""
+    """Find the point from which the run can be resumed, and compare the configuration with it.
+    Returns the point (None: nothing to resume), the errors and the notes."""
     run_dir = config.run_dir
     if held := lock_errors(run_dir):
         return None, held, []
@@ -364,7 +371,7 @@ def compare_with_saved(
     if saved is None:
         return None, [], []
     before, notes = dict(saved.identity or {}), []
-    if _OLD_SHARE in before:  # of a run of the last release
+    if _OLD_SHARE in before:  # the last release wrote this name
         before.setdefault("schedule.max_overtaking_share", before.pop(_OLD_SHARE))
     if not before:
         notes.append(f"{run_dir} does not say what the run was: its configuration is not compared")
@@ -379,7 +386,8 @@ def compare_with_saved(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """``checkpoint`` is the newest complete one; ``identity`` is None where none was saved."""
+    """The point from which a run can be resumed. ``checkpoint`` is the newest complete checkpoint;
+    None: the run has none. ``identity`` is None if none was saved."""
 
     checkpoint: Path | None
     step: int
@@ -389,13 +397,14 @@ class ResumePoint:
 
 
 def find_resume_point(run_dir: Path) -> ResumePoint | None:
-    """None where there is nothing to resume. Changes nothing."""
+    """The point from which the run in ``run_dir`` can be resumed; None if there is nothing to
+    resume. Changes nothing."""
     directory = CheckpointDirectory(run_dir / "checkpoints")
     launched = _read_identity(run_dir / IDENTITY_FILE)
     for step in reversed(directory.steps()):
         try:
             position = read_position(directory.path(step))
-        except CheckpointError:  # it was removed or damaged just now
+        except CheckpointError:  # damaged, or just removed
             continue
         return ResumePoint(
             checkpoint=directory.path(step),
@@ -410,24 +419,24 @@ def find_resume_point(run_dir: Path) -> ResumePoint | None:
 
 
 def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
-    """All or nothing.
+    """Write the identity of a run atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     replace_file(run_dir / IDENTITY_FILE, json.dumps(identity, indent=2).encode() + b"\n")
 
 
 def is_complete(saved: ResumePoint, config: RunConfig) -> bool:
-    """Whether nothing is left to do: all steps, the last evaluation, the export, and the list of
-    all files. A run in which no step trained is never complete."""
+    """Whether nothing is left to do: all steps, the last evaluation, the export and the manifest
+    are done. A run in which no step trained is never complete."""
     if saved.checkpoint is None or saved.step < config.num_steps or saved.version == 0:
         return False
     if not (config.run_dir / MANIFEST).is_file():
         return False
     if not config.checkpoint.export_hf:
         return config.evaluation.num_problems == 0 or saved.evaluated_step == saved.step
-    exported = config.run_dir / "policy" / "config.json"  # written after the last checkpoint
+    exported = config.run_dir / "policy" / "config.json"  # written after the last checkpoint is
     return exported.is_file() and (
         exported.stat().st_mtime >= (saved.checkpoint / MARKER).stat().st_mtime
     )

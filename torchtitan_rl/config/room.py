@@ -1,5 +1,5 @@
-"""Whether a run fits on its machine, or on its hosts: devices, cores, memory, files, and room for
-published weights. Also whether the hosts of a run are named rightly.
+"""Checks whether a run fits on its machine or its hosts: devices, cores, memory, open files, and
+room for published weights. Also checks how the hosts of a run are named.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.launch.addresses import Address, address_errors, mixed_errors
 from torchtitan_rl.weights.shm_cleanup import HEADROOM_BYTES, SHARED_MEMORY_ROOT
 
-_OVERHEAD_BYTES = 1 << 30  # a process with vLLM or torchtitan imported
-MAX_THREADS_PER_CORE = 4  # on a CPU; more only take memory and switch
-_OTHER_FILES = 256  # open in the controller, whatever runs
+_OVERHEAD_BYTES = 1 << 30  # memory of a process that has imported vLLM or torchtitan
+MAX_THREADS_PER_CORE = 4  # on a CPU; more threads only cost memory and context switches
+_OTHER_FILES = 256  # files that the controller always has open
 _FILES_PER_AGENT = 2
 _RANKS = (
     "generator.tensor_parallel",
@@ -45,8 +45,8 @@ _RANKS = (
 def machine_errors(
     config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts
 ) -> list[str]:
-    """Whether this machine has devices, or on a CPU cores and memory, for a run that is not on
-    other hosts; and open files for agents."""
+    """Errors if this machine lacks devices, or on a CPU cores and memory, for a run without other
+    hosts; or if the controller may open too few files for its agents."""
     errors = []
     if has_hosts(config.launch):
         pass
@@ -58,7 +58,7 @@ def machine_errors(
             needed = sum(memory_use(config, policy).values())
             errors += too_little_memory(config.generator, policy, needed, machine.memory_bytes)
     limit = machine.max_open_files
-    # Agents hold connections in the controller.
+    # Each running agent has open connections in the controller.
     needed = _OTHER_FILES + _FILES_PER_AGENT * config.max_rollouts
     if isinstance(config.task, AgentTask) and limit is not None and needed > limit:
         errors.append(
@@ -89,7 +89,7 @@ def _thread_errors(config: RunConfig, num_cores: int) -> list[str]:
 
 
 def _largest(config: RunConfig, *names: str) -> str:
-    """Which of these fields is the largest number, with its value: the one to change."""
+    """The field with the largest value, and its value, for messages: this is the one to change."""
     values = {name: attrgetter(name)(config) for name in names}
     name = max(values, key=lambda name: values[name])
     return f"{name} is {values[name]}"
@@ -120,7 +120,7 @@ def _visible(devices: tuple[str, ...]) -> str:
 def serving_errors(
     generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts
 ) -> list[str]:
-    """Whether there are devices, or on a CPU memory, for replicas alone."""
+    """Errors if this machine lacks devices, or on a CPU memory, for replicas without a trainer."""
     if not machine.cuda_devices:
         needed = generator.replicas * replica_bytes(generator, policy)
         return too_little_memory(generator, policy, needed, machine.memory_bytes)
@@ -134,7 +134,7 @@ def serving_errors(
 
 
 def memory_use(config: RunConfig, policy: PolicyFacts) -> dict[str, int]:
-    """Memory that a run on a CPU takes, in bytes, by part."""
+    """The memory that a run on a CPU needs, in bytes, by part."""
     return {
         "replicas": config.generator.replicas * replica_bytes(config.generator, policy),
         "trainer": trainer_bytes(config, policy),
@@ -143,8 +143,8 @@ def memory_use(config: RunConfig, policy: PolicyFacts) -> dict[str, int]:
 
 
 def trainer_bytes(config: RunConfig, policy: PolicyFacts) -> int:
-    """Memory of a trainer on a CPU, all ranks together: four copies of the float32 weights, one
-    more for a reference policy."""
+    """The memory of all ranks of a trainer on a CPU, in bytes: four copies of the float32 weights,
+    and another one for a reference policy."""
     trainer = config.trainer
     copies = 5 if trainer.loss.kl_coefficient > 0 else 4
     weights = copies * trainer.data_parallel_replicate * policy.num_bytes_as("float32")
@@ -152,13 +152,13 @@ def trainer_bytes(config: RunConfig, policy: PolicyFacts) -> int:
 
 
 def published_bytes(config: RunConfig, policy: PolicyFacts) -> int:
-    """Memory of the published versions, on a CPU."""
+    """The memory of the published versions on a CPU, in bytes."""
     return config.num_published_versions * policy.num_bytes_as("float32")
 
 
 def replica_bytes(generator: GeneratorConfig, policy: PolicyFacts) -> int:
-    """Memory of one replica on a CPU. Its ranks share its weights, of which there are two copies:
-    the parameters, and packed ones."""
+    """The memory of one replica on a CPU, in bytes. There are two copies of the weights, plain and
+    packed, which its ranks share."""
     rank = generator.kv_cache_bytes + _OVERHEAD_BYTES
     return 2 * policy.num_bytes_as("float32") + generator.tensor_parallel * rank
 
@@ -171,7 +171,7 @@ def too_little_memory(
     *,
     where: str = "the machine",
 ) -> list[str]:
-    """The error, if all processes of a machine need more memory than it has."""
+    """The error if all processes of a machine together need more memory than it has."""
     if needed <= memory_bytes:
         return []
     caches = generator.tensor_parallel * generator.kv_cache_bytes
@@ -236,7 +236,7 @@ def weight_room(
 
 
 def launch_errors(config: RunConfig) -> list[str]:
-    """What is wrong with the hosts as they are named; contacts none of them."""
+    """Errors in the options that name the hosts. Contacts no host."""
     launch = config.launch
     errors = _host_list_errors(launch)
     if not errors:
@@ -256,7 +256,8 @@ def launch_errors(config: RunConfig) -> list[str]:
 
 
 def unused_options(launch: LaunchConfig) -> list[str]:
-    """What a start does not use. No errors: torchrun's command is the same for one node."""
+    """Notes about options that a run on this machine does not use. They are not errors, because the
+    command for torchrun should also work with one node."""
     if has_hosts(launch):
         return []
     given = {"keys": launch.keys, "port": launch.port, "interface": launch.interface}
@@ -269,7 +270,7 @@ def unused_options(launch: LaunchConfig) -> list[str]:
 
 
 def start_errors(launch: LaunchConfig) -> list[str]:
-    """What only a dry run may have."""
+    """Errors for options that only a dry run may have."""
     if not launch.hosts:
         return []
     return [
@@ -281,7 +282,7 @@ def start_errors(launch: LaunchConfig) -> list[str]:
 def host_errors(
     config: RunConfig, policy: PolicyFacts | None, hosts: Sequence[HostFacts]
 ) -> list[str]:
-    """Whether the hosts have room for the run: devices, or on the CPU cores and memory."""
+    """Errors if the hosts lack room for the run: devices, or on the CPU cores and memory."""
     try:
         placement = place(config, hosts)
     except NoRoomError as error:
@@ -296,8 +297,9 @@ def host_errors(
 
 
 def host_notes(launch: LaunchConfig, plan: ProcessPlan) -> list[str]:
-    """What a user should know of a plan without errors: chosen hosts that it does not use, and
-    gradients in plain text, or for made-up hosts that a start between machines would be refused."""
+    """Notes about a plan without errors: chosen hosts that the plan does not use, and gradients in
+    plain text. For made-up hosts, a note says if a real start would be refused because of plain
+    text."""
     trainer = plan.trainer
     if trainer is None:
         return []
@@ -333,8 +335,8 @@ def _plain_text_errors(
 
 
 def _plain_text_between(hosts: Sequence[HostFacts], trainer_hosts: Sequence[int]) -> str:
-    """The trainer ranks whose process groups leave their machine, where the addresses do not say
-    otherwise; empty where none do."""
+    """Describe the hosts between which trainer ranks exchange gradients; empty if the ranks are on
+    one host, or on hosts whose addresses are all loopback addresses."""
     spanned = sorted(set(trainer_hosts))
     are_near = all(
         hosts[host].address and Address.parse(hosts[host].address).is_loopback for host in spanned

@@ -1,9 +1,9 @@
-"""The typed configuration of a run, and where it writes: whether its folder may have that name, can
-be made, and is free. No framework is imported, nothing is started.
+"""The typed configuration of a run, and checks of the paths to which it writes. Imports no
+framework, and starts no process.
 
 Every field can be overridden on the command line (``--generator.replicas 4``). Each part of the
-system declares its own section; this module composes them. The types of fields say which values
-they may have (`bounds.py`), `config/checks.py` what must hold between fields.
+system declares its own section; this module composes them. The bounds of a field are part of its
+type (`bounds.py`); `config/checks.py` checks the relations between fields.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class LaunchConfig:
 
 
 def has_hosts(launch: LaunchConfig) -> bool:
-    """Whether hosts are named, if only one; else the run is on this machine, which needs none."""
+    """Whether the configuration names hosts (even if only one); otherwise the run is on this
+    machine."""
     return bool(launch.attach or launch.hosts)
 
 
@@ -172,13 +173,14 @@ class RunConfig:
         return self.placement == "colocated"
 
     def together(self, generating: int, training: int) -> int:
-        """What generation and training need together; colocated, they use it in turns."""
+        """The amount of a resource that generation and training need together. Colocated, they use
+        it in turns, so it is the larger of both."""
         return max(generating, training) if self.is_colocated else generating + training
 
     @property
     def max_rollouts(self) -> int:
-        """Rollouts that run at the same time, at most: those of every group in the buffer, and
-        those of an evaluation.
+        """The largest number of rollouts that run at the same time: all groups in the buffer, and
+        an evaluation.
 
         Raises:
             ValueError: the schedule is not possible.
@@ -188,24 +190,25 @@ class RunConfig:
 
     @property
     def num_published_versions(self) -> int:
-        """Versions of the weights that are readable or being written at the same time, at most: the
-        current one, the one before and the new one; and those that an evaluation keeps."""
+        """The largest number of versions of the weights that exist at the same time: the previous,
+        the current and the new version, and those that an evaluation keeps."""
         return 3 + (self.schedule.staleness if self.evaluation.num_problems > 0 else 0)
 
     @property
     def log_dir(self) -> Path:
-        """Folder of the output of each process."""
+        """The folder for the output of each process."""
         return self.run_dir / "logs"
 
 
-IDENTITY_FILE = "identity.json"  # of a run
-SETTINGS_FILE = "settings.json"  # of an evaluation
+IDENTITY_FILE = "identity.json"  # in the folder of a run
+SETTINGS_FILE = "settings.json"  # in the folder of an evaluation
 _SIGNS_OF_A_RUN = ("metrics.jsonl", IDENTITY_FILE, "checkpoints")
-_MAX_NAME_BYTES = 200  # file systems take 255, and temporary names are longer
+_MAX_NAME_BYTES = 200  # file systems allow 255, but temporary names are longer
 
 
 def path_errors(config: RunConfig) -> list[str]:
-    """One message per error; makes nothing that it does not remove."""
+    """Check the run's name and folder; one message per error. Folders that the check makes are
+    removed again."""
     if error := _name_error(config.name):
         return [error]
     run_dir = config.run_dir
@@ -220,11 +223,11 @@ def path_errors(config: RunConfig) -> list[str]:
 
 
 def cannot_write(directory: Path, name: str = "") -> str:
-    """Why files (or one with this name) cannot be written into a directory, which need not exist;
-    empty where they can.
+    """Why files (or a file with this name) cannot be written into a directory, which need not
+    exist; empty if they can.
 
-    Permissions do not tell all (a read-only file system, /proc, names that are too long), so
-    folders are made and removed again.
+    Permissions alone are not enough to know (read-only file systems, /proc, names that are too
+    long), so folders are made and removed again.
     """
     parent = existing_parent(directory)
     try:
@@ -244,7 +247,7 @@ def cannot_write(directory: Path, name: str = "") -> str:
 
 
 def output_file_errors(field: str, file: Path) -> list[str]:
-    """Whether a file can be written that a field names."""
+    """An error if the file that ``field`` names cannot be written."""
     if os.path.isdir(file):
         return [f"{field} is {file}: that is a directory; give a file"]
     if not os.path.isdir(file.parent):
@@ -263,7 +266,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def _name_error(name: str) -> str:
-    """A name is one folder under the output directory."""
+    """The error in a run's name, which must be the name of one folder; empty if it is valid."""
     if name in ("", ".", "..") or "/" in name or name.strip() != name:
         return f"name is {name!r}: give the name of one folder, without slashes; see output_dir"
     if len(os.fsencode(name)) > _MAX_NAME_BYTES:
