@@ -45,7 +45,6 @@ class TokenRouter:
 
     token_s: float = 1.0
     failure: Exception | None = None
-    ignores_aborts: bool = False
     aborted: set[str] = field(default_factory=set)
     num_sampled: int = 0
     kept_tokens: tuple[KeptTokens, ...] = ()  # of each completion
@@ -58,7 +57,7 @@ class TokenRouter:
             await asyncio.sleep(self.token_s)
             if self.failure is not None:
                 raise self.failure
-            if request.request_id in self.aborted and not self.ignores_aborts:
+            if request.request_id in self.aborted:
                 return self._completion(request, tokens, FinishReason.ABORT)
             tokens.append(1 + self.num_sampled % 97)
             self.num_sampled += 1
