@@ -89,7 +89,7 @@ _NOT_COMPARED = ("name", "output_dir", "checkpoint.resume", "policy.checkpoint")
 _POLICY_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 _LONG_CHARS, _CONTEXT_CHARS = 200, 40  # lengths of values in messages
-_EDGE_BYTES = 1 << 16  # bytes that are read at each end of a weight file; its header is at the front
+_EDGE_BYTES = 1 << 16  # bytes read at each end of a weight file; its header is at the front
 
 
 def run_identity(config: RunConfig, policy_dir: Path) -> dict[str, Any]:
