@@ -24,10 +24,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from annotated_types import Interval
 
 from torchtitan_rl.backends.specs import GeneratorSpec
@@ -200,21 +201,18 @@ def _complete_file(options: GenerateOptions, model: Path, loop: EngineLoop) -> t
     )
     start_s, num_tokens = time.monotonic(), 0
     failed: list[str] = []
+    answers: list[tuple[str | int, Future[Completion]]] = []
     try:
         with options.input.open(encoding="utf-8") as lines:
-            answers = [
-                _submit(
-                    parse_line(
+            for number, text in enumerate(lines, start=1):
+                if text.strip():
+                    name, request = parse_line(
                         text, number, defaults=defaults, encode=tokenizer.encode, render=render
-                    ),
-                    loop,
-                )
-                for number, text in enumerate(lines, start=1)
-                if text.strip()
-            ]
+                    )
+                    answers.append((name, _submit(request, loop)))
         with options.output.open("w", encoding="utf-8") as output:
-            for line, future in answers:
-                text, sampled = _answer(line, future, tokenizer)
+            for name, future in answers:
+                text, sampled = _answer(name, future, tokenizer.decode)
                 output.write(text + "\n")
                 output.flush()
                 num_tokens += sampled or 0
@@ -230,43 +228,35 @@ def _complete_file(options: GenerateOptions, model: Path, loop: EngineLoop) -> t
     )
 
 
-def _submit(line: PromptLine, loop: EngineLoop) -> tuple[PromptLine, Future[Completion] | None]:
-    if line.request is None:
-        return line, None
+def _submit(
+    request: GenerationRequest | InvalidRequestError, loop: EngineLoop
+) -> Future[Completion]:
     try:
-        return line, loop.submit(line.request)
+        if isinstance(request, InvalidRequestError):
+            raise request
+        return loop.submit(request)
     except InvalidRequestError as error:
-        return PromptLine(name=line.name, error=str(error)), None
+        refused: Future[Completion] = Future()
+        refused.set_exception(error)
+        return refused
 
 
 def _answer(
-    line: PromptLine, future: Future[Completion] | None, tokenizer: Any
+    name: str | int, future: Future[Completion], decode: Callable[[list[int]], str]
 ) -> tuple[str, int | None]:
     """The line to write, and the number of sampled tokens (None if the completion failed)."""
-    if future is None:
-        return format_error(line.name, line.error or ""), None
     try:
         completion = future.result()
     except GenerationError as error:
-        return format_error(line.name, str(error)), None
-    decode = tokenizer.decode
-    return format_completion(line.name, completion, decode), len(completion.token_ids)
+        return format_error(name, str(error)), None
+    return format_completion(name, completion, decode), len(completion.token_ids)
 
 
-_FLOATS = ("temperature", "top_p", "min_p")
-_INTEGERS = ("max_tokens", "top_k", "min_tokens", "seed")
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
-_FIELDS = {"id", *_PROMPTS, "stop", "stop_token_ids", "ignore_eos", *_FLOATS, *_INTEGERS}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLine:
-    """One line of the prompts file. ``name`` is its id, or its number from 1. Either ``request`` or
-    ``error`` is None."""
-
-    name: str | int
-    request: GenerationRequest | None = None
-    error: str | None = None
+_SAMPLING = (
+    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("stop", "stop_token_ids", "ignore_eos"),
+)
 
 
 def parse_line(
@@ -276,8 +266,8 @@ def parse_line(
     defaults: SamplingParams,
     encode: Callable[[str], list[int]],
     render: Callable[[list[Any]], Sequence[int]],
-) -> PromptLine:
-    """Parse line ``number``. An error in the line becomes its answer, never an exception.
+) -> tuple[str | int, GenerationRequest | InvalidRequestError]:
+    """Parse line ``number``: its id (without one, its number), and its request or the error in it.
 
     Args:
         render: returns the tokens of a conversation and of the answer's header; may raise any
@@ -296,10 +286,10 @@ def parse_line(
             sampling=_sampling(fields, defaults),
         )
     except json.JSONDecodeError as error:
-        return PromptLine(name=name, error=f"line {number} is not JSON: {error}")
-    except InvalidRequestError as error:
-        return PromptLine(name=name, error=f"line {number}: {error}")
-    return PromptLine(name=name, request=request)
+        return name, InvalidRequestError(f"line {number} is not JSON: {error}")
+    except (InvalidRequestError, msgspec.ValidationError) as error:
+        return name, InvalidRequestError(f"line {number}: {error}")
+    return name, request
 
 
 def format_completion(
@@ -342,7 +332,9 @@ def _prompt(
     value = fields[given[0]]
     match given[0]:
         case "prompt_token_ids":
-            return _token_ids("prompt_token_ids", value)
+            if not isinstance(value, list) or not all(type(item) is int for item in value):
+                raise InvalidRequestError(f"{given[0]} = {value!r}: use a list of integers")
+            return tuple(value)
         case "messages":
             return _rendered(value, render)
     if not isinstance(value, str):
@@ -370,35 +362,16 @@ def _is_message(value: Any) -> bool:
 
 
 def _sampling(fields: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
-    if unknown := sorted(set(fields) - _FIELDS):
-        raise InvalidRequestError(f"unknown fields {unknown}; known are {sorted(_FIELDS)}")
-    changes: dict[str, Any] = {}
-    for field in fields.keys() & {*_INTEGERS, *_FLOATS}:
-        value = fields[field]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_none = field == "seed" and value is None
-        if not (is_none or (is_number and (field in _FLOATS or isinstance(value, int)))):
-            kind = "a number" if field in _FLOATS else "an integer"
-            raise InvalidRequestError(f"{field} = {value!r}: use {kind}")
-        changes[field] = float(value) if field in _FLOATS else value
-    if "stop" in fields:
-        stop = fields["stop"] if isinstance(fields["stop"], list) else [fields["stop"]]
-        if not all(isinstance(one, str) and one for one in stop):
-            raise InvalidRequestError(f"stop = {fields['stop']!r}: use a string or a list of them")
-        changes["stop"] = tuple(stop)
-    if "stop_token_ids" in fields:
-        changes["stop_token_ids"] = _token_ids("stop_token_ids", fields["stop_token_ids"])
-    if "ignore_eos" in fields:
-        if not isinstance(fields["ignore_eos"], bool):
-            raise InvalidRequestError(f"ignore_eos = {fields['ignore_eos']!r}: use true or false")
-        changes["ignore_eos"] = fields["ignore_eos"]
-    return replace(defaults, **changes)
-
-
-def _token_ids(field: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise InvalidRequestError(f"{field} = {value!r}: use a list of integers")
-    return tuple(value)
+    known = {"id", *_PROMPTS, *_SAMPLING}
+    if unknown := sorted(fields.keys() - known):
+        raise InvalidRequestError(f"unknown fields {unknown}; known are {sorted(known)}")
+    given = {name: fields[name] for name in _SAMPLING if name in fields}
+    if isinstance(stop := given.get("stop"), str):
+        given["stop"] = [stop]
+    sampling = msgspec.convert(asdict(defaults) | given, SamplingParams)
+    if "" in sampling.stop:
+        raise InvalidRequestError(f"stop = {stop!r}: use a string or a list of them, none empty")
+    return sampling
 
 
 if __name__ == "__main__":

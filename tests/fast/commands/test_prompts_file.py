@@ -16,6 +16,7 @@ from torchtitan_rl.commands.generate import (
     parse_line,
 )
 from torchtitan_rl.configs.calculator_agent_tiny import config
+from torchtitan_rl.errors import InvalidRequestError
 from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.types import Completion, FinishReason, SamplingParams, VersionRun
@@ -32,26 +33,29 @@ def parse(text: str):
 
 
 def test_a_line_takes_what_it_does_not_say_from_the_options() -> None:
-    line = parse('{"prompt": "abc", "top_k": 5, "stop_token_ids": [1, 2], "ignore_eos": true}')
-    assert line.name == 3
-    assert line.request.request_id == "line-3"
-    assert line.request.prompt_token_ids == (3,)
-    assert line.request.sampling == SamplingParams(
+    name, request = parse(
+        '{"prompt": "abc", "top_k": 5, "stop_token_ids": [1, 2], "ignore_eos": true}'
+    )
+    assert name == 3
+    assert request.request_id == "line-3"
+    assert request.prompt_token_ids == (3,)
+    assert request.sampling == SamplingParams(
         max_tokens=7, temperature=0.5, top_k=5, stop_token_ids=(1, 2), ignore_eos=True
     )
 
 
 def test_a_line_may_have_a_conversation_and_strings_that_end_its_answer() -> None:
     messages = [{"role": "system", "content": "abc"}, {"role": "user", "content": "a"}]
-    line = parse(json.dumps({"messages": messages, "stop": "x"}))
-    assert line.request.prompt_token_ids == (3, 1)
-    assert line.request.sampling.stop == ("x",)
-    assert parse('{"prompt": "a", "stop": ["x", "y"]}').request.sampling.stop == ("x", "y")
+    _, request = parse(json.dumps({"messages": messages, "stop": "x"}))
+    assert request.prompt_token_ids == (3, 1)
+    assert request.sampling.stop == ("x",)
+    assert parse('{"prompt": "a", "stop": ["x", "y"]}')[1].sampling.stop == ("x", "y")
 
 
 def test_an_integer_is_a_temperature_but_a_fraction_is_no_budget() -> None:
-    assert parse('{"prompt": "a", "temperature": 1}').request.sampling.temperature == 1.0
-    assert "max_tokens = 1.5: use an integer" in parse('{"prompt": "a", "max_tokens": 1.5}').error
+    assert parse('{"prompt": "a", "temperature": 1}')[1].sampling.temperature == 1.0
+    _, error = parse('{"prompt": "a", "max_tokens": 1.5}')
+    assert "line 3: Expected `int`, got `float` - at `$.max_tokens`" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -69,21 +73,21 @@ def test_an_integer_is_a_temperature_but_a_fraction_is_no_budget() -> None:
         ('{"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}', "use a list such as"),
         ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}', "the chat template refuses"),
         ('{"prompt": "a", "stop": ""}', "use a string or a list of them"),
-        ('{"prompt": "a", "stop": [3]}', "use a string or a list of them"),
+        ('{"prompt": "a", "stop": [3]}', r"`str`, got `int` - at `\$.stop\[...\]`"),
+        ('{"prompt": "a", "seed": true}', r"got `bool` - at `\$.seed`"),
         ('{"prompt": 4}', "use a string"),
         ('{"prompt_token_ids": [1, false]}', "use a list of integers"),
         ('{"prompt_token_ids": "12"}', "use a list of integers"),
         ('{"prompt": "a", "n": 2}', r"unknown fields \['n'\]"),
-        ('{"prompt": "a", "temperature": "hot"}', "use a number"),
+        ('{"prompt": "a", "temperature": "hot"}', r"`float`, got `str` - at `\$.temperature`"),
         ('{"prompt": "a", "id": [1]}', "use a string or an integer"),
-        ('{"prompt": "a", "ignore_eos": 1}', "use true or false"),
+        ('{"prompt": "a", "ignore_eos": 1}', r"`bool`, got `int` - at `\$.ignore_eos`"),
     ],
 )
 def test_a_error_is_the_answer_of_its_line(text: str, message: str) -> None:
-    line = parse(text)
-    assert line.request is None
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(line.error)
+    _, error = parse(text)
+    with pytest.raises(InvalidRequestError, match=message):
+        raise error
 
 
 def test_trap_15_a_logprob_that_is_not_a_number_is_null_in_the_answer() -> None:
