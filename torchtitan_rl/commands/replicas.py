@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,12 +48,10 @@ _SAME_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Replicas that serve the model in ``directory``."""
+    """Replicas that serve a model, and what rollouts on them need."""
 
     config: RunConfig
-    directory: Path
     router: GeneratorRouter
-    loader: WeightLoader
     tokenizer: Any
     endpoint: RunEndpoint | None
 
@@ -65,15 +63,24 @@ class Generation:
             host=None if self.endpoint is None else self.endpoint.host,
         )
 
-    def rollouter(self) -> Rollouter:
+    def rollouter(self, *, num_reserved: int = 0) -> Rollouter:
+        """A rollouter. ``num_reserved`` of the replicas do not serve its requests."""
         return Rollouter(
             generate=self.router.generate,
             environment=self.environment(),
             config=self.config.rollout,
             rubric=self.config.task.rubric(),
             active_time=self.router.active_time,
-            num_replicas=self.config.generator.replicas,
+            num_replicas=self.config.generator.replicas - num_reserved,
         )
+
+    async def with_endpoint(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run ``work``, which needs the endpoint if there is one, and return its result.
+
+        Raises:
+            EndpointLostError: the endpoint is lost; ``work`` was cancelled.
+        """
+        return await (work if self.endpoint is None else self.endpoint.background(work))
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run ``work``, which needs the replicas, and return its result.
@@ -82,8 +89,7 @@ class Generation:
             GenerationError: no replica is left; ``work`` was cancelled.
             EndpointLostError: the endpoint is lost; ``work`` was cancelled.
         """
-        needed = first_of(work, self.router.wait_until_lost())
-        result: _T = await (needed if self.endpoint is None else self.endpoint.background(needed))
+        result: _T = await self.with_endpoint(first_of(work, self.router.wait_until_lost()))
         return result
 
 
@@ -94,8 +100,8 @@ class Replicas:
     def __init__(self, prepared: PreparedRun) -> None:
         self._prepared = prepared
         self._stack = AsyncExitStack()
-        self._current: Generation | None = None
-        self._serving: Path | None = None
+        self._current: tuple[Generation, WeightLoader] | None = None
+        self._started = self._serving = Path()  # the first model of the processes; the current one
 
     async def __aenter__(self) -> Replicas:
         return self
@@ -110,23 +116,21 @@ class Replicas:
         Raises:
             EndpointLostError, ReplicaError, DeadlineError: the processes did not start.
         """
-        current = self._current
-        if current is not None and directory == self._serving:
-            return current
-        if current is not None and _same_files(current.directory, directory):
-            try:
-                await current.loader.load(str(directory))
-            except RefusedError:  # tensors of other shapes, or the replicas could not load them
-                pass
-            else:
-                self._serving = directory
-                return current
+        if self._current is not None:
+            generation, loader = self._current
+            if directory == self._serving:
+                return generation
+            if _same_files(self._started, directory):
+                with suppress(RefusedError):  # tensors of other shapes, or they cannot be loaded
+                    await loader.load(str(directory))
+                    self._serving = directory
+                    return generation
         await self._stack.aclose()
         self._current = await self._stack.enter_async_context(
             _generation(self._prepared, directory)
         )
-        self._serving = directory
-        return self._current
+        self._started = self._serving = directory
+        return self._current[0]
 
 
 @asynccontextmanager
@@ -154,7 +158,9 @@ async def served(
 
 
 @asynccontextmanager
-async def _generation(prepared: PreparedRun, directory: Path) -> AsyncIterator[Generation]:
+async def _generation(
+    prepared: PreparedRun, directory: Path
+) -> AsyncIterator[tuple[Generation, WeightLoader]]:
     config = prepared.config
     tokenizer = await asyncio.to_thread(load_tokenizer, directory)
     async with AsyncExitStack() as stack:
@@ -171,14 +177,10 @@ async def _generation(prepared: PreparedRun, directory: Path) -> AsyncIterator[G
             endpoint = await stack.enter_async_context(
                 run_endpoint(processes.endpoint, router, config.endpoint, prepared.keys)
             )
-        yield Generation(
-            config=config,
-            directory=directory,
-            router=router,
-            loader=loader,
-            tokenizer=tokenizer,
-            endpoint=endpoint,
+        generation = Generation(
+            config=config, router=router, tokenizer=tokenizer, endpoint=endpoint
         )
+        yield generation, loader
 
 
 def _same_files(one: Path, other: Path) -> bool:

@@ -22,13 +22,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torchtitan_rl.agents.task import environment_factory
 from torchtitan_rl.aio import background
 from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
-from torchtitan_rl.commands.replicas import RunEndpoint, run_endpoint
+from torchtitan_rl.commands.replicas import Generation, run_endpoint
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
 from torchtitan_rl.config.machine import host_name
 from torchtitan_rl.config.model import read_architecture
@@ -58,7 +57,6 @@ from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.run_state import Claim, Parts, Trainer
 from torchtitan_rl.processes import collect_less, stay_on_cores
 from torchtitan_rl.rollout.rendering import load_tokenizer
-from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.restarts import ReplicaRestarts, first_name
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -233,10 +231,11 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             )
             recorder.watch_endpoint(endpoint.take)
             recorder.say(f"endpoint: {endpoint.host.base_url}")
-        controller = Controller(
-            config,
-            _parts(run, processes.trainer, router, ledger, endpoint, tokenizer, recorder),
+        generation = Generation(
+            config=config, router=router, tokenizer=tokenizer, endpoint=endpoint
         )
+        parts = _parts(run, processes.trainer, generation, ledger, recorder)
+        controller = Controller(config, parts)
 
         def stop_cleanly() -> None:
             recorder.say(
@@ -247,7 +246,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         signals.stop_cleanly = stop_cleanly
         training = controller.run(resume_from=found if config.checkpoint.resume else None)
         try:
-            await (training if endpoint is None else endpoint.background(training))
+            await generation.with_endpoint(training)
             if config.checkpoint.export_hf:
                 await _export(run, processes, recorder)
         except RunTakenOverError as error:
@@ -275,39 +274,24 @@ def _router(config: RunConfig, processes: RunProcesses, ledger: TokenLedger) -> 
 def _parts(
     run: _Run,
     trainer: Trainer,
-    router: GeneratorRouter,
+    generation: Generation,
     ledger: TokenLedger,
-    endpoint: RunEndpoint | None,
-    tokenizer: Any,
     recorder: RunRecorder,
 ) -> Parts:
-    config = run.prepared.config
-    environment = environment_factory(
-        config.task,
-        tokenizer=tokenizer,
-        limits=config.rollout,
-        host=None if endpoint is None else endpoint.host,
-    )
+    config = generation.config
     return Parts(
         dataset=config.task.dataset("train", seed=config.seed),
         evaluation_problems=run.prepared.evaluation_problems,
-        rollouter=Rollouter(
-            generate=router.generate,
-            environment=environment,
-            config=config.rollout,
-            rubric=config.task.rubric(),
-            active_time=router.active_time,
-            num_replicas=config.generator.replicas - len(reserved_replicas(config)),
-        ),
+        rollouter=generation.rollouter(num_reserved=len(reserved_replicas(config))),
         batcher=EpisodeBatcher(
             config=config.rollout,
             row_len=config.trainer.max_episode_tokens,
             replay_grammars=GrammarReplay(
-                tokenizer, read_architecture(run.prepared.policy_dir).vocab_size
+                generation.tokenizer, read_architecture(run.prepared.policy_dir).vocab_size
             ),
         ),
         trainer=trainer,
-        router=router,
+        router=generation.router,
         recorder=recorder,
         checkpoints=run.checkpoints,
         journal=run.journal,
