@@ -35,12 +35,7 @@ from torchtitan_rl.config.checks import field_errors
 from torchtitan_rl.config.evaluate import prepare_generation
 from torchtitan_rl.config.loader import load_config, parse_options, split_options
 from torchtitan_rl.config.model import read_architecture
-from torchtitan_rl.config.prepare import (
-    PreparedRun,
-    ProblemsError,
-    evaluation_problems,
-    find_problems,
-)
+from torchtitan_rl.config.prepare import PreparedRun, evaluation_problems, find_problems
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.rendering import load_tokenizer
@@ -102,10 +97,7 @@ def _check(options: EnvCheckConfig, config: RunConfig) -> int:
     _, errors = find_problems(run)
     if errors:  # `train` would refuse these, too
         raise ConfigError(errors)
-    try:
-        problems = evaluation_problems(config, options.split)
-    except ProblemsError as error:
-        raise ConfigError(str(error).replace("evaluation.num_problems", "--problems")) from error
+    problems = evaluation_problems(config, options.split, option="--problems")
     if is_scripted:
         return asyncio.run(_with_script(options, prepared, problems))
     config.log_dir.mkdir(parents=True, exist_ok=True)

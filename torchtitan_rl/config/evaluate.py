@@ -29,7 +29,7 @@ from torchtitan_rl.config.checks import (
 from torchtitan_rl.config.machine import machine_facts
 from torchtitan_rl.config.model import find_policy, is_hub_name, resolve_checkpoint
 from torchtitan_rl.config.plan import plan_serving
-from torchtitan_rl.config.prepare import PreparedRun, ProblemsError, evaluation_problems
+from torchtitan_rl.config.prepare import PreparedRun, evaluation_problems
 from torchtitan_rl.config.resume import (
     CONTENTS,
     POLICY,
@@ -217,10 +217,7 @@ def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvalua
     models = find_models(options.models, run.policy_dir)
     if errors := _model_errors(models, run):
         raise ConfigError(errors)
-    try:
-        problems = evaluation_problems(config, options.split)
-    except ProblemsError as error:
-        raise ConfigError(str(error).replace("evaluation.num_problems", "--problems")) from error
+    problems = evaluation_problems(config, options.split, option="--problems")
     if not problems:
         raise ConfigError("evaluation.num_problems is 0: give --problems")
     prepared = PreparedEvaluation(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 from tyro.conf import Positional, arg
@@ -57,7 +57,7 @@ from torchtitan_rl.config.run import (
 from torchtitan_rl.errors import ConfigError, one_line
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.launch.lease import Lease, hold_run, unwritable
-from torchtitan_rl.rollout.task import Dataset, Split
+from torchtitan_rl.rollout.task import Split, Task
 from torchtitan_rl.serving.config import EndpointConfig, Keys, endpoint_errors
 from torchtitan_rl.types import Problem
 
@@ -278,11 +278,6 @@ def _plan(
 
 
 _MAX_LOOKED_AT = 256  # training problems that are checked before the run
-_T = TypeVar("_T")
-
-
-class ProblemsError(Exception):
-    """A task's dataset cannot be used. The message says why."""
 
 
 def find_problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
@@ -291,33 +286,35 @@ def find_problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
         return (), errors
     try:
         return evaluation_problems(config), training_errors(config)
-    except ProblemsError as error:
-        return (), [str(error), *training_errors(config)]
+    except ConfigError as error:
+        return (), [*error.errors, *training_errors(config)]
 
 
-def evaluation_problems(config: RunConfig, split: Split = "validation") -> tuple[Problem, ...]:
+def evaluation_problems(
+    config: RunConfig, split: Split = "validation", *, option: str = "evaluation.num_problems"
+) -> tuple[Problem, ...]:
     """The problems of the evaluation. They are the same at each evaluation and for each seed, so
-    that runs can be compared.
+    that runs can be compared. ``option`` is the name of their number in error messages.
 
     Raises:
-        ProblemsError: the set has too few problems or a repeated id, or its dataset fails.
+        ConfigError: the set has too few problems or a repeated id, or its dataset fails.
     """
     wanted = config.evaluation.num_problems
     if not wanted:
         return ()
-    dataset = _of_task(split, lambda: config.task.dataset(split, seed=0))
-    problems = [problem for problem, epoch in _first(dataset, wanted, split) if epoch == 0]
+    found = _first(config.task, split, wanted, seed=0)
+    problems = [problem for problem, epoch in found if epoch == 0]
     ids = [problem.problem_id for problem in problems]
     size = len(set(ids))
     if size == wanted:
         return tuple(problems)
     if len(ids) < wanted or ids[size] == ids[0]:  # the dataset has ended, or starts again
-        raise ProblemsError(
-            f"evaluation.num_problems is {wanted}: the {split} set has {size} problems; give at "
+        raise ConfigError(
+            f"{option} is {wanted}: the {split} set has {size} problems; give at "
             "most that"
         )
-    raise ProblemsError(
-        f"evaluation.num_problems is {wanted}: problem {_most_common(ids)} comes twice in the "
+    raise ConfigError(
+        f"{option} is {wanted}: problem {_most_common(ids)} comes twice in the "
         f"{split} set; give each problem an id of its own"
     )
 
@@ -327,10 +324,9 @@ def training_errors(config: RunConfig) -> list[str]:
     needed = config.num_steps * config.rollout.groups_per_step
     wanted = min(needed, _MAX_LOOKED_AT)
     try:
-        dataset = _of_task("training", lambda: config.task.dataset("train", seed=config.seed))
-        found = _first(dataset, wanted, "training")
-    except ProblemsError as error:
-        return [str(error)]
+        found = _first(config.task, "train", wanted, seed=config.seed)
+    except ConfigError as error:
+        return error.errors
     if len(found) < wanted:
         return [
             f"num_steps is {config.num_steps}: with rollout.groups_per_step "
@@ -346,29 +342,26 @@ def training_errors(config: RunConfig) -> list[str]:
     return []
 
 
-def _first(dataset: Dataset, wanted: int, name: str) -> list[tuple[Problem, int]]:
-    """The first ``wanted`` problems with their epochs, or all if the dataset ends before."""
+def _first(task: Task, split: Split, wanted: int, *, seed: int) -> list[tuple[Problem, int]]:
+    """The first ``wanted`` problems with their epochs, or all if the dataset ends before.
+
+    Raises:
+        ConfigError: the task's own code raised an exception.
+    """
     found: list[tuple[Problem, int]] = []
-    while len(found) < wanted:
-        try:
-            problem = _of_task(name, dataset.next)
-        except StopIteration:
-            break
-        found.append((problem, dataset.epoch))
-    return found
-
-
-def _of_task(name: str, call: Callable[[], _T]) -> _T:
-    """Call a task's own code. Each exception becomes a `ProblemsError`, except StopIteration."""
     try:
-        return call()
+        dataset = task.dataset(split, seed=seed)
+        while len(found) < wanted:
+            problem = dataset.next()
+            found.append((problem, dataset.epoch))
     except StopIteration:
-        raise
+        pass
     except Exception as error:
         if isinstance(error, NotImplementedError) and error.args:  # raised by `Task` itself
-            raise ProblemsError(f"task: {error}") from error
-        cause = one_line(error)
-        raise ProblemsError(f"task: its {name} dataset cannot be read ({cause})") from error
+            raise ConfigError(f"task: {error}") from error
+        name, cause = "training" if split == "train" else split, one_line(error)
+        raise ConfigError(f"task: its {name} dataset cannot be read ({cause})") from error
+    return found
 
 
 def _most_common(names: Sequence[str]) -> str:

@@ -9,12 +9,7 @@ import pytest
 from tests.support.config_mutations import with_value
 from torchtitan_rl.config.checks import field_errors
 from torchtitan_rl.config.machine import MachineFacts
-from torchtitan_rl.config.prepare import (
-    ProblemsError,
-    evaluation_problems,
-    prepare_run,
-    training_errors,
-)
+from torchtitan_rl.config.prepare import evaluation_problems, prepare_run, training_errors
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
@@ -97,7 +92,7 @@ def test_the_parts_of_a_task_are_checked_by_type_only() -> None:
 
 @pytest.mark.parametrize("is_endless", [True, False])
 def test_more_evaluation_problems_than_the_set_has_are_refused(is_endless: bool) -> None:
-    with pytest.raises(ProblemsError) as refused:
+    with pytest.raises(ConfigError) as refused:
         evaluation_problems(config(ListedTask(is_endless=is_endless), num_problems=4))
     assert str(refused.value) == (
         "evaluation.num_problems is 4: the validation set has 3 problems; give at most that"
@@ -105,7 +100,7 @@ def test_more_evaluation_problems_than_the_set_has_are_refused(is_endless: bool)
 
 
 def test_an_id_that_comes_twice_in_the_validation_set_is_named() -> None:
-    with pytest.raises(ProblemsError, match="problem w comes twice in the validation set"):
+    with pytest.raises(ConfigError, match="problem w comes twice in the validation set"):
         evaluation_problems(config(ListedTask(validation=("v", "w", "w"))))
 
 
