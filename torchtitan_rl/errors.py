@@ -125,11 +125,13 @@ class GenerationTimeoutError(GenerationError, DeadlineError):
 
 
 def one_line(error: BaseException) -> str:
-    """Describe an error in one line, for a message.
+    """Describe an error in one line, for a message; of an exception group, its first error.
 
     >>> one_line(ValueError("not\\na number"))
     'ValueError: not a number'
     """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     try:
         message = str(error)
     except Exception:  # its class is user code, whose __str__ raises

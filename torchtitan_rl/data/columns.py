@@ -5,8 +5,8 @@ of a nested column is ``{reward_model[ground_truth]}``. A condition is ``COLUMN 
 ``level <= 3``, ``subject == algebra``, ``answer != null``. A value is JSON, ``True``, ``False``,
 ``None``, or a text in single, double or no quotes. Its type must be the column's type, or null.
 
-`template_errors`, `pattern_errors` and `url_errors` check fields of tasks: each message names
-field, value and fix.
+`template_errors`, `pattern_errors`, `url_errors` and `server_errors` check fields of tasks: each
+message names field, value and fix.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _KINDS: Mapping[str, tuple[type, str]] = {
     "an object": (dict, "an object in JSON"),
     "null": (type(None), "null"),
 }
+_ANSWER_TIMEOUT_S = 10.0
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>)\s*(.*?)\s*")
 
 
@@ -175,3 +176,18 @@ def url_errors(owner: object, section: str, name: str) -> list[str]:
     if (value := getattr(owner, name)).startswith(("http://", "https://")):
         return []
     return [f"{section}.{name}={value!r}: must begin with http:// or https://"]
+
+
+def server_errors(owner: object, section: str, name: str) -> list[str]:
+    """`url_errors`, or a message if no HTTP server answers at the address."""
+    if found := url_errors(owner, section, name):
+        return found
+    import httpx
+
+    url = getattr(owner, name)
+    try:
+        with httpx.stream("HEAD", url, timeout=_ANSWER_TIMEOUT_S):
+            return []  # any answer shows that the server is there
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        cause = one_line(error)
+    return [f"{section}.{name}={url!r}: no server answers ({cause}); start it before the run"]

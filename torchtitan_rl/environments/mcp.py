@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 
 from torchtitan_rl.aio import wait_within
 from torchtitan_rl.bounds import CallSeconds, Positive
-from torchtitan_rl.data.columns import url_errors
+from torchtitan_rl.data.columns import server_errors, url_errors
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.data_task import DataTask, tool_environment
 from torchtitan_rl.environments.question import ToolAnswer
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 _MAX_PAGES = 100  # pages of the list of tools
 _LAST_BYTES = 2000  # end of a server's standard error that is read for its last line
 _SESSION_ENDED = "Session terminated"  # message of an error that has no code of its own
-_ANSWER_TIMEOUT_S = 10.0
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # the syntax of `os.path.expandvars`
 STARTS_PER_CORE = 2  # more starts at once would only slow each other down
 
@@ -132,8 +131,7 @@ class McpSession:
             self._task = asyncio.create_task(self._serve(), name=f"MCP server {self._name}")
         await self._begins.wait()
         if not await wait_within(self._server.start_timeout_s, self._tools):
-            self._cancel(self._task)
-            raise self._lost(f"no list of tools after {self._server.start_timeout_s:g} s")
+            self._give_up(self._task, f"no list of tools after {self._server.start_timeout_s:g} s")
         if (error := self._tools.exception()) is not None:
             raise McpServerError(str(error)) from error
         tools = {tool.name: tool for tool in self._tools.result()}
@@ -157,14 +155,14 @@ class McpSession:
                 result = await self._client.call_tool(name, arguments, read_timeout_seconds=limit_s)
         except MCPError as error:
             if error.code == CONNECTION_CLOSED or error.message == _SESSION_ENDED:
-                raise self._lost(_cause(error)) from error
+                raise self._lost(one_line(error)) from error
             is_late = error.code == REQUEST_TIMEOUT
             text = f"no answer after {limit_s:g} s" if is_late else error.message
             return ToolAnswer(text=f"error: {text}", failed=True)
         except ValidationError:  # the tool's result is invalid
             return ToolAnswer(text="error: the tool's answer does not fit its schema", failed=True)
         except Exception as error:  # from the HTTP client, closed streams, ...
-            raise self._lost(_cause(error)) from error
+            raise self._lost(one_line(error)) from error
         text = _text(result)
         left_out = len(text) - self._server.max_answer_chars
         if left_out > 0:
@@ -177,15 +175,15 @@ class McpSession:
         if self._task is None:
             return
         self._may_end.set()
-        if self._client is None:  # not connected yet, and it may never be
-            self._cancel(self._task)
+        if not self._tools.done():  # not connected yet, and it may never be
+            self._give_up(self._task, "the session was closed")
         await asyncio.wait({self._task})
-        self._fail("the session was closed")  # its task may have been cancelled before it began
 
-    def _cancel(self, task: asyncio.Task[None]) -> None:
-        """Cancel once: a second cancellation would interrupt the library as it ends the process."""
-        if not task.cancelling():
-            task.cancel()
+    def _give_up(self, task: asyncio.Task[None], cause: str) -> None:
+        """Stop connecting. Called once, while `start` waits for the tools: a second cancellation
+        would interrupt the library as it ends the process."""
+        self._fail(cause)
+        task.cancel()
 
     async def _serve(self) -> None:
         client_class = require("mcp", "mcp").Client
@@ -202,7 +200,7 @@ class McpSession:
                         self._tools.set_result(tools)
                         await self._may_end.wait()
             except Exception as error:  # an exception group if the library runs several tasks
-                self._fail(_cause(error))
+                self._fail(one_line(error))
             finally:
                 self._fail("the session was closed")
 
@@ -290,13 +288,6 @@ def _text(result: Any) -> str:
 
 def _expanded(values: Mapping[str, str]) -> dict[str, str]:
     return {name: os.path.expandvars(value) for name, value in values.items()}
-
-
-def _cause(error: BaseException) -> str:
-    """Describe an error in one line; of an exception group, describe the first error."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return one_line(error)
 
 
 class McpTools:
@@ -418,18 +409,7 @@ def _absences(section: str, server: McpServer) -> list[str]:
             f"{section}.command: there is no program {server.command[0]!r}; install it, or give a "
             "path"
         )
-    if server.url and not found:
-        import httpx
-
-        try:
-            with httpx.stream("HEAD", server.url, timeout=_ANSWER_TIMEOUT_S):
-                pass  # any answer shows that the server is there
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            found.append(
-                f"{section}.url={server.url!r}: no server answers ({one_line(error)}); start it "
-                "before the run"
-            )
-    return found
+    return found or (server_errors(server, section, "url") if server.url else [])
 
 
 def parts_of(task: Task, name: str = "task") -> Iterator[tuple[str, Task | McpServer]]:

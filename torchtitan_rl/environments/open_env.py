@@ -18,12 +18,11 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from torchtitan_rl.data.columns import url_errors
+from torchtitan_rl.data.columns import server_errors
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.games import TEXTS, Game, GameTask, InvalidActionError, Move
 from torchtitan_rl.errors import TorchtitanRLError, one_line
 
-_HEALTH_TIMEOUT_S = 10.0
 _SHORT_CHARS = 60
 _LONG_CHARS = 300
 _MAX_MESSAGE_BYTES = 1 << 26
@@ -118,19 +117,7 @@ class OpenEnvTask(GameTask):
         return OpenEnvGame(self, seed)
 
     def errors(self) -> list[str]:
-        found = super().errors()
-        if wrong := url_errors(self, "task", "url"):
-            return found + wrong
-        import httpx
-
-        try:
-            httpx.get(f"{self.url.rstrip('/')}/health", timeout=_HEALTH_TIMEOUT_S)
-        except httpx.HTTPError as error:
-            found.append(
-                f"task.url={self.url!r}: no server answers ({one_line(error)}); "
-                "start it before the run"
-            )
-        return found
+        return super().errors() + server_errors(self, "task", "url")
 
 
 class OpenEnvGame:
