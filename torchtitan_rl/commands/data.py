@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -83,26 +83,20 @@ async def _show(config: RunConfig, preview: PreviewConfig) -> None:
     if errors := config.task.errors():
         raise ConfigError(errors)
     config = replace(config, task=sharing_servers(config.task))
-    async for line in _lines(config, preview):
-        print(line)
-
-
-async def _lines(config: RunConfig, preview: PreviewConfig) -> AsyncIterator[str]:
     tokenizer = None if isinstance(config.task, AgentTask) else _tokenizer(config)
     source = config.task.dataset(preview.split, seed=config.seed)
     for problem in _first(source, preview.count):
-        yield f"=== {problem.problem_id}"
-        yield json.dumps(dict(problem.data), ensure_ascii=False, default=str)[:_SHOWN_CHARS]
+        print(f"=== {problem.problem_id}")
+        print(json.dumps(dict(problem.data), ensure_ascii=False, default=str)[:_SHOWN_CHARS])
         if tokenizer is not None:
             prompt = await _prompt(config, problem, tokenizer)
-            yield f"--- prompt, {len(prompt)} tokens"
-            yield tokenizer.decode(list(prompt))
+            print(f"--- prompt, {len(prompt)} tokens")
+            print(tokenizer.decode(list(prompt)))
     if preview.all:
-        async for line in _epoch(config, preview.split, tokenizer):
-            yield line
+        await _show_epoch(config, preview.split, tokenizer)
 
 
-async def _epoch(config: RunConfig, split: Split, tokenizer: Any) -> AsyncIterator[str]:
+async def _show_epoch(config: RunConfig, split: Split, tokenizer: Any) -> None:
     """Describe a whole epoch: the number of problems, by part, and the lengths of their prompts."""
     source = config.task.dataset(split, seed=config.seed)
     parts: Counter[str] = Counter()
@@ -116,11 +110,11 @@ async def _epoch(config: RunConfig, split: Split, tokenizer: Any) -> AsyncIterat
         if tokenizer is not None:
             lengths.append(len(await _prompt(config, problem, tokenizer)))
     named = ", ".join(f"{count} {part}" for part, count in parts.items() if part)
-    yield f"=== {len(ids)} {split} problems{f' ({named})' if named else ''}"
+    print(f"=== {len(ids)} {split} problems{f' ({named})' if named else ''}")
     if lengths:
         room = config.rollout.max_total_tokens
         too_long = sum(length >= room for length in lengths)
-        yield (
+        print(
             f"prompts of {min(lengths)} to {max(lengths)} tokens, median {median(lengths):g}; "
             f"{too_long} leave no room in rollout.max_total_tokens ({room})"
         )

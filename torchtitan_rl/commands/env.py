@@ -31,7 +31,7 @@ from torchtitan_rl.audit.env import (
 from torchtitan_rl.bounds import Positive, PositiveFloat
 from torchtitan_rl.commands.console import StopSignals, run_command
 from torchtitan_rl.commands.replicas import Replicas
-from torchtitan_rl.config.checks import field_errors
+from torchtitan_rl.config.checks import check_fields
 from torchtitan_rl.config.evaluate import prepare_generation
 from torchtitan_rl.config.loader import load_config, parse_options, split_options
 from torchtitan_rl.config.model import read_architecture
@@ -81,8 +81,7 @@ def _check(options: EnvCheckConfig, config: RunConfig) -> int:
     is_scripted = options.policy == "scripted"
     if is_scripted and isinstance(config.task, AgentTask):
         raise ConfigError("--policy is scripted: agents ask an endpoint; give --policy real")
-    if wrong := field_errors(options, "--"):
-        raise ConfigError(list(wrong.values()))
+    check_fields(options, "--")
     if not options.say:
         raise ConfigError("--say is empty: give a text")
     run = config

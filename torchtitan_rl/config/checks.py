@@ -91,13 +91,13 @@ _RELATIONS = {
 }
 
 
-def check_fields(config: Any) -> None:
-    """Check each field of ``config`` by itself.
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Check each field of ``config`` by itself; ``prefix`` as in `field_errors`.
 
     Raises:
         ConfigError: fields have wrong values. There is one message for each of them.
     """
-    if errors := field_errors(config):
+    if errors := field_errors(config, prefix):
         raise ConfigError(list(errors.values()))
 
 

@@ -156,7 +156,7 @@ def in_split(split: Split, text: str, validation_share: float) -> bool:
     return is_validation == (split == "validation")
 
 
-class ListDataset:
+class ListDataset(RowDataset):
     """Endless epochs over ``problems``, each in a different order. With ``shuffle=False`` (for
     validation) every epoch is in the list's order.
 
@@ -172,37 +172,15 @@ class ListDataset:
     def __init__(self, problems: Sequence[Problem], *, seed: int, shuffle: bool = True) -> None:
         if not problems:
             raise ValueError("problems is empty: give at least one")
-        self._problems = tuple(problems)
-        self._seed = seed
-        self._shuffle = shuffle
-        self._taken = 0
-
-    @property
-    def epoch(self) -> int:
-        return max(0, self._taken - 1) // len(self._problems)
-
-    def next(self) -> Problem:
-        epoch, position = divmod(self._taken, len(self._problems))
-        self._taken += 1
-        if self._shuffle:
-            position = shuffled(position, len(self._problems), key=f"{self._seed}/{epoch}")
-        return self._problems[position]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"taken": self._taken, "seed": self._seed, "size": len(self._problems)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, in the order of that run's seed.
-
-        Raises:
-            DataError: the state was taken with a list of another length.
-        """
-        if state["size"] != len(self._problems):
-            raise DataError(
-                f"the list has {len(self._problems)} problems; it had {state['size']} when the "
-                "checkpoint was written: give the same ones, or another name to start again"
-            )
-        self._taken, self._seed = int(state["taken"]), int(state["seed"])
+        listed = tuple(problems)
+        rows = Rows(
+            name="problems",
+            size=f"a list of {len(listed)} problems",
+            blocks=(len(listed),),
+            read=lambda index: {"problem": listed[index]},
+            place="problem",
+        )
+        super().__init__([rows], lambda *row: row[-1]["problem"], seed=seed, shuffle=shuffle)
 
 
 def shuffled(position: int, size: int, *, key: str) -> int:
