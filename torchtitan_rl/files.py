@@ -71,6 +71,17 @@ def whole_lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last non-empty lines of a log; an empty list if the log cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - (8 << 10)))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-count:]
+
+
 def parse_object(where: str, line: bytes) -> dict[str, Any]:
     """Parse a line as a JSON object.
 

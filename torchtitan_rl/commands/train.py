@@ -43,11 +43,11 @@ from torchtitan_rl.errors import (
     RunTakenOverError,
     TrainerLostError,
 )
+from torchtitan_rl.files import last_lines
 from torchtitan_rl.launch.meeting import RESUME_COMMAND
 from torchtitan_rl.observability.console import STEP_WORDS, format_seconds, usual_step_s
 from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
-from torchtitan_rl.observability.trace import last_lines
 from torchtitan_rl.orchestration.batching import EpisodeBatcher, GrammarReplay
 from torchtitan_rl.orchestration.checkpointing import choose_checkpoint
 from torchtitan_rl.orchestration.consumer import StopRequested

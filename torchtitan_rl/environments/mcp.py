@@ -18,10 +18,11 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TextIO
 from weakref import WeakKeyDictionary
 
@@ -32,6 +33,7 @@ from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.data_task import DataTask, tool_environment
 from torchtitan_rl.environments.question import ToolAnswer
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError, one_line
+from torchtitan_rl.files import last_lines
 from torchtitan_rl.processes import shim_command
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.task import Task
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.config import RolloutConfig
 
 _MAX_PAGES = 100  # pages of the list of tools
-_LAST_BYTES = 2000  # end of a server's standard error that is read for its last line
 _SESSION_ENDED = "Session terminated"  # message of an error that has no code of its own
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # the syntax of `os.path.expandvars`
 STARTS_PER_CORE = 2  # more starts at once would only slow each other down
@@ -187,7 +188,7 @@ class McpSession:
 
     async def _serve(self) -> None:
         client_class = require("mcp", "mcp").Client
-        with tempfile.TemporaryFile("w") as self._words:
+        with TemporaryFile("w") as self._words:
             try:
                 async with AsyncExitStack() as turn:
                     if self._server.command:
@@ -246,10 +247,8 @@ class McpSession:
         """The last line that the server wrote to its standard error."""
         if self._words is None or self._words.closed:
             return ""
-        start = max(0, os.fstat(self._words.fileno()).st_size - _LAST_BYTES)
-        end = os.pread(self._words.fileno(), _LAST_BYTES, start).decode(errors="replace")
-        words = end.rstrip().rpartition("\n")[2].strip()
-        return f"; its last words: {words}" if words else ""
+        words = last_lines(Path(f"/proc/self/fd/{self._words.fileno()}"), 1)
+        return f"; its last words: {words[0].strip()}" if words else ""
 
 
 def _turn_to_start() -> asyncio.Semaphore:

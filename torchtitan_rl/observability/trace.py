@@ -440,14 +440,3 @@ class FileCopies:
                     file.write(f"\n[{piece.skipped} bytes are left out]\n".encode())
                 file.write(piece.data)
             self.offsets[piece.name] = piece.end
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """The last non-empty lines of a log; an empty list if the log cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - (8 << 10)))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return [line for line in text.splitlines() if line.strip()][-count:]
