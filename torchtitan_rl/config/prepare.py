@@ -310,8 +310,7 @@ def evaluation_problems(
         return tuple(problems)
     if len(ids) < wanted or ids[size] == ids[0]:  # the dataset has ended, or starts again
         raise ConfigError(
-            f"{option} is {wanted}: the {split} set has {size} problems; give at "
-            "most that"
+            f"{option} is {wanted}: the {split} set has {size} problems; give at most that"
         )
     raise ConfigError(
         f"{option} is {wanted}: problem {_most_common(ids)} comes twice in the "

@@ -73,7 +73,7 @@ def test_an_integer_is_a_temperature_but_a_fraction_is_no_budget() -> None:
         ('{"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}', "use a list such as"),
         ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}', "the chat template refuses"),
         ('{"prompt": "a", "stop": ""}', "use a string or a list of them"),
-        ('{"prompt": "a", "stop": [3]}', r"`str`, got `int` - at `\$.stop\[...\]`"),
+        ('{"prompt": "a", "stop": [3]}', r"`str`, got `int` - at `\$.stop\[0\]`"),
         ('{"prompt": "a", "seed": true}', r"got `bool` - at `\$.seed`"),
         ('{"prompt": 4}', "use a string"),
         ('{"prompt_token_ids": [1, false]}', "use a list of integers"),
