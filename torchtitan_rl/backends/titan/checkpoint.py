@@ -3,13 +3,14 @@
 A checkpoint holds model and optimizer (readable by any parallel layout), each rank's random state,
 the caller's attachments, and the marker with the version (see `training/checkpoint_files.py`).
 
-A thread of each rank writes while training goes on. Invariants: what is written is the state at the
-call of `CheckpointWriter.save`; the threads use a process group of their own, in which nothing else
-is sent; all ranks of a checkpoint succeed or fail together.
+A thread of each rank writes while training continues. Invariants:
+- A checkpoint holds the state at the call of `CheckpointWriter.save`.
+- The threads use their own process group, in which nothing else is sent.
+- All ranks of a checkpoint succeed or fail together.
 
-A checkpoint cannot execute code when it is loaded. torch's distributed checkpoint stores its
-metadata, and values that are not tensors, as pickles, which can call any function. Both are first
-read by an unpickler that accepts only a few names; a checkpoint with others is refused.
+A checkpoint cannot execute code when it is loaded. torch's distributed checkpoint stores metadata
+and values that are not tensors as pickles, which could call any function. Both are first read by an
+unpickler that accepts only a few names; a checkpoint with other names is refused.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ _T = TypeVar("_T")
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background. One on each trainer rank; creating it, `save` and
-    `finish` are collective.
+    """Writes checkpoints in the background. Each trainer rank has one writer; its creation, `save`
+    and `finish` are collective.
 
     Args:
-        timeout: for one rank's writer to wait for the others'.
+        timeout: how long one rank's thread waits for the threads of other ranks.
     """
 
     def __init__(self, *, timeout: timedelta) -> None:
@@ -75,12 +76,12 @@ class CheckpointWriter:
         version: int,
         attachments: Mapping[str, bytes],
     ) -> None:
-        """Copy everything to CPU memory and return; ``path`` appears once all of it is written.
-        Waits for a checkpoint that is still being written. Only rank 0 has attachments.
+        """Copy the state to CPU memory and return; ``path`` appears after everything is written.
+        First waits for a checkpoint that is still being written. Only rank 0 passes attachments.
 
         Raises:
-            CheckpointError: ``path`` cannot be written to, or the checkpoint before failed and
-                `finish` has not raised that yet.
+            CheckpointError: ``path`` cannot be written to, or the previous checkpoint failed and
+                `finish` has not raised that error yet.
         """
         self.finish()
         temporary, random = temporary_path(path), _random_state()
@@ -91,7 +92,7 @@ class CheckpointWriter:
                 temporary.mkdir(parents=True)
 
         self._together(path, make_folder)  # no rank writes before the folder is empty
-        # Returns after the tensors are copied: all options of its stager are off.
+        # The call returns after the tensors are copied, because all options of its stager are off.
         tensors = async_save(
             _state(model, optimizer), checkpoint_id=temporary, process_group=self._group
         )
@@ -106,7 +107,7 @@ class CheckpointWriter:
         """Wait until the last saved checkpoint is on disk under its name. Any thread may call it.
 
         Raises:
-            CheckpointError: it could not be written. Raised once.
+            CheckpointError: the checkpoint could not be written. This is raised only once.
         """
         pending = self._pending
         if pending is None:
@@ -135,7 +136,8 @@ class CheckpointWriter:
         attachments: Mapping[str, bytes],
         document: dict[str, Any],
     ) -> None:
-        """Runs in the writer's thread; a failed checkpoint is removed from the disk."""
+        """Write one checkpoint, in the writer's thread. A failed checkpoint is removed from the
+        disk."""
         temporary, rank = temporary_path(path), dist.get_rank()
 
         def write() -> None:
@@ -155,7 +157,7 @@ class CheckpointWriter:
             self._together(path, write)
             parts = self._together(path, fingerprints)
             self._together(path, complete)
-        except CheckpointError:  # all ranks are here, and none is writing
+        except CheckpointError:  # raised on all ranks, so no rank is still writing
             if rank == 0:
                 discard(path)
             raise
@@ -165,13 +167,13 @@ class CheckpointWriter:
 
 
 def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> int:
-    """Read a checkpoint into model and optimizer; returns its version. Collective.
+    """Read a checkpoint into model and optimizer, and return its version. Collective.
 
-    Random states are restored only if there are as many ranks as wrote them.
+    Random states are restored only if the checkpoint was written by the same number of ranks.
 
     Raises:
-        CheckpointError: ``path`` is incomplete, damaged or more than data, and nothing was changed;
-            or it is of another model, and the trainer cannot be used any more.
+        CheckpointError: ``path`` is incomplete, damaged or contains more than data (then nothing
+            was changed), or belongs to another model (then the trainer cannot be used any more).
     """
     checked = _together(lambda: _check(path), "a checkpoint cannot be resumed from")
     document = read_document(path)
@@ -192,7 +194,8 @@ def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> int:
 
 
 def _check(path: Path) -> dict[str, torch.Tensor] | None:
-    """Check this rank's share of the files; returns its random state if one fits it."""
+    """Check this rank's share of the files. Return the rank's random state; None if the number of
+    ranks has changed."""
     check_contents(path, _share(sorted(recorded_files(path))))
     check_metadata(path)
     if read_document(path)["ranks"] != dist.get_world_size():
@@ -217,22 +220,23 @@ def _random_state() -> bytes:
 
 
 def _share(names: list[str]) -> list[str]:
-    """This rank's part of the files to read."""
+    """Return this rank's part of the files to read."""
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
 def _together(
     phase: Callable[[], _T], what: str, group: dist.ProcessGroup | None = None
 ) -> list[_T]:
-    """Run ``phase`` on every rank; returns the results of all of them. Collective.
+    """Run ``phase`` on every rank, and return the results of all ranks. Collective.
 
     Raises:
-        CheckpointError: on every rank, ``what`` and the causes, if ``phase`` failed on one.
+        CheckpointError: ``phase`` failed on any rank. Every rank raises; the message has ``what``
+            and the causes.
     """
     own: tuple[str | None, Any] = None, None
     try:
         own = None, phase()
-    except (Exception, CheckpointException) as error:  # whatever it is, the other ranks wait
+    except (Exception, CheckpointException) as error:  # all types: the other ranks are waiting
         own = _message(error), None
     outcomes: list[tuple[str | None, Any]] = [own] * dist.get_world_size()
     dist.all_gather_object(outcomes, own, group=group)
@@ -245,7 +249,7 @@ def _together(
 def _message(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    if isinstance(error, CheckpointException):  # of all ranks, with their traces
+    if isinstance(error, CheckpointException):  # holds the errors of all ranks, with traces
         return "; ".join(
             f"rank {rank}: {one_line(cause)}" for rank, (cause, _) in sorted(error.failures.items())
         )
@@ -274,10 +278,10 @@ _ALLOWED = {
 
 
 def check_metadata(folder: Path) -> None:
-    """Check that the metadata has only names, sizes and locations of tensors.
+    """Check that the metadata contains only names, sizes and locations of tensors.
 
     Raises:
-        CheckpointError: it has more, or cannot be read.
+        CheckpointError: the metadata contains anything else, or cannot be read.
     """
     try:
         _MetadataReader(io.BytesIO((folder / _METADATA).read_bytes())).load()
@@ -294,7 +298,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         """Load one value that is not a tensor.
 
         Raises:
-            pickle.UnpicklingError: it is not plain data.
+            pickle.UnpicklingError: the value is not plain data.
         """
         torch.load(value, weights_only=True)
         value.seek(0)

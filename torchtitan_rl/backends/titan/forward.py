@@ -1,6 +1,7 @@
-"""Forward pass of one microbatch: logprobs of its entries.
+"""The forward pass of one microbatch, and the policy loss of one update.
 
-The policy loss of an update: per microbatch, and its metrics over all microbatches and ranks.
+`forward` returns the logprobs of the microbatch's entries. `PolicyObjective` computes the loss of
+each microbatch; `StepSums` adds up the metrics over microbatches and ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from torchtitan_rl.training.trees import Microbatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
-    """E entries of a microbatch, in an order of their own; ``sources_E`` are their tokens, as
-    indices into the batch. Without any, E is 1: a placeholder with ``is_entry_E`` False, since
-    every rank must run the pass."""
+    """The E entries of a microbatch, in any order. ``sources_E`` are the entries' tokens, as
+    indices into the batch. Every rank must run the pass, so a microbatch without entries has one
+    placeholder, whose ``is_entry_E`` is False."""
 
     logprobs_E: torch.Tensor
     entropy_E: torch.Tensor
@@ -42,7 +43,7 @@ class ForwardOutput:
 def forward(
     model: PolicyModel, batch: TrainingBatch, part: Microbatch, layout: Layout
 ) -> ForwardOutput:
-    """Logprobs of the part's entries at the batch's temperature. Collective."""
+    """Compute logprobs of the part's entries, at the batch's temperature. Collective."""
     sources_E, predecessors_E = part.sources_E, part.predecessors_E
     is_empty = len(sources_E) == 0
     if is_empty:
@@ -79,10 +80,10 @@ def forward(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """The S rows of logits that entries read, and the entries in the order of their rows."""
+    """The S rows of logits that the entries read, and the entries, sorted by row."""
 
     predecessors_S: npt.NDArray[np.int64]
-    kept_S: npt.NDArray[np.int32] | None  # as `TrainingBatch.kept`; None: no row is cut
+    kept_S: npt.NDArray[np.int32] | None  # like `TrainingBatch.kept`; None: no row is truncated
     rows_E: npt.NDArray[np.int64]  # ascending
     sources_E: npt.NDArray[np.int64]
 
@@ -92,8 +93,8 @@ def _rows(
     predecessors_E: npt.NDArray[np.int64],
     sources_E: npt.NDArray[np.int64],
 ) -> _Rows:
-    """Entries that share a predecessor (the first tokens of siblings) read the same row, unless
-    they were sampled from different sets of tokens."""
+    """Assign rows of logits to entries. Entries with the same predecessor (the first tokens of
+    siblings) read the same row, unless they were sampled from different sets of tokens."""
     if batch.kept is None or (batch.kept[sources_E] < 0).all():
         predecessors_S, rows_E = np.unique(predecessors_E, return_inverse=True)
         return _Rows(predecessors_S=predecessors_S, kept_S=None, rows_E=rows_E, sources_E=sources_E)
@@ -112,7 +113,7 @@ def _rows(
 def _bits(
     batch: TrainingBatch, kept_S: npt.NDArray[np.int32], vocab_size: int, layout: Layout
 ) -> torch.Tensor:
-    """`selected_logprobs`'s ``kept_SB``."""
+    """Build the argument ``kept_SB`` of `selected_logprobs`."""
     numbers_D, sets_S = np.unique(kept_S, return_inverse=True)
     sets = [WHOLE_VOCABULARY if number < 0 else batch.kept_sets[number] for number in numbers_D]
     return to_device(kept_bits(sets, vocab_size)[sets_S], layout)
@@ -130,8 +131,8 @@ def load_reference(
     *,
     dtype: str,
 ) -> PolicyModel | None:
-    """The reference of the KL penalty: the initial policy as a second, frozen model of the same
-    layout; None without a penalty. Collective."""
+    """Load the initial policy as a second, frozen model of the same layout: the reference of the KL
+    penalty. None without a penalty. Collective."""
     if config.loss.kl_coefficient == 0.0:
         return None
     reference = build_policy(architecture, config, layout, dtype=dtype)
@@ -140,13 +141,13 @@ def load_reference(
 
 
 class PolicyObjective:
-    """The policy loss of one update, called with each microbatch.
+    """The policy loss of one update. Call it with each microbatch.
 
     Args:
-        function: `policy_loss`, or the user's.
-        selected_N: which tokens the update is trained on.
+        function: `policy_loss`, or the user's function.
+        selected_N: True for each token on which this update trains.
         version: policy version of the weights before the step.
-        before_N: logprobs under these weights, where earlier updates of the step changed them.
+        before_N: logprobs under the weights before the step; None if these are not needed.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class PolicyObjective:
 
 @dataclass(slots=True)
 class StepSums:
-    """Sums and maxima of any shapes, of microbatches or of what they add up to."""
+    """Sums and maxima of any shapes, over one or more microbatches."""
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -212,13 +213,13 @@ class StepSums:
             self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
 
     def add_microbatch(self, output: LossOutput, entropy: torch.Tensor) -> None:
-        """``entropy`` is the sum over its trained tokens."""
+        """Add a microbatch. ``entropy`` is the sum over the microbatch's trained tokens."""
         sums = {**output.sums, "loss": output.loss.detach(), "entropy": entropy}
         self.add(StepSums(sums, output.maxima))
 
     def of_all_ranks(self, group: dist.ProcessGroup | None) -> StepSums:
-        """Over the data-parallel ranks of ``group``; values of tensor-parallel ranks are equal.
-        Collective."""
+        """Reduce over the data-parallel ranks of ``group``. Tensor-parallel ranks have equal
+        values. Collective."""
         return StepSums(
             _reduced(self.sums, dist.ReduceOp.SUM, group),
             _reduced(self.maxima, dist.ReduceOp.MAX, group),

@@ -1,6 +1,6 @@
-"""Conversion of weights between torchtitan's sharded model and Hugging Face checkpoints.
+"""Converts weights between torchtitan's sharded model and Hugging Face directories.
 
-A checkpoint of a run as a Hugging Face directory, without the trainer that wrote it.
+`export_checkpoint` converts a checkpoint of a run without a trainer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchtitan_rl.errors import CheckpointError, ConfigError
 from torchtitan_rl.training.checkpoint_files import check_contents
 from torchtitan_rl.weights.image import TensorPart
 
-# Files of a checkpoint's directory that an export does not copy: weights of any format, histories.
+# Files that an export does not copy from the source directory: weights of any format, histories.
 _NOT_COPIED = (
     *("*.safetensors", "*.bin", "*.index.json", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack"),
     *("*.onnx", "original", ".*"),
@@ -42,7 +42,7 @@ _NOT_COPIED = (
 
 
 class PolicyStateDictAdapter(Qwen3StateDictAdapter):
-    """Names of tensors in torchtitan and in Hugging Face checkpoints, of all families."""
+    """Maps names of tensors between torchtitan and Hugging Face checkpoints, for all families."""
 
     def __init__(self, model_config: PolicyModel.Config) -> None:
         super().__init__(model_config, hf_assets_path=None)
@@ -54,7 +54,7 @@ def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
     """Load the directory's safetensors into the model; each rank reads its shards. Collective.
 
     Raises:
-        ConfigError: there is no safetensors file.
+        ConfigError: the directory has no safetensors file.
     """
     if not any(checkpoint_dir.glob("*.safetensors")):
         raise ConfigError(
@@ -68,9 +68,11 @@ def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
 
 
 def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Whole tensors in ``dtype`` on the CPU of rank 0; empty on other ranks. Collective.
+    """Return whole tensors in ``dtype`` on the CPU of rank 0, and nothing on other ranks.
+    Collective.
 
-    A tied head is left out. Tensors may share memory with the model: valid until its next step.
+    A tied head is left out. Tensors may share memory with the model, so they are valid only until
+    the model's next step.
     """
     adapter = PolicyStateDictAdapter(model.config)
     state: dict[str, torch.Tensor] = {}
@@ -82,11 +84,12 @@ def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | None:
-    """The part of each tensor that this rank writes, in ``dtype``, so that all ranks together write
-    every element once. Not collective. Nothing is copied: valid until the model's next step.
+    """Return the part of each tensor that this rank writes, in ``dtype``. All ranks together write
+    every element once. Not collective. Nothing is copied, so the parts are valid only until the
+    model's next step.
 
-    None if a rank's shard is not a box (data and tensor parallelism split the same dimension into
-    uneven parts). A tied head is left out.
+    The result is None if a rank's shard is not a box (data and tensor parallelism split the same
+    dimension into uneven parts). A tied head is left out.
     """
     adapter = PolicyStateDictAdapter(model.config)
     parts: dict[str, TensorPart] = {}
@@ -99,7 +102,8 @@ def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | 
 
 
 def _part(value: torch.Tensor, dtype: torch.dtype, index: int) -> TensorPart | None:
-    """The ranks that hold the same shard take turns, by the ``index`` of the tensor, in writing."""
+    """Return this rank's part of one tensor. Of the ranks that hold the same shard, the ``index``
+    of the tensor selects the one that writes it."""
     if not isinstance(value, DTensor):
         is_writer, offset, local = dist.get_rank() == 0, (0,) * value.dim(), value
     else:
@@ -124,8 +128,8 @@ def _part(value: torch.Tensor, dtype: torch.dtype, index: int) -> TensorPart | N
 
 
 def _is_box(shape: Sequence[int], mesh_shape: Sequence[int], places: Sequence[Placement]) -> bool:
-    """Whether each rank's shard is a box of the whole. Data and tensor parallelism together cut
-    one dimension in two steps, of which the first is strided; the parts must then be even."""
+    """Whether each rank's shard is a box of the whole tensor. If data and tensor parallelism split
+    the same dimension, the first split is strided, and all parts must have equal sizes."""
     ranks: dict[int, int] = {}  # by dimension
     strides: dict[int, int] = {}
     for place, size in zip(places, mesh_shape, strict=True):
@@ -142,7 +146,8 @@ def _is_box(shape: Sequence[int], mesh_shape: Sequence[int], places: Sequence[Pl
 
 def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> None:
     """Write a directory that transformers and vLLM can load: ``state``, with configuration and
-    tokenizer files from ``source``. Not collective. Replaces an existing one atomically."""
+    tokenizer files from ``source``. An existing directory is replaced after the new one is
+    complete. Not collective."""
     from safetensors.torch import save_file
 
     temporary = path.with_name(path.name + ".tmp")
@@ -167,11 +172,11 @@ _MODEL = "model."
 def export_checkpoint(
     checkpoint: Path, target: Path, *, source: Path, dtype: Literal["float32", "bfloat16"]
 ) -> None:
-    """Write the model of ``checkpoint`` to ``target``, all or nothing, with configuration and
-    tokenizer of ``source``, the policy that the run began with. Holds the model in memory.
+    """Write the model of ``checkpoint`` to ``target``, all or nothing. Configuration and tokenizer
+    come from ``source``, the initial policy of the run. The whole model must fit into memory.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, or not of that policy.
+        CheckpointError: the checkpoint is incomplete, damaged, or belongs to another policy.
     """
     check_contents(checkpoint)
     check_metadata(checkpoint)

@@ -1,15 +1,15 @@
 """The policies of all `FAMILIES` as torchtitan models.
 
-All use torchtitan's Qwen3, with or without its norms on queries and keys, and biases there.
-(torchtitan's own Llama permutes rotary halves on load, which FSDP2 cannot do with an odd number of
-heads.) Rotary embeddings can have the frequencies of Llama 3.1.
+All families use torchtitan's Qwen3, with or without norms on queries and keys and with or without
+biases of queries, keys and values. (torchtitan's own Llama permutes rotary halves on load, which
+FSDP2 cannot do with an odd number of heads.) Rotary embeddings can use the frequencies of
+Llama 3.1.
 
-On the CPU, norms, rotary embeddings and SwiGLU layers take fewer passes over memory than
-torchtitan's: PyTorch has no fused kernels for them there. Norms and rotations were a fifth of a
-step of a small policy, most of it in backward passes that autograd composes from single operations.
-The SwiGLU layer keeps two of its hidden values, the largest tensors of a step, for the backward
-pass; autograd keeps four. Compiled models and tensors that are split over ranks use torchtitan's
-layers.
+On the CPU, PyTorch has no fused kernels for norms, rotary embeddings and SwiGLU layers. The layers
+here need fewer passes over memory than torchtitan's. Norms and rotations took a fifth of a step of
+a small policy, mostly in backward passes that autograd composes of single operations. The SwiGLU
+layer keeps two of its hidden tensors, the largest of a step, for the backward pass; autograd keeps
+four. Compiled models and tensors that are split over ranks use torchtitan's layers.
 
 Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary; T tokens of a forward
 pass, in one row; in layers, H elements normalized or rotated together, F hidden dimension.
@@ -61,8 +61,8 @@ _NO_INIT = {
 
 
 class PolicyModel(Qwen3Model):
-    """torchtitan's decoder, which computes logits of selected tokens only: the head is most of a
-    small model's work, and only trained tokens need it."""
+    """torchtitan's decoder, except that logits are computed only for selected tokens. The head
+    takes most of a small model's time, and only trained tokens need logits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
@@ -75,19 +75,19 @@ class PolicyModel(Qwen3Model):
         attention_masks: Any,
         selected_S: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [1, S, V] (vocabulary-sharded DTensor under tensor parallelism) of the tokens at
-        ``selected_S``, indices into the flattened [B * L]."""
+        """Compute logits [1, S, V] (a vocabulary-sharded DTensor under tensor parallelism) at the
+        positions ``selected_S``, which index the flattened tokens [B * L]."""
         h_BLD = self.tok_embeddings(tokens_BL)
         for layer in self.layers.values():
             h_BLD = layer(h_BLD, attention_masks, positions_BL)
         h_BLD = self.norm(h_BLD)
-        if isinstance(h_BLD, DTensor):  # replicated over the tensor-parallel ranks by now
+        if isinstance(h_BLD, DTensor):  # here it is replicated over the tensor-parallel ranks
             h_BLD = h_BLD.to_local()
         logits_1SV: torch.Tensor = self.lm_head(h_BLD.flatten(0, 1)[None, selected_S])
         return logits_1SV
 
     def get_attention_masks(self, positions_1T: torch.Tensor, subtree_end_T: torch.Tensor) -> Any:
-        """What the layers' attention takes, made once for all of them: query q sees key k if
+        """Build the mask that the attention of all layers takes: query q sees key k if
         ``k <= q < subtree_end[k]``."""
         match self.config.first_attention.inner_attention:
             case TreeAttention.Config():
@@ -98,24 +98,24 @@ class PolicyModel(Qwen3Model):
                 return create_attention_mask(
                     mask_mod, 1, None, size, size, device=subtree_end_T.device
                 )
-        # Varlen knows documents only, which start where the position is 0.
+        # Varlen supports only documents; a document starts where the position is 0.
         return super().get_attention_masks(positions_1T)
 
 
 def build_policy(
     architecture: PolicyArchitecture, config: TrainerConfig, layout: Layout, *, dtype: str
 ) -> PolicyModel:
-    """A parallelized model on its device that computes in ``dtype``. Its float32 weights are *not
-    set yet*."""
+    """Build a parallelized model, on its device, that computes in ``dtype``. Its float32 weights
+    are *not initialized*."""
     return build_model(policy_config(architecture, config, layout, dtype), config, layout, dtype)
 
 
 def build_model(
     model_config: Any, config: TrainerConfig, layout: Layout, dtype: str
 ) -> PolicyModel:
-    """As `build_policy`, of a configuration that may have been changed."""
+    """Build a model as `build_policy` does, but from a configuration of torchtitan's."""
     if config.compile and layout.device.type == "cpu":
-        # Forward passes have any number of tokens: one compilation is for all of them.
+        # Forward passes differ in their number of tokens; one compilation serves all lengths.
         torch._dynamo.config.assume_static_by_default = False
     with torch.device("meta"):
         bare = model_config.build()
@@ -149,7 +149,7 @@ def build_model(
 def policy_config(
     architecture: PolicyArchitecture, config: TrainerConfig, layout: Layout, dtype: str
 ) -> Any:
-    """The `PolicyModel.Config` of an architecture."""
+    """Build the `PolicyModel.Config` of an architecture."""
     a = architecture
     is_cpu = layout.device.type == "cpu"
     norm_config = CpuRMSNorm.Config if is_cpu else RMSNorm.Config
@@ -221,7 +221,7 @@ def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
 def _inner_attention(device: torch.device, dtype: str, config: TrainerConfig) -> Any:
     if device.type == "cpu":
         return TreeAttention.Config()
-    # varlen's kernels know no trees, and do not support float32.
+    # varlen's kernels support neither trees nor float32.
     is_varlen = dtype == "bfloat16" and not config.share_prefixes
     return VarlenAttention.Config() if is_varlen else FlexAttention.Config()
 
@@ -261,17 +261,17 @@ class _Norm(torch.autograd.Function):
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether the operations here can take them."""
+    """Whether the CPU layers of this module can compute with the tensors."""
     are_on_cpu = all(x.device.type == "cpu" for x in tensors)
     are_split = any(isinstance(x, DTensor) for x in tensors)
     return are_on_cpu and not are_split and not torch.compiler.is_compiling()
 
 
 class ScaledRoPE(CosSinRoPE):
-    """Cosines and sines [max_seq_len, 2 * dim], also with ``scaling="llama"``.
+    """Rotary embeddings by cosines and sines [max_seq_len, 2 * dim], also with ``scaling="llama"``.
 
-    torchtitan has Llama's frequency scaling only for its other layout (adjacent pairs), which needs
-    the permutation of weights that `PolicyModel` avoids.
+    torchtitan supports Llama's frequency scaling only in its other layout (adjacent pairs). That
+    layout needs a permutation of weights, which this module avoids.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -299,8 +299,8 @@ class ScaledRoPE(CosSinRoPE):
             cache: torch.Tensor = super()._precompute_cache()
             return cache
         frequencies = config.theta ** -(torch.arange(0, config.dim, 2).float() / config.dim)
-        # Llama 3.1 slows long wavelengths down by the factor and keeps short ones; in between it
-        # interpolates by the number of rotations within the original context.
+        # Llama 3.1 divides the frequencies of long wavelengths by the factor and keeps those of
+        # short ones. In between it interpolates by the number of rotations in the original context.
         rotations = config.original_max_position_embeddings * frequencies / (2 * math.pi)
         kept = (rotations - config.low_freq_factor) / (
             config.high_freq_factor - config.low_freq_factor
@@ -313,7 +313,8 @@ class ScaledRoPE(CosSinRoPE):
 
 
 class _Rotation(torch.autograd.Function):
-    """The halves of a head are the two coordinates; the gradient is rotated back."""
+    """Rotates heads, whose two halves are the coordinates; the backward pass rotates the gradient
+    back."""
 
     @staticmethod
     def forward(

@@ -19,7 +19,8 @@ from torchtitan_rl.training.config import OptimizerConfig
 
 
 class PolicyOptimizer:
-    """For each update call `clip`, then `step` or `discard`; after a step's last one `end_step`."""
+    """For each update, call `clip`, then `step` or `discard`. After the last update of a training
+    step, call `end_step`."""
 
     def __init__(self, model: Any, config: OptimizerConfig, *, max_steps: int) -> None:
         self._model = model
@@ -41,24 +42,24 @@ class PolicyOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of all updates of the next step."""
+        """The learning rate of all updates in the next training step."""
         return float(self._scheduler.schedulers[0].get_last_lr()[0])
 
     def clip(self) -> float:
-        """Clip gradients to the maximum norm; returns the norm before that, over all ranks."""
+        """Clip gradients to the maximum norm, and return the global norm before clipping."""
         return float(clip_grad_norm_(self._model.parameters(), self._max_grad_norm))
 
     def step(self) -> None:
-        """One update."""
+        """Apply one update."""
         self.container.step()
         self.container.zero_grad()
 
     def end_step(self) -> None:
-        """Go on in the schedule, which counts training steps."""
+        """Advance the learning-rate schedule by one training step."""
         self._scheduler.step()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors of the optimizer state."""
+        """Yield the tensors of the optimizer state."""
         for optimizer in self.container:
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
@@ -68,7 +69,7 @@ class PolicyOptimizer:
         self.container.zero_grad()
 
     def restore_schedule(self, step: int) -> None:
-        """Set the learning rate to that after ``step`` training steps."""
+        """Set the learning rate to its value after ``step`` training steps."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*get_last_lr.*")  # from torchtitan's call
             self._scheduler.load_state_dict({"last_epoch": step})

@@ -1,7 +1,7 @@
-"""What torchtitan needs before a model is built: its device, a process group, meshes.
+"""Prepares torchtitan for building a model: device, process group, meshes.
 
-Import this module before any module of torchtitan, in every process: they copy the device's name
-when they are imported, and without an accelerator it must be the CPU.
+Import this module before any module of torchtitan, in every process. torchtitan's modules copy the
+name of the device when they are imported; without an accelerator this module sets it to the CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPMD_BACKEND = "partial_dtensor"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Position of this rank in the meshes. A group that would have one rank is None."""
+    """The position of this rank in the meshes. A group that would have only one rank is None."""
 
     device: torch.device
     parallelism: Any  # torchtitan's ParallelismConfig
@@ -49,11 +49,11 @@ class Layout:
 
 
 def set_up(config: TrainerConfig) -> Layout:
-    """Join the process group of torchrun's environment variables (without them, a group of one
-    rank) and build torchtitan's meshes.
+    """Join the process group that torchrun's environment variables describe (without them, a group
+    of one rank), and build torchtitan's meshes.
 
     Raises:
-        ValueError: the world size differs from the configuration's.
+        ValueError: the world size differs from that of the configuration.
     """
     device = _device()
     owns = not dist.is_initialized()

@@ -1,10 +1,10 @@
-"""The policy's trainer, one instance in each trainer rank.
+"""The policy's trainer. Each trainer rank has one instance.
 
-Public methods are collective unless they say otherwise: all ranks call them with the same arguments
-in the same order. Each rank gets the whole batch and takes its share. A step either ends with new
-weights and ``version + 1``, or raises and changes neither weights nor optimizer nor version. One
-that fails between two of its updates leaves weights of no version: then everything but
-`load_checkpoint` and `close` is refused.
+Public methods are collective unless they state otherwise: all ranks call them with the same
+arguments in the same order. Each rank gets the whole batch and trains on its share. A step either
+ends with new weights and ``version + 1``, or raises and changes neither weights nor optimizer nor
+version. A step that fails after the first of several updates leaves weights that belong to no
+version; every call but `load_checkpoint` and `close` is then refused.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class PolicyTrainer:
     """torchtitan's model, parallelism, optimizer and checkpoints for policy training.
 
     Args:
-        checkpoint_dir: policy in Hugging Face format.
-        seed: of minibatches, and of the random generators (nothing uses them today; they are
-            checkpointed).
-        max_steps: of the whole run, for the learning-rate schedule.
-        dtype: of matrix multiplications; the CPU always uses float32.
+        checkpoint_dir: the policy in Hugging Face format.
+        seed: selects the minibatches, and seeds the random generators (nothing uses them today;
+            they are checkpointed).
+        max_steps: the number of steps of the whole run, for the learning-rate schedule.
+        dtype: the type of matrix multiplications; the CPU always uses float32.
 
     Raises:
-        ConfigError: the checkpoint is missing or of an unsupported model, or `LossConfig.function`
-            cannot be loaded.
-        ValueError: the world size differs from the configuration's.
+        ConfigError: the checkpoint is missing, its model is not supported, or
+            `LossConfig.function` cannot be loaded.
+        ValueError: the world size differs from that of the configuration.
     """
 
     def __init__(
@@ -112,16 +112,17 @@ class PolicyTrainer:
 
     @property
     def version(self) -> int:
-        """Number of training steps that led to the weights."""
+        """The number of training steps after which the weights are."""
         return self._version
 
     def train_step(self, batch: TrainingBatch) -> StepOutput:
-        """One training step of the policy loss, of `TrainerConfig.updates_per_batch` optimizer
-        updates; each is computed from a minibatch and normalized by its totals.
+        """Take one training step of the policy loss. It has `TrainerConfig.updates_per_batch`
+        optimizer updates; each uses one minibatch and is normalized by that minibatch's totals.
 
         Raises:
-            DivergedError: on all ranks, if loss or gradient is NaN or Inf.
-            ValueError: no token is trained on, or an episode is longer than the configured row.
+            DivergedError: the loss or gradient is NaN or Inf. All ranks raise.
+            ValueError: the batch has no trained token, or an episode is longer than
+                `TrainerConfig.max_episode_tokens`.
         """
         selected_N = trained_mask(batch)
         config, seed = self._config, (self._seed, self._version)
@@ -150,11 +151,11 @@ class PolicyTrainer:
         return output
 
     def supervised_step(self, batch: TrainingBatch) -> StepOutput:
-        """One optimizer update on the mean negative logprob (of temperature 1 and the whole
-        vocabulary) over ``loss_mask``.
+        """Take one training step on the mean negative logprob of the tokens in ``loss_mask``, at
+        temperature 1 over the whole vocabulary. It has one optimizer update.
 
         Raises:
-            DivergedError, ValueError: as `train_step`.
+            DivergedError, ValueError: as in `train_step`.
         """
         selected_N = batch.loss_mask & predicted_mask(batch)
         num_trained = int(selected_N.sum())
@@ -166,20 +167,20 @@ class PolicyTrainer:
         return self._step(batch, [(selected_N, objective)])
 
     def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
-        """Logprob [N] of every token given the tokens before it in its episode, at the batch's
-        temperature; 0 on first tokens. Every rank returns the whole array."""
+        """Compute the logprob [N] of every token, given the preceding tokens of its episode, at the
+        batch's temperature. It is 0 for first tokens. Every rank returns the whole array."""
         return self._logprobs(batch, predicted_mask(batch))
 
     def _logprobs(
         self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.float32]:
-        """[N]; 0 on tokens that are not selected."""
+        """Compute logprobs [N]; 0 for tokens that are not selected."""
         self._require()
         logprobs_N = torch.zeros(batch.num_tokens)
         for part in self._share(batch, selected_N).parts:
             with torch.no_grad():
                 output = forward(self._model, batch, part, self._layout)
-            num_entries = len(part.sources_E)  # without a placeholder
+            num_entries = len(part.sources_E)  # a placeholder does not count
             logprobs_N[output.sources_E[:num_entries]] = output.logprobs_E[:num_entries].cpu()
         if self._layout.data_group is not None:
             reduced_N = logprobs_N.to(self._layout.device)
@@ -188,14 +189,15 @@ class PolicyTrainer:
         return logprobs_N.numpy()
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole weights in Hugging Face names on rank 0 (elsewhere: empty), in the type that the
-        policy computes in. May share memory with the model: valid until the next step."""
+        """Return the whole weights under Hugging Face names on rank 0, and nothing on other ranks.
+        The type is the one that the policy computes in. Tensors may share memory with the model, so
+        they are valid only until the next step."""
         self._require()
         return hf_state(self._model, getattr(torch, self._dtype))
 
     def hf_parts(self) -> dict[str, TensorPart] | None:
-        """This rank's part of the same weights; None if they must be gathered (see `hf.hf_parts`).
-        Not collective; valid until the next step."""
+        """Return this rank's part of the weights of `hf_state_dict`; None if the weights must be
+        gathered (see `hf.hf_parts`). Not collective. The parts are valid until the next step."""
         self._require()
         return hf_parts(self._model, getattr(torch, self._dtype))
 
@@ -210,8 +212,8 @@ class PolicyTrainer:
             dist.barrier()
 
     def save_checkpoint(self, path: Path, attachments: Mapping[str, bytes] | None = None) -> None:
-        """Copy model, optimizer, schedule, random state, version and rank 0's ``attachments``, and
-        write them to ``path`` in the background: see `CheckpointWriter.save`."""
+        """Copy model, optimizer, schedule, random state, version and the ``attachments`` of rank 0,
+        and write the copy to ``path`` in the background: see `CheckpointWriter.save`."""
         self._require()
         self._writer.save(
             Path(path),
@@ -222,10 +224,10 @@ class PolicyTrainer:
         )
 
     def finish_checkpoint(self) -> None:
-        """Wait until the last saved checkpoint is on disk; from any thread, at any time.
+        """Wait until the last saved checkpoint is on disk. Any thread may call this at any time.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         self._writer.finish()
 
@@ -233,7 +235,7 @@ class PolicyTrainer:
         """Resume from a checkpoint of this or another parallel layout.
 
         Raises:
-            CheckpointError: as `load_state`, or a checkpoint that was being written failed.
+            CheckpointError: as in `load_state`, or a checkpoint that was being written failed.
         """
         self._memory.require()
         self._writer.finish()
@@ -241,17 +243,17 @@ class PolicyTrainer:
         self._is_between_updates = False
 
     def offload(self) -> None:
-        """Move everything to host memory and free the device's until `onload`; meanwhile only
-        `finish_checkpoint`, `onload` and `close` may be called. Without effect on the CPU."""
+        """Move all state to host memory and free the device memory until `onload`. Until then, only
+        `finish_checkpoint`, `onload` and `close` may be called. This has no effect on the CPU."""
         if self._layout.device.type != "cpu":
             self._memory.offload()
 
     def onload(self) -> None:
-        """Move everything back to the device, bit for bit."""
+        """Move all state back to the device, bit for bit."""
         self._memory.onload()
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
-        """All current tensors that are kept between two steps. Not collective."""
+        """Yield all tensors that are kept between two steps. Not collective."""
         for model in (self._model, self._reference):
             if model is not None:
                 yield from model.parameters()
@@ -274,7 +276,7 @@ class PolicyTrainer:
         batch: TrainingBatch,
         updates: Sequence[tuple[npt.NDArray[np.bool_], _Objective]],
     ) -> StepOutput:
-        """``updates``: what each is trained on, and its objective."""
+        """Take a step. ``updates``: for each update the mask of its tokens, and its objective."""
         self._require()
         started = time.perf_counter()
         num_trained = sum(int(selected_N.sum()) for selected_N, _ in updates)
@@ -323,7 +325,7 @@ class PolicyTrainer:
         return StepOutput(version=self._version, metrics=metrics)
 
     def _share(self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> Share:
-        """This rank's microbatches; every rank has the same number of them."""
+        """Return this rank's microbatches. All ranks have the same number of microbatches."""
         config, longest = self._config, int(batch.episode_lengths.max())
         if longest > config.max_episode_tokens:
             raise ValueError(
@@ -332,14 +334,13 @@ class PolicyTrainer:
             )
         max_tokens = config.max_tokens_per_microbatch
         if self._layout.device.type == "cpu":
-            multiple = config.tensor_parallel  # which shards the tokens between layers
+            multiple = config.tensor_parallel  # tensor parallelism shards tokens between layers
         elif config.compile:
-            multiple = max_tokens  # another length would be compiled again
+            multiple = max_tokens  # every new length would be compiled again
         else:
-            multiple = (
-                config.max_episode_tokens
-            )  # few lengths: attention kernels are compiled for each
-            max_tokens -= max_tokens % multiple  # which padding does not exceed
+            # Attention kernels are compiled for each length, so there should be few lengths.
+            multiple = config.max_episode_tokens
+            max_tokens -= max_tokens % multiple  # so that padding does not exceed the limit
         return rank_share(
             batch,
             selected_N,
@@ -363,10 +364,11 @@ class PolicyTrainer:
                 )
 
     def _require(self) -> None:
-        """
+        """Check that the trainer can be used.
+
         Raises:
             RuntimeError: the trainer is offloaded.
-            DivergedError: the weights are of no version.
+            DivergedError: a step failed between its updates.
         """
         self._memory.require()
         if self._is_between_updates:
@@ -377,11 +379,11 @@ class DeviceMemory:
     """Moves the trainer's state between device and host memory without creating new tensors.
 
     The storages of the tensors are emptied and refilled. Parameters, optimizer states, FSDP's
-    shards and their views stay the same objects, so no other code needs to know. ``tensors``
-    returns all current tensors; several may share a storage.
+    shards and their views stay the same objects, so other code is not affected. ``tensors`` returns
+    all current tensors; several tensors may share a storage.
 
-    `onload` restores every byte that `offload` took; calling either again has no effect. Between
-    the two the tensors have no memory and must not be read.
+    `onload` restores every byte that `offload` copied. A second call of either has no effect. After
+    `offload` and before `onload` the tensors have no memory and must not be read.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -427,7 +429,7 @@ class DeviceMemory:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Each storage once, by an identity that does not depend on its memory."""
+    """Return each storage once. The keys do not change when a storage is resized."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

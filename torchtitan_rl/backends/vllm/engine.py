@@ -1,16 +1,17 @@
 """`VllmEngine`: vLLM's `LLMEngine` as an `Engine`, and the loop that steps it (`build_loop`).
 
-One instance per rank, in the rank's own process; the ranks' loops step them in lockstep ("external
-launcher"). `engine_environment` must be set when the process starts.
+Each rank has one instance in its own process. The ranks' loops step the instances in lockstep
+("external launcher"). The variables of `engine_environment` must be set when the process starts.
 
 Invariants
-- vLLM adds a random suffix, different on each rank, to request ids, so ids are mapped here.
+- Request ids are mapped here, because vLLM adds a random suffix to them, different on each rank.
 - Prefills are never chunked: on a CPU, seeded requests cannot be sampled in chunks.
-- Scheduling is synchronous: lengths read between steps are exact.
-- Grammars are xgrammar's; what it lacks is refused. vLLM fixes one backend at the first grammar, so
-  with "auto" one schema would decide which other requests are refused from then on.
-- Prefix blocks are salted with the number of the last pull, so a request that is added after a
-  pull never reads older ones, whether or not the cache could be reset.
+- Scheduling is synchronous, so lengths read between steps are exact.
+- Grammars use xgrammar; a request that xgrammar does not support is refused. vLLM chooses one
+  backend at the first grammar. With "auto", the first schema would therefore decide which later
+  requests are refused.
+- Prefix blocks are salted with the number of the last pull. A request that is added after a pull
+  therefore never reads older blocks, even if the cache could not be reset.
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ from torchtitan_rl.types import (
 if TYPE_CHECKING:
     from torchtitan_rl.weights.shm import WeightStaging
 
-# Why vLLM ends a request with an error: its grammar rejects every token.
+# The cause when vLLM ends a request with an error: the grammar rejects every token.
 _NO_TOKEN = "its constraints (structured output, allowed or biased tokens) leave it no token"
 
 
 class VllmEngine:
-    """An `Engine`. With ``tensor_parallel > 1`` torch.distributed's variables must be set."""
+    """Implements `Engine`. With ``tensor_parallel > 1`` the variables of torch.distributed must be
+    set."""
 
     def __init__(self, spec: GeneratorSpec, weights: WeightStaging | None = None) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -152,7 +154,7 @@ class VllmEngine:
 
     def abort(self, request_ids: tuple[str, ...]) -> list[Completion]:
         found = [self._pop(name) for name in request_ids if name in self._running]
-        # vLLM returns no output for an aborted request, so it is read before the abort.
+        # vLLM returns no output for an aborted request, so the tokens are read before the abort.
         outputs = [_completion(running) for running in found]
         if found:
             self._engine.abort_request([one.state.request_id for one in found], internal=True)
@@ -237,10 +239,11 @@ class VllmEngine:
     def _distribution(
         self, sampling: SamplingParams, core_request: Any
     ) -> Callable[[], KeptTokens] | None:
-        """What tells of the newest token what it was sampled from; None where nothing is cut."""
+        """Return a function that reads the set of tokens from which the newest token was sampled;
+        None if the request is not trained on or no token was excluded."""
         has_grammar = core_request.structured_output_request is not None
         if not sampling.with_logprobs or not (sampling.truncates or has_grammar):
-            return None  # not trained on, or nothing is cut
+            return None
         if not sampling.truncates:
             grammar = self._grammars.replayable(self._core, core_request)
             if grammar is not None:
@@ -257,7 +260,8 @@ class VllmEngine:
 
 @dataclass(frozen=True, slots=True)
 class _EngineRequest:
-    """vLLM's `RequestState`, whose first ``num_resumed`` output tokens were sampled before."""
+    """A running request: vLLM's `RequestState`, whose first ``num_resumed`` output tokens were
+    sampled earlier, by another request."""
 
     state: Any
     num_resumed: int
@@ -269,11 +273,11 @@ class _EngineRequest:
 
 
 class _Counters:
-    """Replaces vLLM's stat loggers, and only counts.
+    """Replaces vLLM's stat loggers with counters.
 
-    Recomputations after a pull count as preemptions. ``generated_tokens`` is every sampled token:
-    the scheduler reports one for each request that sampled, and no request is aborted during a
-    step.
+    Recomputations after a pull count as preemptions. ``generated_tokens`` counts every sampled
+    token: the scheduler reports one token for each request that sampled in a step, and no request
+    is aborted during a step.
     """
 
     def __init__(self) -> None:
@@ -294,8 +298,8 @@ class _Counters:
 
 
 def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
-    """A replica's engine as arguments of vLLM's ``EngineArgs``; benchmarks use them for vLLM
-    alone."""
+    """Return the arguments of vLLM's ``EngineArgs`` for a replica. Benchmarks also build vLLM alone
+    from them."""
     is_cpu, generator = spec.device == "cpu", spec.generator
     args: dict[str, Any] = {
         "model": str(spec.model),
@@ -341,7 +345,8 @@ def _completion(
     *,
     stop_reason: int | str | None = None,
 ) -> Completion:
-    columns, stats = _columns(running), running.state.stats  # where a time of 0.0 means none
+    # In vLLM's stats a time of 0.0 means that the event has not happened.
+    columns, stats = _columns(running), running.state.stats
     return Completion(
         version_runs=(),
         finish_reason=reason,
@@ -359,7 +364,8 @@ def _completion(
 
 
 def _columns(running: _EngineRequest, start: int = 0) -> dict[str, Any]:
-    """The fields that a `Completion` and a `Progress` share, from token ``start`` on."""
+    """Return the fields that `Completion` and `Progress` share, for the tokens from ``start``
+    on."""
     state, sampled = running.state, running.state.logprobs_processor
     token_ids, first = state.detokenizer.output_token_ids, running.num_resumed
     if len(sampled.sampled) != len(token_ids) - first:
@@ -385,7 +391,7 @@ def build_loop(
     on_pulled: Callable[[int], None] | None = None,
     on_work: OnWork | None = None,
 ) -> EngineLoop:
-    """Build the engine, on all ranks together, and its loop; see `EngineLoop` for the callbacks."""
+    """Build the engine and its loop. Collective. See `EngineLoop` for the callbacks."""
     generator, sync = spec.generator, spec.weight_sync
     return EngineLoop(
         VllmEngine(spec, weights),
@@ -410,19 +416,18 @@ def build_loop(
 def _channel(generator: GeneratorConfig) -> LockstepChannel:
     if generator.tensor_parallel == 1:
         return SoloChannel()
-
     return GlooLockstep(timeout_s=generator.collective_timeout_s)
 
 
-HEADER_BYTES = 2048  # one message for most decisions: 8 bytes of length, then the payload's head
+HEADER_BYTES = 2048  # 8 bytes of length, then the payload's first bytes: enough for most decisions
 
 
 class GlooLockstep:
     """A `LockstepChannel` from rank 0 of the default process group to all its ranks, over a gloo
     group separate from the model's collectives.
 
-    Created on all ranks in the same order; a broadcast that waits for longer than ``timeout_s``
-    raises on the waiting ranks.
+    It must be created on all ranks in the same order. A broadcast that waits for longer than
+    ``timeout_s`` raises on the waiting ranks.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -431,7 +436,7 @@ class GlooLockstep:
         self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
 
     def broadcast(self, data: bytes | None) -> bytes:
-        capacity = HEADER_BYTES - 8  # of the header, for the payload
+        capacity = HEADER_BYTES - 8  # bytes of the payload that fit into the header
         if data is not None:
             head = len(data).to_bytes(8, "little") + data[:capacity]
             self._header[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)

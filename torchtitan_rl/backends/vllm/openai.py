@@ -1,18 +1,18 @@
-"""vLLM's OpenAI-compatible server over our router; it runs in the endpoint's process.
+"""vLLM's OpenAI-compatible server in front of our router. It runs in the endpoint's process.
 
-The application is assembled from vLLM's own serving classes, routes and error handlers, so requests
-mean what they mean in vLLM. Only the engine core is ours (`openai_core`). Differences from
-``vllm serve``:
+The application is assembled from vLLM's own serving classes, routes and error handlers, so a
+request has the same meaning as in vLLM. Only the engine core is replaced (`openai_core`).
+Differences from ``vllm serve``:
 
-- few routes, no CORS, no chat templates from clients;
-- control strings in messages are text;
-- logprobs are of the processed distribution;
-- a stream that fails before its first token is an error response, not an event;
-- with ``return_token_ids`` an answer has ``choices[i].policy_versions``, a list of
-  ``[first token, version]`` (in a stream on the choice's last chunk).
+- Only a few routes are served; there is no CORS, and clients cannot send chat templates.
+- Control strings in messages are treated as plain text.
+- Logprobs are those of the processed distribution.
+- A stream that fails before its first token is an error response, not an event.
+- With ``return_token_ids`` an answer has ``choices[i].policy_versions``, a list of
+  ``[first token, version]``. In a stream, each choice's last chunk has it.
 
-Invariants: a refused request gets an OpenAI error object and affects no other request; no answer
-has a stack trace or a path.
+Invariants: a refused request gets an OpenAI error object and affects no other request. No answer
+contains a stack trace or a path.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ _SERVED = {
 
 
 def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
-    """The application without keys and limits, for the event loop that ``link`` is attached to.
-    Its lifespan must be run.
+    """Build the application without keys and limits. It must run on the event loop to which
+    ``link`` is attached, with its lifespan.
     """
     llm = RouterLLM(_vllm_config(spec), link, spec.endpoint.constraints)
     app = FastAPI(
@@ -120,7 +120,7 @@ def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
 
 
 class RouterLLM(AsyncLLM):
-    """vLLM's asynchronous front end with our engine core."""
+    """vLLM's asynchronous front end, with `RouterCore` as the engine core."""
 
     def __init__(self, vllm_config: Any, link: ControllerLink, constraints: Constraints) -> None:
         reasoning_parser = vllm_config.structured_outputs_config.reasoning_parser
@@ -131,7 +131,7 @@ class RouterLLM(AsyncLLM):
         with _core_client(core):
             super().__init__(
                 vllm_config=vllm_config,
-                executor_class=Executor,  # unused: it belongs to the engine core
+                executor_class=Executor,  # unused: only vLLM's engine core needs it
                 log_stats=True,
                 log_requests=False,
             )
@@ -140,22 +140,24 @@ class RouterLLM(AsyncLLM):
     def generate(
         self, prompt: Any, sampling_params: VllmSamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """As AsyncLLM's.
+        """Generate as AsyncLLM does.
 
         Raises:
-            VLLMValidationError: it has an option that is not served, or no valid session.
+            VLLMValidationError: the request has an option that is not served, or an invalid
+                session.
         """
         refuse_unserved(sampling_params)
         self.constraints.free(sampling_params)
         refuse_unsupported_schema(sampling_params)
-        session_of_request(options.get("session_id"))  # checks it
+        session_of_request(options.get("session_id"))  # raises for an invalid session
         if isinstance(prompt, dict) and prompt.get("cache_salt") is not None:
             raise VLLMValidationError("cache_salt is not served here", parameter="cache_salt")
         return super().generate(prompt, sampling_params, request_id, **options)
 
     def start(self) -> None:
-        """Start to process outputs, on the event loop. Where that task ends by itself, all requests
-        get an error and the link fails, as no request could be answered any more."""
+        """Start the task that processes outputs, on the event loop. If that task ends before
+        `shutdown`, no request can be answered any more: all requests get an error and the link
+        fails."""
         self._run_output_handler()
         self.output_handler.add_done_callback(self._on_outputs_end)
 
@@ -167,24 +169,25 @@ class RouterLLM(AsyncLLM):
         if self._is_ending:
             return
         error = None if task.cancelled() else task.exception()
-        # vLLM passes an exception on to its requests, but not a cancellation.
+        # vLLM passes an exception of the task on to its requests, but not a cancellation.
         self.output_processor.propagate_error(RefusedRequest(RefusedError(*FAILED)))
         self._link.fail(f"outputs are no longer taken: {error or 'see the endpoint log'}")
 
     def _fail(self, request_id: str, error: RefusedRequest) -> None:
-        """End a request and its siblings of the same ``n`` with an error."""
+        """End a request, and the other choices of its ``n``, with an error."""
         state = self.output_processor.request_states.get(request_id)
         if state is None:
             return
         whole = request_id if state.parent_req is None else state.parent_req.request_id
         aborted = self.output_processor.abort_requests([whole], internal=True)
         self.engine_core.abort(aborted)
-        state.queue.put(error)  # instead of the abort's output
+        state.queue.put(error)  # replaces the output of the abort
 
 
 @contextlib.contextmanager
 def _core_client(core: RouterCore) -> Iterator[None]:
-    """Make `AsyncLLM` use ``core``: it calls this factory, and has no argument for another one."""
+    """Make `AsyncLLM` use ``core``. It has no argument for this, so the factory that it calls is
+    replaced."""
     factory = EngineCoreClient.make_async_mp_client
     EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
     try:
@@ -196,7 +199,7 @@ def _core_client(core: RouterCore) -> Iterator[None]:
 def _vllm_config(spec: EndpointSpec) -> Any:
     endpoint = spec.endpoint
     return AsyncEngineArgs(
-        model=str(spec.model),  # its weights are not read
+        model=str(spec.model),  # the weights are not read
         served_model_name=[endpoint.model_name],
         dtype="float32" if spec.device == "cpu" else spec.dtype,
         max_model_len=spec.max_model_len,
@@ -209,7 +212,8 @@ def _vllm_config(spec: EndpointSpec) -> Any:
             {"max_new_tokens": endpoint.max_tokens} if endpoint.max_tokens else {}
         ),
         reasoning_parser=endpoint.reasoning_parser,
-        structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),  # the engines'
+        # the same backend as the engines use
+        structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
     ).create_engine_config()
 
 
@@ -228,7 +232,7 @@ def _serve_model(app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig) -> None
         from vllm.parser.metrics import init_parser_metrics
 
         init_parser_metrics(model_name=endpoint.model_name)
-    if not is_mistral_tokenizer(llm.renderer.tokenizer):  # which does so by itself
+    if not is_mistral_tokenizer(llm.renderer.tokenizer):  # that treats content as text by itself
         llm.renderer.tokenizer = ContentTokenizer(llm.renderer.tokenizer)
     renderer = OnlineRenderer(
         llm.model_config, llm.renderer, request_logger=None, **template, **parsers
@@ -277,9 +281,10 @@ def _add_health_and_metrics(app: FastAPI, llm: RouterLLM, link: ControllerLink) 
 
 
 def _gauges(status: SystemStatus) -> bytes:
-    """Prometheus's text format; names may have labels, and those of counters end in "_total"."""
+    """Return the gauges in Prometheus's text format. Names may have labels; the names of counters
+    end in "_total"."""
     gauges = {"torchtitan_rl_healthy": float(status.is_healthy), **status.gauges}
-    families: defaultdict[str, list[str]] = defaultdict(list)  # the lines of one are adjacent
+    families: defaultdict[str, list[str]] = defaultdict(list)  # lines of a family must be adjacent
     for name, value in sorted(gauges.items()):
         families[name.partition("{")[0]].append(f"{name} {value}\n")
     return "".join(
@@ -289,7 +294,7 @@ def _gauges(status: SystemStatus) -> bytes:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Install vLLM's error handlers, except for those that show internals or end the server."""
+    """Install vLLM's error handlers, except those that show internals or end the server."""
 
     async def answer(request: Request, error: Any) -> Response:
         return await refused(request, error.refusal)

@@ -1,8 +1,8 @@
-"""vLLM's chat and completion classes with what the endpoint adds to their answers.
+"""vLLM's chat and completion classes, changed in three ways:
 
-- ``policy_versions``, for requests with ``return_token_ids``;
-- an error before a stream's first token is an error response, not an event of the stream;
-- refusals have the controller's message.
+- For requests with ``return_token_ids``, answers have ``policy_versions``.
+- An error before a stream's first token is an error response, not an event of the stream.
+- A refusal has the message of the controller.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchtitan_rl.backends.vllm.openai_core import RefusedRequest
 from torchtitan_rl.serving.middleware import close_at_end
 
 _NO_BEAMS = "beam search is not served"
-LAST_OF_CHOICE = '"finish_reason":"'  # in a chunk; null in the others
-_VLLMS_PARSER_OPTION = "--tool-call-parser to be set"  # in its refusal of a chat with tools
+LAST_OF_CHOICE = '"finish_reason":"'  # in a choice's last chunk; null in its other chunks
+_VLLMS_PARSER_OPTION = "--tool-call-parser to be set"  # in vLLM's refusal of a chat with tools
 _NO_PARSER = (
     "tools need endpoint.tool_call_parser, which is not set: start the server with "
     "--endpoint.tool-call-parser and the parser of the policy's calls, such as hermes"
@@ -39,7 +39,8 @@ class AnswerStream:
         self._first: list[Any] = []
 
     async def begin(self) -> AsyncIterator[str]:
-        """Wait for the first output, and raise what it raises."""
+        """Wait for the first output and return the chunks. An error before that output is
+        raised."""
         close_at_end(self._close)
         async for output in self._outputs:
             self._first.append(output)
@@ -47,7 +48,7 @@ class AnswerStream:
         return self.chunks
 
     async def _close(self) -> None:
-        """Abort the requests of this answer that still run."""
+        """Abort the requests of this answer that are still running."""
         for stream in (self.chunks, self._outputs):
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
@@ -60,10 +61,11 @@ class AnswerStream:
 
 
 class _Versions:
-    """The policy versions of each choice of one answer, known at its last token."""
+    """Collects the policy versions of each choice of one answer; vLLM reports them with a choice's
+    last token."""
 
     def __init__(self, num_choices: int = 1) -> None:
-        """``num_choices``: choices of each prompt."""
+        """``num_choices``: the number of choices per prompt."""
         self._num_choices = num_choices
         self._runs: dict[int, list[list[int]]] = {}
 
@@ -73,7 +75,8 @@ class _Versions:
             self._runs[prompt * self._num_choices + output.index] = runs
 
     async def noted(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        """Note and pass on ``outputs``: request outputs, or pairs (prompt, request output)."""
+        """Pass on ``outputs`` (request outputs, or pairs of prompt index and request output), and
+        collect their versions."""
         async for item in outputs:
             prompt, result = item if isinstance(item, tuple) else (0, item)
             for output in result.outputs:
@@ -97,7 +100,7 @@ class _Versions:
 
 
 class _Texts:
-    """The texts that the choices of one answer were parsed from."""
+    """Collects the unparsed text of each choice of one answer."""
 
     def __init__(self) -> None:
         self.of_choice: defaultdict[int, str] = defaultdict(str)
@@ -110,7 +113,7 @@ class _Texts:
 
 
 class RefusalErrors:
-    """Mixin for vLLM's serving classes: errors of a stream that has begun."""
+    """Mixin for vLLM's serving classes: formats a refusal that comes after a stream has begun."""
 
     def create_streaming_error_response(self, message: Any, *args: Any, **options: Any) -> str:
         if isinstance(message, RefusedRequest):

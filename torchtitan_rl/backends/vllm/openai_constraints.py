@@ -1,15 +1,16 @@
-"""Requests that constrain their sampling, and what the endpoint does with them.
+"""Applies, removes or refuses fields of requests that constrain the sampling.
 
 Agent libraries mark tools as strict, require a call or send a schema; vLLM turns each of these into
-a grammar. `EndpointConfig.constraints` says whether it is applied:
+a grammar. `EndpointConfig.constraints` decides whether constraints apply:
 
-- ``constrained``: everything applies, as in vLLM.
-- ``free``: nothing applies, and each such field is counted. The tool parser finds the calls in what
-  the policy wrote; an answer without the call that was required is text, and counted.
-- ``refuse``: a request with such a field is a 400 that names it.
+- ``constrained``: all constraints apply, as in vLLM.
+- ``free``: no constraint applies, and each constraining field is counted. The tool parser finds the
+  calls in the text that the policy wrote. If a required call is missing, the answer is text and is
+  counted.
+- ``refuse``: a request with a constraining field gets a 400 that names the field.
 
-Invariant: unless the option is ``constrained``, no request reaches an engine with a constraint,
-wherever it came from (some tool parsers add a grammar of their own).
+Invariant: unless the option is ``constrained``, no request reaches an engine with a constraint.
+This includes constraints that clients did not send: some tool parsers add a grammar.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_
 from torchtitan_rl.serving.config import Constraints
 
 MISSING_CALLS = "missing_calls"  # answers without a tool call where one was required
-BROKEN_CALLS = "broken_calls"  # answers with a call whose arguments are no JSON object
+BROKEN_CALLS = "broken_calls"  # answers with a call whose arguments are not a JSON object
 
 _SAMPLING_FIELDS = (
     "structured_outputs",
@@ -36,14 +37,14 @@ _SAMPLING_FIELDS = (
     "min_tokens",
     "ignore_eos",
 )
-_FREE_CHOICES = (None, "auto", "none")  # of a tool
+_FREE_CHOICES = (None, "auto", "none")  # values of `tool_choice` that require no call
 _DEFAULTS = VllmSamplingParams()
 
 
 class ConstraintPolicy:
-    """Applies the option to requests as they come in and to sampling parameters as they leave.
+    """Applies the option to incoming requests and to the sampling parameters for the engine.
 
-    ``count`` is called with the name of what is to be counted.
+    ``count`` is called with the name of a counter, to increment it.
     """
 
     def __init__(self, option: Constraints, count: Callable[[str], None]) -> None:
@@ -54,7 +55,7 @@ class ConstraintPolicy:
         """Prepare a parsed chat, text or Responses request.
 
         Raises:
-            VLLMValidationError: it is refused.
+            VLLMValidationError: the request is refused.
         """
         fields = [] if self._option == "constrained" else list(constraining_fields(request))
         if fields and self._option == "refuse":
@@ -67,11 +68,11 @@ class ConstraintPolicy:
             self._count(f"unconstrained/{name}")
         request.requires_call = "tool_choice" in fields
         if request.requires_call:
-            # Otherwise vLLM would take the whole text for the JSON of the call.
+            # Otherwise vLLM would parse the whole text as the JSON of the call.
             request.tool_choice = "auto"
 
     def free(self, params: VllmSamplingParams) -> None:
-        """Remove all constraints, where they do not apply."""
+        """Remove all constraints, unless the option is ``constrained``."""
         if self._option != "constrained":
             for name in _SAMPLING_FIELDS:
                 setattr(params, name, getattr(_DEFAULTS, name))
@@ -79,13 +80,14 @@ class ConstraintPolicy:
     def note_answer(
         self, request: Any, *, arguments: Sequence[str], text: str = "", mark: str | None = None
     ) -> None:
-        """Count the answer to an admitted request where a required call is missing, or a call is
-        broken, whatever the option.
+        """Count an answer without a required call, and an answer with a broken call. This does not
+        depend on the option. The request must have been admitted.
 
         Args:
-            arguments: of the calls that the tool parser found.
-            text: the rest of the answer, or all of it.
-            mark: what begins a call in the text; the parser leaves what it cannot read.
+            arguments: the arguments of each call that the tool parser found.
+            text: the answer, with or without the parsed calls.
+            mark: the string with which a call begins. If the text contains more marks than there
+                are parsed calls, the parser could not read one.
         """
         if request.requires_call and not arguments:
             self._count(MISSING_CALLS)
@@ -96,8 +98,8 @@ class ConstraintPolicy:
 
 
 def refuse_unsupported_schema(params: VllmSamplingParams) -> None:
-    """Raises `VLLMValidationError` for a JSON schema that xgrammar cannot apply, and names the
-    keywords; vLLM's own message does not."""
+    """Raise `VLLMValidationError` for a JSON schema that xgrammar does not support. The message
+    names the keywords; vLLM's own message does not."""
     schema = params.structured_outputs and params.structured_outputs.json
     if not schema:
         return
@@ -106,7 +108,7 @@ def refuse_unsupported_schema(params: VllmSamplingParams) -> None:
         try:
             schema = json.loads(schema)
         except ValueError:
-            return  # vLLM's message says that
+            return  # vLLM's own message reports invalid JSON
     if has_xgrammar_unsupported_json_features(schema):
         keywords = " with ".join(_unsupported_keywords(schema))
         raise VLLMValidationError(
@@ -115,7 +117,8 @@ def refuse_unsupported_schema(params: VllmSamplingParams) -> None:
 
 
 def _unsupported_keywords(schema: dict[str, Any]) -> list[str]:
-    """Of the innermost part that is not supported, the keywords without which it would be."""
+    """Find the innermost unsupported part of the schema, and return the smallest set of its
+    keywords that is unsupported together."""
     for value in schema.values():
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, dict) and has_xgrammar_unsupported_json_features(part):
@@ -129,7 +132,8 @@ def _unsupported_keywords(schema: dict[str, Any]) -> list[str]:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether an answer can have the object: it has no NaN, infinity or unpaired surrogate."""
+    """Whether ``text`` is a JSON object that an answer can contain: one without NaN, infinity or
+    unpaired surrogates."""
     try:
         found = json.loads(text)
         json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
@@ -139,11 +143,12 @@ def is_json_object(text: str) -> bool:
 
 
 def readable_calls(parser_class: Any) -> Any:
-    """A class of parsers that reads only what the policy wrote.
+    """Return a subclass of a vLLM parser that does not change what the policy wrote.
 
-    It leaves calls as text where UTF-8 cannot encode what it reads: a policy may write
-    ``"\\ud800"``, and the parsers replace the escape. Where a stream ends in the same chunk that
-    named the function, a call without arguments stays one: vLLM would complete it with ``{}``.
+    - If UTF-8 cannot encode a call, all calls stay text. A policy may write the escape
+      ``"\\ud800"``, which parsers replace by an unpaired surrogate.
+    - If a stream ends in the chunk that names the function, the call keeps its missing arguments;
+      vLLM would add ``{}``.
     """
     if parser_class is None:
         return None
@@ -178,13 +183,13 @@ def _is_encodable(text: str) -> bool:
 
 
 def call_mark(parser: Any) -> str | None:
-    """What begins a tool call in the texts that a class of parsers reads, where it says so."""
+    """Return the string with which a tool call begins; None if the parser class defines none."""
     mark = getattr(getattr(parser, "tool_parser_cls", None), "tool_call_start_token", None)
     return mark if isinstance(mark, str) else None
 
 
 def constraining_fields(request: Any) -> Iterator[str]:
-    """The names of a request's fields that constrain its sampling."""
+    """Yield the names of a request's fields that constrain its sampling."""
     for name in _SAMPLING_FIELDS:
         if getattr(request, name, None):
             yield name

@@ -1,13 +1,13 @@
 """`RouterCore`: the engine core client of vLLM's front end, connected to the router.
 
-Requests leave as `GenerationRequest`s and come back as vLLM's `EngineCoreOutput`s, so vLLM's own
-processors tokenize, detokenize, format logprobs and fan out ``n``.
+It sends `GenerationRequest`s to the router and returns vLLM's `EngineCoreOutput`s. Tokenization,
+detokenization, the format of logprobs and the expansion of ``n`` are vLLM's.
 
 Invariants
-- Every token reaches vLLM's output processor once, in order, with its logprob and policy version,
-  whether it comes with progress or with the end.
+- Every token reaches vLLM's output processor once, in order, with its logprob and policy version.
+  Tokens arrive in progress messages or with the request's end.
 - A request ends once: with its completion, with its refusal, or by vLLM's abort.
-- A refused request fails alone, with its siblings of the same ``n``.
+- A refusal ends only the refused request and the other choices of its ``n``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from torchtitan_rl.types import (
     VersionRun,
 )
 
-_OPTIONS = (  # sampling parameters of vLLM that are sent to the engine by name
+_OPTIONS = (  # vLLM's sampling parameters that are sent to the engine by name
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -60,9 +60,9 @@ _OPTIONS = (  # sampling parameters of vLLM that are sent to the engine by name
     "logprob_token_ids",
     "structured_outputs",
 )
-# They decide in which text a stop string is searched.
+# These options decide in which text a stop string is searched.
 _TEXT_OPTIONS = ("skip_special_tokens", "spaces_between_special_tokens")
-_UNSERVED = (  # results, or finish reasons, that the engine does not have
+_UNSERVED = (  # they request results or finish reasons that the engine does not have
     "prompt_logprobs",
     "prompt_logprob_token_ids",
     "thinking_token_budget",
@@ -78,7 +78,7 @@ _FINISH_REASONS = {
 
 
 class RefusedRequest(GracefulHTTPError):
-    """A refusal, as an error that vLLM's front end passes on."""
+    """Wraps a refusal in an error that vLLM's front end passes on to the client."""
 
     def __init__(self, refusal: RefusedError) -> None:
         super().__init__(refusal.message, HTTPStatus(refusal.status))
@@ -86,18 +86,18 @@ class RefusedRequest(GracefulHTTPError):
 
 
 def refuse_unserved(params: VllmSamplingParams) -> None:
-    """Raises `VLLMValidationError` (a 400) for what the engines cannot do."""
+    """Raise `VLLMValidationError` (a 400) for an option that the engines do not support."""
     for name in _UNSERVED:
         if getattr(params, name) is not None:
             raise VLLMValidationError(f"{name} is not served here", parameter=name)
 
 
 def session_of_request(named: str | None) -> str | None:
-    """The session of the current HTTP request: that of its headers, else the one that its body
-    names.
+    """Return the session of the current HTTP request, from the headers or else from ``named``, the
+    session id in the body. None if neither has one.
 
     Raises:
-        VLLMValidationError: the body's is no session id, or differs from the headers'.
+        VLLMValidationError: ``named`` is not a valid session id, or the headers have another one.
     """
     of_headers = session_id.get()
     if named is None:
@@ -114,7 +114,8 @@ def session_of_request(named: str | None) -> str | None:
 def generation_request(
     request: EngineCoreRequest, *, model_reasons: bool = False
 ) -> GenerationRequest:
-    """The request for the router. ``model_reasons``: before a structured output."""
+    """Convert to a request for the router. ``model_reasons``: the model may reason before a
+    structured output."""
     session = session_of_request(request.session_id)
     sampling = _sampling(request, model_reasons=model_reasons)
     if session is None and request.sampling_params.num_logprobs is None:
@@ -150,7 +151,7 @@ def _sampling(request: EngineCoreRequest, *, model_reasons: bool) -> SamplingPar
 
 
 def _engine_options(params: VllmSamplingParams) -> dict[str, Any]:
-    """The options that differ from vLLM's defaults, as JSON types."""
+    """Return the options that differ from vLLM's defaults, as JSON types."""
     names = (*_OPTIONS, *_TEXT_OPTIONS) if params.stop else _OPTIONS
     options = {
         name: value
@@ -178,18 +179,19 @@ class _SentRequest:
     num_delivered: int = 0  # tokens
 
 
-Piece = tuple[int | None, EngineCoreOutput]  # tokens of one policy version
+Piece = tuple[int | None, EngineCoreOutput]  # a policy version, and tokens sampled under it
 
 
 class RouterCore(EngineCoreClient):
-    """The engine core client of an `AsyncLLM` whose engines are reached by a `ControllerLink`.
+    """The engine core client of an `AsyncLLM`; it reaches the engines through a `ControllerLink`.
 
-    ``fail`` is called for refused requests; it is set once vLLM's output processor exists.
+    ``fail`` is called for each refused request. The caller sets it after vLLM's output processor
+    exists.
     """
 
     def __init__(self, link: ControllerLink, *, model_reasons: bool = False) -> None:
         self.fail: Callable[[str, RefusedRequest], None]
-        # Both are read by AsyncLLM. Where the controller is lost, the link refuses each request.
+        # AsyncLLM reads both attributes. After the controller is lost, the link refuses requests.
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self._link = link
@@ -216,7 +218,7 @@ class RouterCore(EngineCoreClient):
         self.abort(request_ids)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Abort requests. vLLM also aborts those that it ended itself, at a stop string."""
+        """Abort requests. vLLM also calls this for requests that it ended at a stop string."""
         running = [name for name in request_ids if self._running.pop(name, None) is not None]
         if running:
             self._link.abort(running)
@@ -247,7 +249,7 @@ class RouterCore(EngineCoreClient):
 
 def _progressed(running: _SentRequest, progress: Progress) -> Iterator[Piece]:
     skipped = running.num_delivered - progress.start
-    if 0 <= skipped < len(progress.token_ids):  # after a gap the completion has the tokens
+    if 0 <= skipped < len(progress.token_ids):  # tokens after a gap come with the completion
         yield from _new_tokens(running, progress, progress.start, metrics=None)
 
 
@@ -259,8 +261,8 @@ def _completed(running: _SentRequest, completion: Completion) -> Iterator[Piece]
     if last is not None and not isinstance(completion.stop_reason, str):
         last.finish_reason, last.stop_reason = reason, completion.stop_reason
         return
-    # vLLM's output processor searches the text for stop strings itself, to know where to cut it.
-    # This output ends the request where it found none, and is ignored where it did.
+    # vLLM's output processor searches the text for stop strings itself and cuts the text there. If
+    # it has found one, the following output is ignored; otherwise that output ends the request.
     yield (
         None,
         EngineCoreOutput(
@@ -279,8 +281,8 @@ def _new_tokens(
     *,
     metrics: CompletionMetrics | None,
 ) -> Iterator[Piece]:
-    """The tokens of ``part``, whose first has index ``start``, that were not delivered yet; one
-    piece for each policy version."""
+    """Yield the tokens of ``part`` that were not delivered yet, one piece per policy version. The
+    first token of ``part`` has index ``start`` in the completion."""
     end = start + len(part.token_ids)
     for version, first, last in _spans(part.version_runs, running.num_delivered, end):
         tokens = slice(first - start, last - start)
@@ -297,16 +299,18 @@ def _new_tokens(
 
 
 def _spans(runs: Sequence[VersionRun], start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(version, first index, index after the last) of the tokens from ``start`` to ``end``."""
+    """Yield (version, first index, index after the last) for the tokens from ``start`` to
+    ``end``."""
     run_ends = [run.start for run in runs[1:]] + [end]
-    for run, run_end in zip(runs, run_ends, strict=False):  # no tokens have no runs
+    for run, run_end in zip(runs, run_ends, strict=False):  # without tokens there are no runs
         first, last = max(run.start, start), min(run_end, end)
         if first < last:
             yield run.version, first, last
 
 
 def _logprobs(part: Progress | Completion, tokens: slice) -> LogprobsLists:
-    """Rows: the sampled token, then the most likely ones. No OpenAI answer has ranks."""
+    """Return one row per token: the sampled token, then the most likely ones. The ranks are dummy
+    values, because no OpenAI answer has ranks."""
     if part.top_logprobs:
         rows = part.top_logprobs[tokens]
     else:
@@ -321,8 +325,8 @@ def _logprobs(part: Progress | Completion, tokens: slice) -> LogprobsLists:
 
 
 def _events(running: _SentRequest, metrics: CompletionMetrics | None) -> list[EngineCoreEvent]:
-    """When it was queued and scheduled, on this process's clock. For a streamed request the latter
-    is estimated: its metrics come with its end."""
+    """Return the times when the request was queued and scheduled, on this process's clock. For a
+    streamed request the latter is estimated, because ``metrics`` come with its end."""
     scheduled_s = running.submitted_s + metrics.queue_s if metrics else time.monotonic()
     return [
         EngineCoreEvent.new_event(EngineCoreEventType.QUEUED, running.submitted_s),
@@ -338,8 +342,8 @@ def _prefill_stats(running: _SentRequest, metrics: CompletionMetrics | None) -> 
 
 
 def _batches(requests: list[list[Piece]]) -> Iterator[EngineCoreOutputs]:
-    """Batches of pieces, one version each, as in vLLM: the first pieces of all requests by version,
-    then their second ones, and so on."""
+    """Yield batches of pieces, each of one version, as vLLM does: the first pieces of all requests,
+    grouped by version, then the second pieces, and so on."""
     for index in range(max(map(len, requests), default=0)):
         by_version: dict[int | None, list[EngineCoreOutput]] = {}
         for pieces in requests:

@@ -1,9 +1,11 @@
 """`/v1/messages`: Anthropic's API, which vLLM translates to a chat and back.
 
-Errors leave as OpenAI error objects; `serving.anthropic_errors` gives them Anthropic's shape.
+Errors leave this module as OpenAI error objects; `anthropic_error` converts them to Anthropic's
+format.
 
-A call whose arguments are no JSON object is text: a policy that samples freely may write one, and
-blocks of this API cannot have it. So the calls of a stream are held until its end.
+A policy that samples freely may write a call whose arguments are not a JSON object. Blocks of this
+API cannot hold such a call, so it is returned as text. Calls of a stream are therefore held until
+the end of the stream.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _STREAMED_ERROR = 'data: {"error":'
 
 
 class _CappedChat(ChatCompletionRequest):
-    """``max_tokens`` is a bound, as in Anthropic's API, where clients send more than fits."""
+    """A chat request whose ``max_tokens`` may exceed the free context: in Anthropic's API it is
+    only an upper bound."""
 
     def build_tok_params(self, model_config: Any) -> Any:
         unbound = self.model_copy(update={"max_tokens": None, "max_completion_tokens": None})
@@ -50,7 +53,7 @@ class Messages(Chat, AnthropicServingMessages):
     @classmethod
     def to_chat_completion_request(cls, *args: Any, **options: Any) -> ChatCompletionRequest:
         request = super().to_chat_completion_request(*args, **options)
-        request.thinking_token_budget = None  # how long to think is the policy's
+        request.thinking_token_budget = None  # the policy decides how long it reasons
         _check_tool_choice(request)
         return _CappedChat.model_construct(request.model_fields_set, **request.__dict__)
 
@@ -67,7 +70,7 @@ class Messages(Chat, AnthropicServingMessages):
     async def message_stream_converter(
         self, chunks: AsyncIterator[str]
     ) -> AsyncGenerator[str, None]:
-        """The events of a stream; an error ends it as an event of its own."""
+        """Yield the events of a stream; an error is the last event."""
         error = ""
 
         async def until_error() -> AsyncGenerator[str, None]:
@@ -86,10 +89,10 @@ class Messages(Chat, AnthropicServingMessages):
 
 
 def _check_tool_choice(request: ChatCompletionRequest) -> None:
-    """vLLM checks this in requests that it parses itself.
+    """Check that a required tool exists. vLLM checks this only in chat requests that it parses.
 
     Raises:
-        VLLMValidationError: a call is required, and the tool does not exist.
+        VLLMValidationError: the request requires a call, and the tool does not exist.
     """
     names = [tool.function.name for tool in request.tools or ()]
     choice = request.tool_choice
@@ -100,7 +103,7 @@ def _check_tool_choice(request: ChatCompletionRequest) -> None:
 
 
 async def _with_whole_calls(chunks: AsyncIterator[str]) -> AsyncGenerator[str, None]:
-    """The chunks of a streamed chat, with all calls in the last chunk of the choice."""
+    """Yield the chunks of a streamed chat, with all calls moved to the choice's last chunk."""
     calls: dict[int, dict[str, Any]] = {}
     async for chunk in chunks:
         if '"tool_calls":[' in chunk or LAST_OF_CHOICE in chunk:
@@ -115,7 +118,7 @@ async def _with_whole_calls(chunks: AsyncIterator[str]) -> AsyncGenerator[str, N
 
 
 def _add(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
-    """Add a part of a call to those of a stream."""
+    """Add a streamed part of a call to ``calls``, which are keyed by index."""
     call = calls.setdefault(part["index"], {**part, "function": {"arguments": ""}})
     function = part.get("function") or {}
     call["function"]["arguments"] += function.get("arguments") or ""
@@ -124,7 +127,7 @@ def _add(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
 
 
 def _finish(choice: dict[str, Any], calls: list[dict[str, Any]]) -> None:
-    """Add the calls of a stream to the last chunk of its choice."""
+    """Add all calls of a stream to ``choice``, which is of its last chunk."""
     delta = choice["delta"]
     for call in calls:
         call["function"]["arguments"] = call["function"]["arguments"] or "{}"
@@ -138,9 +141,10 @@ def _finish(choice: dict[str, Any], calls: list[dict[str, Any]]) -> None:
 def _split(
     calls: Sequence[Any], arguments: Sequence[str], *, is_cut: bool = False
 ) -> tuple[list[Any], list[str]]:
-    """The calls that a block can have, and the arguments of the others.
+    """Return the calls that a block can hold, and the arguments of the other calls as texts.
 
-    ``is_cut``: the last one may be the beginning of an object, which clients accept in streams.
+    ``is_cut``: the length limit cut the answer, so the last call may be the beginning of an object.
+    Clients accept this in streams.
     """
     fits = [is_json_object(text) for text in arguments]
     if is_cut and calls:
@@ -157,7 +161,8 @@ def _begins_object(text: str) -> bool:
 
 
 def _reason(reason: str | None, calls: Sequence[Any]) -> str | None:
-    """Why a choice ended; vLLM says "tool_calls" where one was required, also without any."""
+    """Return the finish reason of a choice. vLLM reports "tool_calls" for each required call, even
+    if there is none."""
     return "stop" if reason == "tool_calls" and not calls else reason
 
 

@@ -1,14 +1,15 @@
 """`/v1/responses`: vLLM's class, over a bounded store of conversations.
 
-vLLM's own store is never freed, and what it continues lacks the tool calls of earlier answers. So
-`previous_response_id` is replaced by the conversation that it stands for, and vLLM sees a request
-that brings all of its input.
+vLLM's own store is never freed, and it leaves the tool calls of earlier answers out of a continued
+conversation. So `previous_response_id` is replaced by the whole earlier conversation, and vLLM gets
+a request that contains all of its input.
 
-Each response is kept as JSON, with its own input and the id of the one before it; a conversation is
-the chain of them. A response belongs to the session that asked for it, and no other one sees it.
+Each response is stored as JSON, with its own input and the id of the previous response; a
+conversation is a chain of responses. Only the session that created a response can read it.
 
-Invariant: at most ``max_responses`` with ``max_bytes`` of JSON are kept. Those whose last use is
-longest ago are dropped first; a conversation that is continued counts as used from end to start.
+Invariant: at most ``max_responses`` responses with together ``max_bytes`` of JSON are stored. The
+least recently used one is dropped first. Continuing a conversation uses all of its responses, from
+the last to the first.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _UNSERVED = ("background", "conversation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """What is kept of a request; ``items`` are its own input."""
+    """The part of a request that is stored with its response. ``items`` is the request's own
+    input."""
 
     session: str | None
     items: list[Any]
@@ -62,7 +64,7 @@ class Responses(RefusalErrors, OpenAIServingResponses):
                 raise VLLMValidationError(f"{name} is not served here", parameter=name)
         assert raw_request is not None
         session = session_of_request(self._get_session_id(request, raw_request))
-        # Parsed again: validation has replaced items of the body that FastAPI parsed.
+        # The body is parsed again, because validation has replaced items of the parsed body.
         body = json.loads(await raw_request.body())
         request = self._with_conversation(request, body, session)
         self.engine_client.constraints.admit(request)
@@ -79,14 +81,14 @@ class Responses(RefusalErrors, OpenAIServingResponses):
             history = self.store.conversation(session, previous)
         whole = [_with_one_text(item) for item in (*history, *items)]
         given = {name: value for name, value in body.items() if value is not None}
-        if whole != items or len(given) < len(body):  # vLLM fails at nulls in some places
+        if whole != items or len(given) < len(body):  # vLLM fails at some null values
             given.pop("previous_response_id", None)
             request = ResponsesRequest.model_validate({**given, "input": whole})
-        request.request_id = f"resp_{random_uuid()}"  # no client may choose that of another
+        request.request_id = f"resp_{random_uuid()}"  # a client could choose the id of another one
         request.turn = _Turn(
             session=session, items=items, previous=previous, is_stored=bool(request.store)
         )
-        request.store = False  # by vLLM
+        request.store = False  # vLLM itself stores nothing
         return request
 
     async def responses_full_generator(
@@ -98,7 +100,7 @@ class Responses(RefusalErrors, OpenAIServingResponses):
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Also called at the end of a stream."""
+        """Build the whole answer. vLLM calls this also at the end of a stream."""
         answer = await super().responses_full_generator(
             request, sampling_params, outputs, context, *args, **options
         )
@@ -134,7 +136,8 @@ class Responses(RefusalErrors, OpenAIServingResponses):
 
 
 def _with_one_text(item: Any) -> Any:
-    """An assistant's message as one text: vLLM takes the first part, and fails without one."""
+    """Join the parts of an assistant's message to one text. vLLM reads only the first part, and
+    fails if there is none."""
     if not (isinstance(item, dict) and item.get("role") == "assistant"):
         return item
     parts = item.get("content")
@@ -163,7 +166,7 @@ async def _until_refused(events: AsyncIterator[Any]) -> AsyncGenerator[Any, None
 
 
 def kept_responses(store: ResponseStore) -> APIRouter:
-    """The routes of responses that were answered before."""
+    """Build the routes that read and delete stored responses."""
     router = APIRouter(tags=["responses"])
 
     @router.get("/v1/responses/{response_id}")
@@ -181,11 +184,11 @@ def kept_responses(store: ResponseStore) -> APIRouter:
     return router
 
 
-Owner = str | None  # a session
+Owner = str | None  # a session id
 _Key = tuple[Owner, str]
 
-_OVERHEAD = 1024  # bytes of one entry, in addition to its JSON
-_MAX_DROPPED = 100_000  # remembered, for a clear error
+_OVERHEAD = 1024  # estimated bytes of an entry in addition to its JSON
+_MAX_DROPPED = 100_000  # ids of dropped responses that are remembered, for a clear error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +206,7 @@ class ResponseStore:
     def __init__(self, *, max_responses: int = 10_000, max_bytes: int = 64 << 20) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[_Key, _Stored] = OrderedDict()  # longest unused first
+        self._stored: OrderedDict[_Key, _Stored] = OrderedDict()  # least recently used first
         self._dropped: OrderedDict[_Key, None] = OrderedDict()
         self.num_bytes = 0
 
@@ -213,7 +216,7 @@ class ResponseStore:
     def keep(
         self, owner: Owner, response: Mapping[str, Any], items: Sequence[Any], previous: str | None
     ) -> None:
-        """Keep a response, with the input items that came with its request."""
+        """Store a response, with the input items of its request."""
         stored = _Stored(
             response=json.dumps(response).encode(),
             items=json.dumps(items).encode(),
@@ -229,10 +232,10 @@ class ResponseStore:
                 self._dropped.popitem(last=False)
 
     def conversation(self, owner: Owner, response_id: str) -> list[Any]:
-        """The items of all inputs and outputs up to a response, oldest first.
+        """Return the items of all inputs and outputs up to a response, oldest first.
 
         Raises:
-            RefusedError: 404 or 410, it or one before it is not kept.
+            RefusedError: 404 or 410, the response or an earlier one is not stored.
         """
         turns: list[_Stored] = []
         following: str | None = response_id
@@ -246,16 +249,18 @@ class ResponseStore:
         ]
 
     def read(self, owner: Owner, response_id: str) -> bytes:
-        """A response as JSON.
+        """Return a response as JSON.
 
         Raises:
-            RefusedError: 404 or 410, it is not kept.
+            RefusedError: 404 or 410, the response is not stored.
         """
         return self._find(owner, response_id).response
 
     def delete(self, owner: Owner, response_id: str) -> None:
-        """Raises:
-        RefusedError: 404 or 410, it is not kept.
+        """Delete a response.
+
+        Raises:
+            RefusedError: 404 or 410, the response is not stored.
         """
         self.num_bytes -= self._find(owner, response_id).num_bytes
         del self._stored[owner, response_id]

@@ -1,27 +1,26 @@
 """Converts our `SamplingParams` to vLLM's; engine options are checked in name, type and value.
 
-vLLM's constructor checks no types: a wrong one would fail inside a step, and with it every request
-of the engine. What is refused here reaches no engine.
+vLLM's constructor checks no types. A wrong type would raise inside a step and fail every request of
+the engine, so it is refused here.
 
-`SampledLogprobs` collects logprobs and kept tokens of a running request, instead of vLLM's
-`LogprobsProcessor`, which also ranks, decodes and indexes each entry: 0.2 ms a step with 64 running
-requests, for nothing that is used here.
+`SampledLogprobs` collects logprobs and kept tokens of a running request. It replaces vLLM's
+`LogprobsProcessor`, which also ranks, decodes and indexes each entry. None of this is used here,
+and it took 0.2 ms a step with 64 running requests.
 
-A request that continues after tokens sampled before is treated as if never interrupted:
+A request that resumes after earlier sampled tokens is treated as if it had never been interrupted:
 
 | for | the resumed tokens are |
 |---|---|
 | stop strings, penalties, bad words, minimum lengths, repetition detection, grammars | output |
 | scheduling (computed at once, or served from the prefix cache) | prompt |
 
-The detokenizer, the scheduler and the model runner each get them once, at admission, and in the
-same way on every rank.
+The detokenizer, the scheduler and the model runner each get the resumed tokens once, at admission,
+and in the same way on every rank.
 
 `KeptSets` records which tokens vLLM's sampler kept, for the requests that are trained on. vLLM
-reports such sets itself only with its V2 model runner, and then only for requests with a top_k.
-Here they are read where its sampler has the distribution that it draws from, after every way to cut
-tokens (top_p, top_k, min_p, minimum lengths, allowed tokens, grammars). Requests that are not
-recorded cost nothing.
+itself reports such sets only with its V2 model runner and only for requests with a top_k. Here a
+set is read from the final distribution inside the sampler, after all truncation (top_p, top_k,
+min_p, minimum lengths, allowed tokens, grammars). Requests that are not recorded have no cost.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from typing import Any
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, pack_kept
 from torchtitan_rl.types import Grammar, KeptTokens, SamplingParams, TopLogprobs
 
-# Options that change which tokens are sampled or where they end. Not among them: fields of
-# `SamplingParams`, forms of output (a completion is token ids), and what an engine is built with.
+# Options that change which tokens are sampled or where a completion ends. Excluded are the fields
+# of `SamplingParams`, output formats (a completion is token ids) and engine-wide settings.
 ENGINE_OPTIONS = frozenset(
     {
         "allowed_token_ids",
@@ -55,19 +54,20 @@ ENGINE_OPTIONS = frozenset(
         "structured_outputs",
     }
 )
-# Not sampling parameters of vLLM: they say where the reasoning before a structured output ends.
+# These are no sampling parameters of vLLM: they tell where reasoning ends and a structured output
+# begins.
 REASONING_OPTIONS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 GRAMMAR_BACKEND = (
     "xgrammar"  # of engines and endpoint, and what `orchestration/batching.py` replays
 )
-MAX_LOGIT_BIAS = 100.0  # OpenAI's; vLLM clamps only in its server, and infinities give NaN
+MAX_LOGIT_BIAS = 100.0  # OpenAI's limit; vLLM clamps only in its server, and infinities give NaN
 
 
 def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
-    """A new `vllm.SamplingParams`, for a completion that continues after ``num_resumed`` tokens,
-    which vLLM's limits count too.
+    """Return a new `vllm.SamplingParams` for a completion that resumes after ``num_resumed``
+    tokens. vLLM's limits also count the resumed tokens.
 
-    Text is decoded only where there are stop strings.
+    vLLM decodes text only for requests with stop strings.
 
     Raises:
         ValueError, TypeError, VLLMValidationError, msgspec.ValidationError: an engine option is
@@ -88,7 +88,7 @@ def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
-        # 0: the sampled token's alone
+        # 0 requests the logprob of the sampled token only.
         logprobs=sampling.num_logprobs if sampling.with_logprobs else None,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
@@ -99,10 +99,11 @@ def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
 
 
 def reasoning_of(sampling: SamplingParams) -> tuple[bool | None, dict[str, Any] | None]:
-    """Whether reasoning has ended with the prompt, and the arguments of vLLM's reasoning parser.
+    """Return whether reasoning has ended before the completion, and the arguments of vLLM's
+    reasoning parser.
 
-    A structured output applies from the end of reasoning: at once without the option (True),
-    after the end in the prompt (None) or in the completion (False).
+    A structured output applies after the end of reasoning: at once (True, the default), after the
+    completion has ended its reasoning (False), or, with None, as vLLM finds in the prompt.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -143,9 +144,9 @@ def _checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
 class SampledLogprobs:
     """Has those attributes of a `LogprobsProcessor` that vLLM's `RequestState` uses.
 
-    ``sampled``: the logprob of each token, NaN where none were requested. ``top``: where
-    alternatives were requested, the pairs of each position, the sampled token first. ``kept``:
-    what ``read_kept`` returned for each token, if it is given.
+    ``sampled``: the logprob of each token; NaN if the request has no logprobs. ``top``: one tuple
+    of (token, logprob) pairs per position, the sampled token first; empty if no alternatives were
+    requested. ``kept``: the results of ``read_kept``, one per token; empty without ``read_kept``.
     """
 
     logprobs = None
@@ -164,7 +165,8 @@ class SampledLogprobs:
         self.kept: list[KeptTokens] = []
 
     def update_from_output(self, output: Any) -> None:
-        """Take the logprobs of an `EngineCoreOutput`: arrays [tokens, the batch's widest + 1]."""
+        """Append the logprobs of an `EngineCoreOutput`: arrays [tokens, 1 + the largest number of
+        alternatives in the batch]."""
         if self._read_kept is not None and output.new_token_ids:  # at most one in a step
             self.kept.append(self._read_kept())
         if not self._has_any:
@@ -183,12 +185,12 @@ class SampledLogprobs:
 
 
 def build_core_request(core: Any, engine_request: Any, num_resumed: int) -> Any:
-    """vLLM's `Request` for its core, from an `EngineCoreRequest` whose last ``num_resumed`` prompt
-    tokens were sampled before (0: a request that is not resumed).
+    """Build a `Request` of vLLM's core from an `EngineCoreRequest` whose last ``num_resumed``
+    prompt tokens were sampled earlier (0 for a request that is not resumed).
 
-    Its grammar is compiled and its reasoning parser created here: their errors refuse this request
-    alone, and ranks that compiled in the background would start it at different steps. Of
-    ``engine_request`` only the tokens before the resumed ones stay as its prompt.
+    The grammar is compiled and the reasoning parser created here, for two reasons: an error refuses
+    only this request, and ranks that compiled in the background would start the request at
+    different steps. The resumed tokens are removed from the prompt of ``engine_request``.
 
     Raises:
         ValueError: the grammar rejects the resumed tokens.
@@ -201,7 +203,7 @@ def build_core_request(core: Any, engine_request: Any, num_resumed: int) -> Any:
     if num_resumed:
         tokens = engine_request.prompt_token_ids
         resumed = tokens[-num_resumed:]
-        # num_prompt_tokens, of which the scheduler counts cached ones, stays that of all tokens.
+        # `num_prompt_tokens` still counts all tokens: the scheduler counts cached ones among them.
         engine_request.prompt_token_ids = request.prompt_token_ids = tokens[:-num_resumed]
         request._output_token_ids.extend(resumed)
         if not core.structured_output_manager.accept_tokens(request, resumed):
@@ -210,10 +212,12 @@ def build_core_request(core: Any, engine_request: Any, num_resumed: int) -> Any:
 
 
 def resumed_detokenizer(tokenizer: Any, engine_request: Any, request: Any) -> Any:
-    """A detokenizer that has read the resumed tokens; ``tokenizer`` is None without stop strings.
+    """Return a detokenizer that has read the resumed tokens. ``tokenizer`` is None for a request
+    without stop strings.
 
     vLLM searches for stop strings only after ``min_tokens`` output tokens. `vllm_sampling_params`
-    adds ``num_resumed`` to that, so the resumed tokens are decoded but never searched alone.
+    adds ``num_resumed`` to ``min_tokens``, so a stop string that lies within the resumed tokens
+    does not end the request.
     """
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -226,7 +230,8 @@ def let_runner_resume(core: Any, runner: Any) -> None:
     """Make vLLM's V1 model runner treat resumed tokens as output, as its V2 runner does.
 
     The V2 runner (on CUDA) gets prompt and output tokens separately, as after a preemption. The V1
-    runner gets the prompt alone, and the output here, when it adds the request to its batch.
+    runner gets only the prompt. Here the output is added when the V1 runner adds the request to its
+    batch.
     """
     if core.vllm_config.use_v2_model_runner:
         return
@@ -241,13 +246,15 @@ def let_runner_resume(core: Any, runner: Any) -> None:
     runner.input_batch.add_request = add_row_with_resumed
 
 
-_MAX_GRAMMARS = 64  # serialized ones that are kept
+_MAX_GRAMMARS = 64  # serialized grammars in the cache
 
 
 class KeptSets:
-    """The set of the newest token of each recorded request, by vLLM's internal request id.
+    """Stores, for each recorded request, the set of candidates of its newest token. Keys are vLLM's
+    internal request ids.
 
-    A set of more than ``max_tokens`` entries is None: its token is not trained on.
+    A set is None if its shortest encoding takes more than ``4 * max_tokens`` bytes; its token is
+    then not trained on.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -264,7 +271,7 @@ class KeptSets:
         return self._sets[request_id]
 
     def observe(self, runner: Any, *, is_v2: bool) -> None:
-        """Read the sets of every batch that the sampler of vLLM's model runner draws from."""
+        """Wrap the sampler of vLLM's model runner, so that sets are read from every batch."""
         draw = runner.sampler.sample
         names: Callable[..., Sequence[str]]
         names = _v2_names(runner) if is_v2 else lambda *_: runner.input_batch.req_ids
@@ -278,28 +285,29 @@ class KeptSets:
         runner.sampler.sample = draw_and_read
 
     def _read(self, names: Sequence[str], processed_RV: Any) -> None:
-        """Record the sets of ``processed_RV``: logits or logprobs, one row for each request, -inf
-        where a token is cut."""
+        """Record the sets of ``processed_RV``: logits or logprobs, one row per request, -inf for
+        each excluded token."""
         rows = [row for row, name in enumerate(names) if name in self._sets]
         if not rows:
             return
-        if len(rows) < len(processed_RV):  # a copy, which is slow
+        if len(rows) < len(processed_RV):  # indexing copies, which is slow
             processed_RV = processed_RV[rows]
         for row, kept_V in zip(rows, (processed_RV > -math.inf).cpu().numpy(), strict=True):
-            # A row of NaN keeps nothing; the token's logprob is NaN, too, and is masked for that.
+            # A row of NaN keeps no token; its logprob is NaN too, so the token is masked anyway.
             packed = pack_kept(kept_V) if kept_V.any() else WHOLE_VOCABULARY
             self._sets[names[row]] = packed if len(packed) <= self._max_bytes else None
 
 
 class Grammars:
-    """The grammars of requests; one that several requests have is serialized once."""
+    """Serializes the grammars of requests. A grammar that several requests share is serialized
+    once."""
 
     def __init__(self) -> None:
-        self._data: dict[Any, bytes] = {}  # by what vLLM compiled them from
+        self._data: dict[Any, bytes] = {}  # keyed by the specification that vLLM compiled
 
     def replayable(self, core: Any, request: Any) -> Grammar | None:
-        """The grammar of a request of vLLM's core, if each of its tokens is sampled under it and
-        `orchestration/batching.py` can replay it."""
+        """Return the grammar of a request of vLLM's core; None unless every token of the request is
+        sampled under the grammar and `orchestration/batching.py` can replay it."""
         from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
         structured = request.structured_output_request
@@ -307,7 +315,7 @@ class Grammars:
             return None
         has_reasoner = core.structured_output_manager.reasoner_cls is not None
         if has_reasoner and not structured.reasoning_ended:
-            return None  # it applies from the end of the reasoning on
+            return None  # the grammar applies only after the reasoning
         key = structured.structured_output_key
         if key not in self._data:
             if len(self._data) == _MAX_GRAMMARS:
@@ -319,7 +327,8 @@ class Grammars:
 
 
 def _v2_names(runner: Any) -> Callable[..., Sequence[str]]:
-    """The request of each row, from the arguments of the V2 runner's ``Sampler.sample``."""
+    """Return a function that maps the arguments of the V2 runner's ``Sampler.sample`` to the
+    request id of each row."""
 
     def names(_logits: Any, _expanded: Any, _mapping: Any, rows: Any, *_: Any) -> Sequence[str]:
         return [runner.req_states.index_to_req_id[row] for row in rows.tolist()]
