@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoint_files import publish, seal, temporary_path
-from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle
 from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 

@@ -25,16 +25,23 @@ from monarch.actor import Actor, attach_to_workers, concurrent_endpoint, current
 
 from benchmarks.weight_sync_session import ROW_LEN
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, local_host, start_command
-from torchtitan_rl.backends.monarch.rdma import RdmaOffers, RdmaReader
 from torchtitan_rl.backends.monarch.runtime import spawn_processes, stop_processes
-from torchtitan_rl.backends.monarch.weight_replicator import weight_replicator
+from torchtitan_rl.backends.monarch.weight_replicator import (
+    RdmaOffers,
+    RdmaReader,
+    weight_replicator,
+)
 from torchtitan_rl.backends.specs import WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.launch.interfaces import free_port
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
-from torchtitan_rl.weights.distribution import WeightDistribution
-from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource, SharedMemoryHandle
+from torchtitan_rl.weights.distribution import (
+    RemoteMemoryHandle,
+    RemoteSource,
+    SharedMemoryHandle,
+    WeightDistribution,
+)
 from torchtitan_rl.weights.image import whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.shm import WeightStaging

@@ -6,14 +6,19 @@ and `whole_lines` skips it. `replacing` and `replace_file` write to a temporary 
 folder and rename it, so that a reader finds either the old content or the new content.
 
 Invariant: a torn line is never joined with a line that is written later.
+
+`read_new` reads what was appended to files, and `FileCopies` appends it to copies. A copy has the
+bytes of the original, in order and each once. If a file grows faster than it is read, bytes are
+left out, and a line in the copy tells how many.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
@@ -163,3 +168,82 @@ def _end_of_whole_lines(file: FileIO, size: int) -> int:
             return end - length + found + 1
         end -= length
     return 0
+
+
+MAX_PIECE_BYTES = 1 << 20  # bytes of one file in one reading
+MAX_BEHIND_BYTES = 16 << 20  # if more bytes are unread, the older ones are skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePiece:
+    """Bytes of the file ``name`` from ``start`` on. ``skipped`` bytes before them are left out."""
+
+    name: str
+    start: int
+    data: bytes
+    skipped: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.data)
+
+
+def file_sizes(folder: Path, patterns: Sequence[str]) -> dict[str, int]:
+    """The sizes of the files in ``folder`` that match ``patterns``, by name."""
+    sizes = {}
+    for path in {path for pattern in patterns for path in folder.glob(pattern)}:
+        with suppress(FileNotFoundError):
+            sizes[path.name] = path.stat().st_size
+    return sizes
+
+
+def read_new(
+    folder: Path,
+    offsets: Mapping[str, int],
+    *,
+    patterns: Sequence[str],
+    max_behind_bytes: int = MAX_BEHIND_BYTES,
+) -> list[FilePiece]:
+    """Read the bytes after ``offsets`` (by name; 0 for new files) from the files of ``folder``."""
+    pieces = []
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        offset = offsets.get(path.name, 0)
+        try:
+            with path.open("rb") as file:
+                behind = file.seek(0, 2) - offset
+                skipped = max(0, behind - max_behind_bytes)
+                file.seek(offset + skipped)
+                data = file.read(MAX_PIECE_BYTES)
+        except FileNotFoundError:
+            continue  # the file has just been removed
+        if data:
+            start = offset + skipped
+            pieces.append(FilePiece(name=path.name, start=start, data=data, skipped=skipped))
+    return pieces
+
+
+class FileCopies:
+    """Copies of files in ``folder``, with the names of the originals."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.offsets: dict[str, int] = {}  # number of copied bytes of each original, by name
+
+    def path(self, name: str) -> Path:
+        return self._folder / name
+
+    def write(self, pieces: Sequence[FilePiece]) -> None:
+        """Append pieces to the copies. Pieces that were written before are ignored.
+
+        Raises:
+            OSError: a copy cannot be written; its piece may be written again.
+        """
+        for piece in pieces:
+            if piece.start - piece.skipped != self.offsets.get(piece.name, 0):
+                continue  # already written
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self.path(piece.name).open("ab") as file:
+                if piece.skipped:
+                    file.write(f"\n[{piece.skipped} bytes are left out]\n".encode())
+                file.write(piece.data)
+            self.offsets[piece.name] = piece.end

@@ -14,7 +14,7 @@ from torchtitan_rl.generation.requests import Listener
 from torchtitan_rl.routing.continuation import PartialTokens
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest, Progress
-from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle
 
 WAIT_S = 120.0
 FREEZE_STEP = 12

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.real.trainer_helpers import free_ports, run_ranks
 from torchtitan_rl.backends.monarch.trainer_rank import JointPublisher
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle
 from torchtitan_rl.weights.image import TensorPart
 from torchtitan_rl.weights.shm import SharedMemoryPublisher, WeightStaging
 

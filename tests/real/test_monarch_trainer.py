@@ -20,7 +20,7 @@ from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training.checkpoint_files import MARKER, load_attachment
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.weights.config import Transport
-from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle
 
 
 def test_the_trainer_trains_publishes_and_saves_while_a_checkpoint_is_being_written(

@@ -34,18 +34,21 @@ from tests.real.models import tiny_model
 from tests.real.trainer_helpers import CONFIG, MAX_STEPS, random_batch
 from tests.support.worker_hosts import worker_hosts
 from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, local_host, start_command
-from torchtitan_rl.backends.monarch.rdma import RdmaOffers
 from torchtitan_rl.backends.monarch.runtime import ProcessMesh, spawn_processes, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.monarch.weight_replicator import WeightReplicator
+from torchtitan_rl.backends.monarch.weight_replicator import RdmaOffers, WeightReplicator
 from torchtitan_rl.backends.specs import TrainerSpec, WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.launch.interfaces import free_port
 from torchtitan_rl.training.config import OptimizerConfig
 from torchtitan_rl.weights.config import Transport, WeightSyncConfig
-from torchtitan_rl.weights.distribution import WeightDistribution
-from torchtitan_rl.weights.handle import RemoteMemoryHandle, RemoteSource, SharedMemoryHandle
+from torchtitan_rl.weights.distribution import (
+    RemoteMemoryHandle,
+    RemoteSource,
+    SharedMemoryHandle,
+    WeightDistribution,
+)
 from torchtitan_rl.weights.image import plan_image, whole_parts
 from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.shm import WeightStaging

@@ -33,7 +33,7 @@ from torchtitan_rl.types import (
     add_run,
     runs_before,
 )
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 
 def connected(replicas: Iterable[FarReplica]) -> list[ConnectedReplica[FarReplica]]:

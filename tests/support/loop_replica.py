@@ -7,7 +7,7 @@ import asyncio
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
 from torchtitan_rl.routing.remote import ConnectedReplica
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 from torchtitan_rl.weights.shm import WeightStaging
 
 

@@ -25,7 +25,7 @@ from torchtitan_rl.types import (
     SamplingParams,
     VersionRun,
 )
-from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle, WeightHandle
 
 
 def request(

@@ -43,7 +43,7 @@ from torchtitan_rl.types import (
     PullReport,
     VersionRun,
 )
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 if TYPE_CHECKING:
     from tests.support.simulated_trainer import SimTrainer

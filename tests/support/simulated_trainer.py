@@ -28,7 +28,7 @@ from torchtitan_rl.errors import (
 )
 from torchtitan_rl.training import checkpoint_files as files
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle
 
 if TYPE_CHECKING:
     from tests.support.simulated_replica import SimReplica

@@ -1,20 +1,20 @@
-"""The rules that the files of a run must satisfy. Without I/O.
+"""The rules that metrics, checkpoints and journal of a run must satisfy. Without I/O.
 
 A rule yields a sentence for each violation. `Check` counts the checked items, and keeps the
-sentences with their places. `audit/run.py` applies the rules to the files of a run; the campaign of
-simulated faults (`tests/campaign/`) does so whenever its simulated run has stopped.
+sentences with their places. `audit/run.py` applies the rules to the files of a run, and has the
+rules of ``rollouts.jsonl``. The campaign of simulated faults (`tests/campaign/`) does so whenever
+its simulated run has stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import groupby
 from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError, one_line
-from torchtitan_rl.observability.rollouts import LOGGED, logged_metrics
+from torchtitan_rl.observability.rollouts import LOGGED
 from torchtitan_rl.observability.sinks import Line, Row, RowKind, Split
 from torchtitan_rl.orchestration.checkpointing import RunPosition, SavedRun
 from torchtitan_rl.orchestration.journal import Row as JournalRow
@@ -29,7 +29,7 @@ from torchtitan_rl.types import Completion, RolloutStatus
 Errors = Iterator[str]
 
 _UNREADABLE = (TorchtitanRLError, ValueError, KeyError, TypeError, AttributeError, IndexError)
-_RESTORE = "restore the file from a copy"
+RESTORE = "restore the file from a copy"
 _UNACCOUNTED = "account/unaccounted_tokens"
 _BY_CAUSE = ("tokens_masked", "tokens_discarded", "groups_discarded")
 _COUNTS = tuple(one.name for one in fields(LedgerTotals) if one.name not in _BY_CAUSE)
@@ -327,7 +327,7 @@ def _group_errors(
     if len({rollout.rollout_id for rollout in rollouts}) != len(rollouts):
         yield "a rollout is there twice"
     for rollout in rollouts:
-        yield from _ending_errors(rollout.rollout_id, rollout.status, rollout.reward)
+        yield from ending_errors(rollout.rollout_id, rollout.status, rollout.reward)
         for turn in rollout.turns:
             yield from _completion_errors(turn.completion, version, entry.admitted_version)
 
@@ -365,7 +365,7 @@ def _completion_errors(completion: Completion, newest: int, oldest: int = 0) -> 
         yield f"{name}: tokens of versions {wrong}, not from {oldest} to {newest}"
 
 
-def _ending_errors(name: str, status: RolloutStatus | str, reward: float | None) -> Errors:
+def ending_errors(name: str, status: RolloutStatus | str, reward: float | None) -> Errors:
     """Check that a rollout has a reward exactly if it did not fail."""
     try:
         if RolloutStatus(status).is_failure != (reward is None):
@@ -433,106 +433,4 @@ def check_journal(
         check.require(
             newest_version(row.completion) <= version,
             f"{where} has tokens of a version after {version}",
-        )
-
-
-def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) -> list[Check]:
-    """Check ``rollouts.jsonl``, by itself and against the rows of ``metrics.jsonl``."""
-    ids = Check(name="rollouts: ids", what="rollouts")
-    tokens = Check(name="rollouts: tokens", what="turns")
-    endings = Check(name="rollouts: endings", what="rollouts")
-    written = Check(name="rollouts: as they were written", what="steps and evaluations")
-    last_step, problems, step = metrics.last_step, set[str](), 0
-    seen: set[tuple[int, int, str]] = set()  # rollouts of evaluations and of this step
-    missing: dict[tuple[int, str], str] = {}
-    for (at, split), numbers in metrics.logged.items():
-        if number := numbers[f"{LOGGED}/{split}/rollouts"]:
-            missing[at, split] = (
-                f"rollouts.jsonl: {number:.0f} {split} rollouts of step {at} are missing"
-            )
-    # A run may be killed after it has logged the rollouts of a step and before it writes the step's
-    # row; or, when it is resumed, between dropping the rows and dropping the rollouts.
-    newest = last_step + 1 if promises.num_steps is None else promises.num_steps
-    for (at, split), grouped in groupby(lines, key=lambda one: (one.row["step"], one.row["split"])):
-        batch, is_train = list(grouped), split == "train"
-        where = batch[0].where
-        if is_train:
-            ids.require(at >= step, f"{where}: step {at} after step {step}")
-            step = at
-            seen = {one for one in seen if one[0] >= step}
-        else:
-            problems |= {line.row["problem_id"] for line in batch}
-        ids.require(at <= newest, f"{where}: step {at} is in no row of the metrics")
-        ids.look(where, _repeated(batch, seen), len(batch))
-        for line in batch:
-            check_rollout(endings, tokens, line.where, line.row, promises, is_train=is_train)
-        what, said = f"{where}: the {split} rollouts of step {at}", metrics.logged.get((at, split))
-        if said is None:
-            # The row of an evaluation may be missing, if the run was killed before writing it.
-            is_due = is_train and at <= last_step
-            written.require(not is_due, f"{what} are in no row of the metrics")
-        elif differing := _differing(batch, split, said):
-            if (at, split) in missing:  # one batch of a repeated evaluation must match its row
-                missing[at, split] = f"{what} are not those that were written, {differing}"
-        else:
-            written.looked_at += 1
-            missing.pop((at, split), None)
-    written.violations += [f"{text}; {_RESTORE}" for text in missing.values()]
-    ids.require(
-        metrics.num_problems is None or len(problems) <= metrics.num_problems,
-        f"{len(problems)} problems were validated, of {metrics.num_problems} that are the same "
-        "each time",
-    )
-    return [ids, tokens, endings, written]
-
-
-def _repeated(batch: Sequence[Line], seen: set[tuple[int, int, str]]) -> Errors:
-    for line in batch:
-        key = line.row["step"], line.life, f"{line.row['split']} {line.row['rollout_id']}"
-        if key in seen:
-            yield f"rollout {line.row['rollout_id']} is there twice for step {key[0]}"
-        seen.add(key)
-
-
-def _differing(batch: Sequence[Line], split: str, said: Mapping[str, float]) -> str:
-    """Describe how rollouts differ from ``said``, the `logged_metrics` in the row of their step."""
-    lives = {line.life for line in batch}
-    batch = [line for line in batch if line.life == max(lives)]
-    now = logged_metrics(split, [line.row for line in batch], [line.data for line in batch])
-    return ", ".join(
-        f"{name.rpartition('/')[2]} {now[name]:.17g} and not {said.get(name)}"
-        for name in now
-        if now[name] != said.get(name)
-    )
-
-
-def check_rollout(
-    endings: Check, tokens: Check, where: str, row: Row, promises: Promises, *, is_train: bool
-) -> None:
-    """Check one row of ``rollouts.jsonl`` by itself."""
-    endings.look(where, _ending_errors(row["rollout_id"], row["status"], row["reward"]))
-    for number, turn in enumerate(row["turns"]):
-        errors = _turn_errors(row["version"], turn, promises.staleness, is_train)
-        tokens.look(f"{where}, turn {number}", errors)
-
-
-def _turn_errors(version: int, turn: Row, staleness: int | None, is_train: bool) -> Errors:
-    """Check the lengths and versions of a turn. ``version`` is the policy version after the row's
-    step."""
-    lengths = [len(turn[name]) for name in ("token_ids", "logprobs", "versions")]
-    if len(set(lengths)) > 1:
-        yield f"{lengths[0]} tokens, {lengths[1]} logprobs and {lengths[2]} versions"
-    found = set(turn["versions"])
-    if not found:
-        return
-    if not is_train:
-        if found != {version}:
-            yield f"validated under {sorted(found)}, not {version} alone"
-        return
-    if max(found) > version:
-        yield f"tokens of version {max(found)} at {version}"
-    if staleness is not None and version - 1 - min(found) > staleness:
-        yield (
-            f"tokens of version {min(found)} trained at {version - 1}; schedule.staleness is "
-            f"{staleness}"
         )

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from torchtitan_rl.agents.task import AgentTask
-from torchtitan_rl.config.checks import check_fields
+from torchtitan_rl.bounds import check_fields
 from torchtitan_rl.config.loader import load_config, parse_options, split_config
 from torchtitan_rl.config.model import find_policy
 from torchtitan_rl.config.run import RunConfig

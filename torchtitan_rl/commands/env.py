@@ -18,20 +18,11 @@ from typing import Annotated, Any, Literal
 from tyro.conf import EnumChoicesFromValues, Positional, arg
 
 from torchtitan_rl.agents.task import AgentTask, environment_factory
-from torchtitan_rl.audit.env import (
-    CheckedProblem,
-    EnvChecker,
-    Finding,
-    Mistake,
-    ScriptedPolicy,
-    Watched,
-    describe_rollout,
-    settled,
-)
-from torchtitan_rl.bounds import Positive, PositiveFloat
+from torchtitan_rl.audit.env import CheckedProblem, EnvChecker, ScriptedPolicy, settled
+from torchtitan_rl.audit.findings import Finding, Mistake, Watched, describe_rollout
+from torchtitan_rl.bounds import Positive, PositiveFloat, check_fields
 from torchtitan_rl.commands.console import StopSignals, run_command
 from torchtitan_rl.commands.replicas import Replicas
-from torchtitan_rl.config.checks import check_fields
 from torchtitan_rl.config.evaluate import prepare_generation
 from torchtitan_rl.config.loader import load_config, parse_options, split_options
 from torchtitan_rl.config.model import read_architecture

@@ -32,7 +32,7 @@ import msgspec
 from annotated_types import Interval
 
 from torchtitan_rl.backends.specs import GeneratorSpec
-from torchtitan_rl.bounds import Count, Name, PositiveShare, Seed, Share, Tokens
+from torchtitan_rl.bounds import Count, Name, PositiveShare, Seed, Share, Tokens, field_errors
 from torchtitan_rl.commands.console import (
     after_last_message,
     divert_everything,
@@ -40,7 +40,7 @@ from torchtitan_rl.commands.console import (
     exit_code_of,
     without_python_output,
 )
-from torchtitan_rl.config.checks import field_errors, generator_errors
+from torchtitan_rl.config.checks import generator_errors
 from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.config.model import find_policy, resolve_checkpoint
 from torchtitan_rl.config.run import File, output_file_errors

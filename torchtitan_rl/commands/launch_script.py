@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import tyro
 
-from torchtitan_rl.config.checks import check_fields
+from torchtitan_rl.bounds import check_fields
 from torchtitan_rl.config.loader import load_config, parse_options, split_config
 from torchtitan_rl.config.machine import NoRoomError, host_name, made_up_hosts
 from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts

@@ -29,9 +29,8 @@ from torchtitan_rl.serving.bridge import BridgeCounts, Endpoint
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.report import SessionEnding
-from torchtitan_rl.serving.service import EndpointService
+from torchtitan_rl.serving.service import EndpointService, WeightLoader
 from torchtitan_rl.serving.sessions import Sessions
-from torchtitan_rl.serving.weight_loading import WeightLoader
 
 if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.run import ServeProcesses

@@ -1,22 +1,17 @@
 """All checks of a run's configuration: one message per error, before a process starts.
 
 Each message names the field, its value and the fix. A user sees all messages at once:
-`field_errors` checks each field by itself. If it finds no error, `find_errors` checks the fields
-against each other, and against the policy and the machine.
+`bounds.field_errors` checks each field by itself. If it finds no error, `find_errors` checks the
+fields against each other, and against the policy and the machine.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
-from pathlib import Path
-from typing import Any, get_type_hints
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.bounds import load_function
@@ -29,7 +24,7 @@ from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.decision import kv_policy_errors
-from torchtitan_rl.orchestration.capacity import capacity_errors
+from torchtitan_rl.orchestration.config import capacity_errors
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import ADVANTAGE_KINDS, turn_advantages
 from torchtitan_rl.rollout.task import Task
@@ -89,79 +84,6 @@ _RELATIONS = {
     ">=": (operator.ge, "at least"),
     ">": (operator.gt, "more than"),
 }
-
-
-def check_fields(config: Any, prefix: str = "") -> None:
-    """Check each field of ``config`` by itself; ``prefix`` as in `field_errors`.
-
-    Raises:
-        ConfigError: fields have wrong values. There is one message for each of them.
-    """
-    if errors := field_errors(config, prefix):
-        raise ConfigError(list(errors.values()))
-
-
-def field_errors(config: Any, prefix: str = "") -> dict[str, str]:
-    """One message per wrong field, by its dotted name, including nested configurations. With the
-    prefix ``--``, the messages use the names of command-line options.
-
-    The bounds of a field are annotations of its type. All numbers must be finite, also those of a
-    task; `Task.errors` checks a task's other values.
-    """
-    from pydantic import ValidationError  # slow to import
-
-    errors: dict[str, str] = {}
-    kind: Any = type(config)
-    for field, adapter in _adapters(kind).items():
-        name, value = f"{prefix}{field}", getattr(config, field)
-        try:
-            adapter.validate_python(value)
-        except ValidationError as error:
-            if prefix == "--":
-                name = name.replace("_", "-")
-            fixes = dict.fromkeys(
-                one["msg"]
-                .replace("Input should be", "it must be")
-                .replace("Field required", "it must have more items")
-                for one in error.errors()
-            )
-            errors[name] = f"{name} is {_shown(value)}: {' or '.join(fixes)}"
-            continue
-        parts = value if isinstance(value, dict) else {"": value}
-        for part, one in parts.items():
-            if dataclasses.is_dataclass(one) and not isinstance(one, type):
-                errors |= field_errors(one, f"{name}.{part}." if part else f"{name}.")
-    return errors
-
-
-@functools.cache
-def _adapters(kind: Any) -> dict[str, Any]:
-    """The pydantic validator of each field."""
-    from pydantic import ConfigDict, PydanticUserError, TypeAdapter
-    from pydantic_core import SchemaValidator, core_schema
-
-    strict = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-    names = [field.name for field in dataclasses.fields(kind)]
-    hints: dict[str, Any] = dict.fromkeys(names, Any)
-    for base in reversed(kind.__mro__):
-        with suppress(NameError):  # a task's types may be imported for type checkers only
-            hints |= get_type_hints(base, include_extras=True)
-    adapters: dict[str, Any] = {}
-    for name in names:
-        hint = hints[name]
-        try:
-            if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-                adapters[name] = SchemaValidator(core_schema.is_instance_schema(hint))
-            else:
-                adapters[name] = TypeAdapter(hint, config=strict)
-        except PydanticUserError:  # pydantic does not know the type of a task's field
-            adapters[name] = TypeAdapter(Any)
-    return adapters
-
-
-def _shown(value: Any) -> str:
-    text = str(value) if isinstance(value, int | float | Path) else repr(value)
-    return text if text.isprintable() else repr(text)
 
 
 def find_errors(

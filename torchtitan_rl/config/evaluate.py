@@ -19,13 +19,8 @@ import xxhash
 from tyro.conf import Positional, arg
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
-from torchtitan_rl.bounds import Positive
-from torchtitan_rl.config.checks import (
-    check_fields,
-    field_errors,
-    generator_errors,
-    start_notes,
-)
+from torchtitan_rl.bounds import Positive, check_fields, field_errors
+from torchtitan_rl.config.checks import generator_errors, start_notes
 from torchtitan_rl.config.machine import machine_facts
 from torchtitan_rl.config.model import find_policy, is_hub_name, resolve_checkpoint
 from torchtitan_rl.config.plan import plan_serving

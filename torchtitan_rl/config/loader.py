@@ -24,8 +24,7 @@ from typing import TypeVar
 
 import tyro
 
-from torchtitan_rl.bounds import import_file
-from torchtitan_rl.config.checks import field_errors
+from torchtitan_rl.bounds import field_errors, import_file
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, one_line
 

@@ -28,29 +28,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.rope_fields import rope_scaling, rope_theta, rope_type
+from torchtitan_rl.rope_fields import (
+    Llama3Scaling,
+    llama3_scaling,
+    rope_theta,
+    unsupported_rope,
+)
 
 _MUST_BE_OFF = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
 _SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("vocab_size", "max_position_embeddings"),
 )
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _NORM_EPS = 1e-6  # the default of transformers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Scaling:
-    """Parameters by which Llama 3.1 scales its rotary frequencies, with torchtitan's names."""
-
-    scaling_factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +101,7 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
     config = _with_defaults(config)
     if reasons := _unsupported(config):
         raise ConfigError([f"policy.checkpoint: {path}: {reason}" for reason in reasons])
-    rope, family = rope_scaling(config), FAMILIES[config["model_type"]]
+    family = FAMILIES[config["model_type"]]
     return PolicyArchitecture(
         dim=config["hidden_size"],
         hidden_dim=config["intermediate_size"],
@@ -122,7 +112,7 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
         vocab_size=config["vocab_size"],
         norm_eps=config.get("rms_norm_eps", _NORM_EPS),
         rope_theta=float(rope_theta(config)),
-        rope_scaling=_llama3_scaling(rope),
+        rope_scaling=llama3_scaling(config),
         has_qk_norm=family.has_qk_norm,
         has_qkv_bias=family.has_qkv_bias,
         has_tied_embeddings=config.get("tie_word_embeddings", False),
@@ -192,7 +182,7 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
         reasons.append(f"hidden_act {config['hidden_act']!r} is not supported; use silu")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         reasons.append("partial_rotary_factor is not supported; use a model that rotates it all")
-    return [*reasons, *_unsupported_sizes(config), *_unsupported_rope(config)]
+    return [*reasons, *_unsupported_sizes(config), *unsupported_rope(config)]
 
 
 def _unsupported_sizes(config: dict[str, Any]) -> list[str]:
@@ -210,16 +200,6 @@ def _unsupported_sizes(config: dict[str, Any]) -> list[str]:
         return [f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"]
     if _head_dim(config) % 2:
         return [f"head_dim {_head_dim(config)} is odd, and cannot be rotated"]
-    return []
-
-
-def _unsupported_rope(config: dict[str, Any]) -> list[str]:
-    rope = rope_scaling(config)
-    kind = rope_type(rope)
-    if kind not in ("default", "llama3"):
-        return [f"rope_type {kind!r} is not supported; use default or llama3"]
-    if kind == "llama3" and (missing := [name for name in _LLAMA3 if name not in rope]):
-        return [f"rope_type 'llama3' lacks {', '.join(missing)}"]
     return []
 
 
@@ -246,17 +226,6 @@ def _head_dim(config: dict[str, Any]) -> int:
 
 def _dtype(config: dict[str, Any]) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
-
-
-def _llama3_scaling(rope: dict[str, Any]) -> Llama3Scaling | None:
-    if rope_type(rope) != "llama3":
-        return None
-    return Llama3Scaling(
-        scaling_factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_position_embeddings=rope["original_max_position_embeddings"],
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,8 @@ from annotated_types import Interval
 from tyro.conf import Positional, arg
 
 from torchtitan_rl.agents.task import agent_notes
-from torchtitan_rl.bounds import MAX_SECONDS, Seed
+from torchtitan_rl.bounds import MAX_SECONDS, Seed, check_fields
 from torchtitan_rl.config.checks import (
-    check_fields,
     errors_on_hosts,
     find_errors,
     generator_errors,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -362,15 +363,7 @@ def _host_list_errors(launch: LaunchConfig) -> list[str]:
 
 
 def _address_errors(launch: LaunchConfig) -> list[str]:
-    def errors_of(field: str, text: str, *, is_own: bool = False) -> list[str]:
-        return address_errors(
-            field,
-            text,
-            keys=launch.keys,
-            allow_plain_tcp=launch.allow_plain_tcp,
-            is_own=is_own,
-        )
-
+    errors_of = partial(address_errors, keys=launch.keys, allow_plain_tcp=launch.allow_plain_tcp)
     errors = [error for text in launch.attach for error in errors_of("launch.attach", text)][:1]
     if launch.address:
         if not launch.attach:

@@ -19,8 +19,13 @@ from annotated_types import Interval
 
 from torchtitan_rl.bounds import NAMED, Count, LongSeconds, Name, OptionalName, Positive, Seed
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.capacity import Capacity, derive_capacity
-from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
+from torchtitan_rl.orchestration.config import (
+    Capacity,
+    CheckpointConfig,
+    EvaluationConfig,
+    ScheduleConfig,
+    derive_capacity,
+)
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import EndpointConfig

@@ -24,7 +24,7 @@ from torchtitan_rl.orchestration.records import (
 from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus, Turn, spans
-from torchtitan_rl.weights.handle import Fetched
+from torchtitan_rl.weights.distribution import Fetched
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:

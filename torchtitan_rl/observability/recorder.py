@@ -43,7 +43,7 @@ from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord,
 from torchtitan_rl.rollout.calls import abandoned
 from torchtitan_rl.rollout.rollouter import describe_failures, num_failed
 from torchtitan_rl.serving.config import EndpointConfig
-from torchtitan_rl.weights.handle import Fetched
+from torchtitan_rl.weights.distribution import Fetched
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from torchtitan_rl.rollout.episodes import has_signal
 from torchtitan_rl.rollout.rollouter import all_failed_alike, describe_failures
 from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.types import RolloutGroup
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 
 class StopRequested(TorchtitanRLError):

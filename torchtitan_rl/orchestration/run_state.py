@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
-from torchtitan_rl.orchestration.capacity import Capacity
+from torchtitan_rl.orchestration.config import Capacity
 from torchtitan_rl.orchestration.journal import Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import Recorder, RetryingRecorder
@@ -25,7 +25,7 @@ from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem, RolloutGroup
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 
 class Claim(Protocol):

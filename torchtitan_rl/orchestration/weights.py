@@ -31,7 +31,7 @@ from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.routing.weights import SyncReport
 from torchtitan_rl.weights.config import WeightSyncConfig
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from torchtitan_rl.errors import TorchtitanRLError
-from torchtitan_rl.orchestration.capacity import Capacity
+from torchtitan_rl.orchestration.config import Capacity
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.types import Problem, RolloutGroup

@@ -22,7 +22,7 @@ from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, ReplicaEr
 from torchtitan_rl.generation.commands import EngineCommand, copy_of
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 T = TypeVar("T")
 

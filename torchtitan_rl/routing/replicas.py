@@ -46,7 +46,7 @@ from torchtitan_rl.errors import ConfigError, DeadlineError, GenerationError, Re
 from torchtitan_rl.generation.commands import EngineCommand, copy_of
 from torchtitan_rl.routing.clock import ActiveTime, Wakeups
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 T = TypeVar("T")
 

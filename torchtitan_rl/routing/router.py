@@ -29,7 +29,7 @@ from torchtitan_rl.routing.replicas import Phase, Replica, ReplicaPool, ReplicaS
 from torchtitan_rl.routing.requests import OnEnded, ReplicaAccount, RequestTracker
 from torchtitan_rl.routing.weights import SyncMode, SyncOrder, SyncReport, WeightSync
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, OnProgress
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 __all__ = ["GeneratorRouter", "OnEnded", "ReplicaAccount", "SyncMode", "SyncOrder", "SyncReport"]
 

@@ -20,7 +20,7 @@ from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.routing.replicas import NO_WEIGHTS, Phase, Replica, ReplicaPool, ReplicaState
 from torchtitan_rl.types import PullReport
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 SyncMode = Literal["hot_swap", "drain"]
 SyncOrder = Literal["together", "one_by_one"]

@@ -8,37 +8,21 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 from torchtitan_rl.files import append_line, open_for_append
-from torchtitan_rl.rollout.episodes import (
-    num_unseen_tokens,
-    outcome_rewards,
-    rollout_to_episodes,
-    turns_by_episode,
-)
 from torchtitan_rl.token_sets import kept_of_each, kept_to_json
 from torchtitan_rl.types import (
-    Completion,
     Episode,
-    GenerationRequest,
     Grammar,
-    KeptRun,
-    Progress,
-    Rollout,
-    RolloutStatus,
-    Turn,
     spans,
 )
-
-TOKEN_BYTES = 40  # approximate memory of one token
 
 
 class SessionEnding(StrEnum):
@@ -51,44 +35,6 @@ class SessionEnding(StrEnum):
     FAILED = "failed"  # in a training run: its agent failed, took too long or was cancelled
     RESTARTED = "restarted"  # in a training run: its agent was started again, in a new session
     SHUTDOWN = "shutdown"  # the server shut down first
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class SessionTurn:
-    """One request of a session. While ``completion`` is None, the request runs, or has failed with
-    ``lost_cause``."""
-
-    prompt_token_ids: tuple[int, ...]
-    request_id: str = ""
-    temperature: float = 1.0
-    is_shifted: bool = False  # logits were changed by penalties or biases unknown to the loss
-    is_seen: bool = True  # its caller got, or may still get, the completion
-    completion: Completion | None = None
-    lost_cause: str = ""
-    branch_reward: float | None = None
-    partial: list[Progress] = field(default_factory=list)  # progress while the request runs
-
-    @property
-    def num_tokens(self) -> int:
-        if self.completion is not None:
-            return len(self.completion.token_ids)
-        return sum(len(progress.token_ids) for progress in self.partial)
-
-    @property
-    def num_held(self) -> int:
-        """Memory of the completion, sets of kept tokens included, as a number of tokens."""
-        runs = () if self.completion is None else self.completion.kept_tokens
-        num_bytes = sum(len(kept) for _, kept in runs if isinstance(kept, bytes))
-        return self.num_tokens + num_bytes // TOKEN_BYTES
-
-    @classmethod
-    def of(cls, request: GenerationRequest) -> SessionTurn:
-        return cls(
-            prompt_token_ids=request.prompt_token_ids,
-            request_id=request.request_id,
-            temperature=request.sampling.temperature,
-            is_shifted=request.sampling.shifts_logits,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,89 +137,6 @@ class SessionCounts:
             self._total[name] += sign * number
 
 
-def session_report(
-    session_id: str,
-    turns: Sequence[SessionTurn],
-    *,
-    ending: SessionEnding | None,
-    reward: float | None = None,
-) -> SessionReport:
-    """Make the report of a session, with episodes if the session ended with a reward.
-
-    The reward is the advantage of every token, because a session has no siblings. These tokens are
-    masked: those of turns that their caller never got, those of turns whose logits were shifted by
-    penalties or biases, those whose set of kept candidates is not known, and those with a logprob
-    that is not finite. Tokens of failed requests and of sessions without a reward are discarded.
-    """
-    done = [turn for turn in turns if turn.completion is not None]
-    discarded = Counter({"": 0})
-    for turn in turns:
-        if turn.lost_cause:
-            discarded[turn.lost_cause] += turn.num_tokens
-    masked: Counter[str] = Counter()
-    episodes: tuple[Episode, ...] = ()
-    temperatures: list[tuple[float, ...]] = []
-    if ending is SessionEnding.REWARDED and reward is not None:
-        rollout = _rollout(session_id, done, reward)
-        known = rollout_to_episodes(rollout, outcome_rewards(rollout))
-        episodes = tuple(map(_without_nonfinite, known))
-        pairs = zip(rollout.turns, done, strict=True)
-        temperature_of = {id(turn): sampled.temperature for turn, sampled in pairs}
-        temperatures = [
-            tuple(sorted({temperature_of[id(turn)] for turn in branch}))
-            for branch in turns_by_episode(rollout)
-        ]
-        masked["unseen_turn"] = num_unseen_tokens(rollout)
-        masked["shifted_sampling"] = sum(
-            turn.num_tokens for turn in done if turn.is_shifted and turn.is_seen
-        )
-        unknown = sum(episode.num_unknown_tokens for episode in known)
-        masked["truncated_sampling"] = unknown - masked["shifted_sampling"]
-        masked["nonfinite_logprob"] = _num_trained(known) - _num_trained(episodes)
-    elif ending is not None:
-        discarded[ending.value] += sum(turn.num_tokens for turn in done)
-    return SessionReport(
-        session_id=session_id,
-        ending=ending,
-        reward=reward,
-        temperatures=tuple(sorted({turn.temperature for turn in done})),
-        turns=len(done),
-        unseen_turns=sum(not turn.is_seen for turn in done),
-        running_requests=sum(turn.completion is None and not turn.lost_cause for turn in turns),
-        tokens_generated=sum(turn.num_tokens for turn in turns),
-        tokens_trained=_num_trained(episodes),
-        tokens_masked=dict(+masked),
-        tokens_discarded=dict(+discarded),
-        episodes=episodes,
-        episode_temperatures=tuple(temperatures),
-    )
-
-
-def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Rollout:
-    return Rollout(
-        rollout_id=session_id,
-        group_id=session_id,
-        problem_id=session_id,
-        turns=tuple(
-            Turn(
-                prompt_token_ids=turn.prompt_token_ids,
-                completion=_unknown(turn.completion) if turn.is_shifted else turn.completion,
-                is_seen=turn.is_seen,
-                branch_reward=turn.branch_reward,
-            )
-            for turn in turns
-            if turn.completion is not None
-        ),
-        status=RolloutStatus.COMPLETED,
-        reward=reward,
-    )
-
-
-def _unknown(completion: Completion) -> Completion:
-    """The completion, with the candidates of all its tokens marked as unknown."""
-    return replace(completion, kept_tokens=(KeptRun(0, None),))
-
-
 def _episode_to_json(episode: Episode) -> dict[str, Any]:
     """Convert to JSON; ``kept_tokens`` and ``grammars`` are present only if tokens were cut."""
     fields: dict[str, Any] = {
@@ -302,30 +165,6 @@ def _episode_to_json(episode: Episode) -> dict[str, Any]:
         if isinstance(kept, Grammar)
     ]
     return fields | ({"grammars": grammars} if grammars else {})
-
-
-def _num_trained(episodes: Sequence[Episode]) -> int:
-    return sum(episode.num_trained_tokens for episode in episodes)
-
-
-def _without_nonfinite(episode: Episode) -> Episode:
-    mask = tuple(
-        trained and math.isfinite(logprob)
-        for trained, logprob in zip(episode.loss_mask, episode.logprobs, strict=True)
-    )
-    if mask == episode.loss_mask:
-        return episode
-
-    def kept(values: Sequence[Any], other: Any) -> tuple[Any, ...]:
-        return tuple(v if trained else other for v, trained in zip(values, mask, strict=True))
-
-    return replace(
-        episode,
-        loss_mask=mask,
-        logprobs=kept(episode.logprobs, 0.0),
-        advantages=kept(episode.advantages, 0.0),
-        versions=kept(episode.versions, -1),
-    )
 
 
 # Which requests belong to a response, by the ids that vLLM gives the requests. A response has one

@@ -22,29 +22,29 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.rollout.calls import is_cancelled
-from torchtitan_rl.routing.continuation import reported
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import CommandName, Handler
+from torchtitan_rl.serving.recording import (
+    TURN_TOKENS,
+    SessionRecording,
+    TokenBudget,
+    most_tokens,
+    session_closed,
+)
 from torchtitan_rl.serving.report import (
     SessionCounts,
     SessionEnding,
     SessionReport,
-    SessionTurn,
     choices_of_response,
-    session_report,
 )
-from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress
+from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 
 _DRIVEN = "torchtitan-rollout-"  # prefix of the ids of driven sessions; clients cannot open these
 MAX_SESSIONS = 10_000  # open at once
 MAX_ENDED = 100_000  # ended sessions that are remembered
 MAX_HELD_TOKENS = 1 << 24  # prompts and completions of one session; about 0.6 GB
 MAX_TOTAL_TOKENS = 1 << 26  # all open sessions together; about 2.5 GB
-TURN_TOKENS = 64  # the memory of an empty turn, in tokens
-STOP_TIMEOUT_S = 10.0  # for the router to return aborted requests
 
 
 class SessionDriver(Protocol):
@@ -153,7 +153,7 @@ class Sessions:
         if session is None:
             session = self._new(session_id, num_tokens=most_tokens(request))
         if session.is_closing:
-            raise _closed(session.session_id)
+            raise session_closed(session.session_id)
         if session.recording is not None:
             return await session.recording.complete(request, on_progress)
         assert session.driver is not None
@@ -281,11 +281,11 @@ class Sessions:
         self, session_id: str, driver: SessionDriver | None = None, *, num_tokens: int = TURN_TOKENS
     ) -> _Session:
         if session_id in self._ended:
-            raise _closed(session_id, self._ended[session_id])
+            raise session_closed(session_id, self._ended[session_id])
         if self._is_closed:
             raise RefusedError(503, "shutting_down", "the server is shutting down")
         if driver is None and session_id.startswith(_DRIVEN):
-            raise _closed(session_id)  # it belonged to a rollout before the run was resumed
+            raise session_closed(session_id)  # it belonged to a rollout before the run was resumed
         session = _Session(session_id, driver=driver)
         if driver is None:
             self._budget.require(num_tokens)
@@ -348,7 +348,7 @@ class Sessions:
 
     def _missing(self, session_id: str) -> RefusedError:
         if session_id in self._open or session_id in self._ended:
-            return _closed(session_id, self._ended.get(session_id))
+            return session_closed(session_id, self._ended.get(session_id))
         return RefusedError(404, "session_not_found", f"there is no session {session_id!r}")
 
 
@@ -360,168 +360,3 @@ def _without_part(session_id: str) -> str:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-class TokenBudget:
-    """Limits the tokens of all open sessions together."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self.num_tokens = 0
-
-    def require(self, num_tokens: int = TURN_TOKENS) -> None:
-        """Check that ``num_tokens`` more tokens fit.
-
-        Raises:
-            RefusedError: the tokens do not fit.
-        """
-        if self.num_tokens + num_tokens > self._max_tokens:
-            message = (
-                f"all sessions together hold {self.num_tokens} of {self._max_tokens} tokens and "
-                f"{num_tokens} more do not fit: close some, or try again later"
-            )
-            raise RefusedError(429, "sessions_full", message)
-
-
-class SessionRecording:
-    """The turns of one open session. ``on_change`` is called whenever its report has changed.
-
-    A request reserves from the budget the most tokens that its turn may hold, and at its end
-    releases those that it did not need. The memory of the sets of kept tokens is reserved only at
-    the request's end, when their size is known. The session's end releases everything.
-    """
-
-    def __init__(
-        self,
-        session_id: str,
-        router: GeneratorRouter,
-        budget: TokenBudget,
-        *,
-        max_held_tokens: int,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._session_id = session_id
-        self._router = router
-        self._budget = budget
-        self._max_held_tokens = max_held_tokens
-        self._on_change = on_change
-        self._held_tokens = 0  # prompts and completions
-        self._reserved_tokens = 0  # in the budget
-        self._is_freed = False
-        self.turns: list[SessionTurn] = []
-        self.running: dict[str, tuple[SessionTurn, asyncio.Task[Completion]]] = {}
-
-    def report(self, ending: SessionEnding | None, reward: float | None) -> SessionReport:
-        return session_report(self._session_id, self.turns, ending=ending, reward=reward)
-
-    async def complete(
-        self, request: GenerationRequest, on_progress: OnProgress | None
-    ) -> Completion:
-        """Complete a request as the session's next turn.
-
-        Raises:
-            RefusedError: this session, or all sessions together, hold too many tokens; or the
-                session was closed during the request.
-            GenerationError: the router failed to complete the request.
-        """
-        if request.request_id in self.running:
-            message = f"request {request.request_id!r} is running already"
-            raise RefusedError(400, "invalid_request", message)
-        num_tokens = len(request.prompt_token_ids)
-        if self._held_tokens + num_tokens > self._max_held_tokens:
-            message = f"session {self._session_id!r} holds as many tokens as it may: close it"
-            raise RefusedError(400, "session_full", message)
-        self._budget.require(most_tokens(request))
-        self._held_tokens += num_tokens
-        self._reserve(most_tokens(request))
-        turn = SessionTurn.of(request)
-        self.turns.append(turn)
-        sampling = asyncio.ensure_future(self._sample(turn, request, on_progress))
-        self.running[request.request_id] = (turn, sampling)
-        try:
-            completion = await asyncio.shield(sampling)
-        except asyncio.CancelledError as error:
-            if not is_cancelled():  # `stop` cancelled the sampling; nobody cancelled this caller
-                raise _closed(self._session_id) from error
-            turn.is_seen = False
-            self._on_change()
-            await asyncio.shield(self.stop([request.request_id]))
-            raise
-        if not turn.is_seen:
-            raise _closed(self._session_id)
-        return completion
-
-    @property
-    def request_ids(self) -> list[str]:
-        return [turn.request_id for turn in self.turns]
-
-    def reward_turns(self, request_ids: Collection[str], reward: float) -> None:
-        for turn in self.turns:
-            if turn.request_id in request_ids:
-                turn.branch_reward = reward
-
-    async def stop(self, request_ids: Collection[str]) -> None:
-        """Abort requests, and wait until their turns are recorded."""
-        stopped = [self.running[name] for name in request_ids if name in self.running]
-        tasks = [task for _, task in stopped]
-        for turn, _ in stopped:
-            turn.is_seen = False
-        if not tasks:
-            return
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await self._router.abort(list(request_ids))
-                await asyncio.wait(tasks)
-        except TimeoutError:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
-    def free(self) -> None:
-        """Release all reserved tokens, because the session has ended, and reserve nothing more."""
-        self._reserve(-self._reserved_tokens)
-        self._is_freed = True
-
-    async def _sample(
-        self, turn: SessionTurn, request: GenerationRequest, on_progress: OnProgress | None
-    ) -> Completion:
-        def note(progress: Progress) -> None:
-            # Needed if the router does not return an aborted request in time.
-            turn.partial.append(replace(progress, top_logprobs=()))
-            if on_progress is not None and turn.is_seen:
-                on_progress(progress)
-
-        self._on_change()
-        try:
-            completion = await self._router.generate(request, None if on_progress is None else note)
-            turn.completion = replace(completion, top_logprobs=())  # only the client needs them
-            turn.partial.clear()
-            self._held_tokens += turn.num_held
-            return completion
-        except asyncio.CancelledError:  # the router did not return the aborted request in time
-            turn.completion = reported(request.request_id, turn.partial)
-            raise
-        except Exception as error:
-            is_expected = isinstance(error, GenerationError)
-            turn.lost_cause = "generation_error" if is_expected else "internal_error"
-            raise
-        finally:
-            del self.running[request.request_id]
-            self._reserve(turn.num_held - request.sampling.max_tokens)
-            self._on_change()
-
-    def _reserve(self, num_tokens: int) -> None:
-        if not self._is_freed:
-            self._reserved_tokens += num_tokens
-            self._budget.num_tokens += num_tokens
-
-
-def _closed(session_id: str, report: SessionReport | None = None) -> RefusedError:
-    how = f" ({report.ending.value})" if report is not None and report.ending else ""
-    message = f"session {session_id!r} is closed{how}; begin another one"
-    return RefusedError(400, "session_closed", message)
-
-
-def most_tokens(request: GenerationRequest) -> int:
-    """The number of tokens that a turn may hold at most."""
-    return TURN_TOKENS + len(request.prompt_token_ids) + request.sampling.max_tokens

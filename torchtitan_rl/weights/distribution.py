@@ -1,4 +1,7 @@
-"""Fetches each version to each host once, for all replicas there.
+"""References to published weights, and their distribution to hosts.
+
+Messages contain a `WeightHandle` instead of the bytes. `WeightDistribution` fetches each version to
+each host once, for all replicas there.
 
 The first replica of a host that needs a version starts the fetch; the others wait for the same
 fetch. At most ``fan_out`` hosts read from one source at the same time. A host that has a whole
@@ -16,22 +19,83 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
-from torchtitan_rl.weights.handle import (
-    Fetched,
-    RemoteMemoryHandle,
-    RemoteSource,
-    SharedMemoryHandle,
-    WeightHandle,
-    versions_to_free,
-)
+
+if TYPE_CHECKING:
+    from torchtitan_rl.weights.image import ImageLayout, PackedPart
 
 logger = logging.getLogger(__name__)
 
 _FAILURES = (WeightSyncError, ReplicaError, DeadlineError)
 _TRAINER = None  # as a source; hosts are numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemoryHandle:
+    """A safetensors file with Hugging Face names, memory-mapped by processes of the same host."""
+
+    version: int
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSource:
+    """The packed parts of a version in the memory of one process (see `weights/remote.py`)."""
+
+    owner: str  # the process's name in errors: "trainer rank 1", "host 2"
+    parts: tuple[PackedPart, ...]
+    buffers: tuple[Any, ...]  # monarch.rdma.RDMABuffer, over slices of the packed bytes, in order
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteMemoryHandle:
+    """The parts of a version in the memory of the trainer's ranks. Together they are the whole
+    version.
+
+    ``keep``: versions that are still needed, besides this version and the previous one. ``shared``:
+    the same version in shared memory, if there are replicas on the trainer's host.
+    """
+
+    layout: ImageLayout
+    sources: tuple[RemoteSource, ...]
+    keep: frozenset[int] = frozenset()
+    shared: SharedMemoryHandle | None = None
+
+    @property
+    def version(self) -> int:
+        return self.layout.version
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A version in a host's shared memory. ``num_bytes``: number of bytes read from other hosts for
+    it."""
+
+    handle: SharedMemoryHandle
+    num_bytes: int
+    seconds: float
+
+
+WeightHandle = SharedMemoryHandle | RemoteMemoryHandle
+
+
+def versions_to_free(held: list[int], keep: frozenset[int]) -> list[int]:
+    """Return which of the versions ``held`` (oldest first) to release before another version is
+    published: all but the newest and those in ``keep``.
+
+    >>> versions_to_free([3, 4, 5], keep=frozenset({3}))
+    [4]
+    """
+    return [version for version in held[:-1] if version not in keep]
 
 
 class HostFetcher(Protocol):

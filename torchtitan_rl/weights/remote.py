@@ -30,7 +30,12 @@ import torch
 import xxhash
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights.handle import Fetched, RemoteMemoryHandle, RemoteSource, versions_to_free
+from torchtitan_rl.weights.distribution import (
+    Fetched,
+    RemoteMemoryHandle,
+    RemoteSource,
+    versions_to_free,
+)
 from torchtitan_rl.weights.image import (
     Box,
     ImageLayout,

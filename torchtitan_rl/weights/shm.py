@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights.handle import SharedMemoryHandle, versions_to_free
+from torchtitan_rl.weights.distribution import SharedMemoryHandle, versions_to_free
 from torchtitan_rl.weights.image import ImageLayout, plan_image, read_image, write_image
 from torchtitan_rl.weights.shm_cleanup import (
     HEADROOM_BYTES,

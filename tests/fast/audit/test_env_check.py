@@ -17,13 +17,8 @@ from typing import Any
 import pytest
 
 from tests.support.rollouts import CountingEnv, config
-from torchtitan_rl.audit.env import (
-    CheckedProblem,
-    EnvChecker,
-    Mistake,
-    ScriptedPolicy,
-    describe_rollout,
-)
+from torchtitan_rl.audit.env import CheckedProblem, EnvChecker, ScriptedPolicy
+from torchtitan_rl.audit.findings import Mistake, describe_rollout
 from torchtitan_rl.rollout.env import Observation, Terminal, threaded
 from torchtitan_rl.rollout.rubric import Rubric
 from torchtitan_rl.types import Completion, Problem, RolloutStatus

@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.config_mutations import with_value
 from torchtitan_rl.agents.task import AgentTask, RemoteAgentTask
+from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.config import machine
-from torchtitan_rl.config.checks import field_errors, find_errors, start_notes
+from torchtitan_rl.config.checks import find_errors, start_notes
 from torchtitan_rl.config.machine import MachineFacts, machine_facts
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.room import serving_errors, weight_room

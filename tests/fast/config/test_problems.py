@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.config_mutations import with_value
-from torchtitan_rl.config.checks import field_errors
+from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.config.machine import MachineFacts
 from torchtitan_rl.config.prepare import evaluation_problems, prepare_run, training_errors
 from torchtitan_rl.config.run import RunConfig

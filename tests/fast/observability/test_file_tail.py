@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchtitan_rl.observability.trace import FileCopies, read_new
+from torchtitan_rl.files import FileCopies, read_new
 
 
 def bring(source, copies, **limits):

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.orchestration.weights import PublishedStep, WeightDelivery
-from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle
 
 
 def finished(step: int, version: int, *, has_weights: bool) -> PublishedStep:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support import turns
 from tests.support.rollouts import PROBLEM
 from tests.support.turns import rollout, turn
-from torchtitan_rl.orchestration.capacity import capacity_errors, derive_capacity
+from torchtitan_rl.orchestration.config import capacity_errors, derive_capacity
 from torchtitan_rl.orchestration.ledger import TokenLedger, require_sums
 from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.orchestration.work_buffer import (

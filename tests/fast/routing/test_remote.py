@@ -16,7 +16,7 @@ from torchtitan_rl.generation.commands import AbortRequests, ReadTokens
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.types import Completion, EngineReading, FinishReason, Progress, VersionRun
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 
 def done(name: str, count: int = 1) -> End:

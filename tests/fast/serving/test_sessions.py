@@ -9,7 +9,7 @@ import math
 from tests.support.agents import TokenRouter, asked
 from tests.support.async_tests import on_virtual_clock
 from tests.support.served_sessions import CLOSED, TIMEOUT_S, make, refused
-from torchtitan_rl.serving.sessions import TURN_TOKENS
+from torchtitan_rl.serving.recording import TURN_TOKENS
 from torchtitan_rl.types import Completion, FinishReason, VersionRun
 
 

@@ -12,8 +12,8 @@ from tests.support.agents import TokenRouter, asked
 from tests.support.async_tests import on_virtual_clock
 from tests.support.served_sessions import make
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.serving.report import TOKEN_BYTES
-from torchtitan_rl.serving.sessions import TURN_TOKENS, Sessions
+from torchtitan_rl.serving.recording import TOKEN_BYTES, TURN_TOKENS
+from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY
 from torchtitan_rl.types import Grammar
 

@@ -15,9 +15,9 @@ from tests.support.async_tests import on_event_loop
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.routing.weights import SyncReport
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.serving.weight_loading import WeightLoader
+from torchtitan_rl.serving.service import WeightLoader
 from torchtitan_rl.types import PullReport
-from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle
 
 CONFIG = {"hidden_size": 2, "tie_word_embeddings": True}
 TENSORS = {"embed": torch.zeros(3, 2), "norm": torch.ones(2)}

@@ -14,12 +14,12 @@ from tests.support.async_tests import on_virtual_clock
 from tests.support.await_faults import Faults, InjectedError, Kind
 from tests.support.virtual_clock import VirtualLoop
 from torchtitan_rl.errors import ReplicaError, WeightSyncError
-from torchtitan_rl.weights.distribution import WeightDistribution
-from torchtitan_rl.weights.handle import (
+from torchtitan_rl.weights.distribution import (
     Fetched,
     RemoteMemoryHandle,
     RemoteSource,
     SharedMemoryHandle,
+    WeightDistribution,
 )
 from torchtitan_rl.weights.image import plan_image
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
-from torchtitan_rl.weights.handle import RemoteMemoryHandle, SharedMemoryHandle
+from torchtitan_rl.weights.distribution import RemoteMemoryHandle, SharedMemoryHandle
 from torchtitan_rl.weights.image import TensorPart, plan_image, whole_parts
 from torchtitan_rl.weights.remote import PartPublisher, WeightReceiver
 from torchtitan_rl.weights.shm import SharedMemoryPublisher, WeightStaging

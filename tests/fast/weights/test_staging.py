@@ -6,7 +6,7 @@ import torch
 
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights import shm
-from torchtitan_rl.weights.handle import SharedMemoryHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle
 from torchtitan_rl.weights.shm import SharedMemoryPublisher, WeightStaging
 
 

@@ -1,5 +1,5 @@
-"""Runs in each process that Monarch starts: runs Monarch's module of the same name, which is loaded
-as described in `closed`."""
+"""Runs Monarch's module of the same name, in each process that Monarch starts. Importing this
+package first closes Monarch's sockets."""
 
 import runpy
 

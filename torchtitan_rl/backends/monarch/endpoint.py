@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch.actor import Actor, Port, concurrent_endpoint
 
-from torchtitan_rl.backends.monarch.channel import ActorChannel, serve_channel
 from torchtitan_rl.backends.monarch.runtime import (
+    ActorChannel,
     ProcessLostError,
     ProcessMesh,
     call,
+    serve_channel,
     spawn_processes,
     stop_processes,
 )

@@ -18,12 +18,13 @@ from typing import Any
 
 from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 
-from torchtitan_rl.backends.monarch.channel import ActorChannel, serve_channel
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
+    ActorChannel,
     ProcessLostError,
     ProcessMesh,
     call,
+    serve_channel,
     spawn_processes,
     stop_processes,
 )
@@ -36,8 +37,7 @@ from torchtitan_rl.launch.interfaces import listen_privately
 from torchtitan_rl.observability.trace import EngineTrace, Tracer, host_label
 from torchtitan_rl.processes import collecting_later
 from torchtitan_rl.routing.remote import ConnectedReplica
-from torchtitan_rl.weights.distribution import WeightDistribution
-from torchtitan_rl.weights.handle import SharedMemoryHandle, WeightHandle
+from torchtitan_rl.weights.distribution import SharedMemoryHandle, WeightDistribution, WeightHandle
 
 _CLOSE_S = 60.0
 _LOOP_END_S = 30.0

@@ -21,6 +21,7 @@ from torchtitan_rl.config.model import resolve_checkpoint
 from torchtitan_rl.config.resume import policy_digest
 from torchtitan_rl.config.run import cannot_write
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.files import FilePiece, file_sizes, read_new
 from torchtitan_rl.launch.workers import (
     ADDRESS_VARIABLE,
     claim_life,
@@ -28,7 +29,6 @@ from torchtitan_rl.launch.workers import (
     note_move,
     note_run_end,
 )
-from torchtitan_rl.observability.trace import FilePiece, file_sizes, read_new
 from torchtitan_rl.processes import Processes
 
 _LAST_ANSWER_S = 1.0  # for the answer to be sent

@@ -19,9 +19,9 @@ from torchtitan_rl.aio import cancel_all, first_of, retrieve
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.machine import host_name
 from torchtitan_rl.errors import ConfigError, HostsBusyError
+from torchtitan_rl.files import FileCopies
 from torchtitan_rl.launch.workers import BEAT_S, HOST_LOST_S, Heartbeat
 from torchtitan_rl.observability.trace import (
-    FileCopies,
     RoundTrip,
     clocks_of_files,
     estimate_offset,

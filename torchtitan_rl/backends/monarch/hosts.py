@@ -34,7 +34,7 @@ from monarch.actor import (
     this_host,
 )
 
-from torchtitan_rl.backends.monarch.closed import PYTHON_VARIABLE
+from torchtitan_rl.backends.monarch import PYTHON_VARIABLE
 from torchtitan_rl.backends.monarch.host_agent import HostAgent, HostAnswer
 from torchtitan_rl.config.loader import differences
 from torchtitan_rl.config.machine import CONTROLLER_HOST, HostFacts

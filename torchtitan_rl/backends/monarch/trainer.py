@@ -34,7 +34,7 @@ from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostErro
 from torchtitan_rl.processes import collecting_later
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.config import Transport
-from torchtitan_rl.weights.handle import WeightHandle
+from torchtitan_rl.weights.distribution import WeightHandle
 
 logger = logging.getLogger(__name__)
 

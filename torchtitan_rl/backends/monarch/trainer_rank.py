@@ -26,7 +26,7 @@ from torchtitan_rl.launch.interfaces import listen_privately
 from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
 from torchtitan_rl.weights.config import Transport
-from torchtitan_rl.weights.handle import (
+from torchtitan_rl.weights.distribution import (
     RemoteMemoryHandle,
     RemoteSource,
     SharedMemoryHandle,
@@ -68,7 +68,7 @@ class TrainerRank:
                     self._shared = SharedMemoryPublisher(spec.run_dir.name, spec.run_dir)
                 self._joint = JointPublisher(self._shared)
             if transport.reaches_others:
-                from torchtitan_rl.backends.monarch.rdma import RdmaOffers
+                from torchtitan_rl.backends.monarch.weight_replicator import RdmaOffers
 
                 offers = PartPublisher(RdmaOffers(), owner=f"trainer rank {rank}")
                 self._remote = RemotePublisher(offers)

@@ -48,7 +48,7 @@ from torchtitan_rl.backends.vllm.sampling import (
 )
 from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS, step_tokens
 from torchtitan_rl.errors import InvalidRequestError, LoopFailedError, WeightSyncError
-from torchtitan_rl.generation.config import GeneratorConfig, LoopConfig
+from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
 from torchtitan_rl.generation.engine import EngineLimits, ReadingRate, engine_metrics
 from torchtitan_rl.generation.loop import EngineLoop, OnWork
@@ -298,8 +298,7 @@ class _Counters:
 
 
 def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
-    """Return the arguments of vLLM's ``EngineArgs`` for a replica. Benchmarks also build vLLM alone
-    from them."""
+    """Return the arguments of vLLM's ``EngineArgs`` for a replica."""
     is_cpu, generator = spec.device == "cpu", spec.generator
     args: dict[str, Any] = {
         "model": str(spec.model),
@@ -345,8 +344,7 @@ def _completion(
     *,
     stop_reason: int | str | None = None,
 ) -> Completion:
-    # In vLLM's stats a time of 0.0 means that the event has not happened.
-    columns, stats = _columns(running), running.state.stats
+    columns, stats = _columns(running), running.state.stats  # a time of 0.0: not happened yet
     return Completion(
         version_runs=(),
         finish_reason=reason,
@@ -364,8 +362,7 @@ def _completion(
 
 
 def _columns(running: _EngineRequest, start: int = 0) -> dict[str, Any]:
-    """Return the fields that `Completion` and `Progress` share, for the tokens from ``start``
-    on."""
+    """Return the fields that `Completion` and `Progress` share, for tokens from ``start`` on."""
     state, sampled = running.state, running.state.logprobs_processor
     token_ids, first = state.detokenizer.output_token_ids, running.num_resumed
     if len(sampled.sampled) != len(token_ids) - first:
@@ -393,9 +390,13 @@ def build_loop(
 ) -> EngineLoop:
     """Build the engine and its loop. Collective. See `EngineLoop` for the callbacks."""
     generator, sync = spec.generator, spec.weight_sync
+    engine = VllmEngine(spec, weights)
+    channel: LockstepChannel = SoloChannel()
+    if generator.tensor_parallel > 1:
+        channel = GlooLockstep(timeout_s=generator.collective_timeout_s)
     return EngineLoop(
-        VllmEngine(spec, weights),
-        _channel(generator),
+        engine,
+        channel,
         is_leader=rank == 0,
         config=LoopConfig(
             name=spec.name,
@@ -411,12 +412,6 @@ def build_loop(
         on_pulled=on_pulled,
         on_work=on_work,
     )
-
-
-def _channel(generator: GeneratorConfig) -> LockstepChannel:
-    if generator.tensor_parallel == 1:
-        return SoloChannel()
-    return GlooLockstep(timeout_s=generator.collective_timeout_s)
 
 
 HEADER_BYTES = 2048  # 8 bytes of length, then the payload's first bytes: enough for most decisions

@@ -55,7 +55,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from torchtitan_rl.backends.specs import EndpointSpec
-from torchtitan_rl.backends.vllm.openai_answers import Chat, Completions
+from torchtitan_rl.backends.vllm.openai_chat import Chat, Completions, Messages, messages_routes
 from torchtitan_rl.backends.vllm.openai_constraints import (
     ConstraintPolicy,
     refuse_unsupported_schema,
@@ -66,7 +66,6 @@ from torchtitan_rl.backends.vllm.openai_core import (
     refuse_unserved,
     session_of_request,
 )
-from torchtitan_rl.backends.vllm.openai_messages import Messages, messages_routes
 from torchtitan_rl.backends.vllm.openai_responses import Responses, kept_responses
 from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
 from torchtitan_rl.rollout.chatml import ContentTokenizer

@@ -28,7 +28,7 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
 from vllm.utils import random_uuid
 
-from torchtitan_rl.backends.vllm.openai_answers import AnswerStream, RefusalErrors
+from torchtitan_rl.backends.vllm.openai_chat import AnswerStream, RefusalErrors
 from torchtitan_rl.backends.vllm.openai_constraints import call_mark, readable_calls
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, session_of_request
 from torchtitan_rl.serving.errors import RefusedError
