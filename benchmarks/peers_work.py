@@ -83,8 +83,12 @@ def even_share(token_ids: Sequence[int]) -> float:
 def write_policies(folder: Path) -> tuple[Path, Path]:
     """Two directories in Hugging Face format with the same 0.6 M parameters; the second policy has
     no end token, so that its answers end only where they are cut."""
-    from torchtitan_rl.experiments.tiny_policy import ModelSize, write_untrained
-    from torchtitan_rl.experiments.word_tokenizer import build_word_backend, with_chat_template
+    from torchtitan_rl.experiments.tiny_policy import (
+        ModelSize,
+        build_word_backend,
+        with_chat_template,
+        write_untrained,
+    )
 
     ends, endless = folder / "policy", folder / "policy-without-end"
     if not endless.exists():

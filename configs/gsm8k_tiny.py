@@ -16,7 +16,7 @@ from torchtitan_rl import (
     SamplingConfig,
     TrainerConfig,
 )
-from torchtitan_rl.experiments.gsm8k.tiny import POLICY_DIR, TASK
+from torchtitan_rl.experiments.gsm8k.task import POLICY_DIR, TASK
 
 config = RunConfig(
     name="gsm8k_tiny",

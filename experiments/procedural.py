@@ -1,7 +1,7 @@
-"""Procedural datasets: endless sequences of problems made from their index.
+"""Procedural datasets: endless sequences of problems, each made from its index.
 
-Invariants: a problem depends on its split, its index and the task's options alone, never on the
-seed, so ``problem_id`` is stable across runs; the seed and the epoch decide only the order.
+Invariants: a problem depends only on its split, its index and the task's options, so a
+``problem_id`` is stable across runs. The seed and the epoch decide only the order.
 """
 
 from __future__ import annotations
@@ -13,24 +13,34 @@ from typing import Any, get_args
 
 from torchtitan_rl import Problem, Split
 
-MAX_PROBLEMS = 1 << 24  # of one epoch, whose order is kept in memory
-_VALIDATION_SHARE = 8  # one of so many keys belongs to validation
+MAX_PROBLEMS = 1 << 24  # problems of one epoch; their order is kept in memory
+_VALIDATION_SHARE = 8  # one of 8 keys belongs to validation
 
 
 def split_of(key: str) -> Split:
-    """The split of all problems with this ``key``, so that they are not in both."""
+    """Return the split of all problems with this ``key``. So no two splits share a key."""
     digest = hashlib.sha256(key.encode()).digest()
     return "validation" if digest[0] % _VALIDATION_SHARE == 0 else "train"
+
+
+def size_errors(task: Any) -> list[str]:
+    """Return the errors in the numbers of problems that ``task`` has for its two datasets."""
+    names = ("num_train_problems", "num_validation_problems")
+    return [
+        f"task.{name}={getattr(task, name)}: must be 1 to {MAX_PROBLEMS}"
+        for name in names
+        if not 1 <= getattr(task, name) <= MAX_PROBLEMS
+    ]
 
 
 class ProceduralDataset:
     """Endless epochs over the problems ``make(split, 0)`` to ``make(split, num_problems - 1)``.
 
-    The train split is shuffled again in each epoch; validation keeps its order, so that its first n
-    problems are always the same ones.
+    The train split is shuffled again in each epoch. The validation split keeps its order, so its
+    first n problems are always the same.
 
     Raises:
-        ValueError: there is no such split.
+        ValueError: ``split`` is not the name of a split.
     """
 
     def __init__(
@@ -42,8 +52,8 @@ class ProceduralDataset:
         self._seed = seed
         self._num_problems = num_problems
         self._make = make
-        self._epoch = 0  # of the problem that was returned last
-        self._position = 0  # problems of that epoch that were returned
+        self._epoch = 0  # the epoch of the problem that was returned last
+        self._position = 0  # number of problems of that epoch that were returned
         self._order = self._order_of(0)
 
     @property
@@ -61,7 +71,7 @@ class ProceduralDataset:
         return {"epoch": self._epoch, "position": self._position, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, in the order of that run's seed."""
+        """Continue at the position of ``state``, in the order of the seed that ``state`` has."""
         self._seed = int(state["seed"])
         self._move_to(int(state["epoch"]), int(state["position"]))
 

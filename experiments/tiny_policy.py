@@ -1,19 +1,27 @@
-"""Makes embedded policies: a small Qwen3 from random weights, taught by demonstrations.
+"""Makes embedded policies: a small Qwen3 with random weights, trained on demonstrations.
 
-It is trained with the project's own trainer, first on right demonstrations, then on careless ones:
-such a policy rarely does what is right but can, so reinforcement learning has something to improve
-and quickly succeeds. Everything is seeded; on another machine or number of threads rounding may
-differ.
+The project's own trainer trains the policy on right demonstrations, then on careless ones. Such a
+policy can give the right answer, but rarely does, so reinforcement learning quickly improves it.
+Everything is seeded; with another machine or number of threads, rounding may differ.
+
+The tokenizer has one token for each word of a task, and bytes for all other text. It is a
+byte-level BPE without merges: a piece of text that is not in the vocabulary becomes its UTF-8
+bytes, so every text can be encoded and decoded unchanged. The special tokens are Qwen3's, which
+`renderers` and vLLM's parsers of tool calls need.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from torchtitan_rl import (
     ChatRenderer,
@@ -34,18 +42,18 @@ class WarmStart:
 
     output_dir: Path
     seed: int = 0
-    right_steps: int = 700  # on right demonstrations
-    careless_steps: int = 150  # on those with mistakes
+    right_steps: int = 700  # steps on right demonstrations
+    careless_steps: int = 150  # steps on demonstrations with mistakes
     decay_steps: int = 350  # the last steps, in which the learning rate falls to 0
     demonstrations_per_step: int = 32
     learning_rate: float = 3e-3
     threads: int = 1
-    row_len: int = 256  # a demonstration is at most so long
+    row_len: int = 256  # maximum tokens of a demonstration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Of a Qwen3 with tied embeddings and two query heads for each key-value head."""
+    """The sizes of a Qwen3 with tied embeddings and two query heads for each key-value head."""
 
     hidden_size: int
     intermediate_size: int
@@ -98,7 +106,8 @@ def demonstration(
     tokenizer: Any,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Episode:
-    """A conversation to imitate: each turn is the messages before an answer, and the answer."""
+    """Make an episode of a conversation. Each turn has the messages before an answer, and the
+    answer; the loss is on the answers."""
     end = tokenizer.eos_token_id
     token_ids: tuple[int, ...] = ()
     mask: list[bool] = []
@@ -117,7 +126,7 @@ def demonstration(
 
 
 def imitated(name: str, token_ids: Sequence[int], mask: Sequence[bool]) -> Episode:
-    """Tokens to imitate where ``mask`` is set."""
+    """Make an episode with loss on the tokens for which ``mask`` is True."""
     zeros = (0.0,) * len(token_ids)
     return Episode(
         rollout_id=name,
@@ -131,7 +140,7 @@ def imitated(name: str, token_ids: Sequence[int], mask: Sequence[bool]) -> Episo
 
 
 def write_untrained(path: Path, tokenizer: Any, size: ModelSize, *, seed: int) -> None:
-    """A Hugging Face directory with random weights and the tokenizer."""
+    """Write a Hugging Face directory with random weights and the tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -156,3 +165,62 @@ def write_untrained(path: Path, tokenizer: Any, size: ModelSize, *, seed: int) -
     )
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+CHATML = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+_CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TEXT_TOKENS = (  # they stay in a text when special tokens are skipped
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+
+
+def build_word_backend(covered_text: str, *, piece: str) -> Tokenizer:
+    """Build a tokenizer whose ids are bytes first, then words, then special tokens.
+
+    ``piece`` is a regular expression for the pieces into which a text is cut. Every piece of
+    ``covered_text`` becomes a token.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # one character for each byte
+    words = [_in_byte_alphabet(text) for text in sorted(set(re.findall(piece, covered_text)))]
+    vocab = {token: index for index, token in enumerate(dict.fromkeys([*alphabet, *words]))}
+    backend = Tokenizer(BPE(vocab=vocab, merges=[], ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(piece), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in _CONTROL_TOKENS])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in _TEXT_TOKENS])
+    return backend
+
+
+def with_chat_template(backend: Tokenizer, chat_template: str) -> Any:
+    """Build the `transformers` tokenizer of a policy."""
+    from transformers import PreTrainedTokenizerFast  # takes seconds to import
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _in_byte_alphabet(piece: str) -> str:
+    """Write a piece in the alphabet of byte-level BPE: one printable character per byte."""
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(part for part, _ in splitter.pre_tokenize_str(piece))

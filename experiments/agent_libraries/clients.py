@@ -9,7 +9,8 @@ from torchtitan_rl import AgentCall
 
 
 def openai_client(call: AgentCall) -> AsyncOpenAI:
-    """Without a TLS context, which takes 20 ms to make: the endpoint is plain HTTP."""
+    """Make a client without a TLS context: the endpoint is plain HTTP, and a context takes
+    20 ms."""
     return AsyncOpenAI(
         base_url=call.base_url,
         api_key=call.api_key,

@@ -1,26 +1,31 @@
-"""What an agent finds in its world, whatever library it is written with.
+"""The problems, the user and the calculator of the agents of all libraries.
 
-A problem lacks one number. Its user knows the number, and says it when asked; then the calculator
-solves the problem. An `Exercise` has both, for one rollout, and keeps what the agent did with them.
+A problem is a word problem of `calculator_agent` without one of its numbers. The user knows the
+number and tells it when asked; then the calculator can solve the problem. An `Exercise` is the user
+and the calculator of one rollout, and records the agent's questions and calls.
 """
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl import AgentResult
+from torchtitan_rl import AgentResult, Problem, Split
+from torchtitan_rl.experiments.calculator_agent import dataset as whole
 from torchtitan_rl.experiments.calculator_agent.agent import Solution
 from torchtitan_rl.experiments.calculator_agent.calculator import (
     CalculatorError,
     as_text,
     calculate,
 )
-from torchtitan_rl.experiments.calculator_agent.scoring import is_right, score
+from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes
+from torchtitan_rl.experiments.calculator_agent.task import is_right, score
 
 INSTRUCTIONS = "Solve the problem with the calculator."
-MAX_REQUESTS = 6  # after which an agent gives up; a right one needs three
+MAX_REQUESTS = 6  # an agent gives up after these; a right solution needs three
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,9 +44,9 @@ class Exercise:
         return text
 
     def reply(self, said: str) -> str | None:
-        """The user's next message; None where there is none: the conversation is over.
+        """Return the user's next message; None if the conversation is over.
 
-        The user answers one question, and takes every other message as the agent's answer.
+        The user answers one question, and treats every other message as the agent's answer.
         """
         if self.was_asked or "?" not in said:
             return None
@@ -63,14 +68,14 @@ class Exercise:
         return result
 
     def checked_calculator(self, arguments: Any) -> str:
-        """`calculator` for clients that do not check the arguments of a call."""
+        """Call `calculator`, for clients that do not check the arguments of a call."""
         match arguments:
             case {"expression": str(expression)}:
                 return self.calculator(expression)
         return "error: the arguments must be one expression"
 
     def result(self, answer: str | None, *, library: str) -> AgentResult:
-        """The reward of the agent's last message, as `calculator_agent.scoring` has it."""
+        """Score the agent's last message, as `calculator_agent` does."""
         solution = Solution(answer=answer, num_calls=self.num_calls, results=tuple(self.results))
         right_answer = self.problem["answer"]
         reward = score(solution, right_answer)
@@ -88,3 +93,16 @@ class Exercise:
 
 def reply_text(number: object) -> str:
     return f"It is {number}."
+
+
+def make_problem(split: Split, index: int, sizes: ProblemSizes) -> Problem:
+    """Make problem ``index`` of ``split``. ``text`` has "some" instead of the number ``missing``;
+    ``expression`` and ``answer`` are those of the whole problem."""
+    data = whole.make_problem(split, index, sizes).data
+    problem_id = f"agent_libraries/{split}/{index}"
+    number = random.Random(problem_id).choice(re.findall(r"\d+", data["expression"]))
+    text = re.sub(rf"\b{number}\b", "some", data["text"], count=1)
+    return Problem(
+        problem_id=problem_id,
+        data={**data, "text": text[0].upper() + text[1:], "missing": int(number)},
+    )

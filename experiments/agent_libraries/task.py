@@ -1,4 +1,4 @@
-"""The task of all agent libraries; its fields are command-line options of its configs."""
+"""The task of all agent libraries. Its fields are command-line options of its configs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan_rl import Agent, AgentCall, AgentResult, AgentTask, Dataset, Problem, Split
-from torchtitan_rl.experiments.agent_libraries.dataset import make_problem
-from torchtitan_rl.experiments.agent_libraries.exercise import Exercise
+from torchtitan_rl.experiments.agent_libraries.exercise import Exercise, make_problem
 from torchtitan_rl.experiments.agent_libraries.libraries import (
     LIBRARIES,
     PACKAGES,
@@ -19,7 +18,7 @@ from torchtitan_rl.experiments.agent_libraries.libraries import (
     load,
 )
 from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes
-from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
+from torchtitan_rl.experiments.procedural import ProceduralDataset, size_errors
 
 POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging Face format
 SIZES = ProblemSizes(two_operations=0.3, max_number=99)
@@ -59,14 +58,11 @@ class AgentLibrariesTask(AgentTask):
                 f"task.libraries has {', '.join(missing)}, which is not installed: "
                 "pip install 'torchtitan-rl[agents]'"
             )
-        for name in ("num_train_problems", "num_validation_problems"):
-            if not 1 <= getattr(self, name) <= MAX_PROBLEMS:
-                found.append(f"task.{name}={getattr(self, name)}: must be 1 to {MAX_PROBLEMS}")
-        return found
+        return [*found, *size_errors(self)]
 
 
 async def run(library: Library, given: AgentCall) -> AgentResult:
-    """Let a library's agent solve its problem, and score its last message."""
+    """Let the agent of ``library`` solve the problem, and score its last message."""
     exercise = Exercise(problem=given.problem.data)
     solve = load(library)
     if inspect.iscoroutinefunction(solve):

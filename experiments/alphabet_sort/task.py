@@ -1,4 +1,4 @@
-"""Alphabet sort as a `Task`; its fields are command-line options of every config that uses it."""
+"""Alphabet sort as a `Task`. Its fields are command-line options of every config that uses it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from torchtitan_rl import (
     TokenEnv,
     make_renderer,
 )
-from torchtitan_rl.experiments.alphabet_sort.dataset import ProblemSizes, make_problem
-from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
-from torchtitan_rl.experiments.alphabet_sort.names import NAMES
-from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
+from torchtitan_rl.experiments.alphabet_sort.env import (
+    NAMES,
+    AlphabetSortEnv,
+    ProblemSizes,
+    make_problem,
+)
+from torchtitan_rl.experiments.procedural import ProceduralDataset, size_errors
 
 POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging Face format
 
@@ -82,10 +85,7 @@ class AlphabetSortTask(Task):
             )
         if not self.power > 0:
             found.append(f"task.power={self.power}: must be above 0 (1 is the plain similarity)")
-        for name in ("num_train_problems", "num_validation_problems"):
-            if not 1 <= getattr(self, name) <= MAX_PROBLEMS:
-                found.append(f"task.{name}={getattr(self, name)}: must be 1 to {MAX_PROBLEMS}")
-        return found
+        return [*found, *size_errors(self)]
 
     def _sizes(self) -> ProblemSizes:
         return ProblemSizes(

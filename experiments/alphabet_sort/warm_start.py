@@ -1,28 +1,95 @@
-"""Makes the embedded policy: a small Qwen3 that is taught the task, and then to be careless.
+"""Makes the embedded policy of alphabet sort: a small Qwen3, trained on demonstrations.
 
     python -m torchtitan_rl.experiments.alphabet_sort.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one that ships. It trains with the
-project's own trainer, first on right answers, then on answers with mistakes. Problems are of the
-training split, beyond those that reinforcement learning uses. The one that ships was made with
-``--threads 1``.
-Everything is seeded; on another machine or number of threads rounding may differ.
+writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
+with ``--threads 1``. Training uses right answers first, then answers with mistakes of three kinds
+(see `experiments.tiny_policy`). Problems are of the training split, but not those that
+reinforcement learning uses.
+
+Words of the task are tokens; the chat template is ChatML.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tyro
+from tokenizers import Tokenizer
 
-from torchtitan_rl import Episode, make_renderer
-from torchtitan_rl.experiments.alphabet_sort.dataset import ProblemSizes, make_problem
-from torchtitan_rl.experiments.alphabet_sort.demonstrations import Mistakes, demonstration
+from torchtitan_rl import ChatRenderer, Episode, make_renderer
+from torchtitan_rl.experiments import tiny_policy
+from torchtitan_rl.experiments.alphabet_sort.env import (
+    NAMES,
+    NEW_MARK,
+    ProblemSizes,
+    make_problem,
+    right_answer,
+    user_message,
+)
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
-from torchtitan_rl.experiments.alphabet_sort.tokenizer import build_tokenizer
-from torchtitan_rl.experiments.tiny_policy import ModelSize, WarmStart, warm_start
+from torchtitan_rl.experiments.tiny_policy import (
+    CHATML,
+    ModelSize,
+    WarmStart,
+    build_word_backend,
+    warm_start,
+    with_chat_template,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistakes:
+    """Probabilities that a name is left out, that a mark is wrong (not in the first turn), and that
+    two neighbours change places. If all are below 0.5, the right answer stays the likeliest."""
+
+    omit: float = 0.0
+    mark: float = 0.0
+    swap: float = 0.0
+
+
+def demonstration(
+    turns: Sequence[Sequence[str]],
+    *,
+    mistakes: Mistakes,
+    rng: random.Random,
+    renderer: ChatRenderer,
+    tokenizer: Any,
+    name: str,
+) -> Episode:
+    """Make the conversation of a problem as one episode, with loss on the answers and their
+    ends."""
+    said = []
+    for turn in range(len(turns)):
+        message = {"role": "user", "content": user_message(turns, turn)}
+        lines = with_mistakes(right_answer(turns, turn), mistakes, rng=rng, marks=turn > 0)
+        said.append(([message], "\n".join(lines)))
+    return tiny_policy.demonstration(name, said, renderer=renderer, tokenizer=tokenizer)
+
+
+def with_mistakes(
+    lines: Sequence[str], mistakes: Mistakes, *, rng: random.Random, marks: bool
+) -> list[str]:
+    """Return the lines with mistakes. Each mistake is drawn independently."""
+    kept = [line for line in lines if rng.random() >= mistakes.omit]
+    if marks:
+        kept = [_flip_mark(line) if rng.random() < mistakes.mark else line for line in kept]
+    place = 0
+    while place + 1 < len(kept):
+        if rng.random() < mistakes.swap:
+            kept[place], kept[place + 1] = kept[place + 1], kept[place]
+            place += 1
+        place += 1
+    return kept
+
+
+def _flip_mark(line: str) -> str:
+    return line.removesuffix(f" {NEW_MARK}") if line.endswith(NEW_MARK) else f"{line} {NEW_MARK}"
+
 
 _FIRST_PROBLEM = 1_000_000
 _SIZES = ProblemSizes(min_turns=2, max_turns=3, min_names=2, max_names=3)
@@ -53,6 +120,24 @@ def main(config: WarmStartConfig) -> None:
 
     size = ModelSize(hidden_size=192, intermediate_size=640, num_layers=2, num_heads=4)
     warm_start(config, tokenizer, size, demonstrate)
+
+
+# Line breaks; a word or a run of other signs, each with the space before it; other white space.
+_PIECE = r"\n+| ?[A-Za-z]+| ?[^\sA-Za-z]+|\s"
+
+
+def build_tokenizer() -> Any:
+    """Build the `transformers` tokenizer of the policy; the result is always the same."""
+    return with_chat_template(build_backend(), CHATML)
+
+
+def build_backend() -> Tokenizer:
+    return build_word_backend(_covered_text(), piece=_PIECE)
+
+
+def _covered_text() -> str:
+    messages = [user_message([[], []], turn) for turn in range(2)]
+    return "\n".join(["system\nuser\nassistant\n", *messages, *NAMES, f" {NEW_MARK}"])
 
 
 if __name__ == "__main__":

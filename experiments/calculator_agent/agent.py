@@ -1,7 +1,7 @@
 """An ordinary agent: the official `openai` client in a loop over calls of one tool.
 
-It is written without regard to training: it gets a client, a model's name and a question, and works
-with every server that speaks the OpenAI API.
+The agent does not know that it is trained: it gets a client, a model's name and a question, and
+works with every server of the OpenAI API.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CALCULATOR: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What the agent did: the results of its calls, and its last message.
+    """The results of the agent's calls, and its last message.
 
-    ``answer`` is None if it still called the tool in its last turn.
+    ``answer`` is None if the agent still called the tool in its last turn.
     """
 
     answer: str | None
@@ -76,7 +76,7 @@ async def solve(client: AsyncOpenAI, *, model: str, question: str, max_turns: in
 
 
 def _call(call: Any, results: list[str]) -> str:
-    """The tool's reply; a value is added to ``results``."""
+    """Return the tool's reply; its value, if it has one, is added to ``results``."""
     if call.function.name != CALCULATOR["function"]["name"]:
         return f"error: there is no tool {call.function.name}"
     try:

@@ -1,7 +1,7 @@
 """The agent's tool: exact arithmetic on untrusted text.
 
-Only numbers, ``+ - * /``, signs and brackets are evaluated; nothing is ever executed. Values are
-fractions, so that 10/3*3 is 10.
+Only numbers, ``+ - * /``, signs and brackets are evaluated; no code is executed. Values are
+fractions, so 10/3*3 is 10.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class CalculatorError(ValueError):
 
 
 def calculate(expression: str) -> Fraction:
-    """The value of an arithmetic expression.
+    """Compute the value of an arithmetic expression.
 
     Raises:
-        CalculatorError: it is too long, is not arithmetic, or divides by zero.
+        CalculatorError: the expression is too long, is not arithmetic, or divides by zero.
     """
     if len(expression) > _MAX_LENGTH:
         raise CalculatorError("too long")
@@ -45,7 +45,7 @@ def calculate(expression: str) -> Fraction:
 
 
 def as_text(value: Fraction) -> str:
-    """Whole numbers as such, others as a decimal of six digits at most."""
+    """Format a whole number, or a decimal with at most six digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 

@@ -1,8 +1,15 @@
-"""The calculator agent as a `Task`; its fields are command-line options of its configs."""
+"""The calculator agent as a `Task`. Its fields are command-line options of its configs.
+
+The reward of a solution is 1 if the last number of the answer is right, even without a call; 0.3 if
+the calculator showed the right number; 0.1 if a call had a result; otherwise 0. The partial rewards
+give a gradient before the first right answer.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +27,9 @@ from torchtitan_rl import (
     RolloutEnv,
     Split,
 )
-from torchtitan_rl.experiments.calculator_agent.agent import solve
+from torchtitan_rl.experiments.calculator_agent.agent import Solution, solve
 from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, make_problem
-from torchtitan_rl.experiments.calculator_agent.scoring import is_right, score
-from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
+from torchtitan_rl.experiments.procedural import ProceduralDataset, size_errors
 
 if TYPE_CHECKING:
     import httpx
@@ -120,7 +126,29 @@ class CalculatorAgentTask(AgentTask):
             found.append(f"task.max_number={self.max_number}: must be 9 to {_MAX_NUMBER}")
         if self.max_turns < 1:
             found.append(f"task.max_turns={self.max_turns}: must be 1 or more")
-        for name in ("num_train_problems", "num_validation_problems"):
-            if not 1 <= getattr(self, name) <= MAX_PROBLEMS:
-                found.append(f"task.{name}={getattr(self, name)}: must be 1 to {MAX_PROBLEMS}")
-        return found
+        return [*found, *size_errors(self)]
+
+
+RIGHT_ANSWER = 1.0
+RIGHT_RESULT = 0.3
+VALID_CALL = 0.1
+
+_MAX_DIGITS = 100
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def score(solution: Solution, right_answer: int) -> float:
+    """Return the reward of a solution."""
+    if is_right(solution, right_answer):
+        return RIGHT_ANSWER
+    if str(right_answer) in solution.results:
+        return RIGHT_RESULT
+    return VALID_CALL if solution.results else 0.0
+
+
+def is_right(solution: Solution, right_answer: int) -> bool:
+    """Whether the last number of the answer is ``right_answer``."""
+    numbers = _NUMBER.findall(solution.answer or "")
+    if not numbers or len(numbers[-1]) > _MAX_DIGITS:
+        return False
+    return Fraction(numbers[-1]) == right_answer

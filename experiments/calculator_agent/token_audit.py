@@ -1,8 +1,8 @@
-"""Compares, inside the run, the tokens that the agent's client was sent with those trained on.
+"""Compares, during a run, the tokens that the agent's client received with the trained tokens.
 
-The client's transport adds a request for token ids to each of the agent's requests and records the
-token ids of the answers; the environment records the prompt and the completion of each turn of the
-rollout. The rollout's metrics count the turns that were compared and those that differ:
+The client's transport adds a request for token ids to each of the agent's requests, and records the
+token ids of the answers. The environment records the prompt and the completion of each turn of the
+rollout. The rollout's metrics count the compared turns and the turns that differ;
 ``token_mismatches`` must be 0. The agent is not changed.
 """
 
@@ -25,7 +25,7 @@ class TurnTokens(NamedTuple):
 
 
 class TokenIdTransport(httpx.AsyncBaseTransport):
-    """Sends requests on and keeps, in order, the tokens of each chat completion that came back."""
+    """Passes requests on, and records the tokens of each chat completion in order."""
 
     def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
         self.turns: list[TurnTokens] = []
@@ -56,9 +56,9 @@ class TokenIdTransport(httpx.AsyncBaseTransport):
 
 
 class AuditedEnv:
-    """A `TreeEnv`: the agent's own, with the result of the comparison among its metrics.
+    """Wraps the agent's `TreeEnv`, and adds the result of the comparison to its metrics.
 
-    ``sent`` is what the agent's client was sent, turn by turn.
+    ``sent``: the tokens that the agent's client received, turn by turn.
     """
 
     def __init__(self, env: TreeEnv, sent: list[TurnTokens]) -> None:
@@ -95,5 +95,5 @@ class AuditedEnv:
 
 
 def count_mismatches(recorded: list[TurnTokens], sent: list[TurnTokens]) -> int:
-    """Turns that differ in any token, or that only one side has."""
+    """Count the turns that differ in any token, or that only one side has."""
     return sum(one != other for one, other in zip_longest(recorded, sent))

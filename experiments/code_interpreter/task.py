@@ -1,12 +1,18 @@
-"""Questions for a code interpreter as a `Task`; its fields are command-line options."""
+"""Questions for a code interpreter as a `Task`. Its fields are command-line options.
+
+The questions are about numbers, and too hard without a computer. Invariants: those of
+`experiments.procedural`. The expression that answers a question decides its split, so no question
+is in both splits.
+"""
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_rl import (
     Dataset,
@@ -23,8 +29,7 @@ from torchtitan_rl import (
     ToolEnv,
     make_renderer,
 )
-from torchtitan_rl.experiments.code_interpreter.dataset import make_problem
-from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
+from torchtitan_rl.experiments.procedural import ProceduralDataset, size_errors, split_of
 
 POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging Face format
 _LEAST_NUMBER, _MOST_NUMBER = 20, 9999
@@ -78,12 +83,58 @@ class CodeInterpreterTask(Task):
             found.append(
                 f"task.max_number={self.max_number}: must be {_LEAST_NUMBER} to {_MOST_NUMBER}"
             )
-        for name in ("num_train_problems", "num_validation_problems"):
-            if not 1 <= getattr(self, name) <= MAX_PROBLEMS:
-                found.append(f"task.{name}={getattr(self, name)}: must be 1 to {MAX_PROBLEMS}")
-        return found
+        return [*found, *size_errors(self)]
 
 
 async def score(answer: str, right: str) -> float:
     """1 if the last number of ``answer`` is ``right``."""
     return float(re.findall(r"\d+", answer)[-1:] == [right])
+
+
+class Kind(NamedTuple):
+    """``a`` is below ``b``; ``c`` is from 2 to 9."""
+
+    question: str
+    expression: str
+
+
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        "How many numbers from {a} to {b} are divisible by {c}?",
+        "sum(n%{c}==0 for n in range({a},{b}+1))",
+    ),
+    Kind(
+        "What is the sum of the numbers from {a} to {b} that are divisible by {c}?",
+        "sum(n for n in range({a},{b}+1) if n%{c}==0)",
+    ),
+    Kind(
+        "How many prime numbers are there from {a} to {b}?",
+        "sum(all(n%d for d in range(2,n)) for n in range({a},{b}+1))",
+    ),
+    Kind(
+        "What is the sum of the digits of {a} to the power of {c}?",
+        "sum(int(d) for d in str({a}**{c}))",
+    ),
+    Kind("What is the largest digit of {a} times {b}?", "max(str({a}*{b}))"),
+    Kind("What is the remainder of {a} to the power of {b} by {c}?", "{a}**{b}%{c}"),
+)
+
+
+def make_problem(split: Split, index: int, max_number: int) -> Problem:
+    """Make problem ``index``; its ``data`` has ``question``, ``expression`` and ``answer``."""
+    rng = random.Random(f"code_interpreter/{split}/{index}")
+    kind = rng.choice(KINDS)
+    while True:
+        a, b = sorted(rng.sample(range(10, max_number + 1), 2))
+        numbers = {"a": a, "b": b, "c": rng.randint(2, 9)}
+        expression = kind.expression.format(**numbers)
+        if split_of(expression) == split:
+            break
+    return Problem(
+        problem_id=f"code_interpreter/{split}/{index}",
+        data={
+            "question": kind.question.format(**numbers),
+            "expression": expression,
+            "answer": str(eval(expression)),  # an expression of `KINDS`, with numbers
+        },
+    )

@@ -1,4 +1,4 @@
-"""FrozenLake as a `Task`: another map for each problem, shown anew after each move."""
+"""FrozenLake as a `Task`: each problem has another map, which is shown after each move."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FrozenLakeTask(GymnasiumTask):
         return gymnasium.make(self.env_id, desc=desc, **self.kwargs)
 
     def describe(self, env: Any, observation: Any, info: Mapping[str, Any]) -> str:
-        """The map, without the line that names the last move."""
+        """Return the map, without the line that names the last move."""
         lines = super().describe(env, observation, info).split("\n")
         return "\n".join(lines[-self.size :])
 

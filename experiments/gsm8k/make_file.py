@@ -21,8 +21,8 @@ from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes, mak
 class MakeFile:
     output: Path
     num_problems: int = 100
-    first: int = 0  # another file has other problems
-    two_operations: float = 0.5  # share of the problems with two; the others have one
+    first: int = 0  # index of the first problem; files with different ranges share no problem
+    two_operations: float = 0.5  # share of problems with two operations; the others have one
     max_number: int = 99
 
 
@@ -35,7 +35,7 @@ def main(config: MakeFile) -> None:
 
 
 def row(problem: Any) -> dict[str, str]:
-    """With a solution as GSM8K writes them: ``<<2+3=5>>`` marks a calculation."""
+    """Make a row with a solution in GSM8K's form: ``<<2+3=5>>`` marks a calculation."""
     expression, answer = problem["expression"], problem["answer"]
     solution = f"The answer is {expression} = <<{expression}={answer}>>{answer}.\n#### {answer}"
     return {"question": problem["text"], "answer": solution}

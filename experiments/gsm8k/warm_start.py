@@ -1,9 +1,10 @@
-"""Makes the embedded policy: a small Qwen3 that is taught the task, and then to be careless.
+"""Makes the embedded policy of GSM8K: a small Qwen3, trained on demonstrations.
 
     python -m torchtitan_rl.experiments.gsm8k.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one that ships, which was made with
-these defaults. Its problems are beyond those of the files.
+writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
+with these defaults. Training uses right solutions first, then solutions with mistakes (see
+`experiments.tiny_policy`). Its problems are not in the files.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 import tyro
 
 from torchtitan_rl import Episode, make_renderer
-from torchtitan_rl.experiments.calculator_agent import tokenizer as calculator_agent
+from torchtitan_rl.experiments.calculator_agent import warm_start as calculator_agent
 from torchtitan_rl.experiments.calculator_agent.dataset import make_problem
 from torchtitan_rl.experiments.gsm8k.make_file import row
-from torchtitan_rl.experiments.gsm8k.tiny import POLICY_DIR, SIZES
+from torchtitan_rl.experiments.gsm8k.task import POLICY_DIR, SIZES
 from torchtitan_rl.experiments.tiny_policy import ModelSize, WarmStart, demonstration, warm_start
 
 _FIRST_PROBLEM = 1_000_000
@@ -29,7 +30,7 @@ _FIRST_PROBLEM = 1_000_000
 class WarmStartConfig(WarmStart):
     output_dir: Path = POLICY_DIR
     demonstrations_per_step: int = 64
-    carelessness: float = 0.4  # chance of a wrong result
+    carelessness: float = 0.4  # probability of a wrong result
 
 
 def main(config: WarmStartConfig) -> None:
@@ -55,7 +56,7 @@ def main(config: WarmStartConfig) -> None:
 
 
 def build_tokenizer() -> Any:
-    """The `transformers` tokenizer that ships with the policy; the same one each time."""
+    """Build the `transformers` tokenizer of the policy; the result is always the same."""
     solution = row({"text": "", "expression": "1+1", "answer": 2})["answer"]
     return calculator_agent.build_tokenizer(f"\n{solution}")
 

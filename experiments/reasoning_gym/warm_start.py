@@ -1,10 +1,12 @@
-"""Makes the embedded policy: a small Qwen3 that is taught the tasks, and then to be careless.
+"""Makes the embedded policy of reasoning-gym: a small Qwen3, trained on demonstrations.
 
     python -m torchtitan_rl.experiments.reasoning_gym.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one that ships, which was made with
-these defaults. It trains with the project's own trainer, first on right answers, then on careless
-ones. Questions of the validation set are left out.
+writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
+with these defaults. Training uses right answers first, then careless ones (see
+`experiments.tiny_policy`). Questions of the validation set are left out.
+
+Each word of the questions, each digit and each letter is a token.
 """
 
 from __future__ import annotations
@@ -12,17 +14,21 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import tyro
+from tokenizers import Tokenizer
 
 from torchtitan_rl import Episode, make_renderer
 from torchtitan_rl.experiments.reasoning_gym.task import POLICY_DIR, TASK
-from torchtitan_rl.experiments.reasoning_gym.tokenizer import build_tokenizer
 from torchtitan_rl.experiments.tiny_policy import (
+    CHATML,
     ModelSize,
     WarmStart,
+    build_word_backend,
     demonstration,
     warm_start,
+    with_chat_template,
 )
 
 
@@ -31,7 +37,7 @@ class WarmStartConfig(WarmStart):
     output_dir: Path = POLICY_DIR
     decay_steps: int = 300
     demonstrations_per_step: int = 64
-    carelessness: float = 0.35  # chance of a wrong sum, and of two letters to change places
+    carelessness: float = 0.35  # probability of a wrong sum, and that two letters change places
 
 
 def main(config: WarmStartConfig) -> None:
@@ -55,7 +61,8 @@ def main(config: WarmStartConfig) -> None:
 
 
 def careless(answer: str, chance: float, rng: random.Random) -> str:
-    """A sum that may be wrong by 1 to 3, or a word whose letters may change places."""
+    """Return an answer with mistakes: a sum may be wrong by 1 to 3; letters of a word may change
+    places."""
     if answer.lstrip("-").isdigit():
         wrong = rng.random() < chance
         return str(int(answer) + wrong * rng.choice((-3, -2, -1, 1, 2, 3)))
@@ -64,6 +71,25 @@ def careless(answer: str, chance: float, rng: random.Random) -> str:
         if rng.random() < chance / 2:
             letters[place], letters[place + 1] = letters[place + 1], letters[place]
     return "".join(letters)
+
+
+# Line breaks; a word or a run of signs, each with the space before it; a digit; other white space.
+# A word that is not in a question falls apart into its letters.
+_PIECE = r"\n+| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s"
+
+_QUESTIONS = (
+    "State the final answer to the following arithmetic problem: 0123456789 + 1 - 1 =\n"
+    "Spell this word backward (example: sun -> nus): "
+)
+
+
+def build_tokenizer() -> Any:
+    """Build the `transformers` tokenizer of the policy; the result is always the same."""
+    return with_chat_template(build_backend(), CHATML)
+
+
+def build_backend() -> Tokenizer:
+    return build_word_backend(f"system\nuser\nassistant\n{_QUESTIONS}", piece=_PIECE)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Search as a `Task`; its fields are command-line options of every config that uses it."""
+"""Search as a `Task`. Its fields are command-line options of every config that uses it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from torchtitan_rl import (
     make_renderer,
 )
 from torchtitan_rl.experiments.procedural import MAX_PROBLEMS, ProceduralDataset
-from torchtitan_rl.experiments.search.env import SearchTools, score
-from torchtitan_rl.experiments.search.index import index_of
-from torchtitan_rl.experiments.search.world import make_problem
+from torchtitan_rl.experiments.search.env import SearchTools, index_of, make_problem, score
 
 POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging Face format
 

@@ -25,7 +25,7 @@ from tests.real.test_rendering_renderers import (
     TRIMMING_TEMPLATE,
     build_tokenizer,
 )
-from torchtitan_rl.experiments.calculator_agent.tokenizer import build_tokenizer as calculator
+from torchtitan_rl.experiments.calculator_agent.warm_start import build_tokenizer as calculator
 from torchtitan_rl.rollout.chatml import ContentTokenizer, apply_template
 from torchtitan_rl.rollout.rendering import ChatRenderer, LibraryRenderer, make_renderer
 

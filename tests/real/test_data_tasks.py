@@ -9,7 +9,7 @@ import pytest
 
 from tests.real.runs import ONE_REPLICA, SMALL, Run, read_metrics, read_rollouts, require_audit
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile, main
-from torchtitan_rl.experiments.search.world import make_world
+from torchtitan_rl.experiments.search.env import make_world
 
 NUM_STEPS = 3
 CONFIG = """

@@ -16,7 +16,7 @@ from tests.real.reference import float64_logprobs
 from tests.real.runs import play
 from tests.real.trainer_helpers import trainer
 from torchtitan_rl.configs.alphabet_sort_tiny import config
-from torchtitan_rl.experiments.alphabet_sort.demonstrations import Mistakes, demonstration
+from torchtitan_rl.experiments.alphabet_sort.warm_start import Mistakes, demonstration
 from torchtitan_rl.rollout.rendering import load_tokenizer, make_renderer
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import OptimizerConfig

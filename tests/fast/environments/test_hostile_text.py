@@ -19,10 +19,10 @@ from torchtitan_rl.environments.judge import Judge, JudgeConfig
 from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.environments.question import QuestionEnv, ToolAnswer, ToolEnv
 from torchtitan_rl.environments.scoring import CheckTimeoutError, extract
-from torchtitan_rl.experiments.alphabet_sort.scoring import score as alphabet_score
+from torchtitan_rl.experiments.alphabet_sort.env import score as alphabet_score
 from torchtitan_rl.experiments.calculator_agent.agent import Solution
 from torchtitan_rl.experiments.calculator_agent.calculator import CalculatorError, calculate
-from torchtitan_rl.experiments.calculator_agent.scoring import is_right
+from torchtitan_rl.experiments.calculator_agent.task import is_right
 from torchtitan_rl.experiments.code_interpreter.task import score as program_score
 from torchtitan_rl.experiments.search.env import is_right as is_found
 from torchtitan_rl.types import Problem

@@ -11,17 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.configs.agent_libraries_tiny import config
-from torchtitan_rl.experiments.agent_libraries.dataset import make_problem
-from torchtitan_rl.experiments.agent_libraries.demonstrations import (
+from torchtitan_rl.experiments.agent_libraries.exercise import Exercise, make_problem
+from torchtitan_rl.experiments.agent_libraries.task import SIZES
+from torchtitan_rl.experiments.agent_libraries.warm_start import (
     MESSAGE_FORM,
     STRUCTURED_FORM,
+    build_tokenizer,
     conversation,
 )
-from torchtitan_rl.experiments.agent_libraries.exercise import Exercise
-from torchtitan_rl.experiments.agent_libraries.task import SIZES
-from torchtitan_rl.experiments.agent_libraries.tokenizer import build_tokenizer
 from torchtitan_rl.experiments.calculator_agent.calculator import calculate
-from torchtitan_rl.experiments.calculator_agent.demonstrations import Mistakes, imitated
+from torchtitan_rl.experiments.calculator_agent.warm_start import Mistakes, imitated
 
 EXERCISE = {"text": "Some and 3?", "expression": "4+3", "answer": 7, "missing": 4}
 

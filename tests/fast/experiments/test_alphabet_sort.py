@@ -13,11 +13,14 @@ from tokenizers import Tokenizer
 from torchtitan_rl.configs import (
     alphabet_sort_tiny,
 )
-from torchtitan_rl.experiments.alphabet_sort.env import AlphabetSortEnv
-from torchtitan_rl.experiments.alphabet_sort.prompts import user_message
-from torchtitan_rl.experiments.alphabet_sort.scoring import right_answer, score
+from torchtitan_rl.experiments.alphabet_sort.env import (
+    AlphabetSortEnv,
+    right_answer,
+    score,
+    user_message,
+)
 from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
-from torchtitan_rl.experiments.alphabet_sort.tokenizer import build_backend
+from torchtitan_rl.experiments.alphabet_sort.warm_start import build_backend
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageObservation
 from torchtitan_rl.types import RolloutStatus

@@ -20,11 +20,11 @@ from torchtitan_rl.experiments.calculator_agent.calculator import (
     CalculatorError,
     calculate,
 )
-from torchtitan_rl.experiments.calculator_agent.scoring import is_right, score
+from torchtitan_rl.experiments.calculator_agent.task import is_right, score
 from torchtitan_rl.experiments.calculator_agent.token_audit import (
     TurnTokens,
 )
-from torchtitan_rl.experiments.calculator_agent.tokenizer import (
+from torchtitan_rl.experiments.calculator_agent.warm_start import (
     build_tokenizer,
 )
 

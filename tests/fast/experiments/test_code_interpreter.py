@@ -9,16 +9,15 @@ import pytest
 from tests.support.async_tests import on_event_loop
 from torchtitan_rl import PythonTools, SandboxConfig, make_renderer
 from torchtitan_rl.configs.code_interpreter_tiny import config as CONFIG
-from torchtitan_rl.experiments.code_interpreter.conversations import (
+from torchtitan_rl.experiments.code_interpreter.task import KINDS, make_problem, score
+from torchtitan_rl.experiments.code_interpreter.warm_start import (
     Mistakes,
+    WarmStartConfig,
+    build_tokenizer,
     conversation,
     result_of,
     with_mistakes,
 )
-from torchtitan_rl.experiments.code_interpreter.dataset import KINDS, make_problem
-from torchtitan_rl.experiments.code_interpreter.task import score
-from torchtitan_rl.experiments.code_interpreter.tokenizer import build_tokenizer
-from torchtitan_rl.experiments.code_interpreter.warm_start import WarmStartConfig
 from torchtitan_rl.experiments.tiny_policy import demonstration
 
 LIMITED = SandboxConfig(isolation="limits")

@@ -13,23 +13,23 @@ from tokenizers import Tokenizer
 
 from torchtitan_rl.config.model import read_policy_facts
 from torchtitan_rl.experiments.agent_libraries import task as agent_libraries
-from torchtitan_rl.experiments.agent_libraries.tokenizer import (
+from torchtitan_rl.experiments.agent_libraries.warm_start import (
     build_tokenizer as libraries_tokenizer,
 )
 from torchtitan_rl.experiments.alphabet_sort import task as alphabet_sort
-from torchtitan_rl.experiments.alphabet_sort.tokenizer import build_backend as alphabet_backend
+from torchtitan_rl.experiments.alphabet_sort.warm_start import build_backend as alphabet_backend
 from torchtitan_rl.experiments.calculator_agent import task as calculator_agent
-from torchtitan_rl.experiments.calculator_agent.tokenizer import build_tokenizer as agent_tokenizer
+from torchtitan_rl.experiments.calculator_agent.warm_start import build_tokenizer as agent_tokenizer
 from torchtitan_rl.experiments.code_interpreter import task as code_interpreter
-from torchtitan_rl.experiments.code_interpreter.tokenizer import build_backend as code_backend
+from torchtitan_rl.experiments.code_interpreter.warm_start import build_backend as code_backend
 from torchtitan_rl.experiments.frozen_lake import task as frozen_lake
-from torchtitan_rl.experiments.frozen_lake.tokenizer import build_backend as lake_backend
-from torchtitan_rl.experiments.gsm8k import tiny as gsm8k
+from torchtitan_rl.experiments.frozen_lake.warm_start import build_backend as lake_backend
+from torchtitan_rl.experiments.gsm8k import task as gsm8k
 from torchtitan_rl.experiments.gsm8k.warm_start import build_tokenizer as words_tokenizer
 from torchtitan_rl.experiments.reasoning_gym import task as reasoning_gym
-from torchtitan_rl.experiments.reasoning_gym.tokenizer import build_backend as gym_backend
+from torchtitan_rl.experiments.reasoning_gym.warm_start import build_backend as gym_backend
 from torchtitan_rl.experiments.search import task as search
-from torchtitan_rl.experiments.search.tokenizer import build_backend as search_backend
+from torchtitan_rl.experiments.search.warm_start import build_backend as search_backend
 
 POLICIES: dict[str, tuple[Path, Callable[[], Any]]] = {
     "agent_libraries": (agent_libraries.POLICY_DIR, libraries_tokenizer),

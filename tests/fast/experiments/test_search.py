@@ -11,12 +11,16 @@ import pytest
 
 from torchtitan_rl import ToolEnv
 from torchtitan_rl.configs import search_tiny
-from torchtitan_rl.experiments.search.env import SearchTools, is_right, score
-from torchtitan_rl.experiments.search.index import SearchIndex, index_of
+from torchtitan_rl.experiments.search.env import (
+    SearchIndex,
+    SearchTools,
+    index_of,
+    is_right,
+    make_problem,
+    score,
+)
 from torchtitan_rl.experiments.search.task import SearchTask
-from torchtitan_rl.experiments.search.tokenizer import build_tokenizer
-from torchtitan_rl.experiments.search.warm_start import Mistakes, conversation
-from torchtitan_rl.experiments.search.world import make_problem
+from torchtitan_rl.experiments.search.warm_start import Mistakes, build_tokenizer, conversation
 from torchtitan_rl.rollout.env import Terminal
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
 from torchtitan_rl.rollout.rendering import make_renderer

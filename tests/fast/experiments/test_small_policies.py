@@ -14,9 +14,8 @@ from torchtitan_rl.configs import (
 )
 from torchtitan_rl.experiments.calculator_agent.dataset import make_problem
 from torchtitan_rl.experiments.frozen_lake import task as lake
-from torchtitan_rl.experiments.frozen_lake.tokenizer import build_tokenizer
-from torchtitan_rl.experiments.frozen_lake.walks import best_moves, walk
-from torchtitan_rl.experiments.gsm8k import tiny as words
+from torchtitan_rl.experiments.frozen_lake.warm_start import best_moves, build_tokenizer, walk
+from torchtitan_rl.experiments.gsm8k import task as words
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile, main, row
 from torchtitan_rl.experiments.gsm8k.warm_start import build_tokenizer as words_tokenizer
 from torchtitan_rl.experiments.tiny_policy import demonstration
