@@ -26,22 +26,10 @@ if TYPE_CHECKING:
     from torchtitan_rl.agents.verifiers.task import VerifiersError as VerifiersError
     from torchtitan_rl.agents.verifiers.task import VerifiersTask as VerifiersTask
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer as PolicyTrainer
-    from torchtitan_rl.config import CheckpointConfig as CheckpointConfig
-    from torchtitan_rl.config import EndpointConfig as EndpointConfig
-    from torchtitan_rl.config import EvaluationConfig as EvaluationConfig
-    from torchtitan_rl.config import GeneratorConfig as GeneratorConfig
-    from torchtitan_rl.config import LaunchConfig as LaunchConfig
-    from torchtitan_rl.config import LossConfig as LossConfig
-    from torchtitan_rl.config import MetricsConfig as MetricsConfig
-    from torchtitan_rl.config import OptimizerConfig as OptimizerConfig
-    from torchtitan_rl.config import OverlongConfig as OverlongConfig
-    from torchtitan_rl.config import PolicyConfig as PolicyConfig
-    from torchtitan_rl.config import RolloutConfig as RolloutConfig
-    from torchtitan_rl.config import RunConfig as RunConfig
-    from torchtitan_rl.config import SamplingConfig as SamplingConfig
-    from torchtitan_rl.config import ScheduleConfig as ScheduleConfig
-    from torchtitan_rl.config import TrainerConfig as TrainerConfig
-    from torchtitan_rl.config import WeightSyncConfig as WeightSyncConfig
+    from torchtitan_rl.config.run import LaunchConfig as LaunchConfig
+    from torchtitan_rl.config.run import MetricsConfig as MetricsConfig
+    from torchtitan_rl.config.run import PolicyConfig as PolicyConfig
+    from torchtitan_rl.config.run import RunConfig as RunConfig
     from torchtitan_rl.data.curriculum import CurriculumConfig as CurriculumConfig
     from torchtitan_rl.data.curriculum import RestConfig as RestConfig
     from torchtitan_rl.data.row_dataset import ListDataset as ListDataset
@@ -74,7 +62,14 @@ if TYPE_CHECKING:
     from torchtitan_rl.environments.scoring import run_checker as run_checker
     from torchtitan_rl.errors import ConfigError as ConfigError
     from torchtitan_rl.errors import TorchtitanRLError as TorchtitanRLError
+    from torchtitan_rl.generation.config import GeneratorConfig as GeneratorConfig
+    from torchtitan_rl.orchestration.config import CheckpointConfig as CheckpointConfig
+    from torchtitan_rl.orchestration.config import EvaluationConfig as EvaluationConfig
+    from torchtitan_rl.orchestration.config import ScheduleConfig as ScheduleConfig
     from torchtitan_rl.rollout.chatml import Message as Message
+    from torchtitan_rl.rollout.config import OverlongConfig as OverlongConfig
+    from torchtitan_rl.rollout.config import RolloutConfig as RolloutConfig
+    from torchtitan_rl.rollout.config import SamplingConfig as SamplingConfig
     from torchtitan_rl.rollout.env import Observation as Observation
     from torchtitan_rl.rollout.env import Stateful as Stateful
     from torchtitan_rl.rollout.env import Terminal as Terminal
@@ -106,6 +101,10 @@ if TYPE_CHECKING:
     from torchtitan_rl.sandbox.sandbox import SandboxResult as SandboxResult
     from torchtitan_rl.sandbox.sandbox import SandboxStatus as SandboxStatus
     from torchtitan_rl.sandbox.sandbox import shared_sandbox as shared_sandbox
+    from torchtitan_rl.serving.config import EndpointConfig as EndpointConfig
+    from torchtitan_rl.training.config import LossConfig as LossConfig
+    from torchtitan_rl.training.config import OptimizerConfig as OptimizerConfig
+    from torchtitan_rl.training.config import TrainerConfig as TrainerConfig
     from torchtitan_rl.training.losses.metrics import LossOutput as LossOutput
     from torchtitan_rl.training.losses.metrics import LossTokens as LossTokens
     from torchtitan_rl.training.losses.metrics import StepTotals as StepTotals
@@ -118,6 +117,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.types import Rollout as Rollout
     from torchtitan_rl.types import RolloutStatus as RolloutStatus
     from torchtitan_rl.types import Turn as Turn
+    from torchtitan_rl.weights.config import WeightSyncConfig as WeightSyncConfig
 
 __version__ = "0.1.0"
 
