@@ -41,6 +41,17 @@ def options(root: Path, name: str, *more: str) -> list[str]:
     return [str(TINY), *SMALL, "--output-dir", str(root), "--name", name, *more]
 
 
+def processes_of(tag: str) -> list[psutil.Process]:
+    """The processes that are alive and have this tag in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_tagged = process.environ().get("TORCHTITAN_RL_TEST") == tag
+            if is_tagged and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 class Run:
     """``torchtitan-rl train``, or another command, in a process of its own; all its descendants
     carry a tag. ``output``: where stdout goes, else into the log, too."""
@@ -93,13 +104,7 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Those of the run that are alive, wherever they were re-parented."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                is_ours = process.environ().get("TORCHTITAN_RL_TEST") == self._tag
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return processes_of(self._tag)
 
     def listening_on(self) -> set[str]:
         """The IP addresses on which its processes accept connections; not those of torchrun."""

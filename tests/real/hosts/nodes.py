@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.real.runs import ROOT
+from tests.real.runs import ROOT, processes_of
 from torchtitan_rl.launch.interfaces import free_port
 
 TIMEOUT_S = 600.0
@@ -66,13 +66,7 @@ class Nodes:
         return (self.folder / f"launcher{node}.log").read_text()
 
     def processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                is_ours = process.environ().get("TORCHTITAN_RL_TEST") == self._tag
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return processes_of(self._tag)
 
     def process_of(self, *words: str) -> psutil.Process:
         """The one whose command line has these words."""
