@@ -22,9 +22,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -34,40 +36,47 @@ from benchmarks.report import heading, print_table, write_report
 from benchmarks.simulated_replica import SimulatedReplica, Speeds
 from benchmarks.workload import draw_length
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.routing.placement import RoutingStrategy, StickyLeastLoaded
+from torchtitan_rl.routing import placement
 from torchtitan_rl.routing.replicas import LoadIndex
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import GenerationRequest, SamplingParams
 
+Strategy = Callable[[LoadIndex, int | None, int], int | None]
+"""Called like `sticky_or_least_loaded`, in whose place it decides."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeastLoaded:
+
+def least_loaded(replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
     """The replica with the fewest outstanding tokens; the lowest index among equals."""
-
-    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
-        return replicas.least(min_version)
+    return replicas.least(min_version)
 
 
-@dataclass(slots=True)
-class RoundRobin:
+def round_robin() -> Strategy:
     """Each replica in turn, without regard to load: a baseline."""
+    following = 0
 
-    _next: int = 0
-
-    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+    def choose(replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+        nonlocal following
         for offset in range(replicas.count):
-            index = (self._next + offset) % replicas.count
+            index = (following + offset) % replicas.count
             if replicas.is_eligible(index, min_version):
-                self._next = index + 1
+                following = index + 1
                 return index
         return None
 
+    return choose
 
-STRATEGIES: dict[str, Callable[[], RoutingStrategy]] = {
-    "sticky": StickyLeastLoaded,
-    "least loaded": LeastLoaded,
-    "round-robin": RoundRobin,
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "sticky": lambda: placement.sticky_or_least_loaded,
+    "least loaded": lambda: least_loaded,
+    "round-robin": round_robin,
 }
+
+
+def _deciding(strategy: Strategy) -> AbstractContextManager[Any]:
+    return patch.object(placement, "sticky_or_least_loaded", strategy)
+
+
 SIZES = (1, 16, 64, 256, 1024, 4096)
 _GROWTH = (64, 4096)  # replicas between which the growth of the cost is looked at
 _OUTSTANDING = 8  # calls of each replica while decisions are measured
@@ -155,7 +164,7 @@ def main() -> None:
 
 
 def decide(
-    strategy: RoutingStrategy,
+    strategy: Strategy,
     num_replicas: int,
     requests: Sequence[GenerationRequest],
     *,
@@ -164,7 +173,7 @@ def decide(
 ) -> Decided:
     """Each decision takes a session at random, chooses, adds the load, and releases another's."""
     replicas = [SimulatedReplica(f"replica{i}", Speeds()) for i in range(num_replicas)]
-    router = GeneratorRouter(replicas, strategy=strategy)
+    router = GeneratorRouter(replicas)
     pool = router._pool
     chance = random.Random(seed)
     outstanding: list[tuple[Any, int]] = []
@@ -172,18 +181,19 @@ def decide(
     drawn = [chance.randrange(len(requests)) for _ in range(held + decisions)]
     released = [chance.random() for _ in range(decisions)]
     started = 0.0
-    for number in range(-held, decisions):
-        if number == 0:
-            started = time.process_time()
-        request = requests[drawn[held + number]]
-        state = router._placement.choose(request)
-        tokens = request.sampling.max_tokens
-        pool.add_request(state, tokens)
-        outstanding.append((state, tokens))
-        if number >= 0:
-            which = int(released[number] * len(outstanding))
-            outstanding[which], outstanding[-1] = outstanding[-1], outstanding[which]
-            pool.release_request(*outstanding.pop())
+    with _deciding(strategy):
+        for number in range(-held, decisions):
+            if number == 0:
+                started = time.process_time()
+            request = requests[drawn[held + number]]
+            state = router._placement.choose(request)
+            tokens = request.sampling.max_tokens
+            pool.add_request(state, tokens)
+            outstanding.append((state, tokens))
+            if number >= 0:
+                which = int(released[number] * len(outstanding))
+                outstanding[which], outstanding[-1] = outstanding[-1], outstanding[which]
+                pool.release_request(*outstanding.pop())
     seconds = time.process_time() - started
     loads = list(router.outstanding_tokens().values())
     return Decided(
@@ -215,11 +225,11 @@ def _simulate(name: str, size: int, num_sessions: int, rate: float) -> Balance:
 
 
 async def balance_of(
-    strategy: RoutingStrategy, num_replicas: int, num_sessions: int, rate: float
+    strategy: Strategy, num_replicas: int, num_sessions: int, rate: float
 ) -> Balance:
     """``rate``: sessions that begin, a second and replica, of the virtual clock."""
     replicas = [SimulatedReplica(f"replica{i}", Speeds()) for i in range(num_replicas)]
-    router = GeneratorRouter(replicas, strategy=strategy, request_timeout_s=1e6)
+    router = GeneratorRouter(replicas, request_timeout_s=1e6)
     chance = random.Random(0)
     latencies: list[float] = []
     loop = asyncio.get_running_loop()
@@ -232,11 +242,12 @@ async def balance_of(
             latencies.append(loop.time() - started_s)
 
     begins_s, cpu_s = 0.0, time.process_time()
-    async with asyncio.TaskGroup() as sessions:
-        for session in range(num_sessions):
-            begins_s += chance.expovariate(rate * num_replicas)
-            requests = [_request(chance, session, turn) for turn in range(_TURNS)]
-            sessions.create_task(run(session, begins_s, requests))
+    with _deciding(strategy):
+        async with asyncio.TaskGroup() as sessions:
+            for session in range(num_sessions):
+                begins_s += chance.expovariate(rate * num_replicas)
+                requests = [_request(chance, session, turn) for turn in range(_TURNS)]
+                sessions.create_task(run(session, begins_s, requests))
     cpu_s = time.process_time() - cpu_s
     ends, busy = [r.busy_until_s for r in replicas], [r.busy_s for r in replicas]
     p50, p99 = np.percentile(latencies, (50, 99))

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from torchtitan_rl.types import GenerationRequest
-
 M = TypeVar("M")
 
 
@@ -122,21 +120,14 @@ CallId = str | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[P]):
-    """Work that the other side is asked to do; it has exactly one `End`."""
+    """Work that the other side is asked to do: a request or a command. It has exactly one `End`.
+
+    ``streams``: a request's progress is reported within milliseconds. Otherwise a replica reports
+    it about once a second, and the controller does not report it.
+    """
 
     call_id: CallId
     payload: P
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """The payload of a call that completes a request.
-
-    ``streams``: progress is reported within milliseconds. Otherwise a replica reports it about once
-    a second, and the controller does not report it.
-    """
-
-    request: GenerationRequest
     streams: bool = False
 
 

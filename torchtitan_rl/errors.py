@@ -61,7 +61,11 @@ class LoopFailedError(ReplicaError):
     """The engine loop failed with the error in ``__cause__``; all its requests fail with it."""
 
 
-class LoopStalledError(LoopFailedError):
+class StepFailedError(LoopFailedError):
+    """The engine loop failed while it stepped its requests, so one of them may be the cause."""
+
+
+class LoopStalledError(StepFailedError):
     """The engine loop has requests and has made no progress with them for too long."""
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from tests.support.loop_replica import loop_replica
 from torchtitan_rl.generation.commands import Pause, ReadTokens, Resume
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.requests import Listener
 from torchtitan_rl.routing.continuation import PartialTokens
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest, Progress
@@ -40,7 +39,7 @@ def frozen(loop: EngineLoop, engine: Any, requests: list[GenerationRequest]) -> 
     futures = {}
     for item in requests:
         partials[item.request_id].start_piece(item.request_id)
-        futures[item.request_id] = loop.submit(item, Listener(sink=hear))
+        futures[item.request_id] = loop.submit(item, hear)
     loop.start()
     assert is_paused.wait(WAIT_S)
     seen.pop("acknowledged").result(WAIT_S)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.backends.specs import EndpointSpec
-from torchtitan_rl.channel import End, Submission
+from torchtitan_rl.channel import End
 from torchtitan_rl.errors import EndpointLostError
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.link import (
@@ -36,14 +36,11 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def request(request_id: str, *, max_tokens: int = 4, streams: bool = False) -> Submission:
-    return Submission(
-        request=GenerationRequest(
-            request_id=request_id,
-            prompt_token_ids=(1, 2, 3),
-            sampling=SamplingParams(max_tokens=max_tokens),
-        ),
-        streams=streams,
+def request(request_id: str, *, max_tokens: int = 4) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(max_tokens=max_tokens),
     )
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.scripted_engine import ScriptedEngine
-from torchtitan_rl.channel import CallId, End, Submission
-from torchtitan_rl.errors import LoopFailedError, ReplicaError
+from torchtitan_rl.channel import CallId, End
+from torchtitan_rl.errors import ReplicaError, StepFailedError
 from torchtitan_rl.generation.commands import (
     AbortRequests,
     EngineCommand,
@@ -28,6 +28,7 @@ from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
+    GenerationRequest,
     PullReport,
     VersionRun,
     add_run,
@@ -57,7 +58,7 @@ class FarReplica:
         self.latency_s, self.step_s = latency_s, step_s
         self._runs_of: dict[str, tuple[VersionRun, ...]] = {}
         self._sent: asyncio.Queue[tuple[float, tuple[ToReplica, ...]]] = asyncio.Queue()
-        self._inbox: list[Submission] = []
+        self._inbox: list[GenerationRequest] = []
         self._listening: dict[str, int] = {}  # tokens told
         self._news: list[FromReplica] = []
         self._has_news = asyncio.Event()
@@ -129,8 +130,8 @@ class FarReplica:
                 return
             for message in messages:
                 match message.payload:
-                    case Submission() as submission:
-                        self._inbox.append(submission)
+                    case GenerationRequest() as request:
+                        self._inbox.append(request)
                         self._admit()
                     case command:
                         self._begin(self._answer(message.call_id, command))
@@ -196,10 +197,9 @@ class FarReplica:
         engine = self.engine
         is_held = not self._runs.is_set() or engine.is_asleep or not engine.has_weights
         kept = []
-        for submission in self._inbox:
-            request = submission.request
+        for request in self._inbox:
             if is_held and request.request_id not in also:
-                kept.append(submission)
+                kept.append(request)
                 continue
             self._runs_of[request.request_id] = (VersionRun(0, engine.version),)
             self.resumed.append(request.num_resumed > 0)
@@ -233,7 +233,7 @@ class FarReplica:
             try:
                 ended = self.engine.step()
             except RuntimeError as error:
-                self._loss = LoopFailedError(f"{self.name} failed: {error}")
+                self._loss = StepFailedError(f"{self.name} failed: {error}")
                 self._has_news.set()
                 return
             self._tell()

@@ -251,13 +251,15 @@ class EnvChecker:
             max_prompt_tokens=_MANY_TOKENS,  # prompts are compared in full
             on_call=lambda name: None,
         )
-        saved = None if state is None else EnvState.after(answer, state=state)
+        env_states = {}
+        if state is not None and isinstance(answer, Observation):
+            env_states[number] = EnvState(observation=answer, state=state)
         try:
             await session.restore(
                 RecordedRollout(
                     rollout_id=rollout.rollout_id,
                     turns=rollout.turns[:number],
-                    env_states={} if saved is None else {number: saved},
+                    env_states=env_states,
                     prompt_token_ids=rollout.turns[number].prompt_token_ids,
                 )
             )

@@ -84,8 +84,8 @@ class LoopConfig:
 
     ``heartbeat_s``: after this idle time the leader of several ranks sends an empty decision; keep
     it well below the channel's time-out. ``version``: policy version of the engine's initial
-    weights. Progress is reported every ``stream_interval_s`` to listeners that stream, and every
-    ``progress_interval_s`` to others.
+    weights. Progress is reported every ``stream_interval_s`` for requests that stream, and every
+    ``progress_interval_s`` for others.
     """
 
     name: str = "replica"

@@ -8,7 +8,7 @@ Invariants
 - All ranks apply the same decisions in the same order; weights change only between steps.
 - Every future ends: with a result or an error of its own request, with `LoopFailedError` (its cause
   attached) once a step, broadcast or pull has failed, or with `LoopClosedError`. Futures of later
-  calls also end so.
+  calls also end so. It is a `StepFailedError` only if one of the requests may be the cause.
 - A pause is answered once every rank is between two steps. No step follows before `Resume` or,
   after a sleep, before new weights were pulled.
 - With several ranks, each rank runs exactly the decided steps, unless no request is left: a rank
@@ -34,6 +34,7 @@ from torchtitan_rl.errors import (
     LoopFailedError,
     ReplicaError,
     RequestGivenUpError,
+    StepFailedError,
 )
 from torchtitan_rl.generation.commands import (
     AbortRequests,
@@ -47,7 +48,7 @@ from torchtitan_rl.generation.commands import (
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import Action, Inbox, LockstepChannel, LoopDecision
 from torchtitan_rl.generation.engine import Engine, Pulse, validate_request
-from torchtitan_rl.generation.requests import Listener, OutstandingRequests
+from torchtitan_rl.generation.requests import OutstandingRequests, ProgressSink
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
@@ -130,12 +131,17 @@ class EngineLoop:
         return self._failure
 
     def submit(
-        self, request: GenerationRequest, listener: Listener | None = None
+        self,
+        request: GenerationRequest,
+        sink: ProgressSink | None = None,
+        *,
+        streams: bool = False,
     ) -> Future[Completion]:
         """Queue a request. Its future cannot be cancelled: abort the request instead.
 
-        The listener gets progress until the future ends, and none afterwards. If the engine refuses
-        the request at admission, the future fails.
+        ``sink`` gets progress until the future ends, and none afterwards: within milliseconds if
+        the request ``streams``, else about every second. If the engine refuses the request at
+        admission, the future fails.
 
         Raises:
             InvalidRequestError: the engine could not serve the request. Other requests are not
@@ -146,7 +152,7 @@ class EngineLoop:
             if self._ended is not None:
                 return failed_future(self._ended)
             validate_request(request, self._limits, self._requests)
-            future = self._requests.add(request.request_id, listener)
+            future = self._requests.add(request.request_id, sink, streams=streams)
             self._inbox.admit(request)
         return future
 
@@ -205,7 +211,9 @@ class EngineLoop:
                 pass
             self._engine.close()
         except BaseException as cause:
-            failure = LoopFailedError(f"engine loop of {self._config.name} failed: {cause!r}")
+            # Not busy: a weight swap, a pause or a sleep failed, which is no request's fault.
+            failed = StepFailedError if self._is_busy else LoopFailedError
+            failure = failed(f"engine loop of {self._config.name} failed: {cause!r}")
             failure.__cause__ = cause
             self._failure = failure
             self._end(failure)
@@ -342,7 +350,7 @@ class EngineLoop:
                 self._on_work(work, start_ns, time.perf_counter_ns(), **details)
 
     def _report_progress(self, *, at_once: bool = False) -> None:
-        """Report new tokens to the listeners whose interval has passed."""
+        """Report the new tokens of the requests whose interval has passed."""
         if not self._is_leader:
             return
         with self._lock:

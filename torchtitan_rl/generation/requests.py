@@ -6,7 +6,7 @@ Invariants
 - No token is reported twice, and no token before an earlier one.
 - A request that streams is reported at once if nothing was streamed during the last interval, and
   otherwise at most once per interval.
-- A request without a listener is never read.
+- A request without a sink is never read.
 - After `drain` the engine's outputs for earlier requests are ignored.
 
 Not thread-safe: the engine loop guards it with its lock.
@@ -27,23 +27,15 @@ ProgressSink = Callable[[tuple[Progress, ...]], None]
 """Gets the new progress of its requests, in the loop's thread; must neither block nor raise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
-    """Receives a request's progress: within milliseconds if it ``streams``, otherwise about every
-    second, so that a lost replica costs few tokens."""
-
-    sink: ProgressSink
-    streams: bool = False
-
-
 @dataclass(slots=True)
 class _Request:
     future: Future[Completion]
     submitted_s: float
-    listener: Listener | None
+    sink: ProgressSink | None
+    streams: bool
     inbox_s: float = 0.0  # time between submission and admission
     runs: tuple[VersionRun, ...] = ()  # empty before admission
-    num_reported: int = 0  # number of tokens that the listener got
+    num_reported: int = 0  # number of tokens that the sink got
 
 
 class OutstandingRequests:
@@ -51,8 +43,8 @@ class OutstandingRequests:
 
     ``version`` is the policy version of the engine's weights.
 
-    Progress is reported every ``stream_interval_s`` to listeners that stream, else every
-    ``interval_s``. ``clock`` gives monotonic seconds.
+    A request's progress is reported every ``stream_interval_s`` if it streams, else every
+    ``interval_s``, so that a lost replica costs few tokens. ``clock`` gives monotonic seconds.
     """
 
     def __init__(
@@ -70,15 +62,17 @@ class OutstandingRequests:
         self._interval_s = interval_s
         self._clock = clock
         self._requests: dict[str, _Request] = {}
-        self._num_listeners = {True: 0, False: 0}  # of admitted requests
+        self._num_reporting = {True: 0, False: 0}  # admitted requests with a sink, by `streams`
         self._streamed_s = self._reported_all_s = 0.0  # the time of the last report
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
 
-    def add(self, request_id: str, listener: Listener | None = None) -> Future[Completion]:
+    def add(
+        self, request_id: str, sink: ProgressSink | None = None, *, streams: bool = False
+    ) -> Future[Completion]:
         future = uncancellable_future()
-        self._requests[request_id] = _Request(future, self._clock(), listener)
+        self._requests[request_id] = _Request(future, self._clock(), sink, streams)
         return future
 
     def admit(self, request_id: str) -> None:
@@ -88,10 +82,10 @@ class OutstandingRequests:
             return
         request.runs = (VersionRun(0, self._version),)
         request.inbox_s = self._clock() - request.submitted_s
-        if request.listener is not None:
-            if not self._num_listeners[False]:
+        if request.sink is not None:
+            if not self._num_reporting[False]:
                 self._reported_all_s = self._clock()  # the first interval begins
-            self._num_listeners[request.listener.streams] += 1
+            self._num_reporting[request.streams] += 1
 
     def pull(self, version: int, lengths: Mapping[str, int]) -> None:
         """Record new weights. ``lengths``: number of tokens sampled so far, by id of each
@@ -105,15 +99,15 @@ class OutstandingRequests:
         """Return the requests whose progress is to be read now, each with its first unreported
         token's index.
 
-        With ``at_once`` these are all requests with a listener, whatever the intervals.
+        With ``at_once`` these are all requests with a sink, regardless of the intervals.
         """
         now_s = self._clock()
-        if not any(self._num_listeners.values()):
+        if not any(self._num_reporting.values()):
             return {}
         if at_once or now_s - self._reported_all_s >= self._interval_s:
             self._reported_all_s = now_s
             return self._unreported(streaming_only=False)
-        if self._num_listeners[True] and now_s - self._streamed_s >= self._stream_interval_s:
+        if self._num_reporting[True] and now_s - self._streamed_s >= self._stream_interval_s:
             return self._unreported(streaming_only=True)
         return {}
 
@@ -127,13 +121,13 @@ class OutstandingRequests:
         batches: dict[ProgressSink, list[Progress]] = {}
         for output in outputs:
             request = self._requests.get(output.request_id)
-            if request is None or request.listener is None:
+            if request is None or request.sink is None:
                 continue
             request.num_reported += len(output.token_ids)
             runs = runs_before(request.runs, request.num_reported)
             progress = replace(output, version_runs=runs)
-            batches.setdefault(request.listener.sink, []).append(progress)
-            if request.listener.streams:
+            batches.setdefault(request.sink, []).append(progress)
+            if request.streams:
                 self._streamed_s = self._clock()
         return [(sink, tuple(batch)) for sink, batch in batches.items()]
 
@@ -150,8 +144,8 @@ class OutstandingRequests:
             request = self._requests.pop(output.request_id, None)
             if request is None:
                 continue
-            if request.listener is not None:
-                self._num_listeners[request.listener.streams] -= 1
+            if request.sink is not None:
+                self._num_reporting[request.streams] -= 1
             ended.append((request.future, self._outcome(output, request, in_flight)))
         return ended
 
@@ -165,7 +159,7 @@ class OutstandingRequests:
         """Forget all requests and return their futures."""
         futures = [request.future for request in self._requests.values()]
         self._requests.clear()
-        self._num_listeners = {True: 0, False: 0}
+        self._num_reporting = {True: 0, False: 0}
         return futures
 
     def _outcome(
@@ -194,7 +188,5 @@ class OutstandingRequests:
         return {
             request_id: request.num_reported
             for request_id, request in self._requests.items()
-            if request.runs
-            and request.listener is not None
-            and (request.listener.streams or not streaming_only)
+            if request.runs and request.sink is not None and (request.streams or not streaming_only)
         }

@@ -18,15 +18,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from torchtitan_rl.channel import Call, CallId, End, Outbox, Submission
+from torchtitan_rl.channel import Call, CallId, End, Outbox
 from torchtitan_rl.errors import GenerationError, LoopStalledError
 from torchtitan_rl.generation.commands import EngineCommand
 from torchtitan_rl.generation.engine import StallWatch
 from torchtitan_rl.generation.loop import EngineLoop
-from torchtitan_rl.generation.requests import Listener
-from torchtitan_rl.types import Progress
+from torchtitan_rl.types import GenerationRequest, Progress
 
-ToReplica = Call[Submission | EngineCommand[Any]]
+ToReplica = Call[GenerationRequest | EngineCommand[Any]]
 FromReplica = Progress | End[Any, BaseException]
 
 _IDLE_S = 30.0
@@ -48,8 +47,8 @@ class EngineServer:
         """Pass calls to the loop, in order. A refused request gets an `End` with the error."""
         for message in messages:
             match message.payload:
-                case Submission() as submission:
-                    self._submit(submission)
+                case GenerationRequest() as request:
+                    self._submit(request, streams=message.streams)
                 case command:
                     answer = self._loop.execute(command)
                     answer.add_done_callback(partial(self._on_end, message.call_id))
@@ -69,11 +68,9 @@ class EngineServer:
             )
         return await self._outbox.take(self._idle_s)
 
-    def _submit(self, submission: Submission) -> None:
-        request = submission.request
-        listener = Listener(sink=self._on_progress, streams=submission.streams)
+    def _submit(self, request: GenerationRequest, *, streams: bool) -> None:
         try:
-            future = self._loop.submit(request, listener)
+            future = self._loop.submit(request, self._on_progress, streams=streams)
         except GenerationError as error:
             self._outbox.put(End(call_id=request.request_id, error=error), is_urgent=True)
         else:

@@ -43,18 +43,6 @@ class EnvState:
     state: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
 
-    @classmethod
-    def after(
-        cls,
-        answer: Observation | Terminal,
-        *,
-        state: str | None = None,
-        messages: tuple[Mapping[str, Any], ...] = (),
-    ) -> EnvState:
-        if isinstance(answer, Terminal):
-            return cls(terminal=answer, state=state, messages=messages)
-        return cls(observation=answer, state=state, messages=messages)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRollout:

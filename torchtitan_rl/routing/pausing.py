@@ -15,13 +15,13 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from torchtitan_rl.errors import DeadlineError, GenerationError, WeightSyncError
 from torchtitan_rl.generation.commands import EngineCommand, Pause, PauseMode, Resume, Sleep, WakeUp
 from torchtitan_rl.routing.clock import ActiveTime
-from torchtitan_rl.routing.replicas import NO_WEIGHTS, Phase, ReplicaPool, ReplicaState
+from torchtitan_rl.routing.replicas import NO_WEIGHTS, Halt, Phase, ReplicaPool, ReplicaState
 from torchtitan_rl.routing.requests import RequestTracker
 from torchtitan_rl.routing.weights import LOSSES, WeightSync
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
@@ -29,13 +29,9 @@ from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 _RESUME_TIMEOUT_S = 60.0
 _WAIT_GRACE_S = 60.0
 
-Cut = Callable[[ReplicaState], Awaitable[None]]
-"""Ends the pieces of all requests on a replica, except those of its pin. The requests continue
-later or elsewhere."""
-
 
 async def pause_replicas(
-    pool: ReplicaPool, mode: PauseMode, *, pinned: bool, cut: Cut, timeout_s: float
+    pool: ReplicaPool, requests: RequestTracker, mode: PauseMode, *, pinned: bool, timeout_s: float
 ) -> None:
     """See `GeneratorRouter.pause`. ``timeout_s`` limits each replica's pause; ``wait`` gets a
     minute more."""
@@ -47,10 +43,11 @@ async def pause_replicas(
     _stop(pool, stopped, stops_clock=mode != "wait")
     grace_s = _WAIT_GRACE_S if mode == "wait" else 0.0  # for requests that end by their deadlines
     await asyncio.gather(
-        *(_pause(pool, state, mode, timeout_s + grace_s) for state in stopped), *map(cut, spared)
+        *(_pause(pool, state, mode, timeout_s + grace_s) for state in stopped),
+        *map(requests.cut, spared),
     )
     if pool.is_paused:
-        _stop(pool, [state for state in stopped if state.is_stopped])
+        _stop_clocks(pool, [state for state in stopped if state.halt is not Halt.RUNNING])
 
 
 async def resume_replicas(pool: ReplicaPool) -> None:
@@ -61,12 +58,13 @@ async def resume_replicas(pool: ReplicaPool) -> None:
     await pool.wait_until(
         lambda: (
             not any(
-                state.is_emptied and state.is_swapping and not state.is_asleep for state in pool.all
+                state.halt is Halt.EMPTIED and state.is_swapping and not state.is_asleep
+                for state in pool.all
             )
         )
     )
     for state in pool.all:
-        state.is_emptied = state.is_stopped = False
+        state.halt = Halt.RUNNING
         state.active_time.resume()
     pool.is_paused = pool.spares_pins = False
     pool.active_time.resume()
@@ -78,13 +76,10 @@ async def leave_to_pin(pool: ReplicaPool, state: ReplicaState) -> None:
     """Resume a replica that was pinned after the pause began, if the pause leaves pinned replicas
     running. Otherwise the pin, and any sync that waits for it, could never end."""
 
-    def has_stopped() -> bool:
-        return state.is_emptied or not state.is_stopped or not state.is_live
-
-    if pool.spares_pins and state.is_stopped:
-        await pool.wait_until(has_stopped)
-    if pool.spares_pins and state.is_stopped and state.is_live:
-        state.is_stopped = state.is_emptied = False
+    if pool.spares_pins:
+        await pool.wait_until(lambda: state.halt is not Halt.STOPPED or not state.is_live)
+    if pool.spares_pins and state.halt is Halt.EMPTIED and state.is_live:
+        state.halt = Halt.RUNNING
         state.active_time.resume()
         await _resume(pool, state)
 
@@ -94,7 +89,7 @@ async def put_to_sleep(pool: ReplicaPool, *, timeout_s: float) -> None:
     pool.spares_pins = False
     for state in pool.live():
         state.is_asleep = True  # from here on it starts no swap
-    _stop(pool, pool.live())
+    _stop(pool, pool.live(), stops_clock=True)
     await asyncio.gather(*(_put_to_sleep(pool, state, timeout_s) for state in pool.live()))
     # The processes of a dead replica may still run, and must not keep their devices.
     await asyncio.gather(*(state.replica.close() for state in pool.all if not state.is_live))
@@ -107,16 +102,21 @@ async def wake_up(pool: ReplicaPool, *, timeout_s: float) -> None:
     )
 
 
-def _stop(pool: ReplicaPool, stopped: list[ReplicaState], *, stops_clock: bool = True) -> None:
+def _stop(pool: ReplicaPool, stopped: list[ReplicaState], *, stops_clock: bool) -> None:
     """Send no more requests to these replicas. With ``stops_clock`` False, the clocks continue,
     because running requests may finish."""
     pool.is_paused = True
     for state in stopped:
-        state.is_stopped = True
+        if state.halt is Halt.RUNNING:
+            state.halt = Halt.STOPPED
     if stops_clock:
-        for clock in (pool.active_time, *(state.active_time for state in stopped)):
-            clock.pause()
+        _stop_clocks(pool, stopped)
     pool.notify()
+
+
+def _stop_clocks(pool: ReplicaPool, stopped: list[ReplicaState]) -> None:
+    for clock in (pool.active_time, *(state.active_time for state in stopped)):
+        clock.pause()
 
 
 async def _put_to_sleep(pool: ReplicaPool, state: ReplicaState, timeout_s: float) -> None:
@@ -124,8 +124,7 @@ async def _put_to_sleep(pool: ReplicaPool, state: ReplicaState, timeout_s: float
     await asyncio.sleep(0)  # a waiting sync must see the new version before it is reset
     pool.set_version(state, NO_WEIGHTS)
     if await _execute(pool, state, Sleep(), "fall asleep", timeout_s):
-        state.is_emptied = pool.is_paused  # unless `resume` came first
-        pool.notify()
+        _set_emptied(pool, state)
 
 
 async def _wake_up(pool: ReplicaPool, state: ReplicaState, timeout_s: float) -> None:
@@ -147,10 +146,15 @@ async def _execute(
 
 
 async def _pause(pool: ReplicaPool, state: ReplicaState, mode: PauseMode, timeout_s: float) -> None:
-    if await _execute(pool, state, Pause(mode), f"pause by {mode}", timeout_s):
-        # A frozen replica keeps its requests; a replica that was emptied before stays empty.
-        state.is_emptied = pool.is_paused and (state.is_emptied or mode != "keep")
-        pool.notify()
+    is_paused = await _execute(pool, state, Pause(mode), f"pause by {mode}", timeout_s)
+    if is_paused and mode != "keep":  # a frozen replica keeps its requests
+        _set_emptied(pool, state)
+
+
+def _set_emptied(pool: ReplicaPool, state: ReplicaState) -> None:
+    if state.halt is Halt.STOPPED:  # unless `resume` came first
+        state.halt = Halt.EMPTIED
+    pool.notify()
 
 
 async def _resume(pool: ReplicaPool, state: ReplicaState) -> None:

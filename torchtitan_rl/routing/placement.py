@@ -8,47 +8,31 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Protocol
 
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.routing.replicas import LoadIndex, ReplicaPool, ReplicaState
+from torchtitan_rl.routing.replicas import Halt, LoadIndex, ReplicaPool, ReplicaState
 from torchtitan_rl.routing.weights import WeightSync
 from torchtitan_rl.types import GenerationRequest
 
 _MAX_REMEMBERED = 262_144  # sessions and prompts; the least recently used are forgotten first
+_MAX_IMBALANCE = 2.0
+_SLACK_TOKENS = 8192
 
 
-class RoutingStrategy(Protocol):
-    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
-        """Return the index of a replica that is eligible for ``min_version``; None if no replica
-        is.
+def sticky_or_least_loaded(loads: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
+    """Return the index of a replica that is eligible for ``min_version``; None if no replica is.
 
-        A replica's load is its number of outstanding tokens: the prompts and token budgets of its
-        running calls. ``last`` is the session's previous replica, whose version may now be too old.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StickyLeastLoaded:
-    """Keep a session on the replica with its cached prefix, unless this replica is overloaded or
-    gone.
-
-    A replica is overloaded if its load is more than ``max_imbalance`` times that of the least
-    loaded replica, and more than ``slack_tokens`` above it.
+    A session stays on ``last``, the replica with its cached prefix, unless that replica is not
+    eligible or is overloaded. A replica is overloaded if its load (the prompts and token budgets of
+    its running calls) is more than twice that of the least loaded replica, and more than 8,192
+    tokens above it.
     """
-
-    max_imbalance: float = 2.0
-    slack_tokens: int = 8192
-
-    def choose(self, replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
-        least = replicas.least(min_version)
-        if least is None or last is None or not replicas.is_eligible(last, min_version):
-            return least
-        floor, load = replicas.load(least), replicas.load(last)
-        is_overloaded = load > self.max_imbalance * floor and load > floor + self.slack_tokens
-        return least if is_overloaded else last
+    least = loads.least(min_version)
+    if least is None or last is None or not loads.is_eligible(last, min_version):
+        return least
+    floor, load = loads.load(least), loads.load(last)
+    is_overloaded = load > _MAX_IMBALANCE * floor and load > floor + _SLACK_TOKENS
+    return least if is_overloaded else last
 
 
 class Placement:
@@ -56,16 +40,10 @@ class Placement:
     no replica is left."""
 
     def __init__(
-        self,
-        pool: ReplicaPool,
-        weights: WeightSync,
-        *,
-        strategy: RoutingStrategy | None = None,
-        keeps_requests: bool = False,
+        self, pool: ReplicaPool, weights: WeightSync, *, keeps_requests: bool = False
     ) -> None:
         self._pool = pool
         self._weights = weights
-        self._strategy = strategy or StickyLeastLoaded()
         self._keeps_requests = keeps_requests
         self._replica_of: OrderedDict[str | None, int] = OrderedDict()  # by session id or prompt id
 
@@ -79,26 +57,25 @@ class Placement:
         Raises:
             GenerationError: the pinned replica is lost, or no replica is left.
         """
+        version = request.min_version
+        if not self.can_schedule(version, pinned):
+            return None
         if pinned is not None:
             if not pinned.is_live:
                 raise GenerationError(
                     f"request {request.request_id}: {pinned.name}, which was pinned for it, is "
                     f"lost: {pinned.failure}"
                 )
-            return pinned if pinned.takes_requests and not pinned.is_stopped else None
-        version = request.min_version
-        if not self._is_open(version):
-            return None
+            return pinned
         loads = self._pool.index
         last, of_siblings = map(self._replica_of.get, (request.session_id, request.prompt_id))
         # Whatever its load: so few siblings share a prompt_id that replicas stay evenly loaded.
         if last is None and of_siblings is not None and loads.is_eligible(of_siblings, version):
             index: int | None = of_siblings
         else:
-            index = self._strategy.choose(loads, last, version)
+            index = sticky_or_least_loaded(loads, last, version)
         if index is None:
-            if not self._keeps_requests:
-                self._pool.require_unreserved()
+            self._pool.require_unreserved()
             return None
         self._remember(request.session_id, index)
         self._remember(request.prompt_id, index)
@@ -107,20 +84,17 @@ class Placement:
     def can_schedule(self, version: int, pinned: ReplicaState | None = None) -> bool:
         """Whether `choose` returns a replica, or raises, for a request that needs ``version``."""
         if pinned is not None:
-            return (pinned.takes_requests and not pinned.is_stopped) or not pinned.is_live
-        if not self._is_open(version):
+            is_running = pinned.halt is Halt.RUNNING
+            return (pinned.takes_requests and is_running) or not pinned.is_live
+        if self._pool.is_paused or not self._weights.may_start_on(version):
             return False
         if self._pool.index.least(version) is not None:
             return True
-        must_wait = self._keeps_requests or self._pool.num_expected
-        return not must_wait and not self._pool.live_unreserved()
+        return not self._keeps_requests and not self._pool.has_unreserved()
 
     def wait_key(self, version: int, pinned: ReplicaState | None = None) -> Hashable:
         """Return a key that is equal for all requests with the same `can_schedule`."""
         return ("request", version) if pinned is None else ("pin", pinned.index)
-
-    def _is_open(self, version: int) -> bool:
-        return not self._pool.is_paused and self._weights.may_start_on(version)
 
     def _remember(self, name: str | None, index: int) -> None:
         if name is None:

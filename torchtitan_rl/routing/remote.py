@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchtitan_rl.aio import cancel_all
-from torchtitan_rl.channel import Call, CallId, End, Submission
+from torchtitan_rl.channel import Call, CallId, End
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand, copy_of
 from torchtitan_rl.generation.server import FromReplica, ToReplica
@@ -115,7 +115,7 @@ class ConnectedReplica(Generic[PeerT]):
                 f"request {request_id!r} refused: request_id is still outstanding on {self.name}: "
                 "wait for that request, or use another id"
             )
-        call = self._call(request_id, Submission(request=request, streams=streams), on_progress)
+        call = self._call(request_id, request, on_progress, streams=streams)
         try:
             completion: Completion = await asyncio.shield(call.future)
             return completion
@@ -154,15 +154,17 @@ class ConnectedReplica(Generic[PeerT]):
     def _call(
         self,
         call_id: CallId,
-        payload: Submission | EngineCommand[Any],
+        payload: GenerationRequest | EngineCommand[Any],
         on_report: Callable[[Any], None] | None,
+        *,
+        streams: bool = False,
     ) -> _Call:
         if self._lost is not None:
             raise copy_of(self._lost)
         call = self._calls[call_id] = _Call(on_report)
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._send)
-        self._unsent.append(Call(call_id=call_id, payload=payload))
+        self._unsent.append(Call(call_id=call_id, payload=payload, streams=streams))
         if self._receiving is None:
             self._receiving = asyncio.create_task(self._receive(), name=f"from {self.name}")
         return call

@@ -13,20 +13,21 @@ Besides its `Phase` a replica has flags:
 | flag | set when | cleared when | while set, the replica |
 |---|---|---|---|
 | ``is_pinned`` | a pin takes it | the pin ends | is left out of weight syncs |
-| ``is_stopped`` | a pause or sleep begins | `resume`, or `leave_to_pin` | gets no request |
-| ``is_emptied`` | the pause or sleep was executed | with ``is_stopped`` | has no request |
 | ``is_asleep`` | a sleep begins | the wake-up was executed | begins no swap |
+
+`Halt` says how far a pause or sleep has stopped it: STOPPED from the beginning, EMPTIED once the
+engine has executed it (a pause by ``keep`` empties no replica), and RUNNING again after `resume` or
+`leave_to_pin`. A swap by ``drain`` waits for either EMPTIED or the end of all requests.
 
 Which combinations occur:
 
-- ``is_stopped`` without ``is_emptied`` in a pause by ``keep``, and until a pause was executed. A
-  swap by ``drain`` waits for either ``is_emptied`` or the end of all requests.
 - ``is_asleep`` in phase SYNCING only until a swap that began before the sleep has ended: the sleep
   waits for this swap. A DRAINING replica may sleep: it swaps after the wake-up.
 - ``is_pinned`` in phase SYNCING or DRAINING only while the pin gets its version, when it begins or
   after a sleep.
-- ``is_pinned`` with ``is_stopped`` in every pause but one that spares pins.
-- In phase DEAD the flags mean nothing.
+- ``is_pinned`` with STOPPED or EMPTIED in every pause but one that spares pins.
+- ``is_asleep`` with RUNNING only if `resume` came before the wake-up.
+- In phase DEAD flags and `Halt` mean nothing.
 
 `LoadIndex` finds the least loaded of many replicas. It has one binary tree for each policy version
 that an eligible replica holds (few at any time). Each node knows the least loaded replica below it,
@@ -60,6 +61,14 @@ class Phase(StrEnum):
     SYNCING = "syncing"  # swapping weights between steps; requests queue in its inbox
     DRAINING = "draining"  # finishing its requests before a swap
     DEAD = "dead"
+
+
+class Halt(StrEnum):
+    """How far a pause or sleep has stopped a replica."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"  # gets no request
+    EMPTIED = "emptied"  # gets no request, and has none
 
 
 class Replica(Protocol):
@@ -124,9 +133,8 @@ class ReplicaState:
     version: int = 0
     is_pinned: bool = False
     pinned_weights: WeightHandle | None = None
-    is_stopped: bool = False
+    halt: Halt = Halt.RUNNING
     is_asleep: bool = False
-    is_emptied: bool = False
     outstanding_tokens: int = 0
     outstanding_requests: int = 0
     received_tokens: int = 0  # number in all its pieces; see `ReplicaAccount`
@@ -235,8 +243,10 @@ class ReplicaPool:
         self.notify()
 
     async def answer(self, state: ReplicaState, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the replica's answer, the result of ``work``.         Raises:
-        ReplicaError: the replica is dead, or dies while this call waits.
+        """Return the replica's answer, the result of ``work``.
+
+        Raises:
+            ReplicaError: the replica is dead, or dies while this call waits.
         """
         task = asyncio.ensure_future(work)
         state.work.add(task)
@@ -282,11 +292,16 @@ class ReplicaPool:
                 self.mark_dead(state, lost)
         return None
 
+    def has_unreserved(self) -> bool:
+        """Whether a replica for requests without a pin lives, or is expected."""
+        return bool(self.num_expected or self.live_unreserved())
+
     def require_unreserved(self) -> None:
-        """Check that a replica for requests without a pin lives, or is expected.         Raises:
-        GenerationError: there is no such replica. The message has the cause of each loss.
         """
-        if not self.live_unreserved() and not self.num_expected:
+        Raises:
+            GenerationError: `has_unreserved` is False. The message has the cause of each loss.
+        """
+        if not self.has_unreserved():
             names = ", ".join(state.name for state in self.reserved())
             exception = f" but the reserved {names}" if names else ""
             raise GenerationError(f"no replica is left{exception}: {self.failure_summary()}")

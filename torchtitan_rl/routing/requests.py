@@ -7,7 +7,7 @@ Invariants
   timed out. So all its tokens are known. If the replica dies, the piece ends immediately.
 - If a replica is lost, the tokens since the last report are lost: those of about one second, or of
   milliseconds if the caller streams. `partials` makes replicas report all tokens.
-- A request during which two engine loops failed is not sent to a third.
+- A request whose steps failed on two engines is not sent to a third.
 - A deadline counts only the time in which the request could run.
 - `on_ended` is called once for each request that is not refused here.
 """
@@ -23,9 +23,9 @@ from torchtitan_rl.errors import (
     GenerationError,
     GenerationTimeoutError,
     InvalidRequestError,
-    LoopFailedError,
     ReplicaError,
     RequestGivenUpError,
+    StepFailedError,
 )
 from torchtitan_rl.generation.commands import AbortRequests, ReadTokens
 from torchtitan_rl.routing.clock import ActiveTime
@@ -230,16 +230,15 @@ class RequestTracker:
                 await self._call(state, piece, running)
             except ReplicaError as error:
                 self._pool.mark_dead(state, error)
-                running.engine_failures += isinstance(error, LoopFailedError)
+                running.engine_failures += isinstance(error, StepFailedError)
                 self._refuse_poison(running, error)
                 continue
             if running.is_abort_asked:
                 return tokens.ended
 
     def _refuse_poison(self, running: _InFlight, error: ReplicaError) -> None:
-        """Raise if two engine loops have failed during this request."""
-        has_others = self._pool.live_unreserved() or self._pool.num_expected
-        if running.engine_failures >= _MAX_ENGINE_FAILURES and has_others:
+        """Raise if two engines have failed while they stepped this request."""
+        if running.engine_failures >= _MAX_ENGINE_FAILURES and self._pool.has_unreserved():
             raise GenerationError(
                 f"request {running.request.request_id}: {running.engine_failures} engines failed "
                 f"while they had it, so no other is given it; the last: {error}"

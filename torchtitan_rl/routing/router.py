@@ -24,7 +24,7 @@ from torchtitan_rl.routing.pausing import (
     resume_replicas,
     wake_up,
 )
-from torchtitan_rl.routing.placement import Placement, RoutingStrategy
+from torchtitan_rl.routing.placement import Placement
 from torchtitan_rl.routing.replicas import Phase, Replica, ReplicaPool, ReplicaState
 from torchtitan_rl.routing.requests import OnEnded, ReplicaAccount, RequestTracker
 from torchtitan_rl.routing.weights import SyncMode, SyncOrder, SyncReport, WeightSync
@@ -51,7 +51,6 @@ class GeneratorRouter:
         self,
         replicas: Sequence[Replica],
         *,
-        strategy: RoutingStrategy | None = None,
         request_timeout_s: float = 600.0,
         sync_timeout_s: float = 300.0,
         reserved: Collection[str] = (),
@@ -60,9 +59,7 @@ class GeneratorRouter:
     ) -> None:
         self._pool = ReplicaPool(replicas, reserved)
         self._weights = WeightSync(self._pool, timeout_s=sync_timeout_s)
-        self._placement = Placement(
-            self._pool, self._weights, strategy=strategy, keeps_requests=keeps_requests
-        )
+        self._placement = Placement(self._pool, self._weights, keeps_requests=keeps_requests)
         self._request_timeout_s = request_timeout_s
         self._sync_timeout_s = sync_timeout_s
         self._requests = RequestTracker(
@@ -139,11 +136,7 @@ class GeneratorRouter:
             GenerationError: `resume` was called before all replicas were paused.
         """
         await pause_replicas(
-            self._pool,
-            mode,
-            pinned=pinned,
-            cut=self._requests.cut,
-            timeout_s=self._request_timeout_s,
+            self._pool, self._requests, mode, pinned=pinned, timeout_s=self._request_timeout_s
         )
 
     async def resume(self) -> None:

@@ -12,13 +12,20 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan_rl.aio import deadline
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.commands import Pull
-from torchtitan_rl.routing.replicas import NO_WEIGHTS, Phase, Replica, ReplicaPool, ReplicaState
+from torchtitan_rl.routing.replicas import (
+    NO_WEIGHTS,
+    Halt,
+    Phase,
+    Replica,
+    ReplicaPool,
+    ReplicaState,
+)
 from torchtitan_rl.types import PullReport
 from torchtitan_rl.weights.distribution import WeightHandle
 
@@ -41,7 +48,7 @@ class SyncReport:
     stage_s: float
     pull_s: float
     pulls: tuple[PullReport, ...]
-    lost: tuple[str, ...] = field(default=())  # replicas that are dead
+    lost: tuple[str, ...] = ()  # replicas that have died since the start of the router
     lagging: tuple[str, ...] = ()  # did not load the version in time, and continue to do so
     held: tuple[str, ...] = ()  # pinned replicas: they load the version when the pin ends
 
@@ -65,7 +72,9 @@ class WeightSync:
         self._lag_timeout_s: float | None = None
         self._pullers: dict[int, asyncio.Task[None]] = {}  # the running ones, by replica
         self._pulls: dict[int, _Pull] = {}  # the newest of each replica
-        self._lagging: set[ReplicaState] = set()  # until their next swap no sync waits for them
+        # Replicas that joined or that a sync reported as lagging, until their next swap: requests
+        # do not wait for this swap, and a version that was removed before it is not their loss.
+        self._lagging: set[ReplicaState] = set()
         self._num_syncs = 0  # number of running `sync` calls
         self._begun_s = 0.0  # when `newest` was set
         self._spread_by_s = 0.0  # see `may_start_on`
@@ -103,7 +112,7 @@ class WeightSync:
             raise self._crash
         if self._is_closed:
             raise WeightSyncError(f"version {handle.version}: the router is closed")
-        if not self._pool.live_unreserved() and not self._pool.num_expected:
+        if not self._pool.has_unreserved():
             raise WeightSyncError(
                 f"no replica holds version {handle.version}: {self._pool.failure_summary()}"
             )
@@ -180,8 +189,7 @@ class WeightSync:
             if not state.is_pinned and state.phase is not Phase.STARTING
         ):
             return False
-        is_without_replicas = not live and not self._pool.num_expected
-        return is_without_replicas or any(state.version >= version for state in live)
+        return not self._pool.has_unreserved() or any(state.version >= version for state in live)
 
     def _report(self, version: int) -> SyncReport:
         live = self._pool.live_unreserved()
@@ -266,7 +274,11 @@ class WeightSync:
             # No time-out: each running request has its own deadline.
             self._pool.set_phase(state, Phase.DRAINING)
             await self._pool.wait_until(
-                lambda: state.is_emptied or not state.is_live or state.outstanding_requests == 0
+                lambda: (
+                    state.halt is Halt.EMPTIED
+                    or not state.is_live
+                    or state.outstanding_requests == 0
+                )
             )
         await self._pool.wait_until(lambda: not state.is_asleep or not state.is_live)
         if not state.is_live:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan_rl.aio import cancel_all, first_of
-from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox, Submission
+from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox
 from torchtitan_rl.errors import (
     EndpointLostError,
     GenerationError,
@@ -36,7 +36,7 @@ from torchtitan_rl.serving.link import (
     ToController,
     ToEndpoint,
 )
-from torchtitan_rl.types import Completion, GenerateFn, Progress
+from torchtitan_rl.types import Completion, GenerateFn, GenerationRequest, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +176,8 @@ class EndpointBridge:
     def _handle(self, messages: tuple[ToController, ...]) -> None:
         for message in messages:
             match message:
-                case Call(payload=Submission() as request):
-                    self._start(request)
+                case Call(payload=GenerationRequest() as request, streams=streams):
+                    self._start(request, streams=streams)
                 case Call(call_id=number, payload=Command() as command):
                     self._start_command(number, command)
                 case Abort(call_id=call_id):
@@ -185,10 +185,11 @@ class EndpointBridge:
                 case Counted(name=name):
                     self.counts.by_event[name] += 1
 
-    def _start(self, request: Submission) -> None:
+    def _start(self, request: GenerationRequest, *, streams: bool) -> None:
         self.counts.received += 1
-        request_id = request.request.request_id
-        task = asyncio.create_task(self._run_request(request), name=f"endpoint {request_id}")
+        request_id = request.request_id
+        work = self._run_request(request, streams=streams)
+        task = asyncio.create_task(work, name=f"endpoint {request_id}")
         self._requests[request_id] = task
         self._tasks.add(task)
         task.add_done_callback(functools.partial(self._on_request_done, request_id))
@@ -200,14 +201,14 @@ class EndpointBridge:
         elif (command := self._commands.get(call_id)) is not None:
             command.cancel()
 
-    async def _run_request(self, request: Submission) -> Completion:
-        request_id = request.request.request_id
+    async def _run_request(self, request: GenerationRequest, *, streams: bool) -> Completion:
+        request_id = request.request_id
 
         def on_progress(progress: Progress) -> None:
             # In a rollout's session the request has another id.
             self._outbox.put(dataclasses.replace(progress, request_id=request_id))
 
-        completion = await self._complete(request.request, on_progress if request.streams else None)
+        completion = await self._complete(request, on_progress if streams else None)
         # Clients do not get the kept tokens, which only the loss needs.
         return dataclasses.replace(completion, request_id=request_id, kept_tokens=())
 

@@ -23,10 +23,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox, Submission
+from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox
 from torchtitan_rl.errors import EndpointLostError, one_line
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.types import Completion, Progress
+from torchtitan_rl.types import Completion, GenerationRequest, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ RequestEnd = End[Completion, RefusedError]
 CommandEnd = End[Mapping[str, Any], RefusedError]
 """The result is JSON-able."""
 
-ToController = Call[Submission] | Call[Command] | Abort | Counted
+ToController = Call[GenerationRequest] | Call[Command] | Abort | Counted
 """The call id of a request is the request's own id; that of a command is a number."""
 
 ToEndpoint = Progress | End[Any, RefusedError] | SystemStatus
@@ -125,14 +125,14 @@ class ControllerLink:
         self._loop = asyncio.get_running_loop()
         self._look_for_controller()
 
-    def submit(self, request: Submission) -> None:
+    def submit(self, request: GenerationRequest, *, streams: bool = False) -> None:
         """Pass a request on; never raises. `next_outputs` returns its progress and its end."""
-        request_id = request.request.request_id
+        request_id = request.request_id
         self._pending.add(request_id)
         if self._refuses is not None:
             self._outputs.put_nowait(End(call_id=request_id, error=RefusedError(*self._refuses)))
         else:
-            self._outbox.put(Call(call_id=request_id, payload=request))
+            self._outbox.put(Call(call_id=request_id, payload=request, streams=streams))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests whose clients are gone. `next_outputs` does not return their ends. Unknown

@@ -35,7 +35,8 @@ class WeightSyncConfig:
     """Maximum time that a weight sync waits for slow replicas, in seconds; they pull later.
     Colocated runs wait without this limit."""
     timeout_s: Seconds = 300.0
-    """Deadline of one replica's pull, in seconds; a replica that misses it counts as lost."""
+    """Deadline of each fetch and of each swap by a replica, in seconds; a replica that misses it
+    counts as lost."""
 
 
 class Transport(StrEnum):

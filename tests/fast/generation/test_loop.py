@@ -21,6 +21,7 @@ from torchtitan_rl.errors import (
     LoopClosedError,
     LoopFailedError,
     RequestGivenUpError,
+    StepFailedError,
     WeightSyncError,
 )
 from torchtitan_rl.generation.commands import Pull
@@ -188,7 +189,7 @@ def test_trap_2_a_failed_step_fails_running_queued_and_later_calls_with_its_caus
     # The pull was applied before the failing step; all else fails.
     assert pull.result(WAIT_S).version == 1
     for future in (running, queued, loop.submit(request("later")), loop.execute(Pull(2))):
-        with pytest.raises(LoopFailedError) as caught:
+        with pytest.raises(StepFailedError) as caught:
             future.result(WAIT_S)
         assert "scripted failure" in str(caught.value.__cause__)
     assert ended == [loop.failure]
@@ -205,8 +206,9 @@ def test_trap_2_a_failed_pull_fails_everything() -> None:
         pull = loop.execute(Pull(1))
         engine.permits.release(10)
         for future in (pull, running):
-            with pytest.raises(LoopFailedError):
+            with pytest.raises(LoopFailedError) as caught:
                 future.result(WAIT_S)
+            assert type(caught.value) is LoopFailedError  # no request is blamed
         assert isinstance(loop.failure.__cause__, WeightSyncError)
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.fast.generation.test_loop import WAIT_S, request, running_loop, stepped_loop
 from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.generation.commands import EngineCommand, Pause, Pull, ReadTokens
-from torchtitan_rl.generation.requests import Listener, OutstandingRequests
+from torchtitan_rl.generation.requests import OutstandingRequests
 from torchtitan_rl.types import Completion, FinishReason, Progress
 
 
@@ -66,12 +66,12 @@ class Clock:
 
 
 def outstanding(clock: Clock, **streams: bool) -> OutstandingRequests:
-    """With a listener for each of these requests, all of which are admitted."""
+    """With a sink for each of these requests, all of which are admitted."""
     requests = OutstandingRequests(
         0, replica="r", stream_interval_s=0.02, interval_s=1.0, clock=clock
     )
     for name, is_streaming in streams.items():
-        requests.add(name, Listener(sink=print, streams=is_streaming))
+        requests.add(name, print, streams=is_streaming)
         requests.admit(name)
     return requests
 
@@ -86,11 +86,12 @@ class OnlyUnfinished(ScriptedEngine):
 
 def test_what_is_told_is_a_beginning_of_the_completion() -> None:
     hearer = Hearer()
-    listener = Listener(sink=hearer.hear, streams=True)
     with running_loop(OnlyUnfinished(), stream_interval_s=0.0) as loop:
-        loop.submit(request("before", 3), listener).result(WAIT_S)
+        loop.submit(request("before", 3), hearer.hear, streams=True).result(WAIT_S)
         hearer.batches.clear()
-        futures = {name: loop.submit(request(name, 20), listener) for name in "abc"}
+        futures = {
+            name: loop.submit(request(name, 20), hearer.hear, streams=True) for name in "abc"
+        }
         quiet = loop.submit(request("quiet", 20))
         done = {name: future.result(WAIT_S) for name, future in futures.items()}
         quiet.result(WAIT_S)
@@ -102,9 +103,8 @@ def test_what_is_told_is_a_beginning_of_the_completion() -> None:
 
 def test_versions_that_are_told_are_exact_across_a_pull() -> None:
     hearer = Hearer()
-    listener = Listener(sink=hearer.hear, streams=True)
     with stepped_loop(stream_interval_s=0.0) as (loop, engine):
-        future = loop.submit(request("a", 8), listener)
+        future = loop.submit(request("a", 8), hearer.hear, streams=True)
         engine.asked.acquire(timeout=WAIT_S)
         engine.allow(3)
         pulled = loop.execute(Pull(1))
@@ -125,7 +125,7 @@ def test_a_pause_and_a_reading_report_all_progress_before_they_are_answered(
 ) -> None:
     hearer = Hearer()
     with stepped_loop(progress_interval_s=1e9) as (loop, engine):
-        loop.submit(request("a", 100), Listener(sink=hearer.hear))
+        loop.submit(request("a", 100), hearer.hear)
         loop.submit(request("unheard", 100))
         engine.asked.acquire(timeout=WAIT_S)
         engine.allow(5)

@@ -12,7 +12,7 @@ from tests.support.async_tests import on_event_loop, on_virtual_clock
 from tests.support.loop_replica import LoopPeer
 from tests.support.replicas import request
 from tests.support.scripted_engine import ScriptedEngine
-from torchtitan_rl.channel import Call, End, Submission
+from torchtitan_rl.channel import Call, End
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, LoopFailedError, ReplicaError
 from torchtitan_rl.generation.commands import AbortRequests, Pause
 from torchtitan_rl.generation.loop import EngineLoop
@@ -22,7 +22,7 @@ from torchtitan_rl.types import Completion, FinishReason, GenerationRequest
 
 
 def called(item: GenerationRequest) -> ToReplica:
-    return Call(call_id=item.request_id, payload=Submission(request=item))
+    return Call(call_id=item.request_id, payload=item)
 
 
 class OverPickles(LoopPeer):

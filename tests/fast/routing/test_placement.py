@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl.routing.placement import StickyLeastLoaded
+from torchtitan_rl.routing.placement import sticky_or_least_loaded
 from torchtitan_rl.routing.replicas import LoadIndex
 
 
@@ -22,23 +22,23 @@ some_views = st.lists(st.none() | st.integers(0, 100_000), min_size=1, max_size=
 
 
 def test_a_session_leaves_an_overloaded_replica():
-    strategy = StickyLeastLoaded(max_imbalance=2.0, slack_tokens=1000)
-    assert strategy.choose(views(2000, 4001), last=1) == 0
-    assert strategy.choose(views(2000, 4000), last=1) == 1
+    assert sticky_or_least_loaded(views(0, 8193), last=1) == 0
+    assert sticky_or_least_loaded(views(0, 8192), last=1) == 1
+    assert sticky_or_least_loaded(views(10_000, 20_001), last=1) == 0
+    assert sticky_or_least_loaded(views(10_000, 20_000), last=1) == 1
 
 
 def test_a_session_leaves_a_home_that_lags_and_waits_where_all_lag():
     lagging_and_newest = views(0, 1, versions=(1, 2))
-    strategy = StickyLeastLoaded()
-    assert strategy.choose(lagging_and_newest, 0, 2) == 1
-    assert strategy.choose(lagging_and_newest, 0, 1) == 0
-    assert strategy.choose(lagging_and_newest, 0, 3) is None
+    assert sticky_or_least_loaded(lagging_and_newest, 0, 2) == 1
+    assert sticky_or_least_loaded(lagging_and_newest, 0, 1) == 0
+    assert sticky_or_least_loaded(lagging_and_newest, 0, 3) is None
 
 
 @given(loads=some_views, last=st.none() | st.integers(0, 11))
 def test_trap_11_a_replica_that_takes_no_requests_is_never_chosen(loads, last):
     last = last if last is not None and last < len(loads) else None
-    index = StickyLeastLoaded().choose(views(*loads), last)
+    index = sticky_or_least_loaded(views(*loads), last)
     if index is None:
         assert all(load is None for load in loads)
     else:

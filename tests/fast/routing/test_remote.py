@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.replicas import request, settle
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.channel import Call, CallId, End, Submission
+from torchtitan_rl.channel import Call, CallId, End
 from torchtitan_rl.errors import InvalidRequestError, ReplicaError
 from torchtitan_rl.generation.commands import AbortRequests, ReadTokens
 from torchtitan_rl.generation.server import FromReplica, ToReplica
@@ -154,11 +154,10 @@ def test_progress_is_heard_before_the_end_and_by_those_who_asked() -> None:
         streaming.add_done_callback(lambda _: ended.append("s"))
         await settle()
         (batch,) = wire.batches
-        payloads = [one.payload for one in batch if isinstance(one, Call)]
-        assert payloads == [
-            Submission(request=request("s"), streams=True),
-            Submission(request=request("q")),
-        ]
+        assert batch == (
+            Call(call_id="s", payload=request("s"), streams=True),
+            Call(call_id="q", payload=request("q")),
+        )
         wire.tell(progress("s"), progress("q"), done("s"), done("q"))
         await asyncio.gather(streaming, silent)
         wire.tell(progress("s"))

@@ -83,7 +83,7 @@ async def served(
 async def test_batches_are_an_interval_apart_under_load() -> None:
     async with served(Generator(step_s=0.001), latency_s=0.01) as system:
         for index in range(20):
-            system.link.submit(request(f"r{index}", max_tokens=400, streams=True))
+            system.link.submit(request(f"r{index}", max_tokens=400), streams=True)
         await ends_of(system.link, 20)
         begun = [at for at, _ in system.endpoint.sent]
         gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
@@ -150,7 +150,7 @@ async def test_each_request_that_is_not_aborted_has_one_end_and_its_progress_beg
             begins_s, num_tokens, streams, leaves_s, _ = clients[index]
             name = f"r{index}"
             await asyncio.sleep(begins_s)
-            system.link.submit(request(name, max_tokens=num_tokens, streams=streams))
+            system.link.submit(request(name, max_tokens=num_tokens), streams=streams)
             if leaves_s is not None:
                 await asyncio.sleep(leaves_s)
                 if name not in ends:

@@ -18,7 +18,7 @@ from tests.support.endpoints import LinkedEndpoint, now
 from tests.support.http_driver import Client
 from tests.support.replicas import GatedReplica
 from tests.support.virtual_clock import VirtualLoop
-from torchtitan_rl.channel import End, Submission
+from torchtitan_rl.channel import End
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.bridge import EndpointBridge
@@ -142,7 +142,7 @@ class FrontEnd:
             sampling=SamplingParams(max_tokens=MAX_TOKENS),
             session_id=session_id.get(),
         )
-        self.link.submit(Submission(request=request, streams=streams))
+        self.link.submit(request, streams=streams)
         try:
             while True:
                 event = await events.get()

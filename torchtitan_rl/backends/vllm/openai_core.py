@@ -36,7 +36,6 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
-from torchtitan_rl.channel import Submission
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import ControllerLink, RequestEnd
 from torchtitan_rl.serving.middleware import is_session_id, session_id
@@ -212,7 +211,7 @@ class RouterCore(EngineCoreClient):
         # A client that does not stream needs no progress.
         streams = params.output_kind != RequestOutputKind.FINAL_ONLY
         sent = generation_request(request, model_reasons=self._model_reasons)
-        self._link.submit(Submission(request=sent, streams=streams))
+        self._link.submit(sent, streams=streams)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.abort(request_ids)
