@@ -13,7 +13,7 @@ from tests.support.loop_replica import LoopPeer
 from tests.support.replicas import request
 from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.channel import Call, End
-from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, LoopFailedError, ReplicaError
+from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, ReplicaError, StepFailedError
 from torchtitan_rl.generation.commands import AbortRequests, Pause
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
@@ -84,7 +84,7 @@ def test_a_loop_that_fails_or_is_closed_ends_its_calls_over_the_connection() -> 
         await replica.close()
 
     with running_loop(ScriptedEngine(fail_at_step=5)) as failing:
-        asyncio.run(ends_with(failing, LoopFailedError))
+        asyncio.run(ends_with(failing, StepFailedError))
     with running_loop(ScriptedEngine()) as closed:
         closed.close()
         asyncio.run(ends_with(closed, LoopClosedError))

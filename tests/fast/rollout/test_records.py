@@ -115,18 +115,22 @@ def recorded_rollouts(draw):
         return RecordedRollout(rollout_id="g/r0", turns=ended.turns, ended=ended)
     turns, state = draw(turn_lists()), '{"deck": [3, 1, 2], "n": null, "x": 0.1}'
     prompt = (turns[-1].prompt_token_ids + turns[-1].completion.token_ids if turns else ()) + (7,)
-    answers = [
+    observations = [
         Observation(prompt_token_ids=prompt, max_tokens=4, stop_token_ids=(9,), turn_reward=0.1),
         Observation(prompt_token_ids=prompt, constraints={"structured_outputs": {"regex": "a"}}),
         Observation(prompt_token_ids=prompt, stop=("END",), num_logprobs=3),
+    ]
+    terminals = [
         Terminal(reward=0.3, turn_text="t", metrics={"m": 1.5}),
         Terminal(reward=0.3),
     ]
+    answers = [{"observation": one} for one in observations]
+    answers += [{"terminal": one} for one in terminals]
     answer = draw(st.sampled_from(answers))
     return RecordedRollout(
         rollout_id="g/r0",
         turns=turns,
-        env_states={len(turns): EnvState.after(answer, state=state, messages=({"role": "a"},))},
+        env_states={len(turns): EnvState(**answer, state=state, messages=({"role": "a"},))},
         partial=draw(st.none() | completions()),
         prompt_token_ids=prompt,
     )

@@ -59,7 +59,7 @@ async def test_a_request_is_not_blamed_for_weight_swaps_that_fail_under_it() -> 
     engines = [ScriptedEngine(step_delay_s=0.001, fail_at_pull=version) for version in (1, 2, 3)]
     with ExitStack() as loops:
         replicas = [
-            loop_replica(f"r{index}", loops.enter_context(running_loop(engine)))
+            loop_replica(f"r{index}", loops.enter_context(running_loop(engine, name=f"r{index}")))
             for index, engine in enumerate(engines)
         ]
         router = GeneratorRouter(replicas)
