@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torchtitan_rl.types import Completion
@@ -25,6 +26,10 @@ class ConfigError(TorchtitanRLError):
 
 class HostsBusyError(ConfigError):
     """The only error is that workers of ``launch.attach`` serve other runs."""
+
+    def __init__(self, errors: str | list[str], workers: Sequence[str] = ()) -> None:
+        super().__init__(errors)
+        self.workers = tuple(workers)  # their addresses
 
 
 class GenerationError(TorchtitanRLError):

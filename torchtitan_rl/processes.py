@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -203,18 +202,15 @@ class ChildProcess:
         *,
         end_within_s: float,
         ready_at: str = "",
-        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> AsyncIterator[ChildProcess]:
         """Start the process, and end it when the block ends: by SIGTERM, and by SIGKILL
         ``end_within_s`` later.
 
-        ``ready_at`` is a text in the line that the process prints when it is ready; `ready` returns
-        the rest of that line. ``environment`` is added to the environment of this process.
+        ``ready_at`` is a text in the line that the process prints when it is ready; see `ready`.
         """
         process = await asyncio.create_subprocess_exec(
             *command,
             stdout=PIPE if ready_at else None,
-            env={**os.environ, **environment},
             start_new_session=True,
             preexec_fn=lambda: end_with_parent(signal.SIGTERM),
         )

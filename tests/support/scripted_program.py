@@ -3,7 +3,7 @@
 The controller appends its options to ``controllers.jsonl`` in the folder SCRIPTED_DIR, and does
 what SCRIPTED_CONTROLLER says: ``exit 3``; ``wait`` for signals, note how many came, and exit with
 128 + the first; ``fail once``, then exit with 0. A worker with SCRIPTED_WORKER ``fail`` exits
-with 1; ``moved`` listens at the next port, as one does whose first port a former run used.
+with 1.
 
 ``python -m tests.support.scripted_program launch CONFIG`` is a launcher that starts these.
 """
@@ -41,12 +41,8 @@ def main() -> int:
 
 
 def _worker(address: str) -> int:
-    behaviour = os.environ.get("SCRIPTED_WORKER")
-    if behaviour == "fail":
+    if os.environ.get("SCRIPTED_WORKER") == "fail":
         return 1
-    if behaviour == "moved":
-        host, _, port = address.rpartition(":")
-        address = f"{host}:{int(port) + 1}"
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     print(f"worker: listening on {address}", flush=True)

@@ -13,7 +13,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +26,7 @@ from torchtitan_rl.errors import ConfigError, HostsBusyError
 from torchtitan_rl.launch.addresses import LOCAL, Address
 from torchtitan_rl.launch.interfaces import accepts, free_port, why_not_listen
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
-from torchtitan_rl.launch.workers import CONTROLLER_LOST_S, find_lives
+from torchtitan_rl.launch.workers import CONTROLLER_LOST_S
 
 if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.hosts import Hosts
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _Attached = TypeVar("_Attached")
 
 _START_S = 15.0  # time for workers that are started together with this command
-_LOOK_S = 1.0
+_BUSY_S = CONTROLLER_LOST_S + 10.0  # in which a worker ends what a lost controller left there
+_LOOK_S = 0.25
 
 
 class Attachment:
@@ -48,8 +49,6 @@ class Attachment:
         """Attach to the hosts, and return the facts about each; see `AskHosts`."""
         launch = self._config.launch
         own = _own_address(launch)
-        far = [text for text in launch.attach if text != LOCAL]
-        lives: dict[str, str] = {}
         if own is not None:
             if why := why_not_listen(own):
                 raise ConfigError(
@@ -59,8 +58,7 @@ class Attachment:
             from torchtitan_rl.launch.keys import own_folder  # loads cryptography
 
             set_monarch_environment(launch.keys, own, field="launch.keys")
-            lives = find_lives(far)
-            workers = [Address.parse(text) for text in lives.values()]
+            workers = [Address.parse(text) for text in launch.attach]
             folder = None if launch.keys is None else own_folder(launch.keys, own.host)
             if errors := probe_errors("launch.attach", workers, folder, wait_s=_START_S):
                 raise ConfigError(errors)
@@ -72,9 +70,9 @@ class Attachment:
             checkpoint = str(policy_dir) if Path(given).exists() else given
             here = describe_host(LOCAL, checkpoint)
             self.hosts = attach_once_free(
-                lambda lives: attach(launch, own, lives=lives, checkpoint=checkpoint, here=here),
-                lives,
-                lambda: find_lives(far),
+                lambda is_again: attach(
+                    launch, own, checkpoint=checkpoint, here=here, is_again=is_again
+                )
             )
         return self.hosts.facts
 
@@ -126,43 +124,28 @@ def attachment(config: RunConfig) -> Iterator[Attachment]:
 
 
 def attach_once_free(
-    attach: Callable[[Mapping[str, str]], _Attached],
-    lives: Mapping[str, str],
-    find: Callable[[], Mapping[str, str]],
-    *,
-    within_s: float = CONTROLLER_LOST_S + 10.0,
+    attach: Callable[[bool], _Attached], *, within_s: float = _BUSY_S
 ) -> _Attached:
-    """Attach to workers at the addresses where they listen (``lives``, by worker). Workers that
-    serve another run may have been left by a lost controller: wait for them, and then attach to the
-    addresses that ``find`` returns.
+    """Call ``attach``. If workers serve another run, they may have been left by a lost controller:
+    wait until they have ended that run, and call ``attach`` again, with True.
 
     Raises:
         ConfigError: the workers cannot be attached.
-        HostsBusyError: the workers are busy for ``within_s``, or were busy and are free only at
-            addresses that this process cannot use again. It is a ConfigError.
+        HostsBusyError: the workers are busy for ``within_s``. It is a ConfigError.
     """
-    deadline_s = time.monotonic() + within_s
-    tried: set[str] = set()  # addresses that were tried; Monarch cannot attach to them again
-    ended: set[str] = set()  # tried addresses where the life that was tried has ended
+    end_s, is_again = time.monotonic() + within_s, False
     while True:
         try:
-            return attach(lives)
+            return attach(is_again)
         except HostsBusyError as error:
-            if not tried:
+            if time.monotonic() >= end_s:
+                raise
+            if not is_again:
                 print("waiting for workers that serve another run", file=sys.stderr)
-            tried.update(lives.values())
-            while not (tried.isdisjoint(lives.values()) and all(map(accepts, lives.values()))):
-                ended.update(one for one in tried if not accepts(one))
-                free = {worker for worker, one in lives.items() if one not in tried - ended}
-                if free == lives.keys() and all(map(accepts, lives.values())):
-                    raise HostsBusyError(
-                        "launch.attach: all workers are free by now, and this process cannot use "
-                        "an address twice; start the command again"
-                    ) from error
-                if time.monotonic() >= deadline_s:
-                    raise error
-                time.sleep(_LOOK_S)
-                lives = find()
+            is_again, busy = True, list(error.workers)
+        while busy and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+            busy = [worker for worker in busy if accepts(worker)]  # it does not between two runs
 
 
 def _own_address(launch: LaunchConfig) -> Address | None:

@@ -56,7 +56,7 @@ def _run(words: list[str]) -> int:
         first = command.split()
         if words[: len(first)] == first:
             rest = words[len(first) :]
-            if command != "worker":  # each life of a worker makes its own folder
+            if command != "worker":  # each incarnation of a worker makes its own folder
                 use_private_folder()  # before importing torch, which stores the path of its cache
             code: int = importlib.import_module(f"torchtitan_rl.{module}").main(rest)
             return code

@@ -27,7 +27,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -43,12 +42,11 @@ from torchtitan_rl.errors import ConfigError, DeadlineError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import Address, ip_of
 from torchtitan_rl.launch.interfaces import free_port, listening_host
 from torchtitan_rl.launch.meeting import RESUME_COMMAND, Joining, Node, Round, resume_options
-from torchtitan_rl.launch.workers import BEAT_S, CONTROLLER_LOST_S, MEMORY_VARIABLE, Heartbeat
+from torchtitan_rl.launch.workers import BEAT_S, CONTROLLER_LOST_S, Heartbeat
 from torchtitan_rl.processes import ChildProcess
 
 _LEAVE_S = 10.0  # time for the other launchers to read how the run ended
 PROGRAM = (sys.executable, "-P", "-m", "torchtitan_rl.commands.cli")
-_WORKER_PORTS = 16  # number of ports of one worker, if `launch.port` is given
 _AGAIN_S = 5.0  # pause before a worker that ended is started again
 _END_S = 30.0  # time for a process to end after a request to end
 
@@ -170,36 +168,26 @@ class _Launcher:
         launch = await asyncio.to_thread(_launch_config, self._words, self._node.rank)
         address = _address(launch, await self._host(launch))
         command = [*self._program, "worker", "--address", str(address)]
-        command += ["--ports", str(_WORKER_PORTS)] if launch.port else []
         command += [] if launch.keys is None else ["--keys", str(launch.keys)]
         command += ["--allow-plain-tcp"] if launch.allow_plain_tcp else []
-        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        folder = stack.enter_context(TemporaryDirectory(prefix="torchtitan-rl-launcher-"))
-        worker = asyncio.create_task(self._keep_worker(command, Path(folder) / "port", listening))
+        listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        worker = asyncio.create_task(self._keep_worker(command, listening))
         stack.push_async_callback(cancel_all, [worker])
         if not await wait_within(JOIN_S, listening):
             raise DeadlineError(f"waited {JOIN_S:.0f} s for the worker")
         listening.result()
-        # Write its own address, even if its first life had to listen on a later port.
         await self._say(f"address/{self._node.rank}", str(address))
         return launch
 
-    async def _keep_worker(
-        self, command: Sequence[str], memory: Path, listening: asyncio.Future[str]
-    ) -> None:
-        """Run the worker, and start it again when it ends. ``memory`` is the file that tells the
-        next worker where to listen, so that the controller finds it there; it is new for each
-        launcher. ``listening`` gets the first address, or an error if the worker never listened."""
+    async def _keep_worker(self, command: Sequence[str], listening: asyncio.Future[None]) -> None:
+        """Run the worker, and start it again when it ends; the controller attaches it again.
+        ``listening`` is done when the first worker listens; it gets an error if that never does."""
         while True:
             async with ChildProcess.started(
-                command,
-                end_within_s=_END_S,
-                ready_at="listening on ",
-                environment={MEMORY_VARIABLE: str(memory)},
+                command, end_within_s=_END_S, ready_at="listening on "
             ) as worker:
-                address = await worker.ready()
-                if address is not None and not listening.done():
-                    listening.set_result(address)
+                if await worker.ready() and not listening.done():
+                    listening.set_result(None)
                 code = await worker.wait()
             if not listening.done():
                 error = LauncherError(f"the worker ended with code {code} at its start")
@@ -244,7 +232,7 @@ class _Launcher:
     async def _control(self, launch: LaunchConfig, addresses: list[str]) -> int:
         """Run the controller to its end; returns its exit code."""
         is_again = await asyncio.to_thread(self._round.is_repeated) or self._node.restarts > 0
-        own = _address(launch, Address.parse(addresses[0]).host, offset=_WORKER_PORTS)
+        own = _address(launch, Address.parse(addresses[0]).host, offset=1)
         command = [
             *(*self._program, "train", *self._words, "--launch.attach", *addresses),
             *("--launch.address", str(own)),

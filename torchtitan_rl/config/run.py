@@ -61,8 +61,8 @@ class LaunchConfig:
     """With torchrun: network interface (``eth1``), address or name that this host listens on.
     Empty: the interface that leads to the other hosts."""
     port: Annotated[int, Interval(ge=0, le=65_000)] = 0
-    """With torchrun: first of 16 ports that each host's worker may use; the controller listens on
-    the one after them. Set it if a firewall opens only some ports; 0 takes free ones."""
+    """With torchrun: port of each host's worker; the controller listens on the next one. Set it if
+    a firewall opens only some ports; 0 takes free ones."""
     keys: File | None = None
     """Folder that ``torchtitan-rl keys`` wrote; ``tls://`` needs it on every host."""
     allow_plain_tcp: bool = False

@@ -10,6 +10,7 @@ other users of the machine (`own_user`). Rank 0 listens on its port as soon as i
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import ipaddress
 import os
@@ -103,6 +104,22 @@ def why_no_connection(address: Address, timeout_s: float = _CONNECT_S) -> Except
 def accepts(address: str) -> bool:
     """Whether something listens at ``address``. Blocks."""
     return why_no_connection(Address.parse(address)) is None
+
+
+def close_connections(address: Address) -> None:
+    """Close all connections of this process to ``address``. After a network cut, TCP itself notices
+    that a connection is dead only when it sends again, up to two minutes later. Blocks."""
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return
+    places = {place[:2] for *_, place in found}
+    for one in psutil.Process().net_connections("tcp"):
+        if tuple(one.raddr) not in places:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as copy:
+            if copy.getsockname()[:2] == tuple(one.laddr):  # else another one has this number now
+                copy.shutdown(socket.SHUT_RDWR)
 
 
 def why_not_listen(address: Address) -> str:

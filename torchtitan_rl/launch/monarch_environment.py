@@ -3,6 +3,9 @@
 By default Monarch notices the loss of a host only after more than a minute. The first four limits
 must be changed together: with a shorter watchdog but Monarch's default polling intervals, healthy
 calls are ended.
+
+By default Monarch also gives up an address at which nothing was acknowledged for half a minute, as
+long as the process lives. With the last two limits a host can be attached there again.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ _FAST_FAILURES = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "15s",
 }
+_RETURNS = {
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "24h",
+    "HYPERACTOR_CHANNEL_RECONNECT_TIMEOUT": "24h",
+}
 
 
 def set_monarch_defaults() -> None:
@@ -31,8 +38,9 @@ def set_monarch_defaults() -> None:
 
 
 def set_monarch_environment(keys: Path | None, own: Address, *, field: str) -> None:
-    """Set the variables for several hosts: losses are noticed within 15 s and, with ``tls://``, all
-    channels use the keys. Variables that the user has set are kept.
+    """Set the variables for several hosts: losses are noticed within 15 s, a lost host can be
+    attached again and, with ``tls://``, all channels use the keys. Variables that the user has set
+    are kept.
 
     Args:
         own: the address on which this process listens.
@@ -42,7 +50,7 @@ def set_monarch_environment(keys: Path | None, own: Address, *, field: str) -> N
         ConfigError: the keys cannot be used.
     """
     set_monarch_defaults()
-    for name, value in _FAST_FAILURES.items():
+    for name, value in (_FAST_FAILURES | _RETURNS).items():
         os.environ.setdefault(name, value)
     if own.scheme == "tls" and keys is not None:
         from torchtitan_rl.launch.keys import tls_environment  # loads cryptography

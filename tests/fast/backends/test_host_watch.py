@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.backends.monarch import hosts as hosts_module
 from torchtitan_rl.backends.monarch.host_agent import describe_host
 from torchtitan_rl.backends.monarch.host_watch import HostWatch
-from torchtitan_rl.backends.monarch.hosts import Host, Hosts, _Wanted
+from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError, _Wanted
 from torchtitan_rl.errors import ConfigError, HostsBusyError
+from torchtitan_rl.launch.workers import CONTROLLER_LOST_S
 
 
 class LostHosts:
@@ -82,12 +85,71 @@ def test_a_host_answers_after_two_beats_and_does_not_once_it_is_lost() -> None:
     assert not run_virtually(play(1))
 
 
-def test_a_lost_host_is_not_attached_at_once_where_it_was_lost() -> None:
-    with socket.create_server(("127.0.0.77", 0)) as server:
-        address = f"tcp://127.0.0.77:{server.getsockname()[1]}"
-        mesh = cast(Any, None)
-        lost = Host(index=0, name=address, ip="127.0.0.77", mesh=mesh, address=address)
-        hosts = Hosts([lost], wanted=_Wanted(checkpoint="", here=describe_host("local", "")))
-        hosts.lose(lost)
-        assert lost.lost.is_set()
-        assert asyncio.run(hosts.attach_again(0)) is None
+class Attempts(Hosts):
+    """One lost host, whose worker listens or not. Every attempt to attach it fails."""
+
+    def __init__(self) -> None:
+        host = Host(index=0, name="tcp://10.0.0.2:26600", ip="10.0.0.2", mesh=cast(Any, None))
+        super().__init__([host], wanted=_Wanted(checkpoint="", here=describe_host("local", "")))
+        self.listens = True
+        self.error: Exception = TimeoutError()
+        self.lose(host)
+
+    async def _attached(self, index: int, name: str) -> Host:
+        raise self.error
+
+    def attempt(self) -> str:
+        """What a look at the host says; empty if there was no attempt, or nothing to say."""
+        try:
+            assert asyncio.run(self.attach_again(0)) is None
+        except (NotAttachedError, HostsBusyError) as error:
+            return str(error)
+        return ""
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds, in one element."""
+    now_s = [1000.0]
+    monkeypatch.setattr(hosts_module.time, "monotonic", lambda: now_s[0])
+    return now_s
+
+
+@pytest.fixture
+def hosts(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    found = Attempts()
+    monkeypatch.setattr(hosts_module, "accepts", lambda address: found.listens)
+    return found
+
+
+def test_a_lost_host_is_tried_soon_after_it_listens_and_then_with_growing_pauses(
+    hosts: Attempts, clock: list[float]
+) -> None:
+    for _ in range(2):
+        hosts.listens = False
+        clock[0] += 1000.0
+        assert hosts.attempt() == ""
+        hosts.listens = True
+        assert hosts.attempt() == ""  # it has only begun to listen
+        clock[0] += 3.0
+        pauses = []
+        for _ in range(7):
+            said = hosts.attempt()
+            assert said.startswith("was not attached (no answer); it is tried again in ")
+            pauses.append(float(said.split()[-2]))
+            clock[0] += pauses[-1] - 0.1
+            assert hosts.attempt() == ""
+            clock[0] += 0.2
+        assert pauses == [10, 20, 40, 80, 160, 320, 320]
+
+
+def test_a_worker_that_has_not_yet_ended_this_run_is_not_taken_for_one_of_another_run(
+    hosts: Attempts, clock: list[float]
+) -> None:
+    hosts.error = HostsBusyError("it serves another run")
+    said = {}
+    for second in range(60):
+        clock[0] += 1.0
+        said[second] = hosts.attempt()
+    assert not any(said[second] for second in range(int(CONTROLLER_LOST_S)))
+    assert "it serves another run" in said.values()

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -15,6 +14,7 @@ import pytest
 
 from tests.support.far_hosts import FarAgent, far_host
 from torchtitan_rl.backends.monarch.hosts import Hosts
+from torchtitan_rl.commands import attaching
 from torchtitan_rl.commands.attaching import Attachment, attach_once_free, silent_libraries
 from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
@@ -22,9 +22,10 @@ from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import LaunchConfig, RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError, HostsBusyError
-from torchtitan_rl.launch.addresses import Address
-from torchtitan_rl.launch.monarch_environment import _FAST_FAILURES
+from torchtitan_rl.launch.monarch_environment import _FAST_FAILURES, _RETURNS
 from torchtitan_rl.serving.config import Keys
+
+WORKER = "tcp://127.0.0.1:26600"
 
 
 def test_what_native_code_writes_is_dropped_and_what_the_command_says_is_not(
@@ -89,68 +90,34 @@ def test_a_host_that_cannot_write_into_the_run_s_folder_is_refused(tmp_path: Pat
     require_folders(tmp_path / "here", there, trainer=0, replica=0)  # nothing is there
 
 
-WORKER = "tcp://127.0.0.1:26600"
+def test_a_busy_worker_is_attached_again_once_it_has_ended_the_other_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    looks = iter([True, True, False, False])
+    monkeypatch.setattr(attaching, "accepts", lambda address: next(looks))
+    monkeypatch.setattr(attaching, "_LOOK_S", 0.0)
 
-
-class Worker:
-    """Serves another run at its first address, and none at the next."""
-
-    def __init__(self) -> None:
-        self.tried: list[str] = []
-
-    def attach(self, lives: Mapping[str, str]) -> str:
-        self.tried.append(lives[WORKER])
-        if len(self.tried) == 1:
-            raise HostsBusyError("it serves another run")
+    def attach(is_again: bool) -> str:
+        calls.append(is_again)
+        if len(calls) < 3:
+            raise HostsBusyError("it serves another run", [WORKER])
         return "attached"
 
-
-def test_a_busy_worker_is_attached_where_its_next_life_listens(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    worker = Worker()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        found = iter([WORKER, WORKER, address])
-        lives = {WORKER: WORKER}
-        assert attach_once_free(worker.attach, lives, lambda: {WORKER: next(found)}) == "attached"
-    assert worker.tried == [WORKER, address]
-    said = capsys.readouterr().err
-    assert said == "waiting for workers that serve another run\n"
-
-
-def test_a_worker_that_stays_busy_is_refused_and_not_attached_twice_at_one_address() -> None:
-    worker = Worker()
-    lives = {WORKER: WORKER}
+    assert attach_once_free(attach) == "attached"
+    assert calls == [False, True, True]
+    assert list(looks) == []
+    assert capsys.readouterr().err == "waiting for workers that serve another run\n"
+    calls.clear()
     with pytest.raises(HostsBusyError, match="another run"):
-        attach_once_free(worker.attach, lives, lambda: lives, within_s=0.0)
-    assert worker.tried == [WORKER]
-
-
-def test_a_worker_that_is_free_at_the_address_where_it_was_busy_is_not_called_busy() -> None:
-    worker = Worker()
-    server = socket.create_server(("127.0.0.1", 0))
-    address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-
-    def find() -> Mapping[str, str]:
-        """Its run ends, and then it listens there again."""
-        nonlocal server
-        if server.fileno() == -1:
-            server = socket.create_server(("127.0.0.1", Address.parse(address).port))
-        else:
-            server.close()
-        return {WORKER: address}
-
-    with pytest.raises(HostsBusyError, match=r"free by now.*start the command again"):
-        attach_once_free(worker.attach, {WORKER: address}, find)
-    server.close()
-    assert worker.tried == [address]
+        attach_once_free(attach, within_s=0.0)
+    assert calls == [False]
 
 
 def test_what_listens_and_is_no_worker_is_refused_before_monarch_tries_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in _FAST_FAILURES:
+    for name in _FAST_FAILURES | _RETURNS:
         monkeypatch.setenv(name, "1s")  # what is set stays
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"

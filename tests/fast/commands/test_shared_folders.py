@@ -12,7 +12,7 @@ import pytest
 from tests.real.runs import ROOT
 from torchtitan_rl.backends.monarch.hosts import start_command
 from torchtitan_rl.commands.launcher import PROGRAM
-from torchtitan_rl.commands.worker import life_command
+from torchtitan_rl.commands.worker import incarnation_command
 
 CONFIG = """
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -27,7 +27,7 @@ def bootstrap() -> list[str]:
 
 @pytest.mark.parametrize(
     "words",
-    [bootstrap(), life_command("tcp://127.0.0.1:0"), [*PROGRAM, "--version"]],
+    [bootstrap(), incarnation_command("tcp://127.0.0.1:0"), [*PROGRAM, "--version"]],
     ids=["processes", "worker", "launcher"],
 )
 def test_a_process_takes_no_module_from_the_folder_it_is_started_in(

@@ -11,6 +11,7 @@ from torchtitan_rl.launch import interfaces
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.interfaces import (
     accepts,
+    close_connections,
     first_ephemeral_port,
     free_port,
     listening_host,
@@ -55,3 +56,14 @@ def test_what_another_process_holds_is_not_chosen(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(interfaces, "_LOWEST", port)
         monkeypatch.setattr(interfaces, "first_ephemeral_port", lambda: port + 2)
         assert free_port() == port + 1
+
+
+def test_connections_to_an_address_are_closed_and_others_stay() -> None:
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    with servers[0] as server, servers[1] as other:
+        lost = socket.create_connection(server.getsockname())
+        kept = socket.create_connection(other.getsockname())
+        close_connections(Address.parse(f"tcp://127.0.0.1:{server.getsockname()[1]}"))
+        assert lost.recv(1) == b""
+        kept.sendall(b"x")
+        assert other.accept()[0].recv(1) == b"x"

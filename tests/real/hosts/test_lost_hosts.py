@@ -15,12 +15,10 @@ import psutil
 import pytest
 
 from tests.real.hosts.harness import Host, HostProcess, make_hosts, namespaces_are_allowed, python
-from torchtitan_rl.launch.workers import CONTROLLER_LOST_S, HOST_LOST_S, life_addresses
 
 LOST_WITHIN_S = 15.0  # what users are promised; Monarch itself is quicker, in general
-LIFE = "torchtitan_rl.backends.monarch.worker_loop"
-BACK = "host0 is back, at "
-SILENCE_S = 8.0  # of a quick worker, instead of CONTROLLER_LOST_S
+INCARNATION = "torchtitan_rl.backends.monarch.worker_loop"
+SILENCE_S = 20.0  # of a quick worker, instead of 40 s
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
@@ -45,14 +43,12 @@ class Scenario:
 
     def _start_worker(self) -> HostProcess:
         module = "tests.real.hosts.quick_worker"
-        words = python("-m", module, self.address, str(self.root / "memory"), str(SILENCE_S))
+        words = python("-m", module, self.address, str(SILENCE_S))
         worker = self.there.start(words, log=self.root / "worker.log")
         wait_until(lambda: "listening" in worker.text(), "the worker listens")
         return worker
 
-    def start_worker_without_memory(self) -> None:
-        """As in a container that is made anew."""
-        (self.root / "memory").unlink()
+    def start_worker_again(self) -> None:
         (self.root / "worker.log").unlink()
         self.worker = self._start_worker()
 
@@ -88,9 +84,9 @@ class Scenario:
         assert event is not None
         return event
 
-    def life(self) -> psutil.Process:
-        """The process of the worker's life."""
-        return next(one for one in self.there.processes() if LIFE in one.cmdline())
+    def incarnation(self) -> psutil.Process:
+        """The process of the worker that serves a run."""
+        return next(one for one in self.there.processes() if INCARNATION in one.cmdline())
 
     def runs_there(self) -> list[psutil.Process]:
         """What the run has started on the worker's host."""
@@ -125,11 +121,8 @@ def test_a_host_that_is_cut_off_is_lost_and_comes_back_and_its_files_are_brought
         run.until_event("back")
         assert controller.wait(120) == 0, controller.text()[-3000:]
         assert run.until_event("left")
-        (at,) = [line.removeprefix(BACK) for line in run.said() if line.startswith(BACK)]
-        assert at in life_addresses(run.address)[1:]  # which of them depends on the machine
-        lives = re.findall("worker: listening on (.+)", run.worker.text())
-        assert lives[0] == run.address
-        assert at in lives[1:]
+        assert "host0 is back" in run.said()
+        assert set(re.findall("worker: listening on (.+)", run.worker.text())) == {run.address}
         assert "nothing was heard from the controller" in run.worker.text()
         wait_until(lambda: run.runs_there() == [], "the worker ends what the run left")
         for name in ("replica0", "replica0-2"):
@@ -145,32 +138,30 @@ def test_a_host_whose_first_attachment_fails_is_taken_back_by_a_later_one(tmp_pa
     with scenario(tmp_path, checkpoint) as run:
         controller = run.watch(300)
         run.until_event("spawned")
-        run.life().kill()
-        wait_until(lambda: ":26601" in run.worker.text(), "the next life listens")
-        life = run.life()
-        life.suspend()  # it accepts connections, and says nothing
-        address = f"tcp://{run.there.address}:26601"
-        failed = f"host0 listens again, and it was not attached at {address} (no answer)"
+        run.incarnation().kill()
+        wait_until(lambda: run.worker.text().count("listening on") == 2, "the next one listens")
+        process = run.incarnation()
+        process.suspend()  # it accepts connections, and says nothing
+        failed = "host0 listens again, and was not attached (no answer)"
         wait_until(lambda: any(failed in line for line in run.said()), "the first attempt fails")
-        life.resume()
+        process.resume()
         run.until_event("back")
         assert controller.wait(120) == 0, controller.text()[-3000:]
 
 
 @pytest.mark.soak
-def test_a_worker_that_was_killed_and_begins_again_at_its_first_port_is_taken_back(
-    tmp_path, checkpoint
-):
+@pytest.mark.parametrize("away_s", [0.0, 45.0])
+def test_a_worker_that_was_killed_and_is_started_again_is_taken_back(tmp_path, checkpoint, away_s):
     with scenario(tmp_path, checkpoint) as run:
         controller = run.watch(300)
         run.until_event("spawned")
         run.worker.signal(9)
         run.worker.wait(20)
         wait_until(lambda: run.runs_there() == [], "what it has started ends with it")
-        run.start_worker_without_memory()
+        time.sleep(away_s)
+        run.start_worker_again()
         run.until_event("back")
         assert controller.wait(120) == 0, controller.text()[-3000:]
-        assert f"host0 is back, at {run.address}" in run.said()
 
 
 @pytest.mark.soak
@@ -181,35 +172,24 @@ def test_a_host_is_taken_back_however_often_it_is_lost(tmp_path, checkpoint):
         for number in range(losses):
             num_spawned = number + 1
             wait_until(lambda: run.num("spawned") == num_spawned, f"{run.events()}")  # noqa: B023
-            run.life().kill()
+            run.incarnation().kill()
         assert controller.wait(120) == 0, controller.text()[-3000:]
         assert run.num("back") == losses
 
 
 @pytest.mark.soak
 def test_processes_on_another_host_do_not_outlive_a_killed_controller(tmp_path, checkpoint):
+    """And the next run, which waits for the worker, uses it then."""
     with scenario(tmp_path, checkpoint) as run:
         controller = run.watch(300)
         run.until_event("spawned")
         assert len(run.runs_there()) == 2  # the agent, and replica0
         other = run.watch(1, log="other.log", port=26701)
-        assert other.wait(120) == 1
-        assert "serves another run" in other.text()
+        wait_until(lambda: "waiting for workers" in other.text(), "the other one is refused")
         wait_until(lambda: len(run.runs_there()) == 2, "the other one's agent has ended")
-        time.sleep(5.0)
         assert run.event("lost") is None
         controller.signal(9)
         assert controller.wait(20) == -9
+        assert other.wait(120) == 0, other.text()[-3000:]
+        assert "nothing was heard from the controller" in run.worker.text()
         wait_until(lambda: run.runs_there() == [], "they end")
-        (tmp_path / "controller.log").unlink()
-        assert run.watch(1).wait(120) == 0, "the next run uses the worker"
-        assert run.event("attached") == {
-            "event": "attached",
-            "at_s": run.until_event("attached")["at_s"],
-            "lives": {run.address: f"tcp://{run.there.address}:26601"},
-        }
-
-
-def test_the_limits_are_what_users_are_promised():
-    assert HOST_LOST_S < LOST_WITHIN_S
-    assert CONTROLLER_LOST_S < 60

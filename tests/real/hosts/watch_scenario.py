@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.commands.attaching import attach_once_free
 from torchtitan_rl.config.run import LaunchConfig
 from torchtitan_rl.launch.addresses import Address
 from torchtitan_rl.launch.monarch_environment import set_monarch_environment
-from torchtitan_rl.launch.workers import find_lives
 
 STARTED_S = time.monotonic()
 
@@ -86,9 +86,12 @@ def main() -> None:
     from torchtitan_rl.backends.monarch.hosts import attach
 
     here = describe_host("local", policy)
-    lives = find_lives([worker])
-    hosts = attach(launch, Address.parse(own), lives=lives, checkpoint=policy, here=here)
-    tell("attached", lives=lives)
+    hosts = attach_once_free(
+        lambda again: attach(
+            launch, Address.parse(own), checkpoint=policy, here=here, is_again=again
+        )
+    )
+    tell("attached")
     asyncio.run(watch(hosts, Path(folder), float(seconds), int(losses)))
     hosts.detach()
     tell("left")

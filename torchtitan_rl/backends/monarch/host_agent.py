@@ -22,13 +22,7 @@ from torchtitan_rl.config.resume import policy_digest
 from torchtitan_rl.config.run import cannot_write
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.files import FilePiece, file_sizes, read_new
-from torchtitan_rl.launch.workers import (
-    ADDRESS_VARIABLE,
-    claim_life,
-    note_beat,
-    note_move,
-    note_run_end,
-)
+from torchtitan_rl.launch.workers import claim_incarnation, record_beat, record_run_end
 from torchtitan_rl.processes import Processes
 
 _LAST_ANSWER_S = 1.0  # for the answer to be sent
@@ -43,7 +37,6 @@ class HostAnswer:
     policy_dir: Path = Path()
     policy: str = ""  # `policy_digest`
     policy_error: str = ""
-    worker: str = ""  # the address with which the host's worker was started
     is_busy: bool = False  # its worker serves another run
 
 
@@ -53,34 +46,31 @@ class HostAgent(Actor):
     def __init__(self, address: str) -> None:
         self._address = address
         self._held: dict[tuple[int, ...], Processes] = {}
-        self._has_life = claim_life()
-        if self._has_life:
-            note_beat()
+        self._has_claim = claim_incarnation()
+        if self._has_claim:
+            record_beat()
 
     @concurrent_endpoint
     async def beat(self) -> int:
         """Note a heartbeat of the controller. Returns this host's time, in nanoseconds of the Unix
         clock."""
         there_ns = time.time_ns()
-        if self._has_life:
-            note_beat()
+        if self._has_claim:
+            record_beat()
         return there_ns
 
     @concurrent_endpoint
-    async def end_run(self, *, moves: bool = False) -> bool:
+    async def end_run(self) -> bool:
         """End the run on this host: the worker ends all its remaining processes, including this
         one.
 
         If the worker serves another run, only this process ends, and the result is False.
-
-        Args:
-            moves: the run has not begun, and will be attached at the worker's next port.
         """
-        if self._has_life:
-            note_move() if moves else note_run_end()
+        if self._has_claim:
+            record_run_end()
         else:
             asyncio.get_running_loop().call_later(_LAST_ANSWER_S, os._exit, 0)
-        return self._has_life
+        return self._has_claim
 
     @concurrent_endpoint
     async def files_there(
@@ -105,7 +95,7 @@ class HostAgent(Actor):
     @concurrent_endpoint
     async def answer(self, checkpoint: str) -> HostAnswer:
         answer = await asyncio.to_thread(describe_host, self._address, checkpoint)
-        return replace(answer, is_busy=not self._has_life)
+        return replace(answer, is_busy=not self._has_claim)
 
     @concurrent_endpoint
     async def sees(self, file: Path, content: bytes) -> bool:
@@ -155,5 +145,4 @@ def describe_host(address: str, checkpoint: str) -> HostAnswer:
         policy_dir=policy_dir,
         policy=policy,
         policy_error=error,
-        worker=os.environ.get(ADDRESS_VARIABLE, ""),
     )

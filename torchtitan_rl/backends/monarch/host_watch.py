@@ -145,7 +145,7 @@ class HostWatch:
                 return
             host = back
             self._lost[host.index].clear()
-            self._say(f"{host_name(host.index)} is back, at {host.address}")
+            self._say(f"{host_name(host.index)} is back")
 
     async def _beat_until_lost(self, host: Host) -> str:
         """Send heartbeats until the host is lost. Returns the cause."""

@@ -24,6 +24,7 @@ from textwrap import shorten
 from threading import Event
 from typing import Any, Protocol
 
+import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import (
     ActorError,
@@ -42,17 +43,23 @@ from torchtitan_rl.config.resume import digest_limit_s
 from torchtitan_rl.config.run import LaunchConfig
 from torchtitan_rl.errors import ConfigError, HostsBusyError, TorchtitanRLError
 from torchtitan_rl.launch.addresses import LOCAL, Address
-from torchtitan_rl.launch.interfaces import accepts
-from torchtitan_rl.launch.workers import Attempts, listening
+from torchtitan_rl.launch.interfaces import accepts, close_connections
+from torchtitan_rl.launch.workers import CONTROLLER_LOST_S
 from torchtitan_rl.processes import Processes
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
-_AGAIN_TIMEOUT_S = 30.0
 _POLL_S = 0.1
 _MAX_CAUSE = 300  # characters
 _AGENT_TIMEOUT_S = 15.0  # in addition to the time that the agent itself may take
+_OLD_INCARNATION_S = CONTROLLER_LOST_S + 10.0  # time in which a worker ends what a lost run left
+_BUSY_PAUSE_S = 6.0  # between attempts in this time
+_SETTLE_S = 3.0  # after a worker begins to listen; Monarch may lose what is sent to it sooner
+_RESET_S = 2.0  # time in which Monarch opens a channel again, and a new worker rejects it
+_NUM_TRIES, _TRY_S = 3, 10.0  # to contact a worker again; Monarch needs 0.3 s on a quiet machine
+_AGAIN_TIMEOUT_S = _NUM_TRIES * (_RESET_S + _TRY_S) + 20.0
+_PAUSE_S, _MAX_PAUSE_S = 10.0, 320.0  # after a failed attempt
 _ATTACH_ERRORS = (OSError, ActorError, SupervisionError, RuntimeError, ValueError)
 # -P: without the working folder in sys.path, where other users may have put modules.
 _START = f'exec "${PYTHON_VARIABLE}" -P -m torchtitan_rl.backends.monarch.bootstrap_main'
@@ -81,7 +88,6 @@ class Host:
     mesh: HostMesh  # only this host, without an axis
     agent: Any = None
     policy_dir: Path | None = None  # the policy's path on the host; None: as on this machine
-    address: str = ""  # the address at which its worker is attached
     lost: Event = field(default_factory=Event)  # set once, when the host is given up
 
     async def hold(self, pids: tuple[int, ...]) -> Ending:
@@ -111,6 +117,22 @@ class _Wanted:
     here: HostAnswer
 
 
+@dataclass(slots=True)
+class _Lost:
+    """Decides when to try to attach a lost host."""
+
+    away_s: float  # when it was lost, or last could not be reached
+    due_s: float  # time of the next attempt
+    num_failures: int = 0  # consecutive ones
+
+    def pause(self) -> float:
+        """Record a failed attempt. Returns the number of seconds until the next one."""
+        pause_s = min(_PAUSE_S * 2.0 ** min(self.num_failures, 8), _MAX_PAUSE_S)
+        self.num_failures += 1
+        self.due_s = time.monotonic() + pause_s
+        return pause_s
+
+
 class Hosts:
     """The hosts of a run, by their index in its plan. If no hosts are named, each is this machine.
     A lost host that comes back is a new `Host` with the same index."""
@@ -121,15 +143,13 @@ class Hosts:
         facts: Sequence[HostFacts] = (),
         *,
         wanted: _Wanted | None = None,
-        own: str = "",
         ip: str = "127.0.0.1",
     ) -> None:
         self.facts = tuple(facts)
         self._hosts = list(hosts)
         self._wanted = wanted
-        self._own = own  # the controller's own address
         self._ip = ip
-        self._attempts = {host.index: Attempts() for host in hosts}
+        self._lost: dict[int, _Lost] = {}
 
     def __getitem__(self, index: int) -> Host:
         if index == CONTROLLER_HOST or not self._hosts:
@@ -165,75 +185,95 @@ class Hosts:
     def lose(self, host: Host) -> None:
         """Mark a host as lost, until it is attached again."""
         host.lost.set()
-        self._attempts[host.index].note_loss(time.monotonic(), host.address)
+        now_s = time.monotonic()
+        self._lost[host.index] = _Lost(now_s, due_s=now_s + _SETTLE_S)
 
     async def attach_again(self, index: int) -> Host | None:
-        """Try to attach a lost host. Returns None if its worker does not listen, or if no attempt
-        is due.
+        """Try to attach a lost host. Returns None if its worker does not listen, if no attempt is
+        due, or if the worker has not yet ended what this run left there.
+
+        An attempt is due `_SETTLE_S` after the worker began to listen. After failed attempts there
+        are pauses, which double from `_PAUSE_S` to `_MAX_PAUSE_S`.
 
         Raises:
             NotAttachedError: the attempt has failed.
-                        HostsBusyError: the host's worker serves another run now.
-                        ConfigError: the host has other code or another policy than before.
+            HostsBusyError: the host's worker serves another run now.
+            ConfigError: the host has other code or another policy than before.
         """
-        name, attempts = self._hosts[index].name, self._attempts[index]
-        found = await asyncio.to_thread(listening, name)
-        others = [one for one in found if one != self._own]
-        address = attempts.choose(time.monotonic(), others)
-        if address is None:
+        name, lost = self._hosts[index].name, self._lost[index]
+        is_there = await asyncio.to_thread(accepts, name)
+        now_s = time.monotonic()
+        if not is_there:
+            self._lost[index] = _Lost(now_s, due_s=now_s + _SETTLE_S)
+        if not is_there or now_s < lost.due_s:
             return None
         try:
-            self._hosts[index] = await self._attached(index, name, address)
+            self._hosts[index] = await self._attached(index, name)
         except HostsBusyError:
-            attempts.note_failure(time.monotonic(), address)
+            now_s = time.monotonic()
+            if now_s < lost.away_s + _OLD_INCARNATION_S:
+                lost.due_s = now_s + _BUSY_PAUSE_S
+                return None
+            lost.pause()
             raise
         except _ATTACH_ERRORS as error:
-            pause_s = attempts.note_failure(time.monotonic(), address)
             cause = shorten(str(error), _MAX_CAUSE) or "no answer"
             raise NotAttachedError(
-                f"it was not attached at {address} ({cause}), where it is not tried again for "
-                f"{pause_s:.0f} s"
+                f"was not attached ({cause}); it is tried again in {lost.pause():.0f} s"
             ) from error
         return self._hosts[index]
 
-    async def _attached(self, index: int, name: str, address: str) -> Host:
+    async def _attached(self, index: int, name: str) -> Host:
         wanted = self._wanted
         assert wanted is not None
         async with asyncio.timeout(_AGAIN_TIMEOUT_S + digest_limit_s(wanted.here.policy_dir)):
-            mesh = attach_to_workers(ca=_CA, workers=[address])
+            mesh = await _contact_again(name)
             await mesh.initialized
             agent = _spawn_agent(mesh, name)
             answer = await agent.answer.call_one(wanted.checkpoint)
-        if answer.worker not in ("", name):
-            await _end_run(agent)
-            raise ValueError(f"there listens the worker of {answer.worker}")
         if why := refusal(wanted.here, {name: answer}):
-            await _end_run(agent)
+            with suppress(*_ATTACH_ERRORS):
+                await asyncio.wait_for(agent.end_run.call_one(), _AGENT_TIMEOUT_S)
             raise why
-        return _far_host(index, name, address, mesh, agent, answer)
+        return _far_host(index, name, mesh, agent, answer)
 
     def detach(self) -> None:
         """End the run's processes on the other hosts. The workers stay, for the next run. Blocks
         until the processes have ended."""
-        leave([(host.address, host.agent) for host in self.far() if not host.lost.is_set()])
+        leave({host.name: host.agent for host in self.far() if not host.lost.is_set()})
 
 
-def leave(agents: Sequence[tuple[str, Any]], *, moves: bool = False) -> None:
+def leave(agents: Mapping[str, Any]) -> None:
     """Tell the workers at these addresses, through their agents, that the run has ended. Waits
-    until they no longer listen for it. For ``moves`` see `HostAgent.end_run`."""
+    until they no longer listen for it."""
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
-    ending = [(address, agent.end_run.call_one(moves=moves)) for address, agent in agents]
+    ending = [(address, agent.end_run.call_one()) for address, agent in agents.items()]
     for address, answer in ending:
-        with suppress(TimeoutError, ActorError, SupervisionError, RuntimeError):
+        with suppress(*_ATTACH_ERRORS):
             if not answer.get(timeout=max(0.1, deadline_s - time.monotonic())):
                 continue  # it serves another run
         while accepts(address) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
 
 
-async def _end_run(agent: Any) -> None:
-    with suppress(TimeoutError, ActorError, SupervisionError, RuntimeError):
-        await asyncio.wait_for(agent.end_run.call_one(), _AGENT_TIMEOUT_S)
+async def _contact_again(address: str) -> HostMesh:
+    """Attach a worker with whose former process this process has talked. The new process rejects
+    the channel to the former one, and Monarch opens another channel, but loses what it sent on the
+    first one. So this may take several tries; await the result's ``initialized``."""
+    await asyncio.to_thread(close_connections, Address.parse(address))
+    for _ in range(_NUM_TRIES):
+        await asyncio.sleep(_RESET_S)
+        mesh = attach_to_workers(ca=_CA, workers=[address])
+        with suppress(*_ATTACH_ERRORS):
+            async with asyncio.timeout(_TRY_S):
+                await mesh.initialized
+            break
+    return mesh
+
+
+async def _contact_all_again(addresses: Sequence[str]) -> dict[str, HostMesh]:
+    meshes = await asyncio.gather(*map(_contact_again, addresses))
+    return dict(zip(addresses, meshes, strict=True))
 
 
 def local_host(index: int = CONTROLLER_HOST, *, ip: str = "127.0.0.1") -> Host:
@@ -245,19 +285,18 @@ def attach(
     launch: LaunchConfig,
     own: Address | None,
     *,
-    lives: Mapping[str, str],
     checkpoint: str,
     here: HostAnswer,
+    is_again: bool = False,
 ) -> Hosts:
     """Attach the workers' hosts, and compare their software and policy with those ``here``. Call
     this before any other use of Monarch.
 
     Args:
         own: the address at which this controller listens; None if all hosts are this machine.
-                lives: the address at which each worker listens now, by its address in
-            ``launch.attach``; see `find_lives`.
-                checkpoint: the policy, as for `resolve_checkpoint`; a directory has the same path
-            on all hosts.
+        checkpoint: the policy, as for `resolve_checkpoint`; a directory has the same path on all
+            hosts.
+        is_again: this process has tried to attach these workers before.
 
     Raises:
         HostsBusyError: workers serve other runs.
@@ -265,10 +304,18 @@ def attach(
             process is left on any host.
     """
     deadline_s = time.monotonic() + launch.attach_timeout_s
+    # The agents on busy workers end. By default Monarch then ends this process, too.
+    monarch.actor.unhandled_fault_hook = _ignore_fault  # until `runtime.supervise`
     if own is not None:
         enable_transport(str(own))
     far = [text for text in launch.attach if text != LOCAL]
-    meshes = {text: attach_to_workers(ca=_CA, workers=[lives[text]]) for text in far}
+    if is_again:
+        while not all(map(accepts, far)) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        time.sleep(_SETTLE_S)
+        meshes = asyncio.run(_contact_all_again(far))
+    else:
+        meshes = {text: attach_to_workers(ca=_CA, workers=[text]) for text in far}
     agents: dict[str, Any] = {}
     try:
         _wait_for_all({text: mesh.initialized for text, mesh in meshes.items()}, deadline_s)
@@ -278,36 +325,34 @@ def attach(
         answers = _wait_for_all(asked, deadline_s + digest_limit_s(here.policy_dir))
         if found := refusal(here, answers):
             raise found
-    except BaseException as error:
-        # If all failed workers are only busy, the others are attached again with them later.
-        moves = isinstance(error, HostsBusyError)
-        leave([(lives[text], agent) for text, agent in agents.items()], moves=moves)
+    except BaseException:
+        leave(agents)
         raise
     ip = "127.0.0.1" if own is None else own.host
     return Hosts(
         [
             local_host(index, ip=ip)
             if text == LOCAL
-            else _far_host(index, text, lives[text], meshes[text], agents[text], answers[text])
+            else _far_host(index, text, meshes[text], agents[text], answers[text])
             for index, text in enumerate(launch.attach)
         ],
         [here.facts if text == LOCAL else answers[text].facts for text in launch.attach],
         wanted=_Wanted(checkpoint=checkpoint, here=here),
-        own=str(own or ""),
         ip=ip,
     )
 
 
-def _far_host(
-    index: int, name: str, address: str, mesh: HostMesh, agent: Any, answer: HostAnswer
-) -> Host:
+def _ignore_fault(failure: Any) -> None:
+    logger.debug("while attaching: %s", failure)
+
+
+def _far_host(index: int, name: str, mesh: HostMesh, agent: Any, answer: HostAnswer) -> Host:
     return Host(
         index=index,
         name=name,
         ip=Address.parse(name).host,
         mesh=mesh.slice(hosts=0),
         agent=agent,
-        address=address,
         policy_dir=answer.policy_dir,
     )
 
@@ -319,8 +364,10 @@ def refusal(here: HostAnswer, answers: Mapping[str, HostAnswer]) -> ConfigError 
     texts = [text for of_one in errors.values() for text in of_one]
     if not texts:
         return None
-    is_all_busy = all(answers[text].is_busy for text, of_one in errors.items() if of_one)
-    return HostsBusyError(texts) if is_all_busy else ConfigError(texts)
+    refused = [text for text, of_one in errors.items() if of_one]
+    if all(answers[text].is_busy for text in refused):
+        return HostsBusyError(texts, refused)
+    return ConfigError(texts)
 
 
 def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str]:
@@ -328,8 +375,6 @@ def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str
     machine."""
     if there.is_busy:
         return [f"launch.attach: {address} serves another run; wait for its end, or start a worker"]
-    if there.worker and there.worker != address:
-        return [f"launch.attach: at {address} listens the worker of {there.worker}"]
     field = f"launch.attach: {address} has"
     errors = [
         f"{field} {difference}; install the same on both"

@@ -1,4 +1,4 @@
-"""One *life* of a worker: the process that serves one run, ``python -m
+"""One *incarnation* of a worker: the process that serves one run, ``python -m
 torchtitan_rl.backends.monarch.worker_loop ADDRESS``. It serves the controller that attaches to it;
 `launch.workers` starts and ends the process."""
 
@@ -19,8 +19,8 @@ def main() -> int:
     from monarch.actor import start_worker_loop_forever
     from monarch.config import configure
 
-    # Some messages to this address are lost when a life ends or an attempt to attach fails. Monarch
-    # would then hold back all later messages. Their channel keeps the order anyway.
+    # Some messages to this address are lost when an incarnation ends or an attempt to attach fails.
+    # Monarch would then hold back all later messages. Their channel keeps the order anyway.
     configure(enable_dest_actor_reordering_buffer=False)
     (address,) = sys.argv[1:]
     lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")
