@@ -157,7 +157,7 @@ def retrieve(task: asyncio.Future[Any]) -> None:
 
 
 async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of the coroutine that ends first; if several end at once, of the first
+    """Return the result of the coroutine that ends first; if several end together, of the first
     argument among them.
 
     The others are cancelled and have ended when this call returns; their errors are dropped.

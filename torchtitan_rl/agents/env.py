@@ -167,7 +167,7 @@ class RunningAgent:
         """Cancel the agent, unless it has ended, and wait for its end.
 
         Raises:
-            AgentError: the agent does not end.
+            AgentError: the agent has not ended within its time limit.
         """
         if self._ended.is_set():
             return
@@ -293,7 +293,7 @@ class AgentEnv:
         """End the agent and its session.
 
         Raises:
-            AgentError: the agent does not end.
+            AgentError: the agent has not ended within its time limit.
         """
         self._refuse_all()
         try:

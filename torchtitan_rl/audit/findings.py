@@ -139,8 +139,9 @@ def rollout_findings(
 
 
 def cut_note(rollout: Rollout, watched: Watched | None) -> str:
-    """A note that the length limit cut answers, because this can look like a mistake; empty if no
-    answer was cut, or only by the environment's own ``Observation.max_tokens``."""
+    """Return a note that the length limit truncated answers, because this can look like an error of
+    the environment. Empty if no answer was truncated, or only by the environment's own
+    ``Observation.max_tokens``."""
     asks = watched.answers if watched is not None else ()
     pairs = zip_longest(rollout.turns, asks[: len(rollout.turns)])
     cut = [turn for turn, asked in pairs if _is_cut(turn) and not _is_as_asked(turn, asked)]

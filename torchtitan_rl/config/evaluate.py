@@ -136,7 +136,7 @@ def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
     """Check and plan a run's replicas without a trainer, and an endpoint if its task has agents.
 
     Raises:
-        ConfigError: the configuration cannot be used. It has all errors.
+        ConfigError: the configuration cannot be used. The exception lists all errors.
     """
     if has_hosts(config.launch):
         raise ConfigError(
@@ -181,7 +181,8 @@ def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvalua
     """Check everything, find the models and plan the processes.
 
     Raises:
-        ConfigError: the evaluation cannot start. It has all errors of one kind of check.
+        ConfigError: the evaluation cannot start. The exception lists all errors of the first kind
+            of check that fails.
     """
     if errors := _option_errors(options):
         raise ConfigError(errors)

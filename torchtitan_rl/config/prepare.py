@@ -173,8 +173,8 @@ def prepare_run(
     passed, and the plan is made for the hosts' facts.
 
     Raises:
-        ConfigError: the run cannot start. It has all errors of single fields or, if there are none,
-            all other errors.
+        ConfigError: the run cannot start. The exception lists all errors of single fields or, if
+            there are none, all other errors.
     """
     check_fields(config)
     machine, keys = machine or machine_facts(), Keys.of()
@@ -422,7 +422,7 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
     """Find the model, check everything, and plan the processes. Starts no process.
 
     Raises:
-        ConfigError: the endpoint cannot start. It has all errors.
+        ConfigError: the endpoint cannot start. The exception lists all errors found.
     """
     check_fields(config)
     policy_dir, policy = find_policy(config.model, field="MODEL")

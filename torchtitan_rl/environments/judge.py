@@ -87,7 +87,7 @@ class JudgeConfig:
     options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})
     """More fields of the request, as the endpoint knows them."""
     max_concurrent: Positive = 16
-    """Requests that may run at once."""
+    """Requests that may run at the same time."""
     requests_per_minute: Count = 0
     """Requests that may begin within any 60 seconds, repeated ones included, spread evenly; 0: any
     number."""
@@ -102,7 +102,7 @@ class JudgeConfig:
     request_timeout_s: PositiveFloat = 60.0
     """Seconds for one request."""
     deadline_s: PositiveFloat = 300.0
-    """Seconds for one score, waiting for a turn and all attempts included."""
+    """Seconds for one score, including all attempts and the time in the queue."""
     on_failure: Literal["error", "default"] = "error"
     """When there is no score: ``error`` fails the rollout, which is then not trained on;
     ``default`` gives ``default_score``. Either is counted, by ``reward/judge/failures``."""

@@ -11,9 +11,10 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has
 
 
 def math_score(right: str, answer: str) -> float:
-    """1 if `math-verify` finds the two equal: numbers, fractions, sets, expressions, LaTeX.
+    """Return 1 if `math-verify` finds that the two answers are equal, otherwise 0. It compares
+    numbers, fractions, sets, expressions and LaTeX.
 
-    Time and memory are unbounded, for example for towers of powers.
+    The comparison has no limit on time or memory; towers of powers, for example, need much of both.
     """
     expected = parse(_as_math(right), parsing_timeout=None)
     given = parse(_as_math(answer), parsing_timeout=None)

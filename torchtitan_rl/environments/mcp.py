@@ -76,15 +76,17 @@ class McpServer:
     session (and, with ``command``, a process) of its own."""
     start_timeout_s: CallSeconds = 30.0
     """Seconds until the server has listed its tools; below ``rollout.step_timeout_s``. With
-    ``command``, two servers per core start at once; waiting for that counts only in the latter."""
+    ``command``, two servers per core start at the same time; the wait before a start counts only
+    against ``rollout.step_timeout_s``."""
     call_timeout_s: CallSeconds = 30.0
-    """Seconds for one call, below ``rollout.step_timeout_s``; one that takes longer is answered to
-    the policy as an error."""
+    """Seconds for one call, below ``rollout.step_timeout_s``; if it takes longer, the policy
+    gets an error as the answer."""
     in_order: bool = False
     """Calls of one message run one after another, for tools where one changes what the next does
-    (write, then read); all of them have ``rollout.step_timeout_s``. Otherwise they run at once."""
+    (write, then read); together they may take ``rollout.step_timeout_s``. If False, they run
+    concurrently."""
     max_answer_chars: Positive = 4000
-    """Characters after which an answer is cut."""
+    """Characters after which an answer is cut off."""
 
     def resume_identity(self) -> Mapping[str, Any]:
         """See `Task.resume_identity`."""

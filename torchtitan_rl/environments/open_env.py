@@ -44,7 +44,7 @@ class OpenEnvTask(GameTask):
         )
 
     A problem is the seed for ``reset``. The server must give each session its own environment, and
-    must allow as many sessions (``max_concurrent_envs``) as rollouts run at once. Override
+    must allow as many sessions (``max_concurrent_envs``) as rollouts run concurrently. Override
     `describe` for other observations, and `action` for other actions.
     """
 
@@ -65,8 +65,8 @@ class OpenEnvTask(GameTask):
     """HTTP headers, such as ``{"Authorization": "Bearer $HF_TOKEN"}``; ``$NAME`` stands for an
     environment variable."""
     connect_timeout_s: Annotated[float, Interval(ge=0.0, lt=1e6)] = 30.0
-    """Seconds for which a rollout tries to connect while no server listens, so that one that is
-    started again costs only the games that it had; below ``rollout.step_timeout_s``."""
+    """Seconds for which a rollout tries to connect while no server listens, so that
+    restarting the server fails only its running games; below ``rollout.step_timeout_s``."""
     prompt: str = "{observation}"
     """The user's first message. Besides the usual fields, ``{info[NAME]}`` is a field of the
     observation, ``{state[NAME]}`` one of the environment's state."""

@@ -6,9 +6,10 @@ the broadcast decisions.
 
 Invariants
 - All ranks apply the same decisions in the same order; weights change only between steps.
-- Every future ends: with a result or an error of its own request, with `LoopFailedError` (its cause
-  attached) once a step, broadcast or pull has failed, or with `LoopClosedError`. Futures of later
-  calls also end so. It is a `StepFailedError` only if one of the requests may be the cause.
+- Every future ends: with a result, with an error of its own request, with `LoopFailedError` (its
+  cause attached) once a step, broadcast or pull has failed, or with `LoopClosedError`. A call to a
+  loop that has failed or is closed gets one of the last two errors. A `LoopFailedError` is a
+  `StepFailedError` only if one of the requests may be the cause.
 - A pause is answered once every rank is between two steps. No step follows before `Resume` or,
   after a sleep, before new weights were pulled.
 - With several ranks, each rank runs exactly the decided steps, unless no request is left: a rank

@@ -17,8 +17,8 @@ suspended laptop), nothing is lost. A minute after a controller is killed, all i
 ended.
 
 Invariants: two incarnations never overlap. No process of an incarnation outlives it, except a
-process that the kernel cannot end (state D), which the worker reports. Time in which a listener
-itself was stopped does not count as silence.
+process that the kernel cannot end (state D), which the worker reports. While the process that
+listens is itself stopped, its time limit does not run.
 """
 
 from __future__ import annotations

@@ -143,10 +143,10 @@ class EpisodeBatcher:
     def __call__(self, groups: Sequence[RolloutGroup]) -> Batched:
         """Return the batch, its token counts and its episodes.
 
-        Failed rollouts and episodes longer than ``row_len`` are discarded. Masked are: rollouts cut
-        at the token budget (with ``overlong.mask``), turns that their agent never saw, tokens whose
-        set of kept tokens is unknown, and tokens with non-finite logprobs. All are counted by
-        cause.
+        Failed rollouts and episodes longer than ``row_len`` are discarded. These are
+        masked: rollouts cut off at the token budget (with ``overlong.mask``), turns that their
+        agent never saw, tokens whose set of kept tokens is unknown, and tokens with non-finite
+        logprobs. All are counted by cause.
 
         Raises:
             DivergedError: every token that would be trained on has a logprob that is not finite.
@@ -206,7 +206,7 @@ def overlong_penalty(rollout: Rollout, config: OverlongConfig, *, max_tokens: in
     """Return the amount to subtract from the reward. The longest turn of the rollout determines it.
 
     With a limit L (``max_tokens``) and a buffer B, a turn of n tokens costs ``penalty`` times
-    ``min(1, max(0, (n - (L - B)) / B))``; a turn that was cut costs the full ``penalty``.
+    ``min(1, max(0, (n - (L - B)) / B))``; a turn that was cut off costs the full ``penalty``.
     """
     if not config.buffer_tokens:
         return 0.0

@@ -184,9 +184,9 @@ class Journal:
     ) -> None:
         """Continue after the checkpoint of ``step``, whose weights are ``version``.
 
-        In one transaction, all rows after this checkpoint are replaced by the turns of
-        ``rollouts``, with which the run continues. Turns in ``base``, the checkpoint's rollouts,
-        are not written. A damaged file is replaced.
+        The run continues with ``rollouts``: in one transaction, their turns replace all rows after
+        this checkpoint. ``base`` has the rollouts in the checkpoint; their turns are already saved
+        there, so they are not written. A damaged file is replaced.
 
         Raises:
             JournalError: the file cannot be written.
@@ -212,8 +212,8 @@ class Journal:
         """Write later turns as turns after the checkpoint of ``step``, whose weights are
         ``version``.
 
-        Returns a mark, to be saved with the checkpoint. It distinguishes checkpoints of one step,
-        of which only the first may be complete.
+        Returns a mark, to be saved with the checkpoint. A step can have several checkpoints; the
+        mark distinguishes them. It may be that only the first one is complete.
         """
         self._mark = self._mark + 1 if step == self._step else 0
         self._step, self._version, self._has_failed = step, version, False

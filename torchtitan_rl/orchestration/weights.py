@@ -4,7 +4,7 @@ Also decides who uses devices that the trainer and the replicas share.
 | mode | replicas during a step | after the step |
 |---|---|---|
 | `CONTINUE` | keep running | they pull the new weights |
-| `PAUSE` | requests are cut, engines are empty | requests continue under the new weights |
+| `PAUSE` | requests are interrupted, engines are empty | requests continue under the new weights |
 | `SLEEP` | like `PAUSE`, and replicas free the devices | the trainer offloads, replicas wake up |
 
 Invariants of `WeightDelivery`: evaluations are pinned in the order of their steps. A version is

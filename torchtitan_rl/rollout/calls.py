@@ -1,6 +1,6 @@
 """Calls of user code (environments, rewards, agents) that do not block the event loop.
 
-A synchronous function runs in a new daemon thread: any number of calls may block at once, and a
+A synchronous function runs in a new daemon thread: any number of calls may block together, and a
 hanging call does not keep the process alive. A thread cannot be killed, and a task may ignore its
 cancellation. Such a call is abandoned (`abandoned`): it continues to run and keeps its resources,
 and its result is dropped. A few abandoned calls do no harm; their number is logged whenever it

@@ -219,7 +219,8 @@ _brief.maxother = 200
 def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Terminal:
     """Check the answer of `TokenEnv.reset` or `step`, and convert it to tuples and plain numbers.
 
-    A prompt longer than ``max_prompt_tokens`` is cut to one token more than that; it gets no turn.
+    A prompt longer than ``max_prompt_tokens`` gets no turn; it is truncated to
+    ``max_prompt_tokens`` + 1 tokens.
 
     Raises:
         WrongAnswerError: the answer is neither an Observation nor a Terminal, or a field has a

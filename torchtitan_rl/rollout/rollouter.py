@@ -52,7 +52,7 @@ OnRollout = Callable[[Rollout], None]
 
 
 class Rollouter:
-    """Runs groups; any number at once, on one event loop.
+    """Runs groups, any number of them concurrently, on one event loop.
 
     ``environment`` is called on the event loop and must be quick; slow set-up belongs in the
     environment's ``reset``. Without a ``rubric`` the rollout gets the environment's reward.
@@ -317,8 +317,8 @@ async def roll_out_problems(
 def finished_group(
     problem: Problem, kept: Mapping[str, Rollout], *, split: Split, samples: int
 ) -> RolloutGroup:
-    """Return the finished rollouts of a problem; if there are ``samples`` of them, the problem is
-    done."""
+    """Return the group of a problem with the rollouts in ``kept``, which have finished. With
+    ``samples`` rollouts, the group is complete."""
     group_id = f"{split}/{problem.problem_id}"
     names = (f"{group_id}/r{number}" for number in range(samples))
     rollouts = tuple(kept[name] for name in names if name in kept)

@@ -73,7 +73,7 @@ class Rubric:
         return type(self).score_group is not Rubric.score_group
 
     async def score(self, rollout: Rollout, problem: Problem) -> Score:
-        """Run all functions at once and add up ``weight * value``."""
+        """Run all functions concurrently and add up ``weight * value``."""
         results = await asyncio.gather(
             *(self._evaluate(function, rollout, problem) for function in self._functions)
         )

@@ -134,8 +134,8 @@ class EnvSession:
         """Return a JSON copy of the conversation; empty if the environment has none.
 
         Raises:
-            Exception: the environment raised it, or it is a TypeError for messages that are not
-                mappings.
+            TypeError: a message is not a mapping.
+            Exception: the environment raised it.
         """
         messages = tuple(getattr(self._env, "messages", ()))
         if not all(isinstance(message, Mapping) for message in messages):

@@ -1,4 +1,4 @@
-"""The turns of a rollout whose environment requests several turns at once: a tree of branches.
+"""The turns of a rollout whose environment requests several turns concurrently: a tree of branches.
 
 Turns are recorded in the order in which their sampling ends. A turn's seed depends on its prompt
 and on the number of earlier requests with this prompt, not on the order of other requests. Limits
@@ -329,7 +329,7 @@ def _answers(turn: Turn, request: GenerationRequest) -> bool:
 
 
 class TreeEnv(Protocol):
-    """An environment that requests completions itself, possibly several at once.
+    """An environment that requests completions itself, possibly several concurrently.
 
     Its turns form a tree: each prompt extends an earlier turn, or begins another branch. Everything
     else is as for a `TokenEnv`, with `run` instead of `reset` and `step`. A resumed run continues

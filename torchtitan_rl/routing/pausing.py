@@ -33,8 +33,8 @@ _WAIT_GRACE_S = 60.0
 async def pause_replicas(
     pool: ReplicaPool, requests: RequestTracker, mode: PauseMode, *, pinned: bool, timeout_s: float
 ) -> None:
-    """See `GeneratorRouter.pause`. ``timeout_s`` limits each replica's pause; ``wait`` gets a
-    minute more."""
+    """See `GeneratorRouter.pause`. ``timeout_s`` limits the time until each replica is paused; with
+    ``wait``, a minute is added."""
     if not pinned and mode != "abort":
         raise ValueError(f"a pause by {mode} stops pinned replicas, too: only an abort can not")
     pool.spares_pins = not pinned

@@ -122,8 +122,8 @@ class ReplicaState:
     """The state of one replica.
 
     ``version`` is the version of its weights; NO_WEIGHTS after a sleep. ``pinned_weights`` is the
-    handle of the pinned weights, if they can be fetched again. ``active_time`` is stopped while its
-    engine is stopped. ``work`` has the tasks that wait for its answers.
+    handle of the pinned weights, if they can be fetched again. ``active_time`` is stopped while the
+    replica's engine is stopped. ``work`` has the tasks that wait for the replica's answers.
     """
 
     replica: Replica

@@ -112,8 +112,8 @@ class GeneratorRouter:
         return await self._requests.accounts()
 
     def received_tokens(self) -> int:
-        """Return the number of tokens that the router received from all replicas. Running requests
-        count with their ended pieces."""
+        """Return the number of tokens that the router received from all replicas. For a running
+        request, only the tokens of pieces that have ended are included."""
         return sum(state.received_tokens for state in self._pool.all)
 
     def held_tokens(self) -> int:
@@ -123,14 +123,14 @@ class GeneratorRouter:
     async def pause(self, mode: PauseMode = "keep", *, pinned: bool = True) -> None:
         """Stop all replicas. Returns once each rank is between two steps.
 
-        With ``keep``, running requests freeze with their KV cache. With ``abort``, they are cut and
-        continue after `resume`; the engines are then empty. With ``wait``, they finish first. New
-        requests wait in the router. Paused time does not count against time-outs, except while
-        ``wait`` lets requests finish. Weights can be pulled during a pause. A replica that does not
-        stop is marked dead.
+        With ``keep``, running requests freeze with their KV cache. With ``abort``, they are
+        interrupted, which empties the engines, and continue after `resume`. With ``wait``, they
+        finish first. New requests wait in the router. Paused time does not count against time-outs,
+        except while ``wait`` lets requests finish. Weights can be pulled during a pause. A replica
+        that does not stop is marked dead.
 
         With ``pinned`` False (only with ``abort``), pinned replicas continue to serve their pins,
-        also pins that begin later; all their other requests are cut too.
+        also pins that begin later; all their other requests are interrupted too.
 
         Raises:
             GenerationError: `resume` was called before all replicas were paused.

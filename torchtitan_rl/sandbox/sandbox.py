@@ -91,9 +91,9 @@ class SandboxLimits:
     """Seconds of CPU time, of all its processes."""
     memory_mb: Positive = 512
     """Megabytes of memory, of all its processes, besides what ``preload`` takes; and of addresses,
-    of each. Pipes and sockets count with what they may hold."""
+    of each. A pipe or socket counts as full, whatever it holds."""
     processes: Positive = 32
-    """Processes and threads at once. Without namespaces: threads of one process."""
+    """Processes and threads at the same time. Without namespaces: threads of one process."""
     file_mb: Positive = 32
     """Megabytes of files, all together. With namespaces they are in memory."""
     files: Positive = 256
@@ -139,7 +139,7 @@ class SandboxConfig:
     """Modules that are imported once, as this process finds them, so that no snippet waits for
     them."""
     concurrent: Positive | None = None
-    """Snippets that run at once; others wait. None: one for each core."""
+    """Snippets that run at the same time; others wait. None: one for each core."""
 
     def errors(self, name: str) -> list[str]:
         """Errors in the fields, or the reasons why this machine does not allow them."""
@@ -186,16 +186,17 @@ class Sandbox:
         that is an expression.
 
         ``prepared`` names a function (``module:function``) in a module of ``preload``, with its
-        arguments. It is called outside of the sandbox and its limits, so neither may come from a
-        policy. ``code`` has the result as the global ``prepared``; with None for the arguments, it
-        has the function itself.
+        arguments. The function is called outside of the sandbox and its limits, so neither function
+        nor arguments may come from a policy. In ``code`` the global ``prepared`` is the function's
+        result; if the arguments are None, it is the function itself.
 
         If only the snippet's keeper process dies, the snippet may have caused this: the result is
         ``killed``, not an error.
 
         Raises:
             ConfigError: this machine does not allow the isolation.
-            SandboxError: something outside of the sandbox killed it, or ``prepared`` failed.
+            SandboxError: something outside of the sandbox killed the sandbox, or ``prepared``
+                failed.
         """
         request = {
             "code": code,

@@ -59,8 +59,8 @@ from torchtitan_rl.serving.routes import Commands, add_routes
 class EndpointApp:
     """The ASGI application to serve; adds the endpoint's own routes to ``app``.
 
-    ``max_requests`` limits the requests of all kinds that are open at once. A request's body must
-    arrive within ``body_timeout_s``. A request waits at most ``queue_timeout_s`` in the queue.
+    ``max_requests`` limits the requests of all kinds that are open concurrently. A request's body
+    must arrive within ``body_timeout_s``. A request waits at most ``queue_timeout_s`` in the queue.
 
     Raises:
         ConfigError: the keys cannot protect an endpoint on this address.
@@ -200,7 +200,7 @@ _MEDIA = frozenset(
 
 def check_body(body: bytes, path: str, limits: EndpointConfig) -> None:
     """Check a request's body. On `/v1/messages` a `max_tokens` above the limit is no error: the
-    answer is cut at the limit.
+    answer is cut off at the limit.
 
     Raises:
         RefusedError: the body is invalid (400). The error names the field if one is wrong.

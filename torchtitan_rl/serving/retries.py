@@ -49,7 +49,7 @@ _MAX_KEY_BYTES = 255
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryOptions:
     """Limits of `Retries`. ``keep_s`` is longer than 600 s: an official client that does not notice
-    a cut connection repeats its request after that time-out. A remembered run takes about 1 KB."""
+    a lost connection repeats its request after that time-out. A remembered run takes about 1 KB."""
 
     grace_s: float = 10.0  # the official clients pause for at most 8 s between two attempts
     keep_s: float = 900.0

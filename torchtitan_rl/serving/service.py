@@ -170,7 +170,7 @@ class EndpointService:
 def _router_handlers(router: GeneratorRouter) -> dict[CommandName, Handler]:
     """The handlers of administrators' commands, whose arguments `routes` has checked.
 
-    A training run that pauses and resumes generation itself thereby also ends a client's pause.
+    A client's pause also ends when the training run pauses and resumes generation itself.
     """
 
     async def pause(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

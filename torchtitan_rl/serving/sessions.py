@@ -70,8 +70,9 @@ class SessionDriver(Protocol):
         ...
 
     def close_session(self, reward: float | None, /) -> None:
-        """End the rollout with this reward, because a client closed the session. Without a reward
-        the rollout only gets no more turns."""
+        """End the rollout with this reward, because a client closed the session. If ``reward`` is
+        None, the rollout accepts no further requests, but its agent may still end it with a reward
+        of its own."""
         ...
 
 

@@ -236,10 +236,11 @@ class Segment:
         self.path = self.path.replace(path)
 
     def take_back(self, path: Path) -> bool:
-        """Rename the file, so that it can be written again. Returns False if a reader uses it.
+        """Rename the file, so that this process can write it again. Returns False if a reader has
+        locked the file.
 
-        The file is renamed before it is locked. So a reader that has opened the file but locks it
-        later notices the new name.
+        The file is renamed first and locked afterwards. So a reader that opened the file earlier,
+        but locks it later, sees that the name has changed.
         """
         try:
             self.path = self.path.replace(path)

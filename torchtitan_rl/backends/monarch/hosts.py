@@ -392,7 +392,7 @@ def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FarProcesses:
-    """Processes on another host, of which the host's agent has handles."""
+    """Processes on another host. The host's agent has handles of them."""
 
     host: Host
     pids: tuple[int, ...]

@@ -14,13 +14,13 @@ A connection *waits* unless it has a whole request that is not answered yet.
 |---|---|
 | 16 KiB for a head, a chunk's size, or trailers; 100 headers, 100 trailers | 400 |
 | 4,096 chunks of a body, and one more for each KiB: each chunk takes time | 400 |
-| ``head_s`` for a head to arrive, ``body_s`` for a body | the connection is cut |
-| ``max_connections`` | the connection that has waited longest is cut |
-| ``read_s`` for a client to read 64 KiB of its answer | the connection is cut |
+| ``head_s`` for a head to arrive, ``body_s`` for a body | the connection is closed |
+| ``max_connections`` | the connection that has waited longest is closed |
+| ``read_s`` for a client to read 64 KiB of its answer | the connection is closed |
 
 Invariant: a connection has one request at a time, so an error is never mistaken for the answer to
-another request. A client that sends the next request before it has its answer is cut, as HTTP
-allows.
+another request. A client that sends the next request before it has its answer is disconnected,
+as HTTP allows.
 
 uvicorn's other protocol has a setting for the size of a head, but reads chunks ten times as slowly.
 Neither protocol has the other bounds.

@@ -1,6 +1,6 @@
 """Converts weights between torchtitan's sharded model and Hugging Face directories.
 
-`export_checkpoint` converts a checkpoint of a run without a trainer.
+`export_checkpoint` converts a run's checkpoint; it needs no trainer.
 """
 
 from __future__ import annotations

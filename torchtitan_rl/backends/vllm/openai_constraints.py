@@ -143,12 +143,13 @@ def is_json_object(text: str) -> bool:
 
 
 def readable_calls(parser_class: Any) -> Any:
-    """Return a subclass of a vLLM parser that does not change what the policy wrote.
+    """Return a subclass of a vLLM parser. Unlike the parser, it does not change what the policy
+    wrote.
 
     - If UTF-8 cannot encode a call, all calls stay text. A policy may write the escape
       ``"\\ud800"``, which parsers replace by an unpaired surrogate.
-    - If a stream ends in the chunk that names the function, the call keeps its missing arguments;
-      vLLM would add ``{}``.
+    - If a stream ends in the chunk that names the function, the call has no arguments, and none
+      are added. vLLM would add ``{}``.
     """
     if parser_class is None:
         return None

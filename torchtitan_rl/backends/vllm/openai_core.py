@@ -325,7 +325,7 @@ def _logprobs(part: Progress | Completion, tokens: slice) -> LogprobsLists:
 
 def _events(running: _SentRequest, metrics: CompletionMetrics | None) -> list[EngineCoreEvent]:
     """Return the times when the request was queued and scheduled, on this process's clock. For a
-    streamed request the latter is estimated, because ``metrics`` come with its end."""
+    streamed request the second time is estimated, because ``metrics`` come with its end."""
     scheduled_s = running.submitted_s + metrics.queue_s if metrics else time.monotonic()
     return [
         EngineCoreEvent.new_event(EngineCoreEventType.QUEUED, running.submitted_s),

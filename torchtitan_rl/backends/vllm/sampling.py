@@ -1,4 +1,4 @@
-"""Converts our `SamplingParams` to vLLM's; engine options are checked in name, type and value.
+"""Converts our `SamplingParams` to vLLM's; checks name, type and value of the engine options.
 
 vLLM's constructor checks no types. A wrong type would raise inside a step and fail every request of
 the engine, so it is refused here.
@@ -102,8 +102,9 @@ def reasoning_of(sampling: SamplingParams) -> tuple[bool | None, dict[str, Any] 
     """Return whether reasoning has ended before the completion, and the arguments of vLLM's
     reasoning parser.
 
-    A structured output applies after the end of reasoning: at once (True, the default), after the
-    completion has ended its reasoning (False), or, with None, as vLLM finds in the prompt.
+    A structured output constrains only the tokens after the reasoning. With True, the default, it
+    applies from the first token of the completion; with False, after the completion has ended its
+    reasoning. With None, vLLM looks into the prompt to find out whether reasoning has ended.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -306,8 +307,9 @@ class Grammars:
         self._data: dict[Any, bytes] = {}  # keyed by the specification that vLLM compiled
 
     def replayable(self, core: Any, request: Any) -> Grammar | None:
-        """Return the grammar of a request of vLLM's core; None unless every token of the request is
-        sampled under the grammar and `orchestration/batching.py` can replay it."""
+        """Return the grammar of ``request`` if the grammar applies to each of its tokens and
+        `orchestration/batching.py` can replay it; otherwise None. ``core`` and ``request`` are
+        vLLM's own objects."""
         from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
         structured = request.structured_output_request

@@ -97,21 +97,23 @@ def reference_kl(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None:
 def proximal_logprobs(tokens: LossTokens, config: LossConfig) -> torch.Tensor:
     """Return [T]: log p_prox, the denominator of the clipped ratio, without a gradient.
 
-    `behaviour`: the policy that sampled the tokens (PPO: Schulman et al. 2017, 1707.06347).
+    ``config.proximal_policy`` chooses p_prox:
 
-    The other two are decoupled PPO (Hilton et al. 2021, 2110.00641; for language models AReaL, Fu
-    et al. 2025, 2505.24298): the trust region is around the trainer's own step, and
-    `importance_weights` corrects for the sampling policy. `recomputed`: p_before, the weights
-    before this step. If a step has only one update, these are the weights of this forward pass: its
-    detached logprobs are log p_prox, the ratio is 1, and nothing is clipped. `interpolated`: the
-    policy one version before p_before, estimated from behaviour and p_before by the token's age d
-    >= 1:
+    - `behaviour`: the policy that sampled the tokens (PPO: Schulman et al. 2017, 1707.06347).
+    - `recomputed`: p_before, the policy with the weights before this step. If a step has only one
+      update, the forward pass uses these weights: its detached logprobs are log p_prox, the ratio
+      is 1, and nothing is clipped.
+    - `interpolated`: an estimate of the policy one version before p_before, for a token of age
+      d >= 1 (AReaL's prox_approx document, alpha = (v_prox - v_behave) / (v - v_behave) with
+      v_prox = v - 1; A-3PO, Li et al. 2025, 2512.06547):
 
-    log p_prox = log p_behaviour + (d - 1) / d x (log p_before - log p_behaviour)
+      log p_prox = log p_behaviour + (d - 1) / d x (log p_before - log p_behaviour)
 
-    (AReaL's prox_approx document, alpha = (v_prox - v_behave) / (v - v_behave) with v_prox = v - 1,
-    and A-3PO, Li et al. 2025, 2512.06547). At d = 1, p_prox is the behaviour policy; at d = 0 it is
-    p_before.
+      At d = 1, p_prox is the behaviour policy. At d = 0, p_prox is p_before.
+
+    `recomputed` and `interpolated` are decoupled PPO (Hilton et al. 2021, 2110.00641; for language
+    models AReaL, Fu et al. 2025, 2505.24298): the trust region is around the trainer's own step,
+    and `importance_weights` corrects for the sampling policy.
     """
     before_T = tokens.logprobs_T.detach() if tokens.before_T is None else tokens.before_T
     match config.proximal_policy:
