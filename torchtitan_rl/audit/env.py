@@ -361,11 +361,20 @@ class _WatchedEnv:
 def _own_time_s() -> float:
     """A clock that excludes the time for which this thread waits for a core, so that a busy machine
     does not change the result. If the kernel does not report that time, it is included."""
+    waited_ns = _waited_ns()
+    while True:
+        now_s = time.perf_counter()
+        before_ns, waited_ns = waited_ns, _waited_ns()
+        if waited_ns == before_ns:  # the thread did not wait between the two clocks
+            return now_s - waited_ns / 1e9
+
+
+def _waited_ns() -> int:
     try:
         _, waited_ns, _ = _SCHEDULING.read_text().split()
     except (OSError, ValueError):
-        waited_ns = "0"
-    return time.perf_counter() - int(waited_ns) / 1e9
+        return 0
+    return int(waited_ns)
 
 
 @types.coroutine

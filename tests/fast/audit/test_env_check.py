@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.rollouts import CountingEnv, config
+from torchtitan_rl.audit import env as env_check
 from torchtitan_rl.audit.env import CheckedProblem, EnvChecker, ScriptedPolicy
 from torchtitan_rl.audit.findings import Mistake, describe_rollout
 from torchtitan_rl.rollout.env import Observation, Terminal, threaded
@@ -331,6 +333,22 @@ def test_an_environment_that_waits_for_a_busy_core_does_not_block() -> None:
             findings = pool.submit(check_on_a_busy_core).result().findings
         other.kill()
     assert findings == []
+
+
+def test_a_wait_for_a_core_between_the_two_clocks_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits_s, waited_s = iter([3.0]), 0.0
+
+    def perf_counter() -> float:
+        nonlocal waited_s
+        waited_s += next(waits_s, 0.0)  # the thread is preempted after the first clock was read
+        return waited_s
+
+    scheduling = SimpleNamespace(read_text=lambda: f"0 {waited_s * 1e9:.0f} 1")
+    monkeypatch.setattr(env_check, "_SCHEDULING", scheduling)
+    monkeypatch.setattr(env_check, "time", SimpleNamespace(perf_counter=perf_counter))
+    assert env_check._own_time_s() == 0.0
 
 
 def test_threads_may_block() -> None:
