@@ -298,8 +298,8 @@ async def _restore(pool: ReplicaPool, weights: WeightSync, state: ReplicaState) 
     try:
         if state.pinned_weights is None:
             raise WeightSyncError(
-                f"{state.name} slept while it was pinned to weights that were never published, so "
-                "it cannot get them back"
+                f"{state.name} slept while it was pinned to weights that it cannot fetch again, "
+                "because they were not the newest published ones"
             )
         await weights.load(state, state.pinned_weights)
     except LOSSES as error:
