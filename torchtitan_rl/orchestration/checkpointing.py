@@ -218,7 +218,7 @@ class RunCheckpointer:
         )
 
 
-POSITION, GROUPS = "position-4.msgpack", "groups-4.msgpack"
+POSITION, GROUPS = "position-5.msgpack", "groups-5.msgpack"
 """The attachments' names, which contain the format. Earlier formats are not read any more."""
 
 
