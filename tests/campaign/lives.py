@@ -112,7 +112,9 @@ def live(
         machine.is_dead = True
     loop.discard()
     life.leftovers += loop.strays
-    if before is not None and life.resumed_step is not None:
+    if before is not None and life.simulation is None:  # it ended before it chose a checkpoint
+        life.timeline = before.timeline
+    elif before is not None and life.resumed_step is not None:
         life.timeline = [one for one in before.timeline if one.step <= life.resumed_step]
     if life.simulation is not None:
         life.timeline += life.simulation.recorder.steps

@@ -23,6 +23,7 @@ _ONCE_FAILED = [
     7003223,  # a request of a restarted group that ended before the cancellation reached it
     7402428,  # one that began again before its old task, done by then, was counted
     1480,  # a rollout of an agent that was cancelled again while its turns were being ended
+    811291,  # a life that is killed before it chooses a checkpoint leaves the timeline as it was
 ]
 
 
