@@ -38,8 +38,8 @@ async def wait_within(delay_s: float | None, task: asyncio.Future[Any]) -> bool:
 async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
     """Like `asyncio.timeout`, but tolerant of a process that was stopped.
 
-    If the event loop finds that the deadline passed more than 5 s ago, the time starts again; if it
-    passed more than 1 s ago, the deadline is extended by this delay.
+    If the event loop notices the deadline more than 5 s late, the whole time starts again. If it
+    notices the deadline more than 1 s late, the deadline is extended by this delay.
 
     Raises:
         TimeoutError: the block took longer than ``delay_s`` (None: no limit).
@@ -157,8 +157,8 @@ def retrieve(task: asyncio.Future[Any]) -> None:
 
 
 async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of the coroutine that ends first; if several end together, of the first
-    argument among them.
+    """Return the result of the coroutine that ends first. If several end at the same time, the
+    first of these in the order of the arguments counts.
 
     The others are cancelled and have ended when this call returns; their errors are dropped.
 

@@ -1,7 +1,8 @@
 """The messages between the controller and its actors, and how they are gathered into batches.
 
 Calls and aborts go in one direction, and ends of calls in the other; `generation.server` and
-`serving.link` add their own messages. `backends.monarch.channel` transports the batches.
+`serving.link` add their own messages. `backends.monarch.runtime.ActorChannel` transports the
+batches.
 
 Invariants of `Outbox`: each message leaves once, in the order of `Outbox.put`. At most one batch
 leaves per interval, unless an urgent message waits. When no batch left during the last interval,

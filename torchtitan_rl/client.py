@@ -176,7 +176,7 @@ class AsyncClient:
         worker: str = "",
         keeps_on: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Lease problems and solve them, one after another, while ``keeps_on()``.
+        """Lease problems and solve them, one after another, while ``keeps_on()`` returns True.
 
         ``solve`` returns the reward, or None if it will be reported later through the session. If
         ``solve`` raises, or returns a reward that is not a finite number, the error is logged and

@@ -1,5 +1,5 @@
-"""Sets of tokens from which a token was sampled (after truncation), and runs of tokens with equal
-sets. Pure.
+"""The sets of tokens from which tokens were sampled (after truncation), and runs of tokens with
+equal sets. No I/O and no state.
 
 A set of tokens is packed into little-endian 32-bit integers, in the shortest of these forms:
 

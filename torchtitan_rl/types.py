@@ -320,7 +320,7 @@ class Turn:
     """One prompt, its completion, and the environment's reward for this turn (used with
     ``rollout.credit`` ``turn``).
 
-    With ``is_seen`` False the turn is not trained on: its agent ended before it got the completion.
+    If ``is_seen`` is False, the turn is not trained on, because its agent never got the completion.
     ``branch_reward`` replaces the rollout's reward in the episode that contains this turn; if
     several turns of an episode have one, the last counts. ``request_key`` distinguishes the
     requests with the same prompt in a `TurnTree`.

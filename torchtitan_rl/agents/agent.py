@@ -51,9 +51,10 @@ class AgentCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """The result of an agent, which may also return only a number. If ``reward`` is None, the
-    rubric gives the reward, or the client that closes the session. ``part_rewards[PART]`` is the
-    reward of the branches whose requests named the session ``SESSION.PART``."""
+    """The result of an agent. An agent may also return just its reward, as a number. If ``reward``
+    is None, the rubric or the client that closes the session gives the reward.
+    ``part_rewards[PART]`` is the reward of the branches whose requests named the session
+    ``SESSION.PART``."""
 
     reward: float | None = None
     part_rewards: Mapping[str, float] = field(default_factory=dict)

@@ -13,10 +13,11 @@ seeds, versions, journal and advantages work as for any other rollout.
 | penalties | ignored and counted: the loss does not know them |
 | ``logit_bias``, ``min_tokens``, ... | refused (400): the answer needs them |
 
-Invariants: each request is answered or refused, once. A turn whose caller left before the answer is
-unseen, and not trained on. It is still sampled to its end, so that its tokens do not depend on when
-the caller left. When `close` returns, the agent has ended; `close` raises if the agent does not
-end. A `RunningAgent` ends once, and ``on_end`` is called on the event loop that started the agent.
+Invariants: each request is answered or refused, once. A turn whose caller left before it got the
+answer counts as unseen, and is not trained on. It is still sampled to its end, so that its tokens
+do not depend on when the caller left. When `close` returns, the agent has ended; `close` raises if
+the agent does not end. A `RunningAgent` ends once, and ``on_end`` is called on the event loop that
+started the agent.
 """
 
 from __future__ import annotations
@@ -212,8 +213,8 @@ class AgentEnv:
     ``replays`` declares that the agent sends the same requests again when it gets the same answers.
     An agent that fails is then restarted, up to ``max_restarts`` times, and its repeated requests
     are answered from the recorded turns. The same happens when a resumed run starts the agent
-    again. If the worker of a `RemoteAgent` is lost, the problem is handed out again in any case;
-    without ``replays`` the new worker begins a new conversation.
+    again. If the worker of a `RemoteAgent` is lost, the problem is always handed out again; without
+    ``replays`` the new worker begins a new conversation.
     """
 
     def __init__(

@@ -80,7 +80,8 @@ class ProblemQueue:
         }
 
     async def serve(self, agent: RemoteAgent, call: AgentCall, waits: TurnTree) -> AgentResult:
-        """Have a worker solve the problem of ``call``; return once its session has been closed.
+        """Have a worker solve the problem of ``call``; return once the session of the problem has
+        been closed.
 
         Raises:
             LeaseLostError: the worker was lost.
@@ -148,7 +149,8 @@ class ProblemQueue:
     def return_(
         self, session_id: str, outcome: Literal["done", "failed", "unused"], cause: str
     ) -> None:
-        """End a lease. ``unused``: no worker got it, so its problem waits again in this session.
+        """End a lease. ``unused`` means that no worker got the lease, so its problem waits again in
+        this session.
 
         Raises:
             RefusedError: the lease does not exist, or has ended.

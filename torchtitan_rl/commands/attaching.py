@@ -131,7 +131,8 @@ def attach_once_free(
 
     Raises:
         ConfigError: the workers cannot be attached.
-        HostsBusyError: the workers are busy for ``within_s``. It is a ConfigError.
+        HostsBusyError: the workers are still busy after ``within_s``. This error is also a
+        ConfigError.
     """
     end_s, is_again = time.monotonic() + within_s, False
     while True:

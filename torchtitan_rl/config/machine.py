@@ -14,8 +14,9 @@ mask, or the plain index if the parent has no mask.
 * Trainer and replicas are on different hosts while there is room: the trainer on the last hosts,
   the replicas on the first hosts. If the configuration chooses hosts for the replicas, they are
   spread evenly over these. On CUDA each rank has its own device.
-* In a colocated run trainer and replicas have the same devices: each fills the other's hosts first.
-* A CPU has room for any number of processes (`room.py` limits their threads), so replicas are
+* In a colocated run trainer and replicas share devices: each is placed first on the hosts that the
+other uses or that are chosen for the other. * A CPU has room for any number of processes (`room.py`
+limits their threads), so replicas are
   spread evenly, and so are the trainer's ranks over hosts that are chosen for them.
 """
 
@@ -131,7 +132,7 @@ def count(number: int, noun: str) -> str:
 
 
 def visible_devices(mask: str | None, *, num_visible: int) -> tuple[str, ...]:
-    """The names of the devices that a process with this mask sees, in its order.
+    """The names of the devices that a process with this mask sees, in the order of the mask.
 
     Args:
         mask: the value of ``CUDA_VISIBLE_DEVICES``; None if it is not set.

@@ -293,7 +293,7 @@ def remove_manifest(folder: Path) -> None:
 
 def compare_with_manifest(folder: Path) -> tuple[int, list[str]]:
     """The number of files in the manifest, and a line for each file that was changed, added or
-    removed since; (0, []) without a manifest.
+    removed since the manifest was written; (0, []) if there is no manifest.
 
     Raises:
         OSError: a file cannot be read.

@@ -187,8 +187,8 @@ def too_little_memory(
 def find_weight_room(
     config: RunConfig, policy: PolicyFacts, machine: MachineFacts
 ) -> tuple[str, str]:
-    """As `weight_room`, in shared memory and, where that is another file system, in the run's
-    folder."""
+    """Call `weight_room` for this machine: shared memory and, if that is another file system, the
+    run's folder."""
     if config.weight_sync.transport == "rdma":
         return "", ""
     dtype = config.policy.dtype if machine.cuda_devices else "float32"

@@ -4,11 +4,11 @@
 Invariants: only outcomes of the current level count; the state has the level, these outcomes and
 the position in each level.
 
-`RestingDataset` leaves out problems for some epochs, then tries them again: a problem that at least
-the share `easy_at` of its rollouts solved goes into the pool ``easy``, a problem that at most
-`hard_at` solved into the pool ``hard``. Invariants: a problem is in at most one pool; the pools are
-part of the state. To find the next problem, at most 64 problems are read, so that the event loop is
-not blocked; if all of them rest, the last one is returned nevertheless.
+`RestingDataset` leaves out problems for some epochs, then tries them again. If at least the share
+`easy_at` of a problem's rollouts solved it, the problem goes into the pool ``easy``; if at most the
+share `hard_at` solved it, it goes into the pool ``hard``. Invariants: a problem is in at most one
+pool; the pools are part of the state. To find the next problem, at most 64 problems are read, so
+that the event loop is not blocked; if all of them rest, the last one is returned nevertheless.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class Move:
 
 
 class Game(Protocol):
-    """One game, played once. Methods are called one after another, on the event loop; but `close`
-    may be called while another call, which took too long, is still running."""
+    """One game, played once. Methods are called one after another, on the event loop; but if a call
+    takes too long, `close` may be called while it is still running."""
 
     async def reset(self) -> Mapping[str, Any]:
         """Begin the game, and return the fields of the first observation."""

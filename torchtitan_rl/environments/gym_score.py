@@ -1,5 +1,5 @@
-"""Scores of reasoning-gym, for `scoring.run_checker`, which imports this module, and with it the
-library, before the time of a score begins.
+"""Scores of reasoning-gym, for `scoring.run_checker`. It imports this module, and with it the
+library, before the time limit of a score begins to count.
 
 Some of the library's scorers evaluate the answer as Python. In the sandbox such code cannot reach
 the machine, but it could set its own score. So here these scorers accept only literals and formulas

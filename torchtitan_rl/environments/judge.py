@@ -1,8 +1,9 @@
 """A reward by a language model: an endpoint that speaks the OpenAI API scores each rollout.
 
-Each score, given or not, is reported with its cost as metrics. The same question is asked once,
-even if several rollouts ask it at the same time. The policy's text goes only into the judge's
-prompt, where it cannot end the message. A score is read only from the judge's answer.
+Metrics report each score and its cost; a failed attempt to get a score is reported, too. The same
+question is asked once, even if several rollouts ask it at the same time. The policy's text goes
+only into the judge's prompt, where it cannot end the message. A score is read only from the judge's
+answer.
 
 Invariants: within any 60 seconds at most ``requests_per_minute`` requests begin. Every request that
 is sent is counted, including those that the client repeats by itself.

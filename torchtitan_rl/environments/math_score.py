@@ -1,5 +1,5 @@
-"""Compares answers as mathematics, for `scoring.run_checker`, which imports this module, and with
-it `math-verify`, before the time of a comparison begins."""
+"""Compares answers as mathematics, for `scoring.run_checker`. It imports this module, and with it
+`math-verify`, before the time limit of a comparison begins to count."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 The loop's thread calls all methods of an engine, between steps, in the same order on every rank.
 
 `ReadingRate` computes tokens per second between two readings of a counter. `StallWatch` decides
-from an engine loop's progress whether it is stuck; that its process answers does not count.
+from an engine loop's progress whether the loop is stuck; an answer of the loop's process does not
+count as progress.
 
 At admission, an engine may still refuse a request that passes the checks here (because of its
 options or a grammar): `EngineLoop` then fails only that request. But an error inside an engine step

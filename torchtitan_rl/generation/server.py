@@ -32,8 +32,8 @@ _IDLE_S = 30.0
 
 
 class EngineServer:
-    """``interval_s``: between two batches of progress. ``stall_timeout_s``: a loop without progress
-    for this time is stuck (None: never)."""
+    """``interval_s``: the shortest time between two batches of progress. ``stall_timeout_s``: a
+    busy loop without progress for this time counts as stuck (None: never)."""
 
     def __init__(
         self, loop: EngineLoop, *, interval_s: float = 0.02, stall_timeout_s: float | None = None

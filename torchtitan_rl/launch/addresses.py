@@ -69,8 +69,8 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only its own machine can reach it. Of names, only localhost counts as loopback;
-        others are not looked up."""
+        """Whether only the machine that listens can reach this address. The only host name that
+        counts as loopback is ``localhost``; other names are not looked up."""
         if self.scheme == "local" or self.host.lower() == "localhost":
             return True
         ip = ip_of(self.host)
@@ -91,7 +91,8 @@ class Address:
 def address_errors(
     field: str, text: str, *, keys: Path | None, allow_plain_tcp: bool, is_own: bool = False
 ) -> list[str]:
-    """Why this address cannot be used: at most one message, with the field's name and the fix.
+    """Return at most one message: why this address cannot be used, with the field's name and the
+    fix.
 
     ``field`` is ``launch.attach`` or an option such as ``--address``; the message names related
     fields in the same style. ``is_own``: the caller will listen there, so ``local`` is not allowed.

@@ -142,7 +142,7 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free port below the system's ephemeral ports, which it assigns by itself. So until the
+    """A free port below the ephemeral ports, which the system assigns by itself. So until the
     caller binds the port, only a process that asks for exactly this port could take it.
 
     Raises:

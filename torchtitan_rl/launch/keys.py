@@ -257,8 +257,8 @@ def own_folder(keys: Path, host: str) -> Path:
 
 
 def folder_name(host: str) -> str:
-    """The folder's name for a host: without colons, because ``scp`` would take the part before a
-    colon as a machine."""
+    """The folder's name for a host. It has no colons, because ``scp`` takes the text before a colon
+    for the name of a machine."""
     return host.lower().replace(":", "-")
 
 

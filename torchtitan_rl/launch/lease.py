@@ -175,7 +175,8 @@ class LeaseTimes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """An entry of the lease. ``content`` changes with each beat. ``place`` identifies the owner's
-    running system and file system, by which `Contender` may know that the owner is dead."""
+    machine, the boot of the machine and the mounted file system; from it `Contender` may know that
+    the owner is dead."""
 
     number: int
     content: bytes
@@ -259,8 +260,9 @@ class Ownership:
 
 
 class Lease:
-    """Owns a folder from `acquire` to `release`, with a thread that beats. Only its owner changes
-    an entry, and changes it in place, so that a full disk does not stop the beats."""
+    """Owns a folder from `acquire` to `release`. A thread changes the entry every ``beat_s`` (a
+    *beat*). Only the owner of an entry changes it, and changes it in place, so that a full disk
+    does not stop the beats."""
 
     def __init__(self, run_dir: Path, times: LeaseTimes = LeaseTimes()) -> None:
         self._times = times

@@ -4,8 +4,9 @@ By default Monarch notices the loss of a host only after more than a minute. The
 must be changed together: with a shorter watchdog but Monarch's default polling intervals, healthy
 calls are ended.
 
-By default Monarch also gives up an address at which nothing was acknowledged for half a minute, as
-long as the process lives. With the last two limits a host can be attached there again.
+By default, if nothing was acknowledged at an address for half a minute, a Monarch process also
+gives up this address until the process ends. With the last two limits, a host can be attached there
+again.
 """
 
 from __future__ import annotations

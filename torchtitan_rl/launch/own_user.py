@@ -1,9 +1,9 @@
 """Keeps other users of the machine away from this process's servers and temporary files.
 
 `accept_own_user` closes connections of other users. Every user of a machine can connect to its
-loopback interface, where servers in C or C++ listen that ask for no key (gloo, torch's TCP stores,
-uvloop). Invariant: no byte is read from a connection that another user of this machine has opened.
-Connections from other machines are not checked.
+loopback interface. Some servers that listen there are written in C or C++ and ask for no key (gloo,
+torch's TCP stores, uvloop). Invariant: no byte is read from a connection that another user of this
+machine has opened. Connections from other machines are not checked.
 
 `replace_call` redirects one loaded library's calls of a C function to another function. A shared
 library calls functions of other libraries through its own global offset table, which the loader

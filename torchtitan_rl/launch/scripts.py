@@ -69,8 +69,8 @@ class Job:
 
     @property
     def run_options(self) -> tuple[str, ...]:
-        """The options of the run, plus options by which the same script resumes the run; without
-        the option for keys."""
+        """The options of the run, plus those with which the same script can also resume the run.
+        The option for keys is not included."""
         resume = () if "--checkpoint.resume" in self.options else ("--checkpoint.resume",)
         plain = ("--launch.allow-plain-tcp",) if self.allow_plain_tcp else ()
         return (*self.options, *resume, *plain)

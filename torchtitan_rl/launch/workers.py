@@ -104,8 +104,8 @@ def _sign(text: str) -> None:
 
 
 class WorkerSupervisor:
-    """Runs one incarnation after another, by ``command``, until `stop`. ``say`` gets a line at each
-    end."""
+    """Runs one incarnation after another until `stop`. ``command`` starts an incarnation. ``say``
+    gets a line whenever an incarnation ends."""
 
     def __init__(
         self,

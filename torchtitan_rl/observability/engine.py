@@ -31,8 +31,8 @@ StatsByReplica = Mapping[str, EngineStats]
 class EngineSampler:
     """Calls ``read`` every ``interval_s`` seconds while `run` runs.
 
-    A reading that fails or takes longer than ``timeout_s`` is counted and skipped. Then a replica
-    has just died, or hangs, which the router reports.
+    A reading that fails or takes longer than ``timeout_s`` is counted and skipped. It means that a
+    replica has just died or hangs, which the router reports.
 
     Args:
         reserved: replicas that only evaluate. They, and replicas that replace them, do not count as
@@ -72,7 +72,8 @@ class EngineSampler:
 
 
 class LoopLagSampler:
-    """Measures the lag of the event loop: code in the loop blocked it for at least this time.
+    """Measures the lag of the event loop. If the lag is t, code in the loop has blocked it for at
+    least t.
 
     Sleeps ``interval_s`` repeatedly, and records how much later than requested it wakes. A sleep
     that is still overdue is counted in the next reading.

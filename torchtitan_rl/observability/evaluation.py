@@ -8,7 +8,7 @@ evaluations on the same problems differ by less.
 
 Every rollout is written to a file in the format of a run's ``rollouts.jsonl``. A rollout is in the
 file when `EvaluationLog.write` returns. When an evaluation is continued, rollouts with a reward are
-not run again; failed rollouts are, and then their later line counts.
+not run again. Failed rollouts are run again, and then their later line counts.
 """
 
 from __future__ import annotations

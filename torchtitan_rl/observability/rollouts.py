@@ -40,8 +40,8 @@ class RolloutLog:
     Args:
         resume_step: the step after which the run continues; None for a new run.
 
-    ``decode`` makes the text of turns whose environment does not work in text; without ``decode``
-    these turns have no text.
+    If an environment does not work in text, ``decode`` converts the tokens of its turns to text;
+    without ``decode`` these turns have no text.
     """
 
     def __init__(

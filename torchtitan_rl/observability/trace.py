@@ -11,7 +11,7 @@ a process they follow the monotonic clock. Processes on other hosts write the na
 `merge_traces` subtracts the offset of that host's clock, which `estimate_offset` estimates from
 round trips and `write_clocks` writes to ``clocks.json``.
 
-Invariants: a tracer raises no OSError. Events that do not fit on a full disk are left out, which is
+Invariants: a tracer raises no OSError. Events that do not fit on a full disk are left out; this is
 logged once.
 """
 
@@ -241,8 +241,8 @@ def read_clocks(trace_dir: Path) -> dict[str, ClockOffset]:
 
 
 def clocks_of_files(trace_dir: Path) -> dict[str, ClockOffset]:
-    """The clock offsets of all present files, by file name. They are kept by file because after a
-    resume another machine may have the same host name."""
+    """The clock offsets of all files that exist now, by file name. The file, not the host, is the
+    key, because after a resume another machine may have the same host name."""
     clocks = read_clocks(trace_dir)
     found = {}
     for path in trace_dir.glob("*.jsonl"):
@@ -346,7 +346,7 @@ class ClockOffset:
 
 def estimate_offset(round_trips: Iterable[RoundTrip]) -> ClockOffset | None:
     """Estimate the offset of a remote clock from the shortest round trip, assuming that the clock
-    was read in its middle. None without a usable round trip.
+    was read in the middle of this round trip. Return None if there is no usable round trip.
 
     >>> estimate_offset([RoundTrip(sent_ns=100, there_ns=1_110, received_ns=120)])
     ClockOffset(ahead_ns=1000, error_ns=10)

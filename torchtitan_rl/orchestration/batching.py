@@ -48,7 +48,8 @@ def without_grammars(episode: Episode) -> Episode:
 class GrammarReplay:
     """Replays grammars on the policy's vocabulary. Not thread-safe.
 
-    ``tokenizer`` is the engine's tokenizer. xgrammar is imported for the first grammar.
+    ``tokenizer`` is the engine's tokenizer. xgrammar is imported when the first grammar is
+    replayed.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -120,7 +121,7 @@ def _replayed(
 
 
 class Batched(NamedTuple):
-    """The result of `EpisodeBatcher`. ``batch`` is None if it has no token to train on.
+    """The result of `EpisodeBatcher`. ``batch`` is None if the groups have no token to train on.
     ``episodes`` are the episodes of all groups; in an episode longer than ``row_len`` no token is
     in the loss."""
 

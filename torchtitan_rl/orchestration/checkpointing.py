@@ -1,14 +1,14 @@
 """Saves a whole run while it continues, and restores it.
 
-A checkpoint has two attachments of the controller: the run's position (`RunPosition`), and all
+The controller adds two attachments to each checkpoint: the run's position (`RunPosition`), and all
 untrained groups, with the recorded rollouts of unfinished groups.
 
 Invariants
 - A checkpoint contains the state of one moment: trainer, dataset position and every untrained
   group. Turns that finish after that moment are in the journal (`journal.py`).
 - A failed write does not change earlier checkpoints and their turns in the journal.
-- A sampled turn is never sampled again, unless its tokens have a version that the restored trainer
-  has not reached, or that its group may not use. Such tokens are counted as discarded.
+- A sampled turn is sampled again only if its tokens have a version that the restored trainer has
+  not reached, or a version that the turn's group may not use. Such tokens are counted as discarded.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class RunCheckpointer:
         self._failures: list[CheckpointError] = []  # in a row
 
     async def restore(self, resume_from: NewestCheckpoint | None) -> RecordedGroups:
-        """Continue from a checkpoint and the journal; if ``path`` is None, from the journal alone.
+        """Restore the run from a checkpoint and the journal, and return the recorded rollouts.
 
-        With ``resume_from`` None a new run begins. Returns the recorded rollouts with which groups
-        continue.
+        If ``resume_from.path`` is None, the run continues from the journal alone. If
+        ``resume_from`` is None, a new run begins. Groups continue with the returned rollouts.
         """
         state, journal = self._state, self._parts.journal
         saved = SavedRun()
@@ -101,8 +101,8 @@ class RunCheckpointer:
         """Copy the run's current state, and write it in the background. Returns when training may
         continue.
 
-        The files are complete after the next `save` or `finish`. If a checkpoint cannot be written,
-        this is reported, and the run continues until the next checkpoint.
+        The files are complete after the next `save` or `finish`. A checkpoint that cannot be
+        written is reported; the run continues and writes the next checkpoint when it is due.
 
         Raises:
             CheckpointError: ``max_failures`` checkpoints in a row could not be written.
@@ -224,7 +224,7 @@ POSITION, GROUPS = "position-5.msgpack", "groups-5.msgpack"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPosition:
-    """The position of a run. ``skipped`` are outcomes that the dataset has not recorded yet.
+    """The position of a run. ``skipped`` has the outcomes that the dataset has not recorded yet.
     Journal rows from ``journal_mark`` on are newer than the checkpoint."""
 
     step: int = 0
@@ -241,7 +241,7 @@ class RunPosition:
 class SavedRun:
     """The controller's part of a checkpoint. ``rollouts`` are those of unfinished groups, by id.
 
-    Without arguments it is the start of a new run.
+    ``SavedRun()`` is the start of a new run.
     """
 
     position: RunPosition = field(default_factory=RunPosition)
@@ -329,8 +329,8 @@ _GROUPS = msgspec.msgpack.Decoder(tuple[tuple[Entry, ...], tuple[SavedRollout, .
 def choose_checkpoint(
     checkpoints: CheckpointDirectory, journal: Journal, *, checksums: bool = True
 ) -> NewestCheckpoint:
-    """Find the newest usable checkpoint: all its parts can be read and fit. Call before a process
-    starts.
+    """Find the newest usable checkpoint: one whose parts can all be read and fit together. Call
+    this before any process of the run starts.
 
     Newer, unusable checkpoints are set aside, with the reason in ``passed_over``. ``path`` is None
     if no checkpoint was ever written: the run then continues from its journal.
@@ -413,8 +413,8 @@ class RecordedGroups:
     def pop(
         self, group_id: str, *, admitted_version: int
     ) -> tuple[Mapping[str, RecordedRollout], int]:
-        """Take the rollouts with which a group continues. Also returns the number of its tokens
-        that are rolled back."""
+        """Take the rollouts with which a group continues. Also returns how many of the group's
+        recorded tokens are rolled back."""
         usable = self._groups.pop(group_id, {})
         rolled_back = self._rolled_back.pop(group_id, 0)
         if admitted_version > self._restored_version:

@@ -162,7 +162,7 @@ class Capacity:
 
 
 def derive_capacity(*, groups_per_step: int, staleness: int, max_share: float) -> Capacity:
-    """Compute the capacity from fields of a configuration without errors; ``max_share`` is
+    """Compute the capacity from fields that have been checked; ``max_share`` is
     ``schedule.max_overtaking_share``."""
     max_overtakers = int(max_share * groups_per_step)
     if staleness == 0:

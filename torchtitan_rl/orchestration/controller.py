@@ -15,9 +15,9 @@
 | `Claim.wait_until_lost` | the loss of the run's folder | another controller |
 | `Trainer.wait_until_lost` | the loss of the trainer | a process that died |
 
-Invariants: if a loop fails, the run ends with the loop's error, after a checkpoint of the state at
-that moment, which is taken while rollouts still run. A checkpoint contains everything that is
-needed to continue as if the run had not stopped.
+Invariants: if a loop fails, the run saves a checkpoint of the state at that moment, while rollouts
+still run, and then ends with the loop's error. A checkpoint contains everything that is needed to
+continue as if the run had not stopped.
 """
 
 from __future__ import annotations

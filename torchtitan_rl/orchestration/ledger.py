@@ -9,9 +9,9 @@ Invariants, at any moment: tokens ``generated = trained + masked + discarded + b
 ``admitted = trained + discarded + buffered``. A group leaves once. A request is recorded once,
 however it ends. Tokens that its caller does not receive are discarded in the same call, so that the
 ledger's tokens of a group are exactly those of its rollouts. A call that would break an invariant
-raises and changes nothing. Every token that a live replica sampled belongs to a running request, or
-was recorded at the end of its request; `Reconciliation` counts all others in a metric that must be
-0.
+raises an error and changes nothing. Every token that a live replica sampled belongs to a running
+request, or was recorded at the end of its request; `Reconciliation` counts all others in a metric
+that must be 0.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The generating side: admits problems while there is room, rolls them out, and keeps, skips or
 resamples the groups.
 
-Invariants: an admitted group ends as finished in the buffer, or is discarded with a cause, however
-its environment behaves. Restored groups start first. A group is rolled out only by replicas that
-hold its admitted version or a newer one. When the producer fails, its groups keep running until
-`close`, so that a checkpoint can still save their turns.
+Invariants: however its environment behaves, an admitted group either becomes a finished group in
+the buffer, or is discarded with a cause. Restored groups start first. A group is rolled out only by
+replicas that hold its admitted version or a newer one. When the producer fails, its groups keep
+running until `close`, so that a checkpoint can still save their turns.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Producer:
     def restart(self, group_ids: Sequence[str]) -> None:
         """Discard the tokens of these groups, and roll the groups out again at the current version.
 
-        This does not await: right after the optimizer step, the groups belong to its version. New
-        rollouts start when the old ones have ended. After the last step the groups only wait, for a
-        resumed run with more steps.
+        This does not await: if it is called right after the optimizer step, the groups belong to
+        that step's version. New rollouts start when the old ones have ended. After the last step
+        the groups are not rolled out again: they wait for a resumed run that has more steps.
         """
         for name in group_ids:
             old = self._newest_task(name)

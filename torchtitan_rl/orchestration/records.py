@@ -48,7 +48,7 @@ class LedgerTotals:
     """Counts of all tokens and groups since the run began, including those from before a resume.
 
     Tokens: ``generated = trained + masked + discarded + buffered``; groups: ``admitted = trained +
-    discarded + buffered``. Mappings are by cause.
+    discarded + buffered``. The keys of mappings are causes.
     """
 
     tokens_generated: int
@@ -147,8 +147,9 @@ class RetryingRecorder:
     """The `Recorder` of the controller's loops: retries a row that could not be written, before the
     next row.
 
-    Rows are written in order, once each. No checkpoint is taken while a row is missing, because
-    `flush` is called before. So a resumed run has the rows of all steps that it does not repeat.
+    Rows are written in order, once each. `flush` is called before each checkpoint, so no checkpoint
+    is taken while a row is missing, and a resumed run has the rows of all steps that it does not
+    repeat.
     """
 
     def __init__(self, recorder: Recorder) -> None:

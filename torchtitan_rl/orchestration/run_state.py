@@ -32,8 +32,10 @@ class Claim(Protocol):
     """The right to write into the run's folder, which another host may take over."""
 
     def check(self) -> None:
-        """Check the right to write; called before each write.         Raises:
-        OutputError: this process does not own the folder, or this cannot be determined.
+        """Check the right to write; called before each write.
+
+        Raises:
+            OutputError: this process does not own the folder, or this cannot be determined.
         """
         ...
 
@@ -144,8 +146,10 @@ class Trainer(Protocol):
     `finish_checkpoint` and `wait_until_lost` may run alongside another call."""
 
     async def wait_until_lost(self) -> None:
-        """Wait until a process of the trainer has died, whether or not a call runs.         Raises:
-        TrainerLostError: a process has died.
+        """Wait until a process of the trainer has died, whether or not a call runs.
+
+        Raises:
+            TrainerLostError: a process has died.
         """
         ...
 

@@ -164,8 +164,8 @@ class Watchdog:
 
 
 def describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> str:
-    """Describe the number of rollouts in each phase, and the longest activity; empty without
-    rollouts."""
+    """Describe the number of rollouts in each phase, and the longest activity; return "" if there
+    are no rollouts."""
     if not activities:
         return ""
     counts = Counter(activity.phase.value for activity in activities)

@@ -187,8 +187,8 @@ def during_step(config: ControllerConfig) -> DuringStep:
 
 
 class DeviceSharing:
-    """Decides who uses shared devices: at first the replicas. The consumer takes the devices for
-    the trainer and releases them; `WeightDelivery` then gives them to the replicas."""
+    """Decides who uses shared devices. At first the replicas use them. The consumer takes the
+    devices for the trainer and releases them; `WeightDelivery` then gives them to the replicas."""
 
     def __init__(self, during_step: DuringStep, state: RunState) -> None:
         self._during_step = during_step
@@ -212,7 +212,7 @@ class DeviceSharing:
 
     @property
     def trainer_can_save(self) -> bool:
-        """Whether the trainer can save: not on shared devices after a step without an update,
+        """Whether the trainer can save. On shared devices it cannot after a step without an update,
         because the replicas still have the devices."""
         return self.trainer_holds_devices or not self.devices_are_shared
 

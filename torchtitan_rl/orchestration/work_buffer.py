@@ -13,8 +13,8 @@ WAITING.
 Invariants:
 - every group is in exactly one state; it enters and leaves buffer and ledger in the same call, and
   the ledger counts the groups that left;
-- no group or token is trained more than S versions after the group's admission (`capacity.py` has
-  the proof; `take` checks it);
+- no group or token is trained more than S versions after the group's admission
+  (`orchestration/config.py` has the proof; `take` checks it);
 - `admit` takes a slot; `finish_batch` or `discard` frees it, on every path.
 """
 

@@ -1,11 +1,11 @@
-"""Calls of user code (environments, rewards, agents) that do not block the event loop.
+"""Calls user code (environments, rewards, agents) without blocking the event loop.
 
 A synchronous function runs in a new daemon thread: any number of calls may block together, and a
 hanging call does not keep the process alive. A thread cannot be killed, and a task may ignore its
 cancellation. Such a call is abandoned (`abandoned`): it continues to run and keeps its resources,
 and its result is dropped. A few abandoned calls do no harm; their number is logged whenever it
-doubles. If too many calls hang for long, environments are only closed and not called otherwise, and
-the run fails with an error that names the calls.
+doubles. If too many calls hang for long, the run fails with an error that names the calls; from
+then on, environments are closed but not called.
 
 Invariant: a call is counted once, from the moment its caller stops waiting until it ends.
 """

@@ -12,7 +12,8 @@ Every added token of the vocabulary counts as a control string, unless it is whi
 messages keep added tokens that are not marked special, such as ``<think>``: the policy can sample
 them within its turn, and templates read them.
 
-Invariant: a message without control strings is encoded to the same tokens as without this module.
+Invariant: if a message has no control strings, it is encoded to the same tokens as by the tokenizer
+alone.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class ChatMLRenderer:
     """Renders messages as ``<|im_start|>role\\ncontent<|im_end|>\\n``.
 
     The first prompt comes from the tokenizer's own chat template if it has one (default system
-    prompts, tools). Later prompts extend it by messages of some roles only: those for which a test
-    conversation, rendered at construction, shows that the template appends exactly this text.
+    prompts, tools). Later prompts extend it only by messages of certain roles. A test conversation,
+    rendered at construction, shows for which roles the template appends exactly this text.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -65,8 +65,8 @@ class TokenEnv(Protocol):
 
     Methods are called one after another, on the event loop that all rollouts share. A method that
     blocks stops all rollouts, so wrap blocking environments with `threaded`. Only `close` may be
-    called while another call still runs, because that call exceeded its time limit. An exception
-    ends only this rollout, with ``RolloutStatus.ENV_ERROR``.
+    called while another call still runs; this happens if that call exceeded its time limit. An
+    exception ends only this rollout, with ``RolloutStatus.ENV_ERROR``.
 
     Two attributes are optional. ``messages`` is the conversation, which is copied as JSON to
     ``Rollout.messages``. ``replays = True`` declares that `reset` and `step` with the same
@@ -114,7 +114,7 @@ class TokenEnv(Protocol):
 class Stateful(Protocol):
     """An environment that can be saved between two turns and continued by another process.
 
-    An environment that is both `Stateful` and replays is restored from its state.
+    If an environment is `Stateful` and also replays, it is restored from its state.
     """
 
     async def state_dict(self) -> Any:
@@ -129,7 +129,7 @@ class Stateful(Protocol):
 
 
 def threaded(env: Any) -> Any:
-    """Wrap an environment with synchronous methods as one with async methods; each call gets a
+    """Make an environment with async methods from one with synchronous methods; each call gets a
     thread.
 
     Use it for a blocking `TokenEnv` (``threaded(MyEnv())``) or a blocking `MessageEnv`
@@ -220,7 +220,7 @@ def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Term
     """Check the answer of `TokenEnv.reset` or `step`, and convert it to tuples and plain numbers.
 
     A prompt longer than ``max_prompt_tokens`` gets no turn; it is truncated to
-    ``max_prompt_tokens`` + 1 tokens.
+    ``max_prompt_tokens`` + 1 tokens, so that it is still recognized as too long.
 
     Raises:
         WrongAnswerError: the answer is neither an Observation nor a Terminal, or a field has a
@@ -242,7 +242,7 @@ def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Term
 
 
 def checked_terminal(answer: object) -> Terminal:
-    """Check the answer of `TokenEnv.finish`. That the reward is finite is checked during scoring.
+    """Check the answer of `TokenEnv.finish`. Scoring checks later that the reward is finite.
 
     Raises:
         WrongAnswerError: the answer is not a `Terminal`, or a field has a wrong type.

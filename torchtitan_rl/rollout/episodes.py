@@ -1,5 +1,5 @@
 """Converts a rollout's turns to the token sequences to train on, and a group's rewards to the
-advantages of its turns. Pure.
+advantages of its turns. No I/O and no state.
 
 A turn extends an episode if its prompt begins with all tokens of that episode so far: the prompt
 and completion of the episode's last turn. If it extends several episodes, it joins the longest, so
@@ -12,10 +12,10 @@ if its set of kept tokens is known. No other token is in the loss.
 
 A rollout without a reward (a failed rollout) gets no advantage and does not enter a baseline.
 
-``rollout.credit`` selects the value that is compared with the siblings' values. ``outcome``: the
-rollout's reward for all its turns, or the branch's own reward in a branch that has one. ``turn``:
-the turn's return, which is its reward plus the discounted return of the next turn. The last turn's
-return includes the rollout's reward R, weighted:
+``rollout.credit`` selects the value that is compared with the siblings' values. With ``outcome``,
+it is the rollout's reward for all its turns, or the branch's own reward in a branch that has one.
+With ``turn``, it is the turn's return, which is its reward plus the discounted return of the next
+turn. The last turn's return includes the rollout's reward R, weighted:
 
     G_t = r_t + turn_discount x G_(t+1)        G_last = r_last + final_reward_weight x R
 
@@ -26,8 +26,9 @@ outcome from MT-GRPO (Zeng et al. 2025, 2505.11821).
 The baseline is computed from the siblings' returns at the same turn; a sibling that ended earlier
 counts with the return of its last turn. So every baseline includes all N siblings:
 ``leave_one_out`` is unbiased, and the advantages of ``mean`` are (N - 1) / N times those of
-``leave_one_out`` at every turn. Without turn rewards, and with both weights 1, the two credits give
-bitwise equal advantages. `docs/training.md` describes the alternatives that were rejected.
+``leave_one_out`` at every turn. Without turn rewards, and with a discount and a weight of 1, the
+two credits give bitwise equal advantages. `docs/training.md` describes the alternatives that were
+rejected.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
 
 
 def outcome_rewards(rollout: Rollout) -> list[float]:
-    """Return for each turn the reward of its episode: the episode's last `Turn.branch_reward`, or
-    else the rollout's reward, which must not be None."""
+    """Return for each turn the reward of its episode: the episode's last `Turn.branch_reward` if
+    there is one, or else the rollout's reward. The rollout's reward must not be None."""
     assert rollout.reward is not None
     rewards = dict.fromkeys(map(id, rollout.turns), rollout.reward)
     if any(turn.branch_reward is not None for turn in rollout.turns):
@@ -120,8 +121,8 @@ def previous_turns(turns: Sequence[Turn]) -> dict[int, int | None]:
 
 
 def num_unseen_tokens(rollout: Rollout) -> int:
-    """Return the number of sampled tokens in turns that their agent never saw. They are in no
-    episode."""
+    """Return the number of sampled tokens in turns that their agent never saw. These tokens are in
+    no episode."""
     unseen = (turn for turn in rollout.turns if not turn.is_seen)
     return sum(len(turn.completion.token_ids) for turn in unseen)
 

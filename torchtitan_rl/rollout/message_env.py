@@ -2,8 +2,9 @@
 
 ``MessageTokenEnv(MyEnv(), make_renderer(tokenizer))`` is the `TokenEnv` that a task returns. It
 parses completions into messages, calls the environment with them, and renders the answer as the
-next prompt, which extends the previous prompt and completion if the renderer can prove that this is
-safe. Limits on turns, tokens and time apply as for any environment, and are not enforced here.
+next prompt. This prompt extends the previous prompt and completion if the renderer can prove that
+this is safe. Limits on turns, tokens and time apply as for any environment, and are not enforced
+here.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _SHORT_CHARS = 4000
 class MessageObservation:
     """The messages that the environment adds to the conversation before the model's next turn.
 
-    ``messages`` follow the assistant's last message. ``replace_messages``, if given, is used
-    instead as a whole new conversation (edited, summarized or shortened): it is rendered from
-    scratch, and the rollout continues in another episode. ``tools`` are read from the first
-    observation and from observations that replace the conversation. ``turn_reward`` is for the
-    message that `MessageEnv.step` was called with.
+    ``messages`` follow the assistant's last message. If ``replace_messages`` is given, it replaces
+    the whole conversation (edited, summarized or shortened): it is rendered from scratch, and the
+    rollout continues in another episode. ``tools`` are read from the first observation and from
+    observations that replace the conversation. ``turn_reward`` is for the message that
+    `MessageEnv.step` was called with.
     """
 
     messages: Sequence[Message] = ()

@@ -1,5 +1,5 @@
-"""The record of a running rollout, from which another process can continue it, and rollouts as
-bytes (msgpack), for the journal and for checkpoints. Pure.
+"""The record of a running rollout, from which another process can continue the rollout; and the
+encoding of rollouts as bytes (msgpack), for the journal and for checkpoints. No I/O and no state.
 
 Invariants
 - Recorded turns are complete (sampled, and answered by the environment) and are never sampled
@@ -33,9 +33,9 @@ class EnvState:
     """The state of an environment between two turns, with its last answer: an ``observation`` or a
     ``terminal``.
 
-    ``state`` is the result of the environment's `state_dict` as JSON, which has integers of any
-    size; None without a `state_dict` (then only a `Terminal` is recorded). ``messages`` is the
-    conversation, recorded only with a `Terminal`.
+    ``state`` is the result of the environment's `state_dict` as JSON, because JSON has integers of
+    any size. It is None if there is no `state_dict`; then only a `Terminal` is recorded.
+    ``messages`` is the conversation, recorded only with a `Terminal`.
     """
 
     observation: Observation | None = None
@@ -48,10 +48,10 @@ class EnvState:
 class RecordedRollout:
     """One rollout so far.
 
-    ``env_states[n]`` is the environment's state after the first ``n`` turns; any of them may be
-    missing. ``partial`` belongs to the running turn, whose prompt is ``prompt_token_ids``: partial
-    tokens if its finish reason is ABORT, else a whole completion that the environment has not
-    answered. ``ended`` is the rollout before scoring, once it has ended.
+    ``env_states[n]`` is the environment's state after the first ``n`` turns; any of these states
+    may be missing. ``partial`` belongs to the running turn, whose prompt is ``prompt_token_ids``:
+    partial tokens if its finish reason is ABORT, else a whole completion that the environment has
+    not answered. ``ended`` is the rollout before scoring, once it has ended.
     """
 
     rollout_id: str
@@ -251,8 +251,9 @@ _TURN = msgspec.msgpack.Decoder(tuple[Turn, EnvState | None])
 def with_turn(
     recorded: RecordedRollout, index: int, turn: Turn, env_state: EnvState | None
 ) -> RecordedRollout:
-    """Return the record with ``turn`` at ``index``, in place of the turn at this index and all
-    later turns. If ``turn`` is already recorded as the last turn, only ``env_state`` is added.
+    """Return the record with ``turn`` at ``index``; the turn recorded at this index and all later
+    turns are dropped. If ``turn`` is already recorded as the last turn, only ``env_state`` is
+    added.
 
     Raises:
         ValueError: turns before ``index`` are missing.

@@ -3,8 +3,8 @@
 The next prompt *extends* the tokens that the engine saw and sampled; history is tokenized again
 only if there is no other way. Tokens that the template adds after an assistant's turn (an
 end-of-turn token that was not sampled, a newline) belong to the next prompt, never to a completion.
-Control strings inside messages are encoded as text (`ContentTokenizer`). The only module that knows
-the `renderers` package.
+Control strings inside messages are encoded as text (`ContentTokenizer`). No other module uses the
+`renderers` package.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class ChatRenderer(Protocol):
     ) -> TokenIds | None:
         """Return the next prompt, which begins with ``prompt + completion``.
 
-        None if it cannot be proven that the template renders the same: then render from scratch.
+        Return None if it cannot be proven that the template renders the same tokens: then render
+        from scratch.
         """
         ...
 
@@ -83,8 +84,8 @@ class ChatRenderer(Protocol):
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a policy's folder, the one that `AutoTokenizer` loads.
 
-    `AutoTokenizer` imports the code of models, which takes seconds, to choose a class. It chooses
-    `transformers`' general one for these models, if their files name it.
+    To choose a class, `AutoTokenizer` imports the code of models, which takes seconds. If the files
+    of a folder name the general class of `transformers`, this function uses that class directly.
     """
     files = (folder / "tokenizer_config.json", folder / "config.json")
     fields: dict[str, Any] = {}

@@ -1,5 +1,5 @@
-"""Runs groups of sibling rollouts: siblings run at the same time, are scored, and are returned
-together.
+"""Runs groups of sibling rollouts, the rollouts of one problem. Siblings run at the same time, are
+scored, and are returned together.
 
 Siblings are independent: if one fails, it gets a status and a cause, and the others continue. Each
 sibling is scored and reported to ``on_rollout`` as soon as it ends, unless the rubric scores whole
@@ -55,7 +55,7 @@ class Rollouter:
     """Runs groups, any number of them concurrently, on one event loop.
 
     ``environment`` is called on the event loop and must be quick; slow set-up belongs in the
-    environment's ``reset``. Without a ``rubric`` the rollout gets the environment's reward.
+    environment's ``reset``. Without a ``rubric``, rollouts get the reward of their environment.
     ``active_time`` (usually the router's clock) is stopped while no rollout can generate.
     ``num_replicas`` is the number of replicas that share a step's rollouts.
     """
@@ -119,8 +119,8 @@ class Rollouter:
 
         Args:
             seed: the run's seed, from which the seed of each request is derived.
-            temperature: replaces the configured sampling (for validation); no tokens are excluded
-                then.
+            temperature: replaces the configured sampling (for validation): completions are then
+                sampled from all tokens.
             on_rollout: called once for each sibling, with its final status and reward; with
                 CANCELLED if this call is cancelled.
             attempt: changes the ids and seeds of the requests.
@@ -132,7 +132,7 @@ class Rollouter:
             on_discard: called with the number of tokens that are in no rollout of the group:
                 recorded tokens that cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and tokens
                 of a refused completion.
-            generate, active_time: replace the Rollouter's for this call.
+            generate, active_time: replace those of the `Rollouter` for this call.
 
         Raises:
             asyncio.CancelledError: the call was cancelled from outside; all environments are
@@ -242,7 +242,8 @@ _MOST_UNEVEN = 1.125  # limit of the busiest replica's rollouts, relative to the
 
 
 def siblings_together(config: RolloutConfig, num_replicas: int) -> int:
-    """Return how many siblings share a replica, which then computes their prompt once.
+    """Return how many siblings share a replica. The replica computes the prompt of these siblings
+    once.
 
     It is the largest number for which the busiest replica gets at most an eighth more rollouts of a
     step than the mean.
@@ -276,11 +277,11 @@ async def roll_out_problems(
     """Roll fixed problems out ``samples`` times each; groups are ``{split}/{problem_id}``.
 
     Args:
-        groups_at_once: how many problems run at a time; None is all of them.
+        groups_at_once: how many problems run at a time; None: all of them.
         kept: finished rollouts of an interrupted evaluation, by id. They are returned unchanged,
             and neither run nor reported again.
         on_rollout: called with each new rollout when it has its final status and reward.
-        generate, active_time: replace the Rollouter's for this call.
+        generate, active_time: replace those of the `Rollouter` for this call.
     """
     kept = kept or {}
     room = asyncio.Semaphore(groups_at_once or max(1, len(problems)))

@@ -1,7 +1,8 @@
 """Computes rewards of finished rollouts as weighted sums of named reward functions.
 
-If a function raises, takes too long or does not return a finite number, the rollout's score has no
-reward but a cause. Scoring itself never raises, so one rollout cannot fail its siblings.
+If a function raises an error, takes too long or does not return a finite number, the rollout's
+score has a cause instead of a reward. Scoring itself never raises, so one rollout cannot fail its
+siblings.
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ class EnvSession:
     async def restore(self, recorded: RecordedRollout) -> Observation:
         """Continue a recorded rollout; called instead of `reset`. Returns the next observation.
 
-        The environment loads its recorded state. If there is none, the environment is reset and
-        stepped with the recorded completions; this needs an environment that replays, unless there
-        are no recorded turns. Each prompt must equal the recorded prompt.
+        The environment loads its recorded state. If no state is recorded, the environment is reset
+        and stepped with the recorded completions; this needs an environment that replays, unless
+        there are no recorded turns. Each prompt must equal the recorded prompt.
 
         Raises:
             NotResumableError: there is no state and the environment does not replay, the
@@ -143,8 +143,8 @@ class EnvSession:
         return tuple(plain(message) for message in messages)
 
     async def close(self) -> str | None:
-        """Close the environment, and wait for the end or the time-out even if this call is
-        cancelled.
+        """Close the environment. Even if this call is cancelled, it waits until the environment is
+        closed or the time-out has passed.
 
         Returns the error, or None.
         """

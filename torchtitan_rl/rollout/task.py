@@ -43,8 +43,8 @@ class Dataset(Protocol):
     """
 
     def next(self) -> Problem:
-        """Return the next problem. After its last one, an endless dataset starts another epoch in
-        another order; a finite one raises StopIteration."""
+        """Return the next problem. After its last problem, an endless dataset starts another epoch
+        in another order; a finite dataset raises StopIteration."""
         ...
 
     @property
@@ -63,8 +63,8 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of one training group. ``solved`` is the share of rollouts that solved the problem
-    (`Task.success_reward`), among its rollouts with a reward; None if no rollout has a reward."""
+    """The result of one training group. ``solved`` is the share of its rollouts with a reward that
+    solved the problem (see `Task.success_reward`); None if no rollout has a reward."""
 
     problem: Problem
     solved: float | None
@@ -97,8 +97,8 @@ class MeasuredDataset(Dataset, Protocol):
 
 
 def adapts(dataset: Dataset) -> bool:
-    """Whether the dataset chooses by earlier outcomes. A dataset composed of others always has
-    `record`; its attribute ``adapts`` says whether one of them adapts."""
+    """Whether the dataset chooses problems by earlier outcomes. A dataset composed of others always
+    has the method `record`; its attribute ``adapts`` says whether one of its parts adapts."""
     return isinstance(dataset, AdaptiveDataset) and getattr(dataset, "adapts", True)
 
 
@@ -166,8 +166,8 @@ class Task:
     def resume_identity(self) -> Mapping[str, Any]:
         """Return values that a resumed run compares instead of the task's fields, by field name.
 
-        A field that contains a path can be replaced by the file's contents. None: the field is not
-        compared.
+        For a field that contains a path, the value can be the contents of the file. If a value is
+        None, the field is not compared.
         """
         return {}
 

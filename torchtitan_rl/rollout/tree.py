@@ -11,7 +11,8 @@ and the turn counts as seen again. Any other request is sampled, as a new branch
 unseen are not trained on.
 
 Invariants: each accepted request is answered, or the rollout ends with a cause. Each sampled
-completion is in exactly one turn. A limit ends the rollout once the running turns have ended.
+completion is in exactly one turn. After a limit is reached, the rollout ends as soon as the running
+turns have ended.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ class LimitReachedError(Exception):
 
 
 class TurnTree:
-    """The environment calls `request`, `reward`, `expect` and `restart`; the rollout calls the
-    other methods.
+    """The turns of one rollout. The environment calls `request`, `reward`, `expect` and `restart`;
+    the rollout calls the other methods.
 
     ``limit`` is the status of the limit that was reached. ``num_asked`` and ``num_replayed`` count
-    requests since the start or the last restart. ``is_amended``: recorded turns were changed.
-    ``start_time()`` starts the rollout's time-out.
+    requests since the start or the last restart. ``is_amended`` says whether recorded turns were
+    changed. ``start_time()`` starts the rollout's time-out.
 
     Args:
         make_request: builds a turn's request from the turn's number, observation and branch.
@@ -170,8 +171,9 @@ class TurnTree:
             self._amend(index, branch_reward=reward)
 
     def expect(self, what: str, within_s: float | None = None) -> None:
-        """Set what the rollout waits for while no turn is sampled, and for how long at most:
-        ``within_s``, or the step's time-out if it is None (`math.inf`: no limit)."""
+        """Set what the rollout waits for while no turn is sampled, and how long it may wait:
+        ``within_s`` seconds, or the step's time-out if ``within_s`` is None (`math.inf`: no limit).
+        """
         self._expected = (what, within_s or self._step_timeout_s)
         self._report_idle()
 
@@ -331,14 +333,14 @@ def _answers(turn: Turn, request: GenerationRequest) -> bool:
 class TreeEnv(Protocol):
     """An environment that requests completions itself, possibly several concurrently.
 
-    Its turns form a tree: each prompt extends an earlier turn, or begins another branch. Everything
-    else is as for a `TokenEnv`, with `run` instead of `reset` and `step`. A resumed run continues
-    such an environment if it ``replays``: repeated requests are answered from the record.
+    Its turns form a tree: each prompt extends an earlier turn, or begins another branch. In all
+    other respects it is like a `TokenEnv`, with `run` instead of `reset` and `step`. A resumed run
+    continues such an environment if it ``replays``: repeated requests are answered from the record.
     """
 
     async def run(self, turns: TurnTree, /) -> Terminal:
-        """Request completions until the end. At a limit this call is cancelled, and then `finish`
-        is called."""
+        """Request completions until the rollout ends. When a limit is reached, this call is
+        cancelled, and then `finish` is called."""
         ...
 
     async def finish(self, status: RolloutStatus, /) -> Terminal:

@@ -1,12 +1,12 @@
 """Handles completions that are sampled in pieces: builds the request for the rest, and joins the
 pieces.
 
-Pure. The tokens so far become part of the prompt, as token ids, never as text. ``num_resumed`` says
-how many tokens at the prompt's end were sampled, so that stop strings, penalties, minimum lengths
-and grammars continue as without the interruption. A piece that ended by a stop is the last. A
-greedy continuation equals the uninterrupted run. A seeded continuation differs from the
-uninterrupted run, because its random generator starts again from `continued_seed`, but it is
-reproducible.
+No I/O and no state, except in `PartialTokens`. The tokens so far become part of the prompt, as
+token ids, never as text. ``num_resumed`` says how many tokens at the prompt's end were sampled, so
+that stop strings, penalties, minimum lengths and grammars continue as without the interruption. A
+piece that ended by a stop is the last. A greedy continuation equals the uninterrupted run. A seeded
+continuation differs from the uninterrupted run, because its random generator starts again from
+`continued_seed`, but it is reproducible.
 
 `PartialTokens` has the tokens of a request that is being completed in pieces, and reports them to
 the request's caller. Invariants: the partial completion never shrinks; the tokens reported to the

@@ -231,8 +231,7 @@ class ReplicaPool:
         self.notify()
 
     def mark_dead(self, state: ReplicaState, error: BaseException) -> None:
-        """Mark a replica dead: it gets no further request, and its running requests are taken
-        away."""
+        """Mark a replica dead. It gets no further request, and all waits for its answers end."""
         was_live, state.phase = state.is_live, Phase.DEAD
         state.failure = state.failure or error
         if was_live and self.on_dead is not None:

@@ -147,9 +147,9 @@ class GeneratorRouter:
         """Pause with mode ``abort``, and release the devices of all replicas, including pinned
         ones.
 
-        Cut requests wait in the router; this does not count against their time-outs. A running
-        weight swap is finished first, and none begins before `wake_up`. A replica that does not
-        fall asleep is marked dead.
+        The interrupted requests wait in the router; this does not count against their time-outs. A
+        running weight swap is finished first, and none begins before `wake_up`. A replica that does
+        not fall asleep is marked dead.
         """
         await put_to_sleep(self._pool, timeout_s=self._sync_timeout_s)
 
@@ -170,12 +170,12 @@ class GeneratorRouter:
     ) -> SyncReport:
         """Make every live replica load ``handle.version`` or newer.
 
-        Weights are staged alongside decoding. Then ``drain`` lets running requests finish first,
-        while new ones wait; ``hot_swap`` swaps the weights of running requests. Returns once all
-        replicas that are not pinned hold the version, or after ``lag_timeout_s`` (None: only the
-        pullers' own time-outs apply); lagging replicas continue in the background. A replica whose
-        pull fails is marked dead. If all replicas are pinned, this call waits for the first pin to
-        end.
+        Weights are staged while decoding continues. With ``drain``, running requests then finish
+        before the swap, and new ones wait; with ``hot_swap``, weights are swapped while requests
+        run. Returns once all replicas that are not pinned hold the version, or after
+        ``lag_timeout_s`` (None: only the pullers' own time-outs apply); lagging replicas continue
+        in the background. A replica whose pull fails is marked dead. If all replicas are pinned,
+        this call waits for the first pin to end.
 
         Raises:
             WeightSyncError: no replica is left that holds the new weights or could load them.
@@ -185,10 +185,10 @@ class GeneratorRouter:
     def pin(self, version: int | None = None) -> AbstractAsyncContextManager[PinnedReplica]:
         """Pin a live replica, which then does not pull weights: ``async with router.pin() as pin``.
 
-        If a reserved replica lives, it is pinned, after it has loaded the newest synced weights.
+        If a reserved replica is alive, it is pinned, after it has loaded the newest synced weights.
         Otherwise the least loaded replica with the newest weights is pinned; it continues to serve
-        other requests. With ``version``, it is a replica with this version, or else with the next
-        newer version; the call waits if all replicas have older versions.
+        other requests. With ``version``, the pinned replica has this version, or else the next
+        newer one; the call waits if all replicas have older versions.
 
         Raises (on entering):
             GenerationError: no replica is left.

@@ -1,5 +1,5 @@
-"""Loads published weights into the replicas. A task per replica, its puller, follows the newest
-handle.
+"""Loads published weights into the replicas. Each replica has a task, its puller, that loads the
+weights of the newest handle.
 
 Invariants
 - A replica has at most one puller. If several handles wait, only the newest is pulled. The version
@@ -154,9 +154,9 @@ class WeightSync:
     def may_start_on(self, version: int) -> bool:
         """Whether a request that needs ``version`` may start on a replica that holds it.
 
-        It may start once no other replica is about to swap to this version, or once twice the time
-        of the first replica's pull has passed. So requests that wait for a version spread over all
-        replicas that hold it.
+        It may start once no other replica is about to swap to this version, at the latest after
+        twice the time that the first replica took to pull it. So requests that wait for a version
+        spread over all replicas that hold it.
         """
         if not self._pullers or _now() >= self._spread_by_s:
             return True

@@ -41,7 +41,8 @@ _LINKS = {
 
 
 def enter() -> None:
-    """Move this process into new namespaces; of process ids, only the next process that it forks.
+    """Move this process into new namespaces. Only the namespace of process ids is different: the
+    next process that this process forks is the first one in it.
 
     Its rights apply only inside the namespaces. If root started the sandbox, snippets run as
     another user.
@@ -66,8 +67,8 @@ def enter() -> None:
 
 
 def close_files(readable: Iterable[str]) -> None:
-    """Forbid this process all files but those that `make_root` would have shown, and its own
-    folder. Used without namespaces."""
+    """Forbid this process access to all files except its own folder and those that `make_root`
+    would have shown. Used if there are no namespaces."""
     system = filter(os.path.exists, (*_SYSTEM, "/etc/ld.so.cache"))
     devices = [f"/dev/{name}" for name in _DEVICES]
     shown = {*system, sys.base_prefix, sys.prefix, *readable}

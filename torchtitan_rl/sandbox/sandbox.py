@@ -5,9 +5,10 @@
         assert result.stdout == "42\\n"
 
 Each snippet is forked from a process in which Python is already running (`zygote.py`). A snippet
-has its own file system, processes and network instead of this machine's, can make only harmless
-system calls, and is limited in every resource. When `run` returns, raises or is cancelled, all
-processes of the snippet are dead. They also die when this process dies, even by SIGKILL.
+sees its own file system, processes and network instead of those of this machine. It can make only
+harmless system calls, and every resource that it uses is limited. When `run` returns, raises or is
+cancelled, all processes of the snippet are dead. They also die when this process dies, even by
+SIGKILL.
 """
 
 from __future__ import annotations

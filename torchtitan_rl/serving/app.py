@@ -199,7 +199,7 @@ _MEDIA = frozenset(
 
 
 def check_body(body: bytes, path: str, limits: EndpointConfig) -> None:
-    """Check a request's body. On `/v1/messages` a `max_tokens` above the limit is no error: the
+    """Check a request's body. On `/v1/messages` a `max_tokens` above the limit is not an error: the
     answer is cut off at the limit.
 
     Raises:

@@ -4,7 +4,8 @@ A result is sent at once if nothing was sent for an interval, if no other reques
 answers a command. Other results are sent together, once per interval.
 
 Invariants: each request that arrived and was not aborted gets exactly one end, and each command
-exactly one answer, also when the bridge is closed. A request that its client aborted is cancelled.
+gets exactly one answer, even when the bridge is closed. A request that its client aborted is
+cancelled.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class Endpoint(Protocol):
         ...
 
     async def drain(self, grace_s: float) -> None:
-        """Accept no new connection. Running requests may end within ``grace_s``, and batches still
-        pass in both directions; then the rest are refused."""
+        """Stop accepting connections. Running requests have ``grace_s`` seconds to end, during
+        which batches still pass in both directions; requests that have not ended then are refused.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -185,8 +185,8 @@ def template_error(path: str) -> str:
 
 @cache
 def known_parsers(field: str) -> frozenset[str]:
-    """vLLM's names of parsers, read from its source, since importing vLLM takes seconds. The result
-    is empty if the names are not found."""
+    """The names of vLLM's parsers, read from vLLM's source code, because importing vLLM takes
+    seconds. The result is empty if the names are not found."""
     package, table = _TABLES[field]
     found = find_spec("vllm")
     if found is None or found.origin is None:

@@ -7,10 +7,11 @@ with their progress and their ends. Calls are gathered on the HTTP server's thre
 controller may arrive on any thread, and reaches the HTTP server's thread in one callback.
 
 Invariants: a request that is submitted and not aborted has exactly one end, and a command exactly
-one answer or error. This also holds when the controller is lost (it has delivered nothing for a
-while, not even the system's status), when the endpoint has failed, and when the link is closed. An
-aborted or ended request gets no further messages. If a problem is leased for a caller who is gone,
-the problem is given back. A failure of the endpoint, or closing the link, ends the channel.
+one answer or error. This also holds when the controller is lost (that is, it has delivered nothing
+for a while, not even the system's status), when the endpoint has failed, and when the link is
+closed. An aborted or ended request gets no further messages. If a problem is leased for a caller
+who is gone, the problem is given back. A failure of the endpoint, or closing the link, ends the
+channel.
 """
 
 from __future__ import annotations

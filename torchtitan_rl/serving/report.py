@@ -211,7 +211,7 @@ class EpisodesFile:
     """Appends the episodes of rewarded sessions to ``path``, one JSON line each. Only one process
     may write to the file.
 
-    Invariant: either all lines of a session are in the file or none is, also if the disk is full.
+    Invariant: either all lines of a session are in the file or none is, even if the disk is full.
     After a kill -9 during a write, an incomplete last line is removed when the file is opened
     again.
 

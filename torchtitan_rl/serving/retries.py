@@ -235,8 +235,8 @@ class Retries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Identifies a request, to recognize its repetitions. An equal request without an
-    idempotency key is a repetition only if its client says that it retries."""
+    """Identifies a request, to recognize its repetitions. Without an idempotency key, an equal
+    request is a repetition only if its client says that this is a retry."""
 
     key: bytes  # digest of session, method, path, query, and idempotency key (or body and address)
     digest: bytes  # digest of the body

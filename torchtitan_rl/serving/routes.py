@@ -130,8 +130,8 @@ class SessionAnswer(BaseModel):
 
 
 class LeaseAnswer(BaseModel):
-    """Requests with the API key `KEY:session_id`, or a heartbeat, keep the lease for another
-    `lease_s`; the session's reward ends it."""
+    """Each request with the API key `KEY:session_id`, and each heartbeat, extends the lease: it
+    then lasts `lease_s` seconds. The session's reward ends the lease."""
 
     session_id: str
     model: str
@@ -161,8 +161,8 @@ class LoadWeights(BaseModel):
 
 
 class LoadAnswer(BaseModel):
-    """The new version, that of each replica, the replicas that were lost by loading it, and the
-    longest time without decoding."""
+    """The new version, the version of each replica, the replicas that were lost during the load,
+    and the longest time without decoding."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,8 +1,8 @@
 """Runs an endpoint in the controller: its bridge, the system's status, the administrators' commands
 and a clean shutdown.
 
-Reading the status never waits: engines are polled in the background, and the status has their last
-answers.
+Reading the status never waits: engines are polled in the background, and the status contains their
+last answers.
 
 Invariant: after the ``async with`` block no client's request runs.
 
@@ -55,7 +55,7 @@ class EndpointService:
     """Connects a started endpoint with a router and sessions; the service closes none of them.
 
     ``handlers`` take precedence over the handlers of the sessions and the router. When the service
-    closes, running requests may end within ``grace_s``.
+    closes, running requests have ``grace_s`` seconds to end.
     """
 
     def __init__(

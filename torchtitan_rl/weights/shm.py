@@ -3,10 +3,10 @@ same host.
 
 These are plain files, because the tracker of ``multiprocessing.SharedMemory`` unlinks a block when
 another process ends. Allocating memory costs the kernel more time than copying into it, and mapping
-costs about half as much. So both sides reuse memory: the publisher writes a later version into the
-file of a released version that no reader uses, and readers keep their maps of this file. A reader
-locks the file (flock(2), shared) while it uses the bytes; the lock ends with the reader's process.
-The publisher reuses a file only if it gets an exclusive lock.
+memory costs about half as much time as allocating it. So both sides reuse memory: the publisher
+writes a later version into the file of a released version that no reader uses, and readers keep
+their maps of this file. A reader locks the file (flock(2), shared) while it uses the bytes; the
+lock ends with the reader's process. The publisher reuses a file only if it gets an exclusive lock.
 
 Invariants
 - A file has its final name only while its bytes are complete and do not change. Bytes in use by a
@@ -97,8 +97,8 @@ class SharedMemoryPublisher:
             raise
 
     def begin(self, layout: ImageLayout, keep: frozenset[int]) -> Segment:
-        """Do the first half of `publish`: return memory for the version that no reader uses. After
-        writing the whole version call `finish`; after an error call the segment's `remove`.
+        """Do the first half of `publish`: return memory that no reader uses, for the next version.
+        After writing the whole version, call `finish`; after an error, call the segment's `remove`.
 
         Raises:
             WeightSyncError: there is no room for the version.
@@ -322,7 +322,7 @@ class SegmentReader:
         """Find the unused maps that can be reused, and drop the others. Returns the number of
         reusable maps.
 
-        `image` does this too, but then its caller has to wait, for a third of the time of mapping.
+        `image` does this too, but then its caller has to wait, a third as long as mapping takes.
         """
         with self._lock:
             while self._unused:

@@ -2,9 +2,9 @@
 
 A folder's name identifies its process, which holds a lock (flock(2)) on the folder. The name also
 has a random part, so that no other user can create the folder first. The publisher removes the
-folder when it closes. If the process dies, its *guard* removes the folder: a shell that waits for
-the end of a pipe from the process. If the guard was killed too (a container that ends), the next
-``torchtitan-rl`` command on this host removes the folder.
+folder when it closes. If the process dies, its *guard* removes the folder. The guard is a shell
+that waits until a pipe from the process is closed. If the guard was killed too (for example because
+its container ended), the next ``torchtitan-rl`` command on this host removes the folder.
 
 Invariant: other processes do not touch the folder of a live process.
 """

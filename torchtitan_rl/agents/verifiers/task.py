@@ -42,8 +42,8 @@ class VerifiersTask(AgentTask):
 
         VerifiersTask(env="gsm8k-v1", args={"taskset.split": "train", "agent.max_turns": 4})
 
-    The reward of a rollout is its trace's reward. The named rewards and metrics of verifiers become
-    task metrics.
+    The reward of a rollout is the reward of its trace in verifiers. The named rewards and metrics
+    of verifiers become task metrics.
     """
 
     env: str

@@ -148,7 +148,7 @@ class MonarchEndpoint:
         return await _checked(self._channel.receive(timeout_s=_SILENCE_S))
 
     async def drain(self, grace_s: float) -> None:
-        """Stop listening. Running requests may end within ``grace_s``."""
+        """Stop listening. Running requests have ``grace_s`` seconds to end."""
         await self._call(self._actor.close.call_one(grace_s), "close", grace_s + _CLOSE_GRACE_S)
 
     async def close(self) -> None:

@@ -188,8 +188,7 @@ async def spawn_replica(
 
     Args:
         spec: ``spec.model`` is the model's path on the controller's host.
-                weights: fetches new weights to the replica's host; None: the weights are on this
-            host.
+        weights: fetches new weights to the replica's host; None: the weights are on this host.
     """
     hosts = hosts or Hosts()
     environment = engine_environment(group.threads, spec.device)

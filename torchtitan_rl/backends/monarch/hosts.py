@@ -67,8 +67,8 @@ _CA: Any = "trust_all_connections"  # Monarch's name; `launch.keys` decides who 
 
 
 class Ending(Protocol):
-    """Processes that can be ended in any case. ``are_lost``: their host is lost, so they cannot be
-    reached."""
+    """Processes that can be ended even if they hang. ``are_lost``: their host is lost, so they
+    cannot be reached."""
 
     @property
     def are_lost(self) -> bool: ...
@@ -134,8 +134,8 @@ class _Lost:
 
 
 class Hosts:
-    """The hosts of a run, by their index in its plan. If no hosts are named, each is this machine.
-    A lost host that comes back is a new `Host` with the same index."""
+    """The hosts of a run, by their index in the run's plan. If the configuration names no hosts,
+    every index is this machine. A lost host that comes back is a new `Host` with the same index."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class Hosts:
 
 def leave(agents: Mapping[str, Any]) -> None:
     """Tell the workers at these addresses, through their agents, that the run has ended. Waits
-    until they no longer listen for it."""
+    until the workers no longer listen for this run."""
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
     ending = [(address, agent.end_run.call_one()) for address, agent in agents.items()]
     for address, answer in ending:
@@ -296,7 +296,7 @@ def attach(
         own: the address at which this controller listens; None if all hosts are this machine.
         checkpoint: the policy, as for `resolve_checkpoint`; a directory has the same path on all
             hosts.
-        is_again: this process has tried to attach these workers before.
+        is_again: whether this process has tried to attach these workers before.
 
     Raises:
         HostsBusyError: workers serve other runs.

@@ -19,8 +19,8 @@ A connection *waits* unless it has a whole request that is not answered yet.
 | ``read_s`` for a client to read 64 KiB of its answer | the connection is closed |
 
 Invariant: a connection has one request at a time, so an error is never mistaken for the answer to
-another request. A client that sends the next request before it has its answer is disconnected,
-as HTTP allows.
+another request. A client that sends another request before it has the answer to the first one is
+disconnected, as HTTP allows.
 
 uvicorn's other protocol has a setting for the size of a head, but reads chunks ten times as slowly.
 Neither protocol has the other bounds.
@@ -111,7 +111,7 @@ class HttpServer:
         self._started.result()
 
     def close(self, grace_s: float) -> None:
-        """Stop accepting connections. Running requests may end within ``grace_s``."""
+        """Stop accepting connections. Running requests have ``grace_s`` seconds to end."""
         if self._loop is not None and not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # the loop was closed after the check
                 self._loop.call_soon_threadsafe(self._begin_end, grace_s)

@@ -1,5 +1,5 @@
-"""Starts all processes of a run or of ``torchtitan-rl serve`` together, and ends them in any
-case."""
+"""Starts all processes of a run or of ``torchtitan-rl serve`` together. All of them are ended when
+the run ends, even after an error."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Faults are supervised: by default Monarch ends the controller at an unhandled fa
 only logs the fault, because every caller of a lost process gets its own error.
 
 An `ActorChannel` carries batches of messages between the controller and one actor, in both
-directions, without answers. A message costs 0.1 ms of CPU time in both processes together; a call,
+directions, without answers. A message costs 0.1 ms of CPU time, both processes together; a call,
 which has an answer, costs 0.7 ms. Invariants: batches arrive in order, each once. One call of
 `serve_channel` lasts as long as the channel: an error of this call, or the end of the actor's
 process, ends the channel.
@@ -135,7 +135,7 @@ class _ProcessActor(Actor):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMesh:
-    """A mesh whose processes can be ended in any case. All are on one host."""
+    """A mesh whose processes can be ended even if they hang. All are on one host."""
 
     name: str
     mesh: ProcMesh
@@ -289,8 +289,8 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
 async def stop_processes(mesh: ProcessMesh) -> None:
     """End a mesh's processes, and kill those that do not end by themselves.
 
-    Dead processes are no error. A warning in one line describes problems. On a lost host, nothing
-    is done: the host's worker ends the processes when heartbeats stop.
+    Processes that are already dead cause no error. Problems are described by a warning of one line.
+    On a lost host, nothing is done: the host's worker ends the processes when heartbeats stop.
     """
     if mesh.processes.are_lost:
         return

@@ -185,8 +185,8 @@ class MonarchTrainer:
         await self._ask(f"export to {path}", lambda rank: rank.export_hf.call(path))
 
     async def close(self) -> None:
-        """Let the ranks finish a checkpoint and clean up (mainly published weights), then end them
-        in any case."""
+        """Let the ranks finish a checkpoint and clean up (mainly published weights). Then end their
+        processes, even if they hang."""
         try:
             async with asyncio.timeout(_LAST_WRITE_TIMEOUT_S):
                 await self.finish_checkpoint()

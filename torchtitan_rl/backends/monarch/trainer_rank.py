@@ -269,8 +269,7 @@ class RemotePublisher:
 
         Args:
             parts: this rank's parts; those of rank 0 include all tensors' names.
-                        shared: the same version in shared memory; only on rank 0, and only if it
-                exists.
+            shared: the same version in shared memory; only on rank 0, and only if it exists.
 
         Raises:
             WeightSyncError: a rank could not offer its parts. Raised only on rank 0.

@@ -113,8 +113,8 @@ def session_of_request(named: str | None) -> str | None:
 def generation_request(
     request: EngineCoreRequest, *, model_reasons: bool = False
 ) -> GenerationRequest:
-    """Convert to a request for the router. ``model_reasons``: the model may reason before a
-    structured output."""
+    """Convert vLLM's request to a request for the router. ``model_reasons``: the model may reason
+    before a structured output."""
     session = session_of_request(request.session_id)
     sampling = _sampling(request, model_reasons=model_reasons)
     if session is None and request.sampling_params.num_logprobs is None:

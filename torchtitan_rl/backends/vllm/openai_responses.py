@@ -7,9 +7,9 @@ a request that contains all of its input.
 Each response is stored as JSON, with its own input and the id of the previous response; a
 conversation is a chain of responses. Only the session that created a response can read it.
 
-Invariant: at most ``max_responses`` responses with together ``max_bytes`` of JSON are stored. The
-least recently used one is dropped first. Continuing a conversation uses all of its responses, from
-the last to the first.
+Invariant: at most ``max_responses`` responses are stored, and together they have at most
+``max_bytes`` of JSON. The least recently used one is dropped first. Continuing a conversation uses
+all of its responses, from the last to the first.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 ``describe SPEC`` prints the environment's tasks as JSON, or why they cannot be listed. ``serve
 SPEC`` reads from stdin which rollouts to run or to cancel, and writes the result of each rollout;
 each message is one line of JSON. The program ends when its stdin is closed, so it does not outlive
-the process that started it. It imports nothing from torchtitan_rl, which its interpreter need not
-have; `agents/verifiers/task.py` starts it.
+the process that started it. It imports nothing from torchtitan_rl, which need not be installed for
+its interpreter; `agents/verifiers/task.py` starts it.
 
 Model calls go to the run's endpoint. verifiers sends the name of each trace in the header
 ``X-Session-ID``. The traces of agents that are trained are named after the rollout's session, so
@@ -80,7 +80,8 @@ def load(spec: Mapping[str, Any]) -> vf.Env:
 
 
 def local(name: str, agent: vf.AgentConfig, taskset_id: str) -> vf.AgentConfig:
-    """The agent; it runs in this process, as a chat, if the environment does not say how to run it.
+    """Return the agent. If the environment does not say how to run it, it runs in this process, as
+    a chat.
 
     In this case verifiers itself would give the policy a shell in a remote sandbox.
 
