@@ -39,7 +39,7 @@ async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
     """Like `asyncio.timeout`, but tolerant of a process that was stopped.
 
     If the event loop notices the deadline more than 5 s late, the whole time starts again. If it
-    notices the deadline more than 1 s late, the deadline is extended by this delay.
+    notices the deadline more than 1 s late, it waits that much longer.
 
     Raises:
         TimeoutError: the block took longer than ``delay_s`` (None: no limit).

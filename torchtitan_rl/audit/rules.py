@@ -95,9 +95,9 @@ class MetricsRules:
     """Checks that the rows of ``metrics.jsonl`` add up, alone and from one to the next.
 
     Pass the rows to `take`, one after another; `results` are complete after the last row.
-    ``totals`` and ``versions`` are by step. The keys of ``evaluated`` are steps with an evaluation.
-    ``logged`` has the rows' `logged_metrics`, by step and split. ``num_problems`` is the number of
-    problems of the largest evaluation.
+    The keys of ``totals`` and ``versions`` are steps. The keys of ``evaluated`` are the steps with
+    an evaluation. ``logged`` has the rows' `logged_metrics`, by step and split. ``num_problems`` is
+    the number of problems of the largest evaluation.
     """
 
     def __init__(self, promises: Promises) -> None:

@@ -66,7 +66,7 @@ class Game(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release the game. Called exactly once, also after an error."""
+        """Release the game. Called exactly once, even after an error."""
         ...
 
 

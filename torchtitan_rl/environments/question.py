@@ -99,7 +99,7 @@ class Tools(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release the tools. Called exactly once, also after an error, and maybe during a call."""
+        """Release the tools. Called exactly once, even after an error, and maybe during a call."""
         ...
 
 

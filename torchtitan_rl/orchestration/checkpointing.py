@@ -112,7 +112,7 @@ class RunCheckpointer:
             await self._begin()
 
     async def finish(self) -> None:
-        """Save the run's current state, also after a failure. Returns when the checkpoint is on
+        """Save the run's current state, even after a failure. Returns when the checkpoint is on
         disk.
 
         Raises:

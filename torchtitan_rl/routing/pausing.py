@@ -255,9 +255,9 @@ async def _take(pool: ReplicaPool, version: int | None, timeout_s: float) -> Rep
 def _free_replica(pool: ReplicaPool, version: int | None) -> ReplicaState | None:
     """Find a replica to pin; None if none is free.
 
-    If a reserved replica lives, only reserved ones are considered. Otherwise it is the least loaded
-    replica that holds ``version`` or, failing that, the next newer version; without ``version``,
-    the least loaded one with the newest version.
+    If a reserved replica is alive, only reserved ones are considered. Otherwise the result is the
+    least loaded replica that holds ``version`` or, failing that, the next newer version; without
+    ``version``, the least loaded one with the newest version.
     """
     free = [
         state

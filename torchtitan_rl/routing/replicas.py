@@ -292,7 +292,7 @@ class ReplicaPool:
         return None
 
     def has_unreserved(self) -> bool:
-        """Whether a replica for requests without a pin lives, or is expected."""
+        """Whether a replica for requests without a pin is alive or expected."""
         return bool(self.num_expected or self.live_unreserved())
 
     def require_unreserved(self) -> None:

@@ -100,7 +100,7 @@ def drop_capabilities() -> None:
 def open_task_clock() -> int:
     """Open a counter of CPU time; reading the descriptor returns 8 bytes, in nanoseconds. It counts
     the time of this thread and of all threads and processes that it starts from now on; their time
-    stays included after they have ended."""
+    still counts after they have ended."""
     attributes = bytearray(128)
     struct.pack_into("=IIQ", attributes, 0, _SOFTWARE, len(attributes), _TASK_CLOCK)
     struct.pack_into("=Q", attributes, 40, _INHERIT | _EXCLUDE_KERNEL)

@@ -60,7 +60,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemStatus:
-    """The system's status for ``/health`` and ``/metrics``. ``gauges`` are by Prometheus name."""
+    """The system's status for ``/health`` and ``/metrics``. The keys of ``gauges`` are Prometheus
+    names."""
 
     is_healthy: bool
     cause: str = ""  # why the system is not healthy

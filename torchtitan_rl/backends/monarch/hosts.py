@@ -358,8 +358,8 @@ def _far_host(index: int, name: str, mesh: HostMesh, agent: Any, answer: HostAns
 
 
 def refusal(here: HostAnswer, answers: Mapping[str, HostAnswer]) -> ConfigError | None:
-    """Return the error if some hosts cannot be used; None if all can. ``answers`` are by
-    address."""
+    """Return the error if some hosts cannot be used; None if all can. The keys of ``answers`` are
+    addresses."""
     errors = {text: answer_errors(text, here, there) for text, there in answers.items()}
     texts = [text for of_one in errors.values() for text in of_one]
     if not texts:
