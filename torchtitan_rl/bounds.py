@@ -90,8 +90,8 @@ def field_errors(config: Any, prefix: str = "") -> dict[str, str]:
     """One message per wrong field, by its dotted name, including nested configurations. With the
     prefix ``--``, the messages use the names of command-line options.
 
-    The bounds of a field are annotations of its type. All numbers must be finite, also those of a
-    task; `Task.errors` checks a task's other values.
+    The bounds of a field are annotations of its type. All numbers must be finite, including those
+    of a task; `Task.errors` checks a task's other values.
     """
     from pydantic import ValidationError  # slow to import
 

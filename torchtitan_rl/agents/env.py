@@ -10,8 +10,8 @@ seeds, versions, journal and advantages work as for any other rollout.
 | ``temperature``, ``seed`` | the run's own values are used |
 | ``top_p``, ``top_k``, ``min_p`` | the run's own values are used; the request is counted |
 | structured outputs, allowed tokens, bad words | used: the loss knows the remaining candidates |
-| penalties | ignored and counted: the loss does not know them |
-| ``logit_bias``, ``min_tokens``, ... | refused (400): the answer needs them |
+| penalties | ignored and counted: the loss cannot account for them |
+| ``logit_bias``, ``min_tokens``, ... | refused (400): ignoring them would give a wrong answer |
 
 Invariants: each request is answered or refused, once. A turn whose caller left before it got the
 answer counts as unseen, and is not trained on. It is still sampled to its end, so that its tokens

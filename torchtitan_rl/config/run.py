@@ -178,8 +178,8 @@ class RunConfig:
         return self.placement == "colocated"
 
     def together(self, generating: int, training: int) -> int:
-        """The amount of a resource that generation and training need together. Colocated, they use
-        it in turns, so it is the larger of both."""
+        """The amount of a resource that generation and training need together. If they are
+        colocated, they use the resource in turns, so the amount is the larger of the two."""
         return max(generating, training) if self.is_colocated else generating + training
 
     @property

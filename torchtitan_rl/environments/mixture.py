@@ -1,9 +1,9 @@
 """Several tasks in one run, each with its weight, its environments and its rubric.
 
-Invariants of `MixtureDataset`: after n problems each part has given its share of n, to within one
-problem for two parts and a few problems for more parts, so that every batch has the mixture's
-proportions. The next part depends only on the weights and on how many problems each part has given.
-Problem ids begin with the part's name.
+Invariants of `MixtureDataset`: every batch has the mixture's proportions. After n problems, the
+number of problems from each part differs from the part's share of n by at most one if there are two
+parts, and by at most a few if there are more. The next part depends only on the weights and on how
+many problems each part has given. Problem ids begin with the part's name.
 """
 
 from __future__ import annotations

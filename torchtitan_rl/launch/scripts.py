@@ -134,7 +134,7 @@ def ssh_script(job: Job, options: SshOptions) -> str:
     its connection ends, which stops the run as SIGTERM does.
 
     Raises:
-        ConfigError: the number of nodes is not that of the hosts, or a node is no host name.
+        ConfigError: the numbers of nodes and hosts differ, or a node is not a host name.
     """
     if len(options.nodes) != job.num_hosts:
         raise ConfigError(

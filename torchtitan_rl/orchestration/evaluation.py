@@ -68,8 +68,8 @@ class Evaluator:
         await self._running.close()
 
     async def _run(self, step: int, version: int) -> None:
-        """Evaluate, and repeat it on another replica as long as the replica dies during the
-        evaluation."""
+        """Evaluate. Whenever the replica dies during the evaluation, repeat it on another replica.
+        """
         recorder = self._state.recorder
         while True:
             num_lost = self._num_lost()

@@ -47,9 +47,9 @@ class LedgerError(TorchtitanRLError):
 class TokenLedger:
     """Totals since the run began; `state_dict` is part of each checkpoint.
 
-    ``entered`` counts the tokens of all requests that ended since this process started, also those
-    of evaluations and of the endpoint's clients. Methods with a group's id raise `LedgerError` if
-    the group is not in the buffer.
+    ``entered`` counts the tokens of all requests that ended since this process started, including
+    the requests of evaluations and of the endpoint's clients. Methods with a group's id raise
+    `LedgerError` if the group is not in the buffer.
     """
 
     def __init__(self) -> None:

@@ -5,8 +5,8 @@ Invariants
 - A request whose piece was aborted is continued, unless its caller asked for the abort.
 - A request returns only after its running piece has ended, even if the request was cancelled or
   timed out. So all its tokens are known. If the replica dies, the piece ends immediately.
-- If a replica is lost, the tokens since the last report are lost: those of about one second, or of
-  milliseconds if the caller streams. `partials` makes replicas report all tokens.
+- If a replica is lost, the tokens since its last report are lost. It reports about once a second,
+  or every few milliseconds if the caller streams. `partials` makes replicas report all tokens.
 - A request whose steps failed on two engines is not sent to a third.
 - A deadline counts only the time in which the request could run.
 - `on_ended` is called once for each request that is not refused here.

@@ -49,7 +49,7 @@ def close_at_end(close: Callable[[], Awaitable[None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def request_scope() -> AsyncIterator[None]:
-    """On leaving, also by cancellation, call the functions that were passed to `close_at_end`."""
+    """On exit, even after a cancellation, call the functions that were passed to `close_at_end`."""
     stack = contextlib.AsyncExitStack()
     token = _at_end.set(stack)
     try:

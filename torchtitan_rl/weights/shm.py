@@ -11,7 +11,8 @@ lock ends with the reader's process. The publisher reuses a file only if it gets
 Invariants
 - A file has its final name only while its bytes are complete and do not change. Bytes in use by a
   reader never change; a reader that opened a file too late gets an error.
-- While a version is written, only the current version and those in ``keep`` exist besides it.
+- While a version is written, the only other versions that exist are the current one and those in
+  ``keep``.
 - A map is reused only if this process never wrote to it. A page that was written to is a private
   copy, which would hide the publisher's later writes.
 - The folder is removed when its process ends (see `weights/shm_cleanup.py`).

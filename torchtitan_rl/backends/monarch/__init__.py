@@ -9,9 +9,9 @@ Here each socket is a file in a private folder (`use_private_folder`). A process
 logs to ``/tmp/USER/monarch_log.log``, where other users can put a link to another file. Here it
 logs to its stderr.
 
-Monarch has no settings for this. So its calls of ``bind`` are redirected, and its calls of
-``open64`` while it is loaded. Importing this package prepares this for any module that imports
-Monarch later.
+Monarch has no settings for this. So this package redirects Monarch's calls of ``bind``, and its
+calls of ``open64`` while it is loaded. Importing this package prepares this for any module that
+imports Monarch later.
 """
 
 from __future__ import annotations

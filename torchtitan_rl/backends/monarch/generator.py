@@ -1,8 +1,8 @@
 """Runs a generator replica in separate processes: one actor per rank, each with its engine loop.
 
 Rank 0 serves the router's channel with requests, commands and their ends; the other ranks apply the
-broadcast decisions. Every rank stages weights. All endpoints are concurrent: an ordinary endpoint
-would block all other calls of its actor.
+broadcast decisions. Every rank stages weights. All endpoints (Monarch's word for an actor's
+methods) are concurrent: an ordinary endpoint would block all other calls of its actor.
 """
 
 from __future__ import annotations

@@ -268,7 +268,8 @@ def is_plain(*tensors: torch.Tensor) -> bool:
 
 
 class ScaledRoPE(CosSinRoPE):
-    """Rotary embeddings by cosines and sines [max_seq_len, 2 * dim], also with ``scaling="llama"``.
+    """Rotary embeddings from cosines and sines [max_seq_len, 2 * dim], with support for
+    ``scaling="llama"``.
 
     torchtitan supports Llama's frequency scaling only in its other layout (adjacent pairs). That
     layout needs a permutation of weights, which this module avoids.

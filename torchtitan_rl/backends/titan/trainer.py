@@ -2,9 +2,10 @@
 
 Public methods are collective unless they state otherwise: all ranks call them with the same
 arguments in the same order. Each rank gets the whole batch and trains on its share. A step either
-ends with new weights and ``version + 1``, or raises and changes neither weights nor optimizer nor
-version. A step that fails after the first of several updates leaves weights that belong to no
-version; every call but `load_checkpoint` and `close` is then refused.
+ends with new weights and ``version + 1``, or raises an error and changes neither weights nor
+optimizer nor version. There is one exception: a step that fails after the first of several updates
+leaves weights that belong to no version. Every call but `load_checkpoint` and `close` is then
+refused.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class PolicyTrainer:
 
     @property
     def version(self) -> int:
-        """The number of training steps after which the weights are."""
+        """The version of the weights: the number of training steps that made them."""
         return self._version
 
     def train_step(self, batch: TrainingBatch) -> StepOutput:
