@@ -116,8 +116,9 @@ class CheckedProblem:
 
 
 def settled(checked: Sequence[CheckedProblem]) -> tuple[list[Finding], list[str]]:
-    """The findings and notes of all problems. If the environment ended a rollout of one problem,
-    findings that rollouts of other problems never end are dropped: the policy caused those."""
+    """The findings and notes of all problems. If the environment ended a rollout of any problem,
+    all findings that rollouts never end are dropped: then the policy causes them, not the
+    environment."""
     ending = {one.part for one in checked if one.has_ended}
     findings = [
         finding

@@ -11,12 +11,12 @@ mask, or the plain index if the parent has no mask.
   trainer.
 * The trainer's ranks are together: on one host if it has room for all of them, otherwise on as few
   hosts as possible, each of which is filled before the next.
-* Trainer and replicas are on different hosts while there is room: the trainer on the last hosts,
+* Trainer and replicas are on different hosts if there is room: the trainer on the last hosts,
   the replicas on the first hosts. If the configuration chooses hosts for the replicas, they are
   spread evenly over these. On CUDA each rank has its own device.
 * In a colocated run trainer and replicas share devices: each is placed first on the hosts that the
-other uses or that are chosen for the other. * A CPU has room for any number of processes (`room.py`
-limits their threads), so replicas are
+  other uses or that are chosen for the other.
+* A CPU has room for any number of processes (`room.py` limits their threads), so replicas are
   spread evenly, and so are the trainer's ranks over hosts that are chosen for them.
 """
 

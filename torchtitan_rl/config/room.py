@@ -212,10 +212,10 @@ def weight_room(
     *, num_versions: int, num_bytes: int, free: Mapping[Path, int], root: Path
 ) -> tuple[str, str]:
     """The error if there is no room for the published versions, and a note if not all of them go to
-    shared memory; else empty texts.
+    shared memory. Each is empty if there is nothing to say.
 
     Each version goes where `SharedMemoryPublisher` would put it: to ``root`` while it has room,
-    else to the other place. ``free`` has the free bytes of both.
+    otherwise to the other folder. ``free`` has the free bytes of both folders.
     """
     fitting = {
         folder: min(num_versions, max(0, room - HEADROOM_BYTES) // max(1, num_bytes))

@@ -12,7 +12,7 @@ trained, so when the group is admitted, at most B - 1 other groups are not yet t
 may be trained before the group, and at most K groups that were admitted later may overtake it.
 Batches have P groups, so at most (B - 1 + K) // P whole batches are trained between the group's
 admission and its own batch. It is trained at a version of at most a + (B - 1 + K) // P = a + ((S +
-1) P - 1) // P = a + S. If a group is discarded, others are only trained earlier.
+1) P - 1) // P = a + S. Discarding a group can only make other groups be trained earlier.
 
 At S = 0 a group that was overtaken cannot be trained any more. So B = P + K groups start, the first
 P to finish are trained, and the others are rolled out again with the new weights.

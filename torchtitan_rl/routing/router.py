@@ -97,9 +97,9 @@ class GeneratorRouter:
     async def partials(self) -> dict[str, Completion]:
         """Return the partial completion of every running request, by id, with exact versions.
 
-        For checkpoints: each can be the ``resume_from`` of the same request. Decoding is not
-        interrupted. If a replica does not answer in time, its requests have only the tokens
-        reported before.
+        This is for checkpoints: each partial completion can be the ``resume_from`` of the same
+        request. Decoding is not interrupted. If a replica does not answer in time, its requests
+        have only the tokens reported before.
         """
         return await self._requests.partials()
 

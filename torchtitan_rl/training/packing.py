@@ -114,8 +114,8 @@ def split_evenly(episodes: SortedEpisodes, max_tokens: int, num_ranks: int) -> l
     Each bin has at most ``max_tokens`` computed tokens and at most as many rows of logits. The
     number of bins is a multiple of ``num_ranks``, at least one per rank; rank r takes the bins ``r,
     r + num_ranks, ...``. For one rank, the bins are those of first-fit-decreasing. For several
-    ranks, the limit is lowered as far as the number of bins stays the same, so that the bins have
-    similar sizes.
+    ranks, the limit is then lowered as far as possible without an additional bin, so that the bins
+    have similar sizes.
     """
     bins = _bins(episodes, max_tokens)
     num_bins = max(len(bins) + -len(bins) % num_ranks, num_ranks)

@@ -286,8 +286,8 @@ class SegmentWriter:
 class SegmentReader:
     """Maps published segments for reading. All methods may be called from any thread.
 
-    Maps are kept as long as their files exist. The memory of a removed version is freed when none
-    of its tensors exists and `examine` runs.
+    Maps are kept as long as their files exist. The memory of a removed version is freed when
+    `examine` runs and none of the version's tensors exists any more.
     """
 
     def __init__(self) -> None:

@@ -88,8 +88,8 @@ _SERVED = {
 
 
 def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
-    """Build the application without keys and limits. It must run on the event loop to which
-    ``link`` is attached, with its lifespan.
+    """Build the application without keys and limits. The server must run the application, and its
+    ASGI lifespan, on the event loop to which ``link`` is attached.
     """
     llm = RouterLLM(_vllm_config(spec), link, spec.endpoint.constraints)
     app = FastAPI(
