@@ -116,8 +116,8 @@ class CheckedProblem:
 
 
 def settled(checked: Sequence[CheckedProblem]) -> tuple[list[Finding], list[str]]:
-    """The findings and notes of all problems. If the environment ended a rollout of any problem,
-    all findings that rollouts never end are dropped: then the policy causes them, not the
+    """The findings and notes of all problems. Findings that rollouts never end are dropped for a
+    part (of a mixture) whose environment ended any rollout: then the policy causes them, not the
     environment."""
     ending = {one.part for one in checked if one.has_ended}
     findings = [

@@ -12,8 +12,8 @@ are repeated. `read_rows` leaves such rows out.
 Invariants: a row is passed to the operating system before `append` returns. An incomplete row after
 a crash is removed when the file is next opened, and is never read. No other row is lost. Only names
 of the metric table are written. Numbers that are not finite are written as null. ``metrics.jsonl``
-has every row; TensorBoard's files lack rows that did not fit on a full disk; that rows are missing
-is logged once.
+has every row; TensorBoard's files lack rows that did not fit on a full disk, and a line in the log
+says so once.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Evaluator:
         await self._running.close()
 
     async def _run(self, step: int, version: int) -> None:
-        """Evaluate. Whenever the replica dies during the evaluation, repeat it on another replica."""
+        """Evaluate. Whenever the replica dies meanwhile, evaluate again on another replica."""
         recorder = self._state.recorder
         while True:
             num_lost = self._num_lost()

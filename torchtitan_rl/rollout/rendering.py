@@ -85,7 +85,8 @@ def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a policy's folder, the one that `AutoTokenizer` loads.
 
     To choose a class, `AutoTokenizer` imports the code of models, which takes seconds. If the files
-    of a folder name the general class of `transformers`, this function uses that class directly.
+    of a ``llama`` or ``qwen3`` model name the general class of `transformers`, this function uses
+    that class directly.
     """
     files = (folder / "tokenizer_config.json", folder / "config.json")
     fields: dict[str, Any] = {}

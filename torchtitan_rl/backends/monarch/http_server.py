@@ -19,7 +19,7 @@ A connection *waits* unless it has a whole request that is not answered yet.
 | ``read_s`` for a client to read 64 KiB of its answer | the connection is closed |
 
 Invariant: a connection has one request at a time, so an error is never mistaken for the answer to
-another request. A client that sends another request before it has the answer to the first one is
+another request. A client that sends a second request before it has the answer to the first one is
 disconnected, as HTTP allows.
 
 uvicorn's other protocol has a setting for the size of a head, but reads chunks ten times as slowly.
