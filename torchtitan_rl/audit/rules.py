@@ -2,8 +2,8 @@
 
 A rule yields a sentence for each violation. `Check` counts the checked items, and keeps the
 sentences with their places. `audit/run.py` applies the rules to the files of a run, and has the
-rules of ``rollouts.jsonl``. The campaign of simulated faults (`tests/campaign/`) does so whenever
-its simulated run has stopped.
+rules of ``rollouts.jsonl``. The campaign of simulated faults (`tests/campaign/`) applies the rules
+whenever its simulated run has stopped.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class MetricsRules:
 
     Pass the rows to `take`, one after another; `results` are complete after the last row.
     The keys of ``totals`` and ``versions`` are steps. The keys of ``evaluated`` are the steps with
-    an evaluation. ``logged`` has the rows' `logged_metrics`, by step and split. ``num_problems`` is
-    the number of problems of the largest evaluation.
+    an evaluation. ``logged`` has the `logged_metrics` of the rows, by step and split.
+    ``num_problems`` is the number of problems of the largest evaluation.
     """
 
     def __init__(self, promises: Promises) -> None:

@@ -14,7 +14,7 @@ SIGINT and SIGTERM have the same effect in every command:
 | while it can stop cleanly | ``stop_cleanly`` is called | its main task is cancelled |
 | after its last message | the process ends at once | |
 
-The exit code is 128 + n, or the command's own after its last message.
+The exit code is 128 + n; after the command's last message, it is the command's own exit code.
 """
 
 from __future__ import annotations

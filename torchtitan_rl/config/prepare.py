@@ -293,7 +293,8 @@ def evaluation_problems(
     config: RunConfig, split: Split = "validation", *, option: str = "evaluation.num_problems"
 ) -> tuple[Problem, ...]:
     """The problems of the evaluation. They are the same at each evaluation and for each seed, so
-    that runs can be compared. ``option`` is the name of their number in error messages.
+    that runs can be compared. ``option`` is the option that sets the number of problems; error
+    messages name it.
 
     Raises:
         ConfigError: the set has too few problems or a repeated id, or its dataset fails.

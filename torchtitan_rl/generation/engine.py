@@ -69,8 +69,8 @@ def engine_metrics(
 class Engine(Protocol):
     """A continuous-batching engine that is stepped from outside.
 
-    Its completions and progress have no ``version_runs``, and its metrics begin at `add_request`:
-    the engine loop adds the version runs and the time in the inbox.
+    The completions and progress of an engine have no ``version_runs``, and their metrics begin at
+    `add_request`: the engine loop adds the version runs and the time in the inbox.
     """
 
     @property

@@ -4,8 +4,8 @@ Invariants
 
 - Each request is answered once.
 - No token is reported twice, and no token before an earlier one.
-- A request that streams is reported at once if nothing was streamed during the last interval, and
-  otherwise at most once per interval.
+- The progress of a request that streams is reported at once if nothing was streamed during the last
+  interval, and otherwise at most once per interval.
 - A request without a sink is never read.
 - After `drain` the engine's outputs for earlier requests are ignored.
 

@@ -5,11 +5,12 @@ in whatever way. The file's text about its holder is only for messages. On stora
 hosts share, locks may not be visible to the other hosts. There the *lease* decides. Acquiring it
 takes time only if the last owner was on another host and did not release the lease.
 
-Each owner of the lease adds an *entry* with the next number, an exclusively created file such as
-``run.lease/000001.json``; the entry with the highest number owns the folder. An owner changes its
-entry every ``beat_s``, and then looks for higher numbers. If it finds none, it may act until
-``valid_s`` after the beginning of this look. A contender adds the next entry after it has seen the
-newest entry unchanged for ``silence_s``; then it waits for ``settle_s`` before it acts.
+Each owner of the lease adds an *entry* with the next number: a file such as
+``run.lease/000001.json``, which is created exclusively. The owner of the entry with the highest
+number owns the folder. An owner changes its entry every ``beat_s``, and then looks for higher
+numbers. If it finds none, it may act until ``valid_s`` after the beginning of this look. A
+contender adds the next entry after it has seen the newest entry unchanged for ``silence_s``; then
+it waits for ``settle_s`` before it acts.
 
 Invariant: once an owner acts, no owner with a lower number acts. The last successful look of an
 earlier owner began before the new entry was added, so after the contender has waited, the earlier

@@ -1,10 +1,10 @@
 """Results of an evaluation: mean reward with its confidence interval, and pass@k; and the output of
 ``torchtitan-rl eval``: its rollouts, ``results.json``, the table and the picture.
 
-The unit is the problem: the samples of a problem share its difficulty, so they are averaged first.
-All intervals are over problems, at 95 %: Student's for rewards and their differences, Wilson's for
-shares. An interval says how much the mean would differ on other problems of the same kind; two
-evaluations on the same problems differ by less.
+Problems are the units of all statistics: the samples of a problem share its difficulty, so they are
+averaged first. All intervals are over problems, at 95 %: Student's for rewards and their
+differences, Wilson's for shares. An interval says how much the mean would differ on other problems
+of the same kind; two evaluations on the same problems differ by less.
 
 Every rollout is written to a file in the format of a run's ``rollouts.jsonl``. A rollout is in the
 file when `EvaluationLog.write` returns. When an evaluation is continued, rollouts with a reward are

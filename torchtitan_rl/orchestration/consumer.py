@@ -163,7 +163,8 @@ class Consumer:
                 return batched, await self._parts.trainer.train_step(batch)
 
     def _require_progress(self) -> None:
-        """
+        """Check that the run still trains on something.
+
         Raises:
             NothingTrainedError: all rollouts of the run's first two steps failed for one cause; or
                 all steps are done, and none had a token to train on; or

@@ -4,10 +4,10 @@ A turn is one row, committed before `append` returns: killing the process (kill 
 and a turn is stored whole or not at all. Nothing is synced to disk, so a loss of power may damage
 the file. Damaged rows are ignored, and their turns are sampled again.
 
-A row's key is the checkpoint before it (a step, and a mark that distinguishes checkpoints of one
-step), its rollout and the number of its turn. A resumed run deletes the rows that it does not use.
-If checkpoint 10 is found to be damaged, the rows of checkpoints 5 and 10 together contain all turns
-after checkpoint 5.
+The key of a row consists of the checkpoint before it (a step, and a mark that distinguishes
+checkpoints of one step), its rollout and the number of its turn. A resumed run deletes the rows
+that it does not use. If checkpoint 10 is found to be damaged, the rows of checkpoints 5 and 10
+together contain all turns after checkpoint 5.
 
 Turns that no resumed run can use are not written. These are turns with a token newer than their
 checkpoint's version, which a trainer restored from the checkpoint has not reached (see

@@ -40,7 +40,8 @@ class Claim(Protocol):
         ...
 
     async def wait_until_lost(self) -> None:
-        """
+        """Wait until this process has lost the right to write.
+
         Raises:
             RunTakenOverError: another controller owns the folder.
         """

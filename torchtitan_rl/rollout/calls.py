@@ -90,7 +90,8 @@ class AbandonedCalls:
         return ", ".join(f"{name}: {number}" for name, number in counts.most_common(5))
 
     def require_few(self) -> None:
-        """
+        """Check that fewer than ``max_hanging`` calls hang.
+
         Raises:
             HangingCallsError: ``max_hanging`` calls or more hang.
         """

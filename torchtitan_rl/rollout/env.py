@@ -167,7 +167,8 @@ class _ThreadedEnv:
 
 
 def require_async(env: object) -> None:
-    """
+    """Check that the environment has all methods, and that they are async.
+
     Raises:
         TypeError: a method of the environment is missing or not async.
     """

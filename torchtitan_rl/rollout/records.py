@@ -80,7 +80,7 @@ because msgpack keys are written as texts."""
 
 def to_bytes(value: object) -> bytes:
     """Encode dataclasses as msgpack. User code may have put any values into their fields: numbers
-    of other types become Python numbers, and other objects their ``repr``."""
+    of other types become Python numbers, and other objects become their ``repr``."""
     try:
         return _ENCODER.encode(value)
     except (OverflowError, TypeError, UnicodeEncodeError):
@@ -159,8 +159,8 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a copy in JSON types: tuples become lists, keys strings, and objects of other types
-    their repr."""
+    """Return a copy in JSON types: tuples become lists, keys become strings, and objects of other
+    types become their ``repr``."""
     if isinstance(value, StrEnum):
         return value.value
     if value is None or isinstance(value, bool | int | float | str):

@@ -12,7 +12,8 @@ All limits of a rollout are enforced here, for every kind of environment:
 A completion's length is limited by the rest of ``max_total_tokens``, by ``max_tokens_per_turn`` and
 by the observation. A completion cut off at this length is passed to the environment like any other.
 The rollout's time-out interrupts generation, but no call of the environment. A rollout that runs
-out of time has failed, because its length, and so its reward, depends on the machine's speed.
+out of time counts as failed, because its length, and therefore its reward, depends on the machine's
+speed.
 
 Invariants: a rollout ends once, with one status. Every created environment is closed exactly once.
 Errors of the environment and the generator become a status with a cause and are never raised.

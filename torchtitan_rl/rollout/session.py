@@ -155,7 +155,8 @@ class EnvSession:
         return None
 
     def require_replayable(self, recorded: RecordedRollout) -> None:
-        """
+        """Check that the recorded turns, if there are any, can be replayed.
+
         Raises:
             NotResumableError: there are turns, and the environment cannot be replayed.
         """

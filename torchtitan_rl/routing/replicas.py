@@ -15,9 +15,10 @@ Besides its `Phase` a replica has flags:
 | ``is_pinned`` | a pin takes it | the pin ends | is left out of weight syncs |
 | ``is_asleep`` | a sleep begins | the wake-up was executed | begins no swap |
 
-`Halt` says how far a pause or sleep has stopped it: STOPPED from the beginning, EMPTIED once the
-engine has executed it (a pause by ``keep`` empties no replica), and RUNNING again after `resume` or
-`leave_to_pin`. A swap by ``drain`` waits for either EMPTIED or the end of all requests.
+`Halt` says how far a pause or sleep has stopped the replica: STOPPED from the beginning of the
+pause or sleep, EMPTIED once the engine has executed it (a pause by ``keep`` does not empty a
+replica), and RUNNING again after `resume` or `leave_to_pin`. A swap by ``drain`` waits for either
+EMPTIED or the end of all requests.
 
 Which combinations occur:
 
@@ -25,9 +26,10 @@ Which combinations occur:
   waits for this swap. A DRAINING replica may sleep: it swaps after the wake-up.
 - ``is_pinned`` in phase SYNCING or DRAINING only while the pin gets its version, when it begins or
   after a sleep.
-- ``is_pinned`` with STOPPED or EMPTIED in every pause but one that spares pins.
+- ``is_pinned`` with STOPPED or EMPTIED in every pause, except a pause that leaves pinned replicas
+  running.
 - ``is_asleep`` with RUNNING only if `resume` came before the wake-up.
-- In phase DEAD flags and `Halt` mean nothing.
+- In phase DEAD, flags and `Halt` have no meaning.
 
 `LoadIndex` finds the least loaded of many replicas. It has one binary tree for each policy version
 that an eligible replica holds (few at any time). Each node knows the least loaded replica below it,
@@ -296,7 +298,8 @@ class ReplicaPool:
         return bool(self.num_expected or self.live_unreserved())
 
     def require_unreserved(self) -> None:
-        """
+        """Check that requests without a pin can still be served.
+
         Raises:
             GenerationError: `has_unreserved` is False. The message has the cause of each loss.
         """

@@ -130,7 +130,7 @@ class GeneratorRouter:
         that does not stop is marked dead.
 
         With ``pinned`` False (only with ``abort``), pinned replicas continue to serve their pins,
-        also pins that begin later; all their other requests are interrupted too.
+        including pins that begin later; all their other requests are interrupted too.
 
         Raises:
             GenerationError: `resume` was called before all replicas were paused.

@@ -5,8 +5,8 @@ imported.
 ready, or with the reason why it cannot start. Then it receives one message with a descriptor for
 each snippet, makes the message's ``prepared`` object, and forks a `keeper` that serves the snippet.
 It ends when the other end of the socket is closed. With namespaces it is the first process of its
-process-id namespace, so all processes that were forked from it then end, too. It never receives a
-policy's text.
+process-id namespace, so when it ends, all processes that were forked from it end, too. It never
+receives a policy's text.
 """
 
 from __future__ import annotations

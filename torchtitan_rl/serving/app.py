@@ -19,7 +19,7 @@ clients without a key take no place in the queue.
 
 - It must be valid JSON in UTF-8, without NaN, infinity, lone surrogates or integers of more than
   64 bits: each of these makes some handler fail with a 500.
-- Its nesting, and its total numbers of completions and tokens, are limited.
+- Its nesting, and the total numbers of completions and tokens that it requests, are limited.
 - Repetitions in a JSON schema (``minItems`` and similar) are limited: a grammar library would
   unroll a billion of them and run out of memory.
 - Its content must be text, on every route, for every role and at any depth: vLLM refuses most other

@@ -6,8 +6,8 @@
   and become episodes when the session is closed with a reward.
 
 Invariants: a session ends exactly once, and refuses all later requests (``session_closed``). An
-open session without requests and rewards ends after the timeout. After its end, only the id and the
-counts of a session are kept. A request whose caller is gone, or whose session ends, is aborted at
+open session without requests and rewards ends after the timeout. After a session has ended, only
+its id and its counts are kept. A request whose caller is gone, or whose session ends, is aborted at
 the router; its tokens are recorded as an unseen turn, and masked. The tokens of one session, and of
 all sessions together, are bounded. Sessions are used on one event loop only, without locks; they
 start no background tasks.

@@ -1,7 +1,7 @@
 """One process on each host that fetches weights for all replicas there; see `weights/remote.py`.
 
 A process that died, or whose fetch from another host was cancelled, is replaced at the next fetch.
-Its versions are lost then; maps of replicas stay valid.
+The versions that it had fetched are then lost; maps of replicas stay valid.
 
 `RdmaOffers` and `RdmaReader` transfer weights from one process's memory to another's with Monarch's
 ``RDMABuffer``, without files. Without RDMA hardware, Monarch sends the bytes over its own channels,

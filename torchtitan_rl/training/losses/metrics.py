@@ -34,8 +34,8 @@ def policy_metrics(
     """Compute sums and maxima of one part, for `LossOutput`. Ratios are policy / behaviour, with
     any proximal policy.
 
-    ``kl_k1`` and ``kl_k3`` estimate KL(behaviour || policy): ``kl_k1`` is minus the log-ratio,
-    ``kl_k3`` the low-variance estimate that is never negative (Schulman 2020, "Approximating KL
+    ``kl_k1`` and ``kl_k3`` estimate KL(behaviour || policy): ``kl_k1`` is minus the log-ratio, and
+    ``kl_k3`` is the low-variance estimate that is never negative (Schulman 2020, "Approximating KL
     divergence").
     """
     trained_T = tokens.trained_T
