@@ -190,7 +190,8 @@ class MessageTokenEnv:
 
 
 def _checked(answer: object, expected: str) -> MessageObservation:
-    """
+    """Return the answer if it is valid.
+
     Raises:
         WrongAnswerError: the answer is not a MessageObservation, or adds no valid messages.
     """

@@ -254,10 +254,9 @@ def session_report(
     """Make the report of a session, with episodes if the session ended with a reward.
 
     The reward is the advantage of every token, because a session has no siblings. These tokens are
-    masked: all tokens of turns that their caller never got, all tokens of turns whose logits were
-    shifted by penalties or biases, tokens whose set of kept candidates is not known, and tokens
-    with a logprob that is not finite. Tokens of failed requests and of sessions without a reward
-    are discarded.
+    masked: tokens of turns that their caller never got, tokens whose logits were shifted by
+    penalties or biases, tokens whose set of kept candidates is not known, and tokens with a logprob
+    that is not finite. Tokens of failed requests and of sessions without a reward are discarded.
     """
     done = [turn for turn in turns if turn.completion is not None]
     discarded = Counter({"": 0})
