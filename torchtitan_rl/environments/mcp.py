@@ -414,8 +414,8 @@ def _absences(section: str, server: McpServer) -> list[str]:
 
 
 def parts_of(task: Task, name: str = "task") -> Iterator[tuple[str, Task | McpServer]]:
-    """Yield the task, its parts (also nested ones) and all their servers, each with the name of its
-    field."""
+    """Yield the task, its parts (including nested ones) and all their servers, each with the name
+    of its field."""
     yield name, task
     for one in fields(task):
         value = getattr(task, one.name)

@@ -4,7 +4,7 @@ The router sends a command unchanged to the loop that executes it (`EngineLoop.e
 loop sends an answer back. To add a command, define it here, issue it in the router and execute it
 in the loop; the transport between them is the same for all commands. If all ranks must apply the
 command at the same point, it also becomes a `LoopDecision`: `Inbox.ask` queues the command, and
-`decide` puts it in order.
+`decide` determines its place in the order.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ class RequestTracker:
         await asyncio.gather(*(self._abort_piece(running) for running in asked))
 
     async def cut(self, state: ReplicaState) -> None:
-        """End the pieces on this replica, except those of its pin. Their requests continue
-        elsewhere or later."""
+        """End the pieces on this replica, except those of its pin. The requests of the ended pieces
+        continue elsewhere or later."""
         cut = [one for one in self._running.values() if one.state is state and one.pinned is None]
         await asyncio.gather(*map(self._abort_and_wait, cut))
 
