@@ -6,7 +6,8 @@ launcher exits with the controller's exit code.
 
 | what happens | what follows |
 |---|---|
-| SIGINT or SIGTERM at a node | the controller gets it: it stops after its step, with a checkpoint |
+| SIGINT or SIGTERM at a node | the signal reaches the controller, which stops after its step, with
+a checkpoint |
 | the controller ends | all workers are ended; all launchers exit with its code |
 | a worker ends | its launcher starts it again; the controller decides whether the run goes on |
 | torchrun starts the launchers again | the new controller resumes the run, on new workers |

@@ -1,9 +1,9 @@
 """One run at a time in a run's folder: `hold_run` holds the folder's lock and its lease.
 
-The *lock* is the kernel's (`flock` on ``run.lock``): it becomes free as soon as its process ends,
-in whatever way. The file's text about its holder is only for messages. On storage that several
-hosts share, locks may not be visible to the other hosts. There the *lease* decides. Acquiring it
-takes time only if the last owner was on another host and did not release the lease.
+The *lock* is the kernel's (`flock` on ``run.lock``): it becomes free as soon as the process that
+holds it ends, in whatever way. The file's text about its holder is only for messages. On storage
+that several hosts share, locks may not be visible to the other hosts. There the *lease* decides.
+Acquiring it takes time only if the last owner was on another host and did not release the lease.
 
 Each owner of the lease adds an *entry* with the next number: a file such as
 ``run.lease/000001.json``, which is created exclusively. The owner of the entry with the highest

@@ -59,8 +59,9 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 def t_quantile(probability: float, *, degrees: int) -> float:
-    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, otherwise the expansion around
-    the normal quantile (Abramowitz and Stegun, 26.7.5; at 97.5 % at most 0.2 % too small)."""
+    """Quantile of Student's t. It is exact for 1 and 2 degrees of freedom; otherwise it is the
+    expansion around the normal quantile (Abramowitz and Stegun, 26.7.5; at 97.5 % at most 0.2 % too
+    small)."""
     if degrees == 1:
         return math.tan(math.pi * (probability - 0.5))
     if degrees == 2:

@@ -104,8 +104,9 @@ class Replica(Protocol):
     ) -> T:
         """Have the engine loop execute a command. Returns the command's answer.
 
-        ``on_answer`` is called with the answer after all calls of `generate` that ended before the
-        answer have returned or raised, and before any later one does. It must not raise.
+        ``on_answer`` is called with the answer: after all calls of `generate` that ended before the
+        answer have returned or raised, and before any call that ends later returns or raises.
+        ``on_answer`` must not raise.
         """
         ...
 

@@ -1,8 +1,8 @@
 """A verifiers harness that runs conversations in the worker's own process: prompts, answers, tools.
 
-verifiers' own chat program starts a process for each rollout and is installed by ``uv`` at its
-start, which needs a network. This harness offers only the tools of the task. It is a plug-in of
-verifiers, which finds it by the name of this module.
+verifiers' own chat program starts a process for each rollout, and ``uv`` installs the program when
+it starts, which needs a network connection. This harness offers only the tools of the task. It is a
+plug-in of verifiers, which finds it by the name of this module.
 """
 
 from __future__ import annotations
