@@ -40,7 +40,7 @@ from torchtitan_rl.weights.distribution import Fetched, RemoteMemoryHandle, Remo
 from torchtitan_rl.weights.remote import WeightReceiver
 
 _CLOSE_S = 10.0
-_START_S = 60.0
+_START_S = 300.0  # like the other processes, with which it starts at the same time
 
 
 class WeightReplicatorActor(Actor):
