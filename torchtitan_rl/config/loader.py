@@ -62,14 +62,13 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(
             f"CONFIG is {path}: it has no RunConfig named 'config'; write config = RunConfig(...)"
         )
-    if not any(name.startswith("task") for name in field_errors(config)):
+    wrong, row_len, rows = field_errors(config), 0, 0
+    if not any(name.startswith("task") for name in wrong):
         config = replace(config, task=config.task.with_all_options())
-    trainer = config.trainer
-    words = _with_new_names(
-        overrides,
-        row_len=trainer.max_episode_tokens,
-        rows=trainer.max_tokens_per_microbatch // trainer.max_episode_tokens,
-    )
+    if not any(name.startswith("trainer") for name in wrong):
+        row_len = config.trainer.max_episode_tokens
+        rows = config.trainer.max_tokens_per_microbatch // row_len
+    words = _with_new_names(overrides, row_len=row_len, rows=rows)
     return parse_options(RunConfig, words, prog=f"torchtitan-rl train {path}", default=config)
 
 

@@ -125,3 +125,13 @@ def test_a_file_comes_before_a_ready_configuration_of_the_same_name(path, monkey
 def test_an_unknown_name_is_answered_by_the_ready_ones():
     with pytest.raises(ConfigError, match=r"one of .*alphabet_sort_smollm2, alphabet_sort_tiny"):
         load_config(Path("alphabet_sort"), [])
+
+
+def test_a_wrong_value_in_the_file_is_left_to_the_checks(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from torchtitan_rl.configs.alphabet_sort_tiny import config\n"
+        "from dataclasses import replace\n"
+        "config = replace(config, trainer=replace(config.trainer, max_episode_tokens=0))\n"
+    )
+    assert load_config(path, []).trainer.max_episode_tokens == 0
