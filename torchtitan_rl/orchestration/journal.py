@@ -83,7 +83,10 @@ class Row(NamedTuple):
 
     @property
     def is_intact(self) -> bool:
-        return self.checksum == _checksum(self)
+        # In a damaged file a column may have another type.
+        kinds = (int, int, str, int, int, int, bytes)
+        are_typed = all(map(isinstance, self, kinds))
+        return are_typed and self.checksum == _checksum(self)
 
     @property
     def completion(self) -> Completion:
@@ -96,12 +99,21 @@ class Row(NamedTuple):
         Raises:
             JournalError: the row is damaged.
         """
+        self.require_intact()
         try:
-            if self.is_intact:
-                return turn_from_bytes(self.body, previous)
+            return turn_from_bytes(self.body, previous)
         except (msgspec.DecodeError, TypeError, ValueError) as error:
             raise JournalError(f"{self.rollout_id}, turn {self.number}: {error}") from error
-        raise JournalError(f"{self.rollout_id}, turn {self.number}: the row has a wrong checksum")
+
+    def require_intact(self) -> None:
+        """
+        Raises:
+            JournalError: the row is damaged.
+        """
+        if not self.is_intact:
+            raise JournalError(
+                f"{self.rollout_id}, turn {self.number}: the row has a wrong checksum"
+            )
 
 
 class Journal:
@@ -138,11 +150,14 @@ class Journal:
             self.passed_over.append(f"{error}; its turns are sampled again")
             return rollouts
         for row in rows:
-            recorded = rollouts.get(row.rollout_id) or RecordedRollout(rollout_id=row.rollout_id)
-            previous = _turn_before(recorded, row.number)
-            if row.previous != _fingerprint(previous) or (row.number and previous is None):
-                continue  # an earlier turn was not written, or is damaged
             try:
+                row.require_intact()
+                recorded = rollouts.get(row.rollout_id) or RecordedRollout(
+                    rollout_id=row.rollout_id
+                )
+                previous = _turn_before(recorded, row.number)
+                if row.previous != _fingerprint(previous) or (row.number and previous is None):
+                    continue  # an earlier turn was not written, or is damaged
                 turn, env_state = row.turn(previous)
             except JournalError as error:
                 self.passed_over.append(f"{self.path}: {error}; it is sampled again")
@@ -311,6 +326,8 @@ class Journal:
             primary_code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             cause = kind if primary_code in _OF_THE_SYSTEM else JournalError
             raise cause(f"{self.path}: {error}") from error
+        except UnicodeDecodeError as error:  # the message of sqlite3 quotes a damaged schema
+            raise JournalError(f"{self.path}: {error}") from error
         except OSError as error:
             raise kind(f"{self.path}: {error}") from error
 
