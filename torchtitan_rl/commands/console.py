@@ -9,10 +9,13 @@ SIGINT and SIGTERM have the same effect in every command:
 
 | when | first signal | a further one |
 |---|---|---|
-| before the command starts a process, and in `generate` | the command ends | the same |
+| before the command starts a process, and in `generate` | the command ends | nothing |
 | while its processes start | its main task is cancelled, its processes end | the same |
 | while it can stop cleanly | ``stop_cleanly`` is called | its main task is cancelled |
 | after its last message | the process ends at once | |
+
+Signals within a second of the first one are the same request to stop: ``timeout`` and schedulers
+signal both a process and its group.
 
 The exit code is 128 + n; after the command's last message, it is the command's own exit code.
 """
@@ -27,6 +30,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import (
@@ -165,15 +169,18 @@ def _copy_of(stream: TextIO, descriptor: int) -> TextIO:
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _UNWIND_S = 2.0
+_SAME_STOP_S = 1.0  # signals that arrive within this time after the first one are ignored
 
 
 class StopSignals:
     """The signals that a running command has received. Call `install` in the command's main
     task."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: list[int] = []
         self.stop_cleanly: Callable[[], None] | None = None
+        self._clock = clock
+        self._first_s = 0.0  # when the first signal arrived
 
     @property
     def exit_code(self) -> int:
@@ -194,6 +201,10 @@ class StopSignals:
         self.received.append(number)
         if main.done():  # asyncio is only waiting for a thread to end
             os._exit(self.exit_code)
+        if len(self.received) == 1:
+            self._first_s = self._clock()
+        elif self._clock() < self._first_s + _SAME_STOP_S:
+            return
         if self.stop_cleanly is not None and len(self.received) == 1:
             self.stop_cleanly()
         else:
@@ -226,7 +237,9 @@ def end_within(within_s: float, exit_code: int) -> None:
 
 def _end(number: int, frame: Any) -> NoReturn:
     """Raise SystemExit, so that temporary files are removed. The interrupted code has
-    ``_UNWIND_S`` seconds to end, and cannot print a traceback."""
+    ``_UNWIND_S`` seconds to end, and cannot print a traceback. Further signals are ignored."""
+    for one in _SIGNALS:
+        signal.signal(one, signal.SIG_IGN)
     print("stopped", file=sys.stderr)
     sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     end_within(_UNWIND_S, 128 + number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.simulated_train import NOISE
+from torchtitan_rl.commands.console import StopSignals
 
 ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "configs" / "alphabet_sort_tiny.py")
@@ -100,9 +102,35 @@ def test_ctrl_c_while_the_configuration_is_loaded_is_one_line(tmp_path: Path) ->
     config.write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
     run = Train(tmp_path, config=str(config))
     run.wait_for("loading")
-    run.ctrl_c()
+    for _ in range(3):  # as by `timeout`, which signals the command and its group
+        run.ctrl_c()
     assert run.wait() == 128 + signal.SIGINT
     assert run.lines() == ["loading", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("distance_s", "effects"), [(0.0, ["stop"]), (0.9, ["stop"]), (1.1, ["stop", "cancel"])]
+)
+def test_signals_within_a_second_are_one_request_to_stop(
+    distance_s: float, effects: list[str]
+) -> None:
+    now_s, found = 100.0, []
+
+    async def command() -> None:
+        nonlocal now_s
+        signals = StopSignals(clock=lambda: now_s)
+        signals.install()
+        signals.stop_cleanly = lambda: found.append("stop")
+        try:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(0.05)
+                now_s += distance_s
+        except asyncio.CancelledError:
+            found.append("cancel")
+
+    asyncio.run(command())
+    assert found == effects
 
 
 AT_OTHER_MOMENTS = [("steps 1 to 50", 1), ("evaluation after step 0", 1), ("step 2/50", 1)]
@@ -123,7 +151,7 @@ def test_ctrl_c_ends_a_run_at_any_moment_without_a_traceback(
     run.wait_for(moment)
     for _ in range(times):
         run.ctrl_c()
-        time.sleep(0.1)
+        time.sleep(1.1)
     assert run.wait() == 128 + signal.SIGINT, run.lines()
     lines = run.lines()
     assert not any("Traceback" in line for line in lines)
