@@ -14,6 +14,7 @@ left out, and a line in the copy tells how many.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,9 @@ from dataclasses import dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
+
+NO_FILE_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Error numbers of a lock on storage that has none (some network file systems)."""
 
 _BLOCK_BYTES = 64 << 10
 

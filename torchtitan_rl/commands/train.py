@@ -152,6 +152,7 @@ class _Run:
         run_dir = prepared.config.run_dir.absolute()
         checkpoints = CheckpointDirectory(run_dir / "checkpoints")
         journal = Journal(run_dir / JOURNAL)
+        journal.remove_stale_lock()
         is_resumed = prepared.config.checkpoint.resume
         return _Run(
             prepared=prepared,

@@ -21,7 +21,6 @@ compared. ``settle_s`` is longer than ``valid_s``, because clocks may run at dif
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import json
 import logging
@@ -37,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_rl.errors import ConfigError, OutputError, RunTakenOverError
+from torchtitan_rl.files import NO_FILE_LOCKS
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ LOCK_FILE = "run.lock"
 LEASE_FOLDER = "run.lease"
 _LOCK_ATTEMPTS = 5  # `lock_errors` in another process may hold the lock for a moment
 _LOCK_PAUSE_S = 0.05
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems
 _NAME = re.compile(r"(\d{6,})\.json")
 _POLL_S = 0.5
 _JOIN_S = 5.0  # wait no longer for the thread: the storage may be unreachable
@@ -129,7 +128,7 @@ def _lock(file: int, *, attempts: int = 1) -> bool:
                 raise
             time.sleep(_LOCK_PAUSE_S)
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in NO_FILE_LOCKS:
                 raise
             break
     return False

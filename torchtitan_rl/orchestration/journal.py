@@ -15,23 +15,29 @@ checkpoint's version, which a trainer restored from the checkpoint has not reach
 checkpoint is written for a long time. Each row contains a fingerprint of the turn before it. So a
 rollout that has lost a turn, or that began again, is never continued with the wrong turns.
 
+On storage without file locks (some network file systems), a folder beside the file is the lock
+during each transaction (SQLite's VFS "unix-dotfile", https://www.sqlite.org/vfs.html).
+
 Appending blocks the event loop: 0.2 ms for a turn of 100 tokens, 1.2 ms for 2,000 tokens after a
 new prompt of 30,000 tokens.
 """
 
 from __future__ import annotations
 
+import fcntl
 import sqlite3
+import tempfile
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.files import NO_FILE_LOCKS
 from torchtitan_rl.rollout.records import (
     EnvState,
     RecordedRollout,
@@ -126,6 +132,12 @@ class Journal:
         self._step, self._mark = 0, 0
         self._version: int | None = None  # the checkpoint's version; None: all turns are written
         self._is_damaged = self._has_failed = False
+
+    def remove_stale_lock(self) -> None:
+        """Remove the lock of an owner that was killed on storage without file locks. Only for the
+        run's owner, before `restore`."""
+        with suppress(OSError):
+            self.path.with_name(f"{self.path.name}.lock").rmdir()
 
     def restore(
         self, step: int, base: Mapping[str, RecordedRollout], *, mark: int = 0
@@ -296,7 +308,8 @@ class Journal:
 
     def _open(self, mode: str) -> sqlite3.Connection:
         with self._errors(JournalUnreadableError if mode == "rw" else JournalError):
-            uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+            vfs = "unix" if _has_locks(self.path.parent) else "unix-dotfile"
+            uri = f"{self.path.absolute().as_uri()}?mode={mode}&vfs={vfs}"
             db = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
             db.execute("PRAGMA synchronous = OFF")
             return db
@@ -330,6 +343,16 @@ class Journal:
             raise JournalError(f"{self.path}: {error}") from error
         except OSError as error:
             raise kind(f"{self.path}: {error}") from error
+
+
+def _has_locks(folder: Path) -> bool:
+    try:
+        # Another file: closing any descriptor of the journal would release the locks of SQLite.
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in NO_FILE_LOCKS
+    return True
 
 
 def _rows(db: sqlite3.Connection, step: int, mark: int) -> list[Row]:

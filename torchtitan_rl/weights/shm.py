@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.files import NO_FILE_LOCKS
 from torchtitan_rl.weights.distribution import SharedMemoryHandle, versions_to_free
 from torchtitan_rl.weights.image import ImageLayout, plan_image, read_image, write_image
 from torchtitan_rl.weights.shm_cleanup import (
@@ -207,8 +208,6 @@ _PAGEMAP = "/proc/self/pagemap"
 _IN_MEMORY_OR_SWAP = np.uint64(0b11 << 62)
 _OF_A_FILE = np.uint64(1 << 61)
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-
 
 class Segment:
     """A publisher's file, mapped for writing. A new file is incomplete, at ``path``.
@@ -355,7 +354,7 @@ class _Map:
         try:
             fcntl.flock(self.file, operation)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_FILE_LOCKS:
                 raise
 
     def is_as_published(self) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
+import fcntl
 import os
 import signal
 import sqlite3
 import tempfile
 import time
+import traceback
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -332,6 +336,75 @@ def killed_after(path, maker, num_turns: int, recorded=(), base=None) -> None:
             os._exit(1)  # it should not have come so far
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
+
+
+def refuse_file_locks() -> None:
+    """Make all file locks of this process fail, as on storage that has none."""
+    seccomp = ctypes.CDLL("libseccomp.so.2")
+    seccomp.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(seccomp.seccomp_init(0x7FFF0000))  # other calls are allowed
+    equal = 4
+    for command in (fcntl.F_SETLK, fcntl.F_SETLKW, fcntl.F_GETLK):
+        number = seccomp.seccomp_syscall_resolve_name(b"fcntl")
+        comparison = Comparison(1, equal, command, 0)
+        refusal = 0x00050000 | errno.ENOLCK
+        assert not seccomp.seccomp_rule_add(context, refusal, number, 1, comparison)
+    assert not seccomp.seccomp_load(context)
+
+
+class Comparison(ctypes.Structure):
+    _fields_ = (
+        *(("argument", ctypes.c_uint), ("operator", ctypes.c_int)),
+        *(("first", ctypes.c_uint64), ("second", ctypes.c_uint64)),
+    )
+
+
+def test_storage_without_file_locks_has_whole_turns_after_a_kill(tmp_path):
+    def write_until_killed() -> None:
+        refuse_file_locks()
+        journal = begun(tmp_path)
+        (tmp_path / "begun").touch()
+        for index in range(100_000):
+            journal.append(recorded(turn((index,), range(2000)), name=str(index)))
+
+    def resume() -> None:
+        refuse_file_locks()
+        (tmp_path / "journal.lock").mkdir(exist_ok=True)  # killed during a transaction
+        journal = Journal(tmp_path / "journal")
+        with pytest.raises(JournalUnreadableError, match="locked"):
+            journal.restore(0, {})
+        journal.remove_stale_lock()
+        found = journal.restore(0, {})
+        assert list(found) == [str(index) for index in range(len(found))] != []
+        assert journal.passed_over == []
+        journal.start(0, found, {})
+        reader = Journal(tmp_path / "journal")
+        assert reader.rows() == journal.rows()
+        journal.begin(5)
+        journal.append(recorded(FIRST))
+        journal.prune(5)
+        assert [row.rollout_id for row in reader.rows()] == ["a"]
+
+    child = in_child(write_until_killed)
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert os.waitpid(in_child(resume), 0)[1] == 0
+
+
+def in_child(act) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return child
 
 
 def test_kill_9_in_the_middle_of_a_commit_leaves_whole_turns(tmp_path):
