@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -183,8 +184,21 @@ def load_function(name: str) -> Callable[..., Any]:
         raise ConfigError(f"{place} cannot be imported ({cause})") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise ConfigError(f"{place} has no function {attribute!r}")
+        own = [name for name, one in vars(module).items() if _is_own_function(one, module)]
+        found = ", ".join([*own[:_MAX_NAMES], *(["..."] if own[_MAX_NAMES:] else [])])
+        raise ConfigError(f"{place} has no function {attribute!r}; it has {found or 'none'}")
     return cast(Callable[..., Any], function)
+
+
+_MAX_NAMES = 12  # functions in a message
+
+
+def _is_own_function(value: Any, module: ModuleType) -> bool:
+    return (
+        inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not value.__name__.startswith("_")
+    )
 
 
 def absolute(name: str) -> str:

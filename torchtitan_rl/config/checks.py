@@ -316,7 +316,7 @@ def advantage_errors(config: RolloutConfig) -> list[str]:
                 turn_advantages(siblings, replace(config, credit="outcome"))
         except TorchtitanRLError as error:
             kinds = ", ".join(ADVANTAGE_KINDS)
-            errors.append(f"rollout.advantage is {config.advantage!r}: {error}; or {kinds}")
+            errors.append(f"rollout.advantage is {config.advantage!r}: {error}; built in: {kinds}")
     return errors
 
 

@@ -56,6 +56,7 @@ from torchtitan_rl.config.run import (
 from torchtitan_rl.errors import ConfigError, one_line
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.launch.lease import Lease, hold_run, unwritable
+from torchtitan_rl.rollout.episodes import ADVANTAGE_KINDS
 from torchtitan_rl.rollout.task import Split, Task
 from torchtitan_rl.serving.config import EndpointConfig, Keys, endpoint_errors
 from torchtitan_rl.types import Problem
@@ -178,7 +179,7 @@ def prepare_run(
     """
     check_fields(config)
     machine, keys = machine or machine_facts(), Keys.of()
-    notes = agent_notes(config.task, config.endpoint)
+    notes = [*_own_functions(config), *agent_notes(config.task, config.endpoint)]
     policy_dir: Path | None = None
     policy: PolicyFacts | None = None
     errors: list[str] = []
@@ -230,6 +231,15 @@ def prepare_run(
         identity=identity,
         resume_point=resume_point,
     )
+
+
+def _own_functions(config: RunConfig) -> list[str]:
+    """Name the user's own loss and advantage functions, if there are any."""
+    loss, advantage = config.trainer.loss.function, config.rollout.advantage
+    notes = [f"loss: {loss} (trainer.loss.function)"] if loss else []
+    if advantage not in ADVANTAGE_KINDS:
+        notes.append(f"advantage: {advantage} (rollout.advantage)")
+    return notes
 
 
 @contextmanager

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.config_mutations import with_value
+from tests.support.ready_configs import ready
 from torchtitan_rl.bounds import absolute, load_function
 from torchtitan_rl.config.checks import advantage_errors, loss_errors
+from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.rollout.config import OverlongConfig, RolloutConfig
 from torchtitan_rl.training.config import LossConfig
 
@@ -49,6 +52,19 @@ def test_the_example_of_the_documentation_keeps_both_contracts(
     assert loss_errors(LossConfig(function="mine:reinforce"), staleness=1) == []
 
 
+def test_the_plan_names_own_functions(example: Path, tmp_path: Path) -> None:
+    config, machine = ready("alphabet_sort_tiny", tmp_path)
+    assert prepare_run(config, machine).notes == ()
+    config = with_value(config, "trainer.loss.function", f"{example}:reinforce")
+    config = with_value(config, "rollout.advantage", f"{example}:above_best_other")
+    prepared = prepare_run(config, machine)
+    assert prepared.notes == (
+        f"loss: {example}:reinforce (trainer.loss.function)",
+        f"advantage: {example}:above_best_other (rollout.advantage)",
+    )
+    assert set(prepared.notes) < set(prepared.describe().splitlines())
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -61,6 +77,13 @@ def test_the_example_of_the_documentation_keeps_both_contracts(
 )
 def test_a_loss_that_cannot_be_used_is_one_line_about_its_field(name: str, problem: str):
     assert re.search(problem, refused(name))
+
+
+def test_a_wrong_name_of_a_function_is_answered_by_those_of_the_file(example: Path) -> None:
+    text = f"{example} has no function 'above_best'; it has reinforce, above_best_other"
+    assert refused(f"{example}:above_best").endswith(text)
+    (error,) = advantage_errors(RolloutConfig(advantage=f"{example}:above_best"))
+    assert error.endswith(f"{text}; built in: mean, std, leave_one_out")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +112,7 @@ def test_what_a_loss_does_wrong_neither_ends_the_command_nor_has_a_traceback(
 @pytest.mark.parametrize(
     ("advantage", "problem"),
     [
-        ("meen", "or mean, std, leave_one_out"),
+        ("meen", "; built in: mean, std, leave_one_out"),
         ("math:fsum", "TypeError"),
         ("builtins:max", "TypeError"),
         ("builtins:zip", "TypeError"),
