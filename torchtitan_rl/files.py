@@ -95,11 +95,12 @@ def parse_object(where: str, line: bytes) -> dict[str, Any]:
     """Parse a line as a JSON object.
 
     Raises:
-        ValueError: the line is not JSON, or not a JSON object. The message begins with ``where``.
+        ValueError: the line is not JSON, nested too deeply, or not a JSON object. The message
+            begins with ``where``.
     """
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{where}: not a JSON object")

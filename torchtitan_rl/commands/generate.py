@@ -45,6 +45,7 @@ from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.config.model import find_policy, resolve_checkpoint
 from torchtitan_rl.config.run import File, output_file_errors
 from torchtitan_rl.errors import ConfigError, GenerationError, InvalidRequestError
+from torchtitan_rl.files import parse_object
 from torchtitan_rl.generation.config import EngineConfig, GeneratorConfig
 from torchtitan_rl.generation.engine import MAX_SEED
 from torchtitan_rl.launch.interfaces import listen_privately
@@ -203,11 +204,11 @@ def _complete_file(options: GenerateOptions, model: Path, loop: EngineLoop) -> t
     failed: list[str] = []
     answers: list[tuple[str | int, Future[Completion]]] = []
     try:
-        with options.input.open(encoding="utf-8") as lines:
-            for number, text in enumerate(lines, start=1):
-                if text.strip():
+        with options.input.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
                     name, request = parse_line(
-                        text, number, defaults=defaults, encode=tokenizer.encode, render=render
+                        line, number, defaults=defaults, encode=tokenizer.encode, render=render
                     )
                     answers.append((name, _submit(request, loop)))
         with options.output.open("w", encoding="utf-8") as output:
@@ -260,7 +261,7 @@ _SAMPLING = (
 
 
 def parse_line(
-    text: str,
+    line: bytes,
     number: int,
     *,
     defaults: SamplingParams,
@@ -275,9 +276,11 @@ def parse_line(
     """
     name: str | int = number
     try:
-        fields = json.loads(text)
-        if not isinstance(fields, dict):
-            raise InvalidRequestError("the line is not a JSON object")
+        fields = parse_object(f"line {number}", line)
+    except ValueError as error:
+        return name, InvalidRequestError(f"{error}; write one JSON object in UTF-8")
+    try:
+        _require_text(fields)
         name = _name(fields.get("id", number))
         request = GenerationRequest(
             # Ids in a file may repeat, but ids of requests must not.
@@ -285,9 +288,7 @@ def parse_line(
             prompt_token_ids=_prompt(fields, encode, render),
             sampling=_sampling(fields, defaults),
         )
-    except json.JSONDecodeError as error:
-        return name, InvalidRequestError(f"line {number} is not JSON: {error}")
-    except (InvalidRequestError, msgspec.ValidationError) as error:
+    except (InvalidRequestError, msgspec.ValidationError, RecursionError) as error:
         return name, InvalidRequestError(f"line {number}: {error}")
     return name, request
 
@@ -313,6 +314,15 @@ def format_completion(
 
 def format_error(name: str | int, error: str) -> str:
     return json.dumps({"id": name, "error": error}, ensure_ascii=False)
+
+
+def _require_text(fields: Mapping[str, Any]) -> None:
+    """Refuse half of a surrogate pair: the tokenizer and the output cannot encode it as UTF-8."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise InvalidRequestError(f"{half!r} is half of a surrogate pair: remove it") from error
 
 
 def _name(value: Any) -> str | int:

@@ -28,8 +28,18 @@ def render(messages: list[dict[str, str]]) -> list[int]:
     return [len(message["content"]) for message in messages]
 
 
-def parse(text: str):
-    return parse_line(text, 3, defaults=DEFAULTS, encode=lambda text: [len(text)], render=render)
+def parse(text: str | bytes):
+    line = text.encode() if isinstance(text, str) else text
+    return parse_line(line, 3, defaults=DEFAULTS, encode=lambda text: [len(text)], render=render)
+
+
+def complete(folder: Path) -> tuple[int, str]:
+    options = GenerateOptions(
+        model=str(config.policy.checkpoint), input=folder / "in", output=folder / "out"
+    )
+    loop = EngineLoop(ScriptedEngine(), SoloChannel(), is_leader=True, config=LoopConfig())
+    loop.start()
+    return _complete_file(options, Path(options.model), loop)
 
 
 def test_a_line_takes_what_it_does_not_say_from_the_options() -> None:
@@ -61,7 +71,14 @@ def test_an_integer_is_a_temperature_but_a_fraction_is_no_budget() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "line 3 is not JSON"),
+        ("{", "line 3: not JSON .*; write one JSON object in UTF-8"),
+        (b'{"prompt": "caf\xe9"}', "line 3: not JSON .*can't decode byte 0xe9"),
+        ('{"prompt": "\\ud800 a"}', r"line 3: '\\ud800' is half of a surrogate pair: remove it"),
+        ('{"prompt": "a", "id": "\\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": "a", "stop": "\\ud800"}', "half of a surrogate pair"),
+        (f'{{"prompt": "a", "seed": {"9" * 5000}}}', "line 3: not JSON .*5000 digits"),
+        (200_000 * "[", "line 3: not JSON .*recursion"),
+        (f'{{"prompt": {970 * "["}{970 * "]"}}}', "line 3: "),
         ("[1]", "not a JSON object"),
         ("{}", "give one of prompt"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "give one of prompt"),
@@ -104,14 +121,28 @@ def test_trap_15_a_logprob_that_is_not_a_number_is_null_in_the_answer() -> None:
     assert json.loads(format_error(2, "why")) == {"id": 2, "error": "why"}
 
 
+BAD = [
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt_token_ids": [5], "id": "\\ud800"}',
+    b"[" * 200_000,
+    b"\xe9",
+]
+
+
+def test_a_bad_line_costs_no_other_line_its_answer(tmp_path: Path) -> None:
+    good = b'{"prompt_token_ids": [5], "max_tokens": 1}'
+    (tmp_path / "in").write_bytes(b"\r\n".join([good, *BAD, good]))
+    num_errors, said = complete(tmp_path)
+    assert num_errors == len(BAD)
+    assert said.startswith(f"2 completions, {len(BAD)} errors, ")
+    answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [answer["id"] for answer in answers] == [1, 2, 3, 4, 5, 6]
+    assert [answer["id"] for answer in answers if "error" in answer] == [2, 3, 4, 5]
+
+
 def test_a_file_of_which_nothing_was_completed_ends_with_a_cause(tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"prompt_token_ids": [5, 1000]}\n' * 2)
-    options = GenerateOptions(
-        model=str(config.policy.checkpoint), input=tmp_path / "in", output=tmp_path / "out"
-    )
-    loop = EngineLoop(ScriptedEngine(), SoloChannel(), is_leader=True, config=LoopConfig())
-    loop.start()
-    num_errors, said = _complete_file(options, Path(options.model), loop)
+    num_errors, said = complete(tmp_path)
     assert num_errors == 2
     assert said.startswith("0 completions, 2 errors, ")
     assert "the first error: " in said
