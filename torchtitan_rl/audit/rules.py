@@ -28,7 +28,10 @@ from torchtitan_rl.types import Completion, RolloutStatus
 
 Errors = Iterator[str]
 
-_UNREADABLE = (TorchtitanRLError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+_UNREADABLE = (
+    *(TorchtitanRLError, ValueError, KeyError, TypeError, AttributeError, IndexError),
+    *(OverflowError, RecursionError),
+)
 RESTORE = "restore the file from a copy"
 _UNACCOUNTED = "account/unaccounted_tokens"
 _BY_CAUSE = ("tokens_masked", "tokens_discarded", "groups_discarded")

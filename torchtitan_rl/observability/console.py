@@ -6,6 +6,7 @@ in a line of text; `Console` shows this line.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -319,10 +320,11 @@ def _evaluations(run_dir: Path) -> str:
 def _values(run_dir: Path, kind: RowKind, name: str) -> dict[int, float]:
     """A metric by step, from rows of a kind; empty if the rows cannot be read."""
     found: dict[int, float] = {}
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         for line in read_rows(run_dir / "metrics.jsonl"):
-            if line.row["kind"] == kind and line.row.get(name) is not None:
-                found[line.row["step"]] = line.row[name]
+            value = line.row.get(name)
+            if line.row["kind"] == kind and value is not None and math.isfinite(value):
+                found[int(line.row["step"])] = value
     return found
 
 

@@ -202,10 +202,10 @@ def read_finished(path: Path) -> Mapping[str, Rollout]:
         for line in read_rows(path):
             try:
                 rollout = rollout_from_json(line.row)
-            except (KeyError, TypeError, ValueError) as error:
+                if not rollout.status.is_failure:
+                    finished[rollout.rollout_id] = rollout
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise ValueError(f"{line.where}: not a rollout ({error!r})") from error
-            if not rollout.status.is_failure:
-                finished[rollout.rollout_id] = rollout
     except (OSError, ValueError) as error:
         raise OutputError(f"{path}: {error}; repair or remove the line") from error
     return finished

@@ -197,7 +197,7 @@ def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
     """Read a rollout that `rollout_to_json` wrote. Its turns lack the fields that are not written.
 
     Raises:
-        KeyError, TypeError, ValueError: the object is not a rollout.
+        KeyError, TypeError, ValueError, OverflowError: the object is not a rollout.
     """
     name = row["rollout_id"]
     return Rollout(
@@ -206,7 +206,7 @@ def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
         problem_id=row["problem_id"],
         turns=tuple(_turn_from_json(f"{name}/t{n}", turn) for n, turn in enumerate(row["turns"])),
         status=RolloutStatus(row["status"]),
-        reward=row["reward"],
+        reward=None if row["reward"] is None else float(row["reward"]),
         cause=row["cause"],
         messages=tuple(row["messages"]),
         metrics=row["metrics"],

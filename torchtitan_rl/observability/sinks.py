@@ -115,10 +115,10 @@ def read_rows(path: Path) -> Iterator[Line]:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a line is not JSON, or not an object; the message says which.
+        ValueError: a line is not JSON, not an object, or has no step; the message says which.
     """
     resumed = [
-        (number, parse_object(where, line)["step"])
+        (number, _step(where, parse_object(where, line)))
         for number, (where, line) in enumerate(_lines(path))
         if line.startswith(_RESUMED_START)
     ]
@@ -129,8 +129,15 @@ def read_rows(path: Path) -> Iterator[Line]:
             life += 1
             continue
         row = parse_object(where, line)
-        if life == len(limits) or row["step"] <= limits[life]:
+        if life == len(limits) or _step(where, row) <= limits[life]:
             yield Line(where, line, row, life)
+
+
+def _step(where: str, row: Row) -> int:
+    step = row.get("step")
+    if not isinstance(step, int):
+        raise ValueError(f"{where}: step = {step!r} is not an integer")
+    return step
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -30,7 +31,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.files import append_line, replace_file, replacing, whole_lines
+import msgspec
+
+from torchtitan_rl.files import append_line, parse_object, replace_file, replacing, whole_lines
 
 logger = logging.getLogger(__name__)
 
@@ -234,9 +237,9 @@ def write_clocks(trace_dir: Path, clocks: Mapping[str, ClockOffset]) -> None:
 def read_clocks(trace_dir: Path) -> dict[str, ClockOffset]:
     """Read the offsets that `write_clocks` wrote; empty if the file cannot be read."""
     try:
-        found = json.loads((trace_dir / CLOCKS).read_text())
-        return {host: ClockOffset(**offset) for host, offset in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        content = (trace_dir / CLOCKS).read_bytes()
+        return msgspec.json.decode(content, type=dict[str, ClockOffset])
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
@@ -272,10 +275,11 @@ def _line(event: dict[str, Any]) -> str:
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     for line in whole_lines(path):
         try:
-            event = json.loads(line)
-        except ValueError:
+            event = parse_object(path.name, line)
+            has_time = math.isfinite(event.get("ts", 0.0))
+        except (ValueError, TypeError, OverflowError):
             continue
-        if isinstance(event, dict):
+        if has_time and isinstance(event.get("args", {}), dict):
             yield event
 
 

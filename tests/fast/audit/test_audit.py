@@ -345,6 +345,7 @@ def a_turn_of_a_finished_group(run_dir: Path) -> None:
         (completion(logprobs=[0.5]), "1 logprobs"),
         (a_turn_of_a_finished_group, "holds its group as finished"),
         (journal(version=9), "tokens of a version after 3"),
+        (metrics(2, buffer__batched=10**400), "too large"),
         (lambda run_dir: (run_dir / JOURNAL).write_bytes(b"0 {}\n1\n"), "not a database"),
     ],
 )

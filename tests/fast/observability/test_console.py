@@ -13,6 +13,7 @@ from torchtitan_rl.observability.console import (
     Console,
     EvaluationState,
     ProgressState,
+    usual_step_s,
 )
 from torchtitan_rl.observability.engine import Overlap
 from torchtitan_rl.orchestration.records import BufferStates
@@ -111,6 +112,21 @@ def test_a_line_that_a_full_disk_refuses_does_not_end_the_run() -> None:
     Console("plain", total=3, stream=full).say("step 1")
     with pytest.raises(OSError, match="No space left"):
         full.close()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"kind":"step","step":2,"time/step_s":"x"}',
+        '{"kind":"step","step":2,"time/step_s":NaN}',
+        '{"kind":"step","step":null,"time/step_s":2}',
+        '{"kind":"resumed"}',
+        200_000 * "[",
+    ],
+)
+def test_damaged_rows_have_no_usual_time(tmp_path: Path, row: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{row}\n")
+    assert usual_step_s(tmp_path) is None
 
 
 def test_an_evaluation_estimates_from_new_rollouts_and_prints_each_tenth() -> None:

@@ -150,6 +150,16 @@ def test_a_killed_evaluation_finds_its_finished_rollouts_again(tmp_path: Path) -
         good.rollout_id: good.reward,
         "bad": 0.25,
     }
-    path.write_text('{"step": 1}\n')
-    with pytest.raises(OutputError, match="line 1: not a rollout"):
+    whole = json.loads(path.read_text().splitlines()[-1])
+    for damaged in (
+        {"step": 1},
+        whole | {"rollout_id": []},
+        whole | {"reward": "x"},
+        whole | {"reward": 10**400},
+    ):
+        path.write_text(json.dumps(damaged) + "\n")
+        with pytest.raises(OutputError, match="line 1: not a rollout"):
+            read_finished(path)
+    path.write_text(200_000 * "[" + "\n")
+    with pytest.raises(OutputError, match="line 1: not JSON"):
         read_finished(path)

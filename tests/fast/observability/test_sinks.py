@@ -66,6 +66,21 @@ def test_rows_of_steps_that_are_taken_again_do_not_count_and_lives_are_told_apar
     assert [line.life for line in read_rows(tmp_path / "m.jsonl")] == [0, 0, 3]
 
 
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"kind":"resumed"}'], "line 1: step = None is not an integer"),
+        (['{"step":null}', '{"kind":"resumed","step":1}'], "line 1: step = None is not an"),
+        (['{"step":1}', '{"kind":"resumed","step":"1"}'], "line 2: step = '1' is not an"),
+        ([200_000 * "["], "line 1: not JSON"),
+    ],
+)
+def test_a_damaged_row_is_named(tmp_path: Path, lines: list[str], message: str) -> None:
+    (tmp_path / "m.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(ValueError, match=message):
+        rows(tmp_path)
+
+
 class Killed(BaseException):
     """The process ends here."""
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.fast.test_files import files_of_at_most
 from torchtitan_rl.observability.trace import (
+    CLOCKS,
     KEPT_FILES,
     ClockOffset,
     Tracer,
@@ -51,6 +52,27 @@ def test_a_killed_process_costs_its_unfinished_line_only(tmp_path: Path) -> None
     (file,) = (tmp_path / "traces").iterdir()
     file.write_text(file.read_text() + '{"name":"pub')
     assert list(spans(merged_events(tmp_path / "traces"))) == ["train"]
+
+
+@pytest.mark.parametrize(
+    "line", [200_000 * "[", '{"ts":"1"}', '{"ts":null}', '{"name":"process_labels","args":[]}']
+)
+def test_a_damaged_line_costs_its_event_only(tmp_path: Path, line: str) -> None:
+    tracer = Tracer(tmp_path / "traces", "trainer")
+    with tracer.span("train"):
+        pass
+    (file,) = (tmp_path / "traces").iterdir()
+    file.write_text(f"{line}\n{file.read_text()}")
+    events = merged_events(tmp_path / "traces")
+    assert [event["name"] for event in events] == ["process_name", "thread_name", "train"]
+
+
+@pytest.mark.parametrize(
+    "content", [200_000 * "[", '{"h":{"ahead_ns":null,"error_ns":1}}', "[]", b"\xff"]
+)
+def test_damaged_offsets_of_clocks_are_none(tmp_path: Path, content: str | bytes) -> None:
+    (tmp_path / CLOCKS).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert read_clocks(tmp_path) == {}
 
 
 def test_a_long_run_keeps_the_newest_spans_of_a_process_and_names_of_its_tracks(
