@@ -29,7 +29,7 @@ from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
 from torchtitan_rl.commands.replicas import Generation, run_endpoint
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
-from torchtitan_rl.config.machine import host_name
+from torchtitan_rl.config.machine import count, host_name
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.plan import replica_name
 from torchtitan_rl.config.prepare import PreparedRun, claim_run
@@ -37,6 +37,7 @@ from torchtitan_rl.config.resume import MANIFEST, write_manifest
 from torchtitan_rl.config.room import start_errors, unused_options
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import (
+    CheckpointError,
     ConfigError,
     OutputError,
     ReplicaError,
@@ -184,9 +185,22 @@ async def _run(run: _Run, signals: StopSignals) -> int:
     if recorder is not None:
         noted = _note_files(run)
         exit_code = exit_code or noted
-        for line in recorder.summarize(ending, resume_command=run.resume_command):
+        checkpoint = _last_checkpoint(run)
+        command = run.resume_command
+        for line in recorder.summarize(ending, resume_command=command, checkpoint=checkpoint):
             print(line)
     return exit_code
+
+
+def _last_checkpoint(run: _Run) -> str:
+    """Say from which checkpoint the run could be resumed."""
+    try:
+        steps = run.checkpoints.steps()
+    except CheckpointError as error:
+        return str(error)
+    if not steps:
+        return "no checkpoint was written: a resumed run starts at step 1 again"
+    return f"the last checkpoint is of step {steps[-1]}"
 
 
 def _note_files(run: _Run) -> int:
@@ -205,6 +219,10 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
     recorder.say(f"{config.name}: {steps}, {prepared.plan.summary()}; outputs in {config.run_dir}")
     for line in (*prepared.notes, *found.passed_over):
         recorder.say(line)
+    if config.checkpoint.resume:
+        recorder.say(f"start: {prepared.describe_start(found.step)}")
+    replicas = count(len(prepared.plan.replicas), "replica")
+    recorder.say(f"starting {replicas} and the trainer; logs in {config.log_dir}")
     tokenizer = await asyncio.to_thread(load_tokenizer, prepared.policy_dir)
     recorder.decode_by(tokenizer.decode)
     losses = FailureHandling(prepared, run.hosts, recorder)

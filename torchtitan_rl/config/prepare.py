@@ -104,7 +104,7 @@ class PreparedRun:
             f"training: {self._describe_training()}",
             f"weights: at most {config.num_published_versions} versions published at a time",
             f"evaluation: {self._describe_evaluation()}",
-            f"start: {self._describe_start()}",
+            f"start: {self.describe_start(self._checkpoint_step)}",
             *self.notes,
         ]
         return "\n".join(line for line in lines if line)
@@ -151,11 +151,22 @@ class PreparedRun:
         rollouts = count(evaluation.samples_per_problem, "rollout")
         return f"{problems}, {rollouts} each, before the first step{every} and after the last"
 
-    def _describe_start(self) -> str:
+    def describe_start(self, step: int | None) -> str:
+        """Describe where the run starts. ``step`` is that of the checkpoint from which it
+        continues; None: there is none."""
+        run_dir = self.config.run_dir
+        if step is not None:
+            return f"continues from the checkpoint of step {step} in {run_dir}"
         if self.resume_point is not None:
-            return f"resumes what {self.config.run_dir} holds, after step {self.resume_point.step}"
-        resume = self.config.checkpoint.resume
-        return "step 1" + (f"; {self.config.run_dir} holds nothing to resume" if resume else "")
+            return f"step 1 again; {run_dir} has no checkpoint yet"
+        return "step 1" + (
+            f"; {run_dir} holds nothing to resume" if self.config.checkpoint.resume else ""
+        )
+
+    @property
+    def _checkpoint_step(self) -> int | None:
+        point = self.resume_point
+        return None if point is None or point.checkpoint is None else point.step
 
 
 AskHosts = Callable[[Path], tuple[HostFacts, ...]]

@@ -376,7 +376,8 @@ def compare_with_saved(
     if not before:
         notes.append(f"{run_dir} does not say what the run was: its configuration is not compared")
     if changes := resume_changes(before, identity):
-        notes.append(f"changed since the checkpoint: {', '.join(changes)}")
+        since = "the checkpoint" if saved.checkpoint else "the run's last start"
+        notes.append(f"changed since {since}: {', '.join(changes)}")
     if is_complete(saved, config):
         notes.append(
             f"{run_dir} is complete: all {saved.step} steps are done; give more by --num-steps"

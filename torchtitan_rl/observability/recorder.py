@@ -136,9 +136,10 @@ class RunRecorder:
         """Add metrics of the weights that hosts fetched since the last step to each step's row."""
         self._take_fetches = take_fetches
 
-    def summarize(self, ending: str, *, resume_command: str) -> list[str]:
+    def summarize(self, ending: str, *, resume_command: str, checkpoint: str) -> list[str]:
         """Describe how the run went, and what to do next, after all processes have ended.
-        ``ending`` is the reason why the run ended before its last step, or empty."""
+        ``ending`` is the reason why the run ended before its last step, or empty. ``checkpoint``
+        says where a resumed run would continue; it is shown with a reason."""
         trace = self._merge_traces()
         state, run_dir, policy = self._state, self._run_dir, self._run_dir / "policy"
         own_steps = f"{count(state.step - state.first_step, 'step')} in "
@@ -151,7 +152,7 @@ class RunRecorder:
             commands = [serve] if policy.exists() else []
         else:
             where = f"after step {state.step}" if state.step else "before the end of step 1"
-            headline = f"{ending} {where} of {state.num_steps}; {own_steps}"
+            headline = f"{ending} {where} of {state.num_steps}; {own_steps}\n{checkpoint}"
             commands = [resume_command]
         outputs = {"policy": policy, "rollouts": run_dir / "rollouts.jsonl"}
         return describe_run(

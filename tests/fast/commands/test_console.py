@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,6 +54,9 @@ class Train:
             assert time.monotonic() < deadline, self.lines()
             time.sleep(0.02)
 
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+
     def ctrl_c(self) -> None:
         os.killpg(self._process.pid, signal.SIGINT)
 
@@ -70,6 +74,7 @@ def test_a_run_says_what_runs_where_and_how_it_went_alone(
     assert first == (
         f"[0:00] run: steps 1 to 2, 2 replicas on cpu, trainer on cpu; outputs in {folder}"
     )
+    assert lines[0].endswith(f"] starting 2 replicas and the trainer; logs in {folder / 'logs'}")
     start = next(number for number, line in enumerate(lines) if line.startswith("done: "))
     assert all(line.startswith("[") for line in lines[:start])
     done, evaluation, times, *others = lines[start:]
@@ -155,6 +160,30 @@ def test_ctrl_c_ends_a_run_at_any_moment_without_a_traceback(
     assert run.wait() == 128 + signal.SIGINT, run.lines()
     lines = run.lines()
     assert not any("Traceback" in line for line in lines)
-    assert any(line.startswith("stopped by SIGINT ") for line in lines), lines
+    (stopped,) = [at for at, line in enumerate(lines) if line.startswith("stopped by SIGINT ")]
+    steps = sorted(int(one.name[-6:]) for one in run.run_dir.glob("checkpoints/step-??????"))
+    if steps:
+        assert lines[stopped + 1] == f"the last checkpoint is of step {steps[-1]}"
+    else:
+        assert lines[stopped + 1].startswith("no checkpoint was written: ")
     resume = shlex.join(["torchtitan-rl", "train", *run.options, "--checkpoint.resume"])
     assert f"next: {resume}" in lines
+
+
+def test_a_resumed_run_says_at_once_where_it_starts(tmp_path: Path) -> None:
+    run = Train(tmp_path, "--num-steps", "50")
+    run.wait_for("steps 1 to 50")
+    run.kill()
+    run.wait()
+    shutil.rmtree(run.run_dir / "checkpoints", ignore_errors=True)
+    run = Train(tmp_path, "--num-steps", "2", "--checkpoint.resume")
+    assert run.wait() == 0, run.lines()
+    assert [line.partition("] ")[2] for line in run.lines()[:3]] == [
+        f"run: steps 1 to 2, 2 replicas on cpu, trainer on cpu; outputs in {run.run_dir}",
+        "changed since the run's last start: num_steps: 50 -> 2",
+        f"start: step 1 again; {run.run_dir} has no checkpoint yet",
+    ]
+    run = Train(tmp_path, "--num-steps", "3", "--checkpoint.resume")
+    assert run.wait() == 0, run.lines()
+    start = f"start: continues from the checkpoint of step 2 in {run.run_dir}"
+    assert run.lines()[2].endswith(start), run.lines()

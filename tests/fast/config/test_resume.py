@@ -203,7 +203,10 @@ def resumed(config: RunConfig, **changes: Any) -> PreparedRun:
 def test_a_run_killed_before_its_first_checkpoint_is_compared_too(tmp_path: Path) -> None:
     config = started(tmp_path)
     assert resumed(config).notes == ()
-    assert "start: resumes what" in resumed(config).describe()
+    assert "start: step 1 again; " in resumed(config).describe()
+    assert resumed(config, num_steps=20).notes == (
+        "changed since the run's last start: num_steps: 10 -> 20",
+    )
     with pytest.raises(ConfigError) as refused:
         resumed(config, seed=5, rollout__group_size=4)
     assert [one.split(":")[0] for one in refused.value.errors] == [

@@ -80,7 +80,11 @@ def record_run(
             for act in acts:
                 await asyncio.sleep(0.001)
                 act(recorder)
-        print("\n".join(recorder.summarize(ending, resume_command="resume")))
+        print(
+            "\n".join(
+                recorder.summarize(ending, resume_command="resume", checkpoint="no checkpoint")
+            )
+        )
 
     asyncio.run(run())
     lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
@@ -161,6 +165,7 @@ def test_a_resumed_runs_last_line_counts_its_own_steps(
         record_run(config, *acts, resume_step=resume_step, ending=ending)
         lines = capsys.readouterr().out.splitlines()
         line = next(line for line in lines if line.startswith(ending or "done"))
+        assert ("no checkpoint" in lines) == bool(ending)
         return re.sub(r"\d+:\d\d", "TIME", line)
 
     assert headline("", None, record_one) == "done: 8 steps in TIME"
