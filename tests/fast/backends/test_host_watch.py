@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.backends.monarch import hosts as hosts_module
-from torchtitan_rl.backends.monarch.host_agent import describe_host
+from torchtitan_rl.backends.monarch.host_agent import HostAnswer, describe_host
 from torchtitan_rl.backends.monarch.host_watch import HostWatch
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError, _Wanted
 from torchtitan_rl.errors import ConfigError, HostsBusyError
@@ -153,3 +155,43 @@ def test_a_worker_that_has_not_yet_ended_this_run_is_not_taken_for_one_of_anothe
         said[second] = hosts.attempt()
     assert not any(said[second] for second in range(int(CONTROLLER_LOST_S)))
     assert "it serves another run" in said.values()
+
+
+def test_a_worker_claimed_by_a_failed_attempt_is_not_taken_for_one_of_another_run(
+    hosts: Attempts, clock: list[float]
+) -> None:
+    clock[0] += 1000.0
+    assert "was not attached" in hosts.attempt()
+    hosts.error = HostsBusyError("it serves another run")
+    clock[0] += 20.0
+    assert hosts.attempt() == ""
+    clock[0] += CONTROLLER_LOST_S + 10.0
+    assert hosts.attempt() == "it serves another run"
+
+
+def test_a_host_whose_policy_cannot_be_read_is_tried_again(
+    hosts: Attempts, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    async def contact(name: str) -> Any:
+        return SimpleNamespace(initialized=asyncio.sleep(0))
+
+    async def answer(checkpoint: str) -> HostAnswer:
+        here = describe_host("local", "")
+        return replace(here, policy="", policy_error="/mnt/policy: no such folder")
+
+    async def end_run() -> bool:
+        ended.append(True)
+        return True
+
+    agent = SimpleNamespace(
+        answer=SimpleNamespace(call_one=answer), end_run=SimpleNamespace(call_one=end_run)
+    )
+    monkeypatch.setattr(hosts_module, "_contact_again", contact)
+    monkeypatch.setattr(hosts_module, "_spawn_agent", lambda mesh, name: agent)
+    monkeypatch.setattr(Attempts, "_attached", Hosts._attached)
+    clock[0] += 1000.0
+    expected = "was not attached (/mnt/policy: no such folder); it is tried again in 10 s"
+    assert hosts.attempt() == expected
+    assert ended == [True]

@@ -86,7 +86,7 @@ class HostAgent(Actor):
     async def read_new(
         self, folder: Path, patterns: Sequence[str], offsets: dict[str, int], sign: str
     ) -> list[FilePiece]:
-        """See `trace.read_new`. Returns nothing from the controller's own folder (see
+        """See `files.read_new`. Returns nothing from the controller's own folder (see
         `files_there`), because the copies would overwrite the originals."""
         if (folder / sign).exists():
             return []
@@ -107,7 +107,7 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def cannot_write(self, folder: Path) -> str:
-        """See `checks.paths.cannot_write`."""
+        """See `config.run.cannot_write`."""
         return await asyncio.to_thread(cannot_write, folder)
 
     @concurrent_endpoint

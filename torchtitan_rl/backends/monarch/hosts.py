@@ -121,7 +121,7 @@ class _Wanted:
 class _Lost:
     """Decides when to try to attach a lost host."""
 
-    away_s: float  # when it was lost, or last could not be reached
+    away_s: float  # when it was lost, last could not be reached, or an attempt failed
     due_s: float  # time of the next attempt
     num_failures: int = 0  # consecutive ones
 
@@ -217,6 +217,7 @@ class Hosts:
             lost.pause()
             raise
         except _ATTACH_ERRORS as error:
+            lost.away_s = time.monotonic()  # the failed attempt may have claimed the worker
             cause = shorten(str(error), _MAX_CAUSE) or "no answer"
             raise NotAttachedError(
                 f"was not attached ({cause}); it is tried again in {lost.pause():.0f} s"
@@ -231,7 +232,10 @@ class Hosts:
             await mesh.initialized
             agent = _spawn_agent(mesh, name)
             answer = await agent.answer.call_one(wanted.checkpoint)
-        if why := refusal(wanted.here, {name: answer}):
+        why: Exception | None = refusal(wanted.here, {name: answer})
+        if answer.policy_error and not answer.is_busy:
+            why = OSError(answer.policy_error)  # perhaps its storage is not mounted yet
+        if why:
             with suppress(*_ATTACH_ERRORS):
                 await asyncio.wait_for(agent.end_run.call_one(), _AGENT_TIMEOUT_S)
             raise why
