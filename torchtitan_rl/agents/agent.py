@@ -155,7 +155,7 @@ def _last_line_result(output: str) -> AgentResult:
     lines = output.strip().splitlines()
     try:
         last = json.loads(lines[-1]) if lines else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return AgentResult()
     if isinstance(last, Mapping) and "reward" in last:
         return AgentResult(reward=last["reward"], metrics=last.get("metrics", {}))

@@ -7,7 +7,6 @@ are violations; 2 there is no such run, or it cannot be read.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from torchtitan_rl.audit.rules import (
 from torchtitan_rl.config.resume import FIXES, MANIFEST, compare_with_manifest
 from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.files import parse_object
 from torchtitan_rl.launch.lease import lock_errors
 from torchtitan_rl.observability.rollouts import LOGGED, logged_metrics
 from torchtitan_rl.observability.sinks import Line, Row, read_rows
@@ -92,8 +92,8 @@ def _identity(run_dir: Path, saved: _SavedRuns) -> Mapping[str, Any]:
     newer than the checkpoint.
     """
     with suppress(FileNotFoundError, ValueError):
-        loaded = json.loads((run_dir / IDENTITY_FILE).read_text())
-        if isinstance(loaded, dict) and loaded:
+        loaded = parse_object(IDENTITY_FILE, (run_dir / IDENTITY_FILE).read_bytes())
+        if loaded:
             return loaded
     return saved[max(saved)].position.identity if saved else {}
 

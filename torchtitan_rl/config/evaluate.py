@@ -43,7 +43,7 @@ from torchtitan_rl.config.run import (
     has_hosts,
 )
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.files import replace_file
+from torchtitan_rl.files import parse_object, replace_file
 from torchtitan_rl.orchestration.config import MAY_BE_GREEDY
 from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.serving.config import Keys
@@ -309,7 +309,7 @@ def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the identities that `write_identity` wrote; empty if there is no file."""
     saved: dict[str, dict[str, Any]] = {"fields": {}, "models": {}, "problems": {}}
     with suppress(OSError, ValueError):
-        saved |= json.loads((folder / SETTINGS_FILE).read_text())
+        saved |= parse_object(SETTINGS_FILE, (folder / SETTINGS_FILE).read_bytes())
     return saved
 
 
@@ -418,10 +418,10 @@ def _require_policy(run_dir: Path, policy_dir: Path) -> None:
     """Require that a run began with this policy: its checkpoints have only weights, so their
     configuration and tokenizer come from the policy."""
     try:
-        expected = json.loads((run_dir / IDENTITY_FILE).read_text()).get(POLICY)
-    except (OSError, ValueError, AttributeError):
+        identity = parse_object(IDENTITY_FILE, (run_dir / IDENTITY_FILE).read_bytes())
+    except (OSError, ValueError):
         return
-    if expected not in (None, policy_fingerprint(policy_dir)):
+    if identity.get(POLICY) not in (None, policy_fingerprint(policy_dir)):
         raise ConfigError(
             f"policy.checkpoint is {policy_dir}: {run_dir} began with another model; give the "
             "configuration of that run, or its policy by --policy.checkpoint"

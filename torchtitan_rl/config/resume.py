@@ -33,7 +33,7 @@ import xxhash
 
 from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE, RunConfig
 from torchtitan_rl.errors import CheckpointError
-from torchtitan_rl.files import replace_file
+from torchtitan_rl.files import parse_object, replace_file
 from torchtitan_rl.launch.lease import lock_errors
 from torchtitan_rl.orchestration.checkpointing import read_position
 from torchtitan_rl.training.checkpoint_files import (
@@ -299,7 +299,7 @@ def compare_with_manifest(folder: Path) -> tuple[int, list[str]]:
         OSError: a file cannot be read.
     """
     try:
-        document = json.loads((folder / MANIFEST).read_bytes())
+        document = parse_object(MANIFEST, (folder / MANIFEST).read_bytes())
         files: dict[str, Any] = document["files"]
         if document["crc32"] != _checksum(files):
             raise ValueError("wrong checksum")
@@ -445,7 +445,6 @@ def is_complete(saved: ResumePoint, config: RunConfig) -> bool:
 
 def _read_identity(path: Path) -> dict[str, Any] | None:
     try:
-        identity = json.loads(path.read_text())
+        return parse_object(path.name, path.read_bytes())
     except (OSError, ValueError):
         return None
-    return identity if isinstance(identity, dict) else None

@@ -112,7 +112,7 @@ def _json_lines(path: str) -> Rows:
         place = f"{path}, line {index + 1}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if os.pread(file.fileno(), _SCAN_BYTES, 0).lstrip().startswith(b"["):
                 raise DataError(f"{path} is a JSON array: {_ONE_A_LINE}") from error
             raise DataError(f"{place}: not JSON ({error})") from error

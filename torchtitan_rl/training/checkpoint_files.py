@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.errors import CheckpointError
-from torchtitan_rl.files import sync_directory, write_file
+from torchtitan_rl.files import parse_object, sync_directory, write_file
 
 MARKER = "trainer.json"
 TEMPORARY_SUFFIX = ".writing"
@@ -225,7 +225,7 @@ def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
         except _MISSING as error:
             raise CheckpointError(f"checkpoint {folder} is not complete: no {MARKER}") from error
     try:
-        document: dict[str, Any] = json.loads(content)
+        document = parse_object(MARKER, content)
         if not _is_intact(content):
             raise CheckpointError(f"checkpoint {folder} is damaged: {MARKER} has another checksum")
         del document[_CHECKSUM]

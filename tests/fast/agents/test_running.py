@@ -87,7 +87,7 @@ def test_a_command_inherits_no_keys_of_the_endpoint(monkeypatch):
     assert run_command(python(code)).reward == 0
 
 
-@pytest.mark.parametrize("output", ["", "done", "true", "[1]", '{"score": 1}', "1\nno"])
+@pytest.mark.parametrize("output", ["", "done", "true", "[1]", '{"score": 1}', "1\nno", 9999 * "["])
 def test_a_command_whose_last_line_is_no_reward_returned_none(output):
     assert run_command(python(f"print({output!r})")) == AgentResult()
 

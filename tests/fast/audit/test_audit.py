@@ -474,6 +474,7 @@ def without_a_token(found: list[bytes]) -> list[bytes]:
 
 
 TAMPERINGS: dict[str, Callable[[Path], None]] = {
+    "nested": lambda path: path.write_text(200_000 * "["),
     "removed": Path.unlink,
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-2]) and None,
     "a bit": flip,

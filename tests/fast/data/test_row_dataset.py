@@ -119,7 +119,11 @@ def test_a_row_group_is_decoded_once_in_an_epoch(
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", "line 2: not JSON"), ("1", "line 2 is not a JSON object: write one")],
+    [
+        ("{", "line 2: not JSON"),
+        (200_000 * '{"a":', "line 2: not JSON"),
+        ("1", "line 2 is not a JSON object: write one"),
+    ],
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "rows.jsonl"

@@ -73,6 +73,7 @@ def flip(path: Path) -> None:
         (cut, "attachments/groups", "groups has 7 of 8 bytes"),
         (Path.unlink, MARKER, f"no {MARKER}"),
         (lambda path: path.write_bytes(path.read_bytes()[:20]), MARKER, "not a valid marker"),
+        (lambda path: path.write_text(200_000 * "["), MARKER, "not a valid marker"),
         (lambda path: path.write_text("{}"), MARKER, "another checksum"),
         (flip, "data", "data has another checksum"),
         (flip, "attachments/groups", "groups has another checksum"),
