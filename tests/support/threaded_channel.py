@@ -30,6 +30,10 @@ class ThreadedChannel:
     def barrier(self) -> None:
         self._meeting.wait()
 
+    def break_up(self) -> None:
+        """Make all barriers fail, as the death of a rank does."""
+        self._meeting.abort()
+
 
 def make_threaded_channels(world_size: int) -> list[ThreadedChannel]:
     mailboxes: list[queue.SimpleQueue[bytes]] = [queue.SimpleQueue() for _ in range(world_size)]

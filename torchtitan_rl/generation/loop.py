@@ -309,6 +309,7 @@ class EngineLoop:
             what = f"{self._config.name}: version {decision.version}"
             with self._work("reset prefix cache"):
                 recomputed = decision.kv_policy.apply(self._engine, running=running, what=what)
+        self._channel.barrier()  # another rank's failed swap fails here, and blames no request
         if not self._is_leader:
             return
         with self._lock:

@@ -8,9 +8,7 @@ import pytest
 
 from tests.support.scripted_engine import WAIT_S, ScriptedEngine, SteppedEngine, request
 from tests.support.threaded_channel import make_threaded_channels
-from torchtitan_rl.errors import (
-    LoopFailedError,
-)
+from torchtitan_rl.errors import LoopFailedError, WeightSyncError
 from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 
@@ -86,6 +84,9 @@ def test_what_decodes_waits_for_no_further_decision_behind_a_pull() -> None:
             journal.append("broadcast")
             return data
 
+        def barrier(self) -> None:
+            pass
+
     engine = Recording()
     loop = EngineLoop(
         engine, Channel(), is_leader=True, config=LoopConfig(max_steps_per_decision=1)
@@ -126,6 +127,39 @@ def test_an_idle_leader_of_several_ranks_sends_empty_decisions() -> None:
         assert sent.acquire(timeout=WAIT_S)
     loops[0].close(WAIT_S)
     assert loops[1].join(WAIT_S)
+
+
+def test_a_swap_that_fails_on_another_rank_is_no_request_s_fault() -> None:
+    channels = make_threaded_channels(2)
+
+    class Leader(SteppedEngine):
+        has_swapped = False
+
+        def swap_weights(self, version: int) -> None:
+            super().swap_weights(version)
+            self.has_swapped = True
+
+        def step(self) -> list:
+            if self.has_swapped:
+                raise ConnectionError("another rank is gone")  # in a collective of the model
+            return super().step()
+
+    leader_engine, follower_engine = Leader(), SteppedEngine(fail_at_pull=1)
+    leader = EngineLoop(leader_engine, channels[0], is_leader=True)
+    follower = EngineLoop(
+        follower_engine, channels[1], is_leader=False, on_end=lambda failure: channels[1].break_up()
+    )
+    leader.start()
+    follower.start()
+    future = leader.submit(request("a", 50))
+    leader_engine.allow(1)
+    leader.execute(Pull(1))
+    for engine in (leader_engine, follower_engine):
+        engine.permits.release(1000)
+    with pytest.raises(LoopFailedError) as caught:
+        future.result(WAIT_S)
+    assert type(caught.value) is LoopFailedError
+    assert isinstance(follower.failure.__cause__, WeightSyncError)
 
 
 def test_trap_14_a_failed_broadcast_fails_everything() -> None:
