@@ -1,19 +1,19 @@
-"""Seconds per optimizer step, synchronous against asynchronous, on the same two cores.
+"""Compares the seconds per step of synchronous and asynchronous training on the same two cores.
 
     python -m benchmarks.async_training [--steps 24] [--output-dir DIR] [--json FILE]
 
 The *split* arms pin one replica to one core and the trainer to the other, at staleness 0, 1, 2, 4.
-Their ideal is the longer of the two phases, as the split arm at staleness 0 measures them. The
-*both* arms pin nothing (two replicas, two trainer threads): what a user of two cores would run,
-synchronously and at staleness 1. All arms run the same job from the same seed, alternating, twice.
-Figures are medians over the steps of each run, without the first two and without the last ones,
-during which nothing is generated any more.
+The ideal time of a step is the longer one of its two phases, generation and training, as the split
+arm at staleness 0 measures them. The *both* arms pin nothing (two replicas, two trainer threads). A
+user of two cores would run these, synchronously or at staleness 1. All arms run the same job from
+the same seed, alternating, twice. Figures are medians over the steps of each run, without the first
+two steps and the last ones, during which nothing is generated any more.
 
-What an arm takes longer than the ideal is either *waiting* (both parts, trainer and replica, had
+The time of an arm beyond the ideal is either *waiting* (both parts, trainer and replica, had
 nothing to do) or *slower work* (the busier part was busy for longer than in the synchronous arm).
-The CPU seconds of each process say why: the controller has no core of its own, and stays off the
-trainer's. Where the replica and the controller together need longer than the ideal, they are the
-limit of this split.
+The CPU seconds of each process show the reason. The controller has no core of its own, and does not
+run on the trainer's core. If the replica and the controller together need longer than the ideal
+time, they are the limit of this split.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def arms() -> list[Arm]:
 
 
 def steady(runs: list[FinishedRun], name: str) -> list[float]:
-    """A metric of each measured step. Nothing is generated during the last S + 1 steps."""
+    """The metric ``name`` of each measured step. The last steps are left out, because nothing is
+    generated during the last S + 1 steps."""
     values = []
     for run in runs:
         column = run.column(name, first_step=FIRST_STEP)
@@ -88,7 +89,7 @@ def main() -> None:
 
 
 def cpu_seconds(runs: list[FinishedRun]) -> dict[str, float]:
-    """Of each process in one measured step: medians over the runs."""
+    """The CPU seconds of each process in one measured step: medians over the runs."""
     found = []
     for run in runs:
         steps = len(run.column("time/step_s"))
@@ -98,7 +99,7 @@ def cpu_seconds(runs: list[FinishedRun]) -> dict[str, float]:
 
 
 def lost_seconds(runs: list[FinishedRun], *, ideal_s: float) -> dict[str, float]:
-    """Seconds of a step beyond the ideal, by cause; see the module."""
+    """The seconds of a step beyond the ideal time, by cause (see the module)."""
     names = ("time/step_s", "overlap/trainer_idle_share", "overlap/generator_idle_share")
     steps = list(zip(*(steady(runs, name) for name in names), strict=True))
     waiting_s = median(step_s * min(idle) for step_s, *idle in steps)

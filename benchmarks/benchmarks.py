@@ -1,5 +1,6 @@
-"""Makes ``python benchmarks/NAME.py`` the same as ``python -m benchmarks.NAME``: Python looks for
-the package in the script's folder, finds this module, and gets the repository instead."""
+"""Makes ``python benchmarks/NAME.py`` work like ``python -m benchmarks.NAME``. Python looks for the
+package ``benchmarks`` in the script's folder, and finds this module. It replaces the script's
+folder in the import path by the repository, and acts as the package itself."""
 
 import sys
 from pathlib import Path

@@ -3,8 +3,8 @@
     python -m benchmarks.chat_load  < job.json  > result.json
 
 Requests are encoded before the clock starts. Each concurrent client keeps one connection open, and
-sends its next request when it has its answer. Answers are not parsed: only their first event, their
-end and the number of tokens that the server counted are read.
+sends its next request when it has the answer to the previous one. Answers are not parsed: only
+their first event, their end and the number of tokens that the server counted are read.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ class LoadError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Of one request; seconds since it was sent. ``tokens`` is what the server counted."""
+    """The times of one request, in seconds since the request was sent. ``tokens`` is the number of
+    tokens that the server counted."""
 
-    first_s: float  # the first event of a stream; of a whole answer its head
+    first_s: float  # until the first event of a stream, or the head of a whole answer
     total_s: float
     tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """``cpu_s`` is the load's own."""
+    """The result of a load. ``cpu_s`` is the CPU time of the process that sends the requests."""
 
     seconds: float
     cpu_s: float
@@ -57,7 +58,7 @@ def run_load(
     """Send every body to ``path``, ``concurrency`` at a time.
 
     Raises:
-        LoadError: one of them was not answered with 200.
+        LoadError: a request was not answered with 200.
     """
     requests = [_request(host, port, path, body) for body in bodies]
     return asyncio.run(_run(host, port, requests, concurrency))
@@ -111,7 +112,7 @@ async def _client(
 
 
 async def _read_stream(reader: asyncio.StreamReader, sent: float) -> tuple[bytes, float]:
-    """The end of a chunked body, and when its first event came that had a token."""
+    """Read a chunked body. Returns its last bytes, and the time until its first bytes."""
     tail = await reader.read(_READ_BYTES)
     first_s = time.monotonic() - sent
     while not tail.endswith(b"0\r\n\r\n"):

@@ -1,7 +1,7 @@
-"""CPU seconds that each process of a run spends on one optimizer step: who needs the cores.
+"""CPU seconds that each process of a run spends on one optimizer step.
 
-A run's processes are gone when it ends, so they are read while it runs, whenever a step has been
-written to ``metrics.jsonl``.
+The processes of a run are gone when the run ends. So their times are read while the run continues,
+whenever a step has been written to ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import psutil
 
 
 def per_step(after: Mapping[int, Mapping[str, float]], first: int, last: int) -> dict[str, float]:
-    """Of each process, on average over the steps from ``first`` to ``last``; nothing where their
-    ends were not seen.
+    """The mean CPU seconds of each process in a step, over the steps from ``first`` to ``last``.
+    The result is empty if the times at the beginning and the end of these steps were not read.
 
-    Step 3 and 4 of ``{2: {"trainer": 10.0}, 4: {"trainer": 13.0}}`` took 1.5 s each.
+    In ``{2: {"trainer": 10.0}, 4: {"trainer": 13.0}}`` the steps 3 and 4 took 1.5 s each.
     """
     if first > last or first - 1 not in after or last not in after:
         return {}
@@ -29,14 +29,15 @@ def per_step(after: Mapping[int, Mapping[str, float]], first: int, last: int) ->
 
 
 class CpuSeconds:
-    """Call `look` often while the run of process ``pid`` is under way: it costs little."""
+    """Measures the processes of the run of process ``pid``. Call `look` often during the run; a
+    call costs little."""
 
     def __init__(self, pid: int, metrics: Path) -> None:
         self._root = psutil.Process(pid)
         self._metrics = metrics
         self._num_bytes = 0
         self._processes: list[tuple[str, psutil.Process]] = []
-        self.after: dict[int, Mapping[str, float]] = {}  # each step: seconds so far, by process
+        self.after: dict[int, Mapping[str, float]] = {}  # by step: seconds of each process so far
 
     def look(self) -> None:
         """Read the processes' times if another line has been written."""
@@ -48,7 +49,7 @@ class CpuSeconds:
 
     def _read(self) -> dict[str, float]:
         with contextlib.suppress(psutil.Error):
-            # All are there before the first step; looking for them costs milliseconds.
+            # All processes exist before the first step ends; looking for them costs milliseconds.
             self._processes = self._processes or _processes_of(self._root)
         seconds: defaultdict[str, float] = defaultdict(float)
         for name, process in self._processes:
@@ -59,7 +60,7 @@ class CpuSeconds:
 
 
 def _processes_of(root: psutil.Process) -> list[tuple[str, psutil.Process]]:
-    """Named by the log that each prints to."""
+    """The processes of a run, each with the name of the log file that it prints to."""
     named = [("controller", root)]
     for process in root.children(recursive=True):
         with contextlib.suppress(OSError, psutil.Error):

@@ -3,11 +3,12 @@
     python -m benchmarks.end_to_end [--model DIR] [--groups 16] [--group-size 8]
         [--max-tokens 36] [--max-length 256] [--steps 12] [--repeats 3]
 
-Runs `torchtitan-rl train` and reads its metrics from the second step on: the first one waits for
-caches to fill. A step is everything between the ends of two optimizer steps: rollouts with their
-environments and rewards, training, and the transfer of the new weights. Nothing but the line is
-printed to stdout, so that it can be compared with those of other frameworks on the same machine.
-``--config`` and ``--options`` (further ones of `torchtitan-rl train`) match their settings.
+Runs `torchtitan-rl train` and reads its metrics from the second step on, because caches fill in the
+first step. A step is everything between the ends of two optimizer steps: rollouts with their
+environments and rewards, training, and the transfer of the new weights. Only the JSON line is
+printed to stdout, so that it can be compared with the results of other frameworks on the same
+machine. Use ``--config`` and ``--options`` (further options of `torchtitan-rl train`) to match
+their settings.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def main() -> None:
 
 
 def train_words(options: argparse.Namespace) -> list[str]:
-    """Options of `torchtitan-rl train` other than the configuration; the last of two wins."""
+    """The options of `torchtitan-rl train` other than the configuration. If an option is given
+    twice, the last value counts."""
     length = str(options.max_length)
     words = [
         *("--num-steps", str(options.steps)),
@@ -104,7 +106,8 @@ def column(run: FinishedRun, name: str) -> list[float]:
 
 
 def figures(repeats: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
-    """Medians over the steps of all repeats; tokens per second of all of their time."""
+    """Medians over the steps of all repeats. Tokens per second are computed over the whole time of
+    these steps."""
     seconds, tokens = _all(repeats, "time/step_s"), _all(repeats, _TOKENS)
     return {
         "steps": len(seconds),

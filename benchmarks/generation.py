@@ -1,19 +1,20 @@
-"""Synchronous against continuous batching, and how close to the limit our engine loop is.
+"""Compares synchronous with continuous batching, and our engine loop with the limit.
 
     python -m benchmarks.generation [--rollouts 256] [--turns 3] [--repeats 5] [--policy DIR]
 
-Sides, each in its own processes on the same core (`--cores`), measured alternately:
+The sides are measured alternately. Each has its own processes, all on the same cores (`--cores`):
 
-- one: one blocking call after another (on a sixteenth of the rollouts);
+- one: our engine loop, one blocking call after another (on a sixteenth of the rollouts);
 - rounds: synchronous batching; all turns of a round start together and wait for the slowest;
 - loop: our continuous-batching engine loop;
-- router: the same with `GeneratorRouter` and a Monarch replica, two processes;
-- AsyncLLM: vLLM's, two processes;
-- offline: vLLM's `LLM.generate`, all prompts known in advance, on single-turn workloads only.
+- router: the engine loop in a Monarch replica, called through `GeneratorRouter`; two processes;
+- AsyncLLM: vLLM's `AsyncLLM`; two processes;
+- offline: vLLM's `LLM.generate` with all prompts known in advance; only on single-turn workloads.
 
-All run the same requests with the same engine settings. Environments take an exponentially
+All sides run the same requests with the same engine settings. Environments take an exponentially
 distributed time after each turn (`--delay-s`). The first distribution is also run without these
-delays, with several turns and with one. `step_model.py` computes the bound.
+delays, once with several turns and once with one. `step_model.py` computes the least time that a
+workload can take.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Measurement:
 
     @property
     def outside_share(self) -> float | None:
-        """Of the wall time with requests, the share that was spent neither in the engine's steps
-        nor in giving it requests."""
+        """The share of the time with requests that was spent neither in the engine's steps nor in
+        passing requests to the engine."""
         if not self.result.steps:
             return None
         inside_s = sum(s.seconds + s.adding_s for s in self.result.steps)
@@ -83,7 +84,7 @@ class Measurement:
 
     @property
     def mean_batch(self) -> float | None:
-        """Tokens a step."""
+        """Mean number of tokens in a step."""
         steps = self.result.steps
         return sum(s.tokens for s in steps) / len(steps) if steps else None
 
@@ -116,7 +117,7 @@ def main() -> None:
 
 
 def _workloads(options: argparse.Namespace) -> dict[str, Workload]:
-    """By name, with the environments' delays and without (see the module)."""
+    """The workloads by name, with and without delays of the environments (see the module)."""
     first = options.distributions[0]
     drawn = [(name, options.turns, options.delay_s) for name in options.distributions]
     drawn += [(first, options.turns, 0.0), (first, 1, 0.0)]
@@ -132,8 +133,8 @@ def _workloads(options: argparse.Namespace) -> dict[str, Workload]:
 
 
 def with_room(policy: Path, max_model_len: int) -> Path:
-    """The policy, or a copy of it that says it takes ``max_model_len`` positions: what is sampled
-    does not matter here, and rotary positions have no end."""
+    """The policy, or a copy of it whose configuration allows ``max_model_len`` positions. The
+    content of the answers does not matter here, and rotary embeddings work at any position."""
     config = json.loads((policy / "config.json").read_text())
     if config["max_position_embeddings"] >= max_model_len:
         return policy

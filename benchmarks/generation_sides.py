@@ -31,31 +31,32 @@ MAX_MODEL_LEN = 2304  # three turns of the longest answers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """``max_running``: places in the batch, and rollouts in one of the synchronous batches."""
+    """The settings of all engines. ``max_running``: the maximum number of requests in a batch, and
+    the number of rollouts in a synchronous batch."""
 
     policy: str
     max_running: int = 64
     max_model_len: int = MAX_MODEL_LEN
     kv_cache_bytes: int = 512 << 20
     device: str = "cpu"
-    threads: int = 1  # of the engine's process, on a CPU
+    threads: int = 1  # OpenMP threads of the engine's process, on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
-    """One engine step: what was in it, and how long it took."""
+    """One engine step: its content and its duration."""
 
-    tokens: int  # sampled in it, one for each request in its batch
-    prompt_tokens: int  # of requests that were added before it
-    kv_use: float  # share of the cache in use after it
+    tokens: int  # sampled in this step, one for each request in the batch
+    prompt_tokens: int  # of requests that were added right before this step
+    kv_use: float  # share of the cache in use after this step
     seconds: float
-    adding_s: float  # the engine's time for those requests, before the step
+    adding_s: float  # the engine's time to accept those requests, before this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideResult:
     timing: Timing
-    steps: tuple[StepSample, ...] = ()  # where the side can tell
+    steps: tuple[StepSample, ...] = ()  # empty if the side cannot measure them
 
 
 def build_loop(settings: EngineSettings) -> Callable[[str, Any], Any]:
@@ -82,7 +83,8 @@ def build_loop(settings: EngineSettings) -> Callable[[str, Any], Any]:
 
 
 def build_monarch(settings: EngineSettings, log_dir: str) -> Callable[[str, Any], Any]:
-    """The same through `GeneratorRouter` and one Monarch replica, which is another process."""
+    """Our engine loop in one Monarch replica (another process), called through
+    `GeneratorRouter`."""
     runner = asyncio.Runner()
     router = runner.run(_monarch_router(settings, Path(log_dir)))
 
@@ -131,7 +133,7 @@ def build_async_llm(settings: EngineSettings) -> Callable[[str, Any], Any]:
 
 
 def build_offline(settings: EngineSettings) -> Callable[[str, Any], Any]:
-    """vLLM's `LLM.generate` with all prompts known: one turn a rollout."""
+    """vLLM's `LLM.generate`, which gets all prompts at once: only for rollouts of one turn."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
@@ -156,7 +158,7 @@ def build_offline(settings: EngineSettings) -> Callable[[str, Any], Any]:
 
 
 class MeasuredEngine:
-    """An `Engine` that notes each of its steps; every call goes to the wrapped engine."""
+    """Wraps an `Engine` and records each of its steps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -219,7 +221,8 @@ def _our_spec(settings: EngineSettings, log_dir: Path = Path()) -> Any:
 
 
 def _vllm_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """What the adapter's engine is given, to an engine of vLLM's own."""
+    """The arguments with which our adapter builds its engine, for an engine that vLLM builds
+    itself."""
     from torchtitan_rl.backends.vllm.engine import engine_arguments
 
     return engine_arguments(_our_spec(settings))

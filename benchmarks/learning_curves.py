@@ -19,7 +19,7 @@ CONFIG = ROOT / "configs" / "alphabet_sort_tiny.py"
 
 
 def curve(run: FinishedRun) -> list[tuple[int, float, float]]:
-    """(step, seconds since the first evaluation ended, reward) of each evaluation."""
+    """Return (step, seconds since the first evaluation ended, reward) for each evaluation."""
     rows = [row for row in run.rows if "evaluation/reward_mean" in row]
     start = rows[0]["wall_time_s"]
     return [(r["step"], r["wall_time_s"] - start, r["evaluation/reward_mean"]) for r in rows]

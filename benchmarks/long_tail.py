@@ -1,4 +1,4 @@
-"""Rollout phase per step when a few answers are 10 to 20 times as long as the median.
+"""Measures the rollout phase of a step when a few answers are 10 to 20 times the median length.
 
     python -m benchmarks.long_tail [--steps 10] [--repeats 3] [--modes NAME ...] [--policy DIR]
 
@@ -7,20 +7,20 @@ same lengths. They run alternately on the same replicas, with the real controlle
 trainer is simulated: it takes ``--train-s`` per step and publishes new versions.
 
 - synchronous: a batch starts under new weights and waits for its slowest answer;
-- over-admit restart: half a batch more is started, and the first groups to finish are trained. The
-  others start again and must be in the next batch, so that long answers are trained as often as
-  short ones;
-- over-admit running, aborted: the others continue (or are interrupted and continued) under the new
-  weights, at most one version later;
-- window S: up to a whole batch may overtake a slow group;
-- async S: nothing is overtaken, but S more batches are under way.
+- over-admit restart: one and a half batches of groups are started, and the first groups to finish
+  are trained. The other groups start again and must be in the next batch, so that long answers are
+  trained as often as short ones;
+- over-admit running, over-admit aborted: as before, but the other groups continue under the new
+  weights (``aborted``: after an interruption), and are trained at most one version later;
+- window S: at staleness S, up to a whole batch of groups may overtake a slow group;
+- async S: at staleness S, no group is overtaken, and S more batches are generated at the same time.
 
-Batches that were started together end together, when the longest of their answers does, so steps
-come in bursts of S + 1. Only whole bursts are counted, after the first one and before the last
-step. The rollout phase is the time that the trainer waits for its batch; groups/s refer to the
-whole step. Age is the number of versions between the sampling of a token and its training. The
-limit is the time for the same answers when all problems are known in advance, the longest come
-first, and no weights are pulled.
+Batches that were started together end together, when the longest of their answers ends. So steps
+come in bursts of S + 1. Only whole bursts are counted, after the first burst and before the last
+step. The rollout phase is the time that the trainer waits for its batch. Groups per second are
+computed over whole steps. Age is the number of versions between the sampling of a token and the
+training on it. The limit is the time for the same answers if all problems are known in advance, the
+longest answers start first, and no weights are pulled.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ TARGET = 2.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """Steps of a mode: those from ``first`` to ``last`` are counted, one more follows."""
+    """The steps of a mode that are counted: those from ``first`` to ``last``. One more step
+    follows."""
 
     first: int
     last: int
@@ -135,7 +136,8 @@ def main() -> None:
 async def _measure(
     setting: Setting, options: argparse.Namespace
 ) -> tuple[dict[str, list[dict[str, Any]]], list[float]]:
-    """Of each mode the figures of each repeat; and the limits, in groups/s."""
+    """Measure all modes. Returns the figures of each repeat by mode, and the limits in groups per
+    second."""
     limits: list[float] = []
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in options.modes}
     num_groups = setting.tail.groups_per_step * options.steps
@@ -157,7 +159,7 @@ async def _measure(
 def figures_of(run: FinishedRun, tail: LongTail, counted: Counted) -> dict[str, Any]:
     """
     Raises:
-        RuntimeError: an answer has not the length that was drawn for it.
+        RuntimeError: an answer does not have the length that was drawn for it.
     """
     before = run.steps[counted.first - 2]
     steps = run.steps[counted.first - 1 : counted.last]
@@ -201,7 +203,7 @@ def _lengths(step: StepRecord, tail: LongTail) -> list[int]:
 
 
 def _ages(step: StepRecord) -> list[int]:
-    """Of each token: the step took the weights from ``version`` - 1 to ``version``."""
+    """The age of each token. The step trained at version ``step.version`` - 1."""
     return [
         step.version - 1 - version
         for group in step.groups
@@ -212,7 +214,8 @@ def _ages(step: StepRecord) -> list[int]:
 
 
 def _tokens(before: StepRecord, last: StepRecord) -> dict[str, Any]:
-    """What the ledger entered between two steps, both at their ends. Nothing is masked here."""
+    """The tokens that the ledger recorded from the end of one step to the end of another. No tokens
+    are masked in this benchmark."""
     if before.totals is None or last.totals is None:
         raise RuntimeError("a step was recorded without the ledger's totals")
     thrown = Counter(last.totals.tokens_discarded)
@@ -232,7 +235,8 @@ def _medians(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _ratios(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """How much faster than the plain synchronous mode, where that was measured."""
+    """How many times as fast each mode is as the plain synchronous mode; empty if the latter was
+    not measured."""
     if PLAIN not in modes:
         return {}
     plain = modes[PLAIN]

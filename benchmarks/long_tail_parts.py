@@ -1,4 +1,4 @@
-"""A substitute for the trainer of a training run."""
+"""A simulated trainer of a training run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 
 class StandInTrainer:
-    """See `torchtitan_rl.orchestration.run_state.Trainer`."""
+    """Implements `torchtitan_rl.orchestration.run_state.Trainer`."""
 
     def __init__(self, policy: Path, *, train_s: float, folder: Path) -> None:
         from safetensors.torch import load_file
@@ -46,7 +46,7 @@ class StandInTrainer:
         *,
         version: int,
     ) -> None:
-        """Once, after the last step; it is not read."""
+        """Called once, after the last step. The checkpoint is never read."""
         folder = temporary_path(path)
         folder.mkdir(parents=True)
         seal(folder, {}, {})

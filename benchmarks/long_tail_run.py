@@ -1,9 +1,9 @@
 """One run of the real controller on the long-tailed task, with real replicas.
 
-Controller, work buffer, rollouter, batcher, router and publisher are those of a training run,
-composed in the same way; so are the replicas (vLLM, in processes of their own) and the weights that
-they pull. Only the trainer is simulated: it takes the batch, waits for a given time, and publishes
-the same weights as the next version.
+Controller, work buffer, rollouter, batcher, router and publisher are those of a training run, and
+are composed in the same way. The replicas (vLLM, in processes of their own) and the weights that
+they pull are real too. Only the trainer is simulated: it takes the batch, waits for a given time,
+and publishes the unchanged weights as the next version.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all modes have in common. ``cores``: one for each replica, or none."""
+    """The settings that all modes share. ``cores``: one core for each replica; empty: replicas are
+    not pinned."""
 
     policy: Path
     tail: LongTail
@@ -61,14 +62,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """``mean_batch``: tokens an engine step, over the whole run."""
+    """The result of `run_mode`. ``mean_batch``: mean number of tokens in an engine step, over the
+    whole run."""
 
     steps: tuple[StepRecord, ...]
     mean_batch: float
 
 
 class _Log(Memory):
-    """Stops the controller after a number of steps."""
+    """Records the steps in memory, and stops the controller after a number of steps."""
 
     controller: Controller
 
@@ -84,7 +86,7 @@ class _Log(Memory):
 
 @asynccontextmanager
 async def running_replicas(setting: Setting) -> AsyncIterator[Sequence[MonarchReplica]]:
-    """Gone when the context is left."""
+    """Start the replicas, which run while the context is open."""
     from torchtitan_rl.backends.monarch.generator import spawn_replica
     from torchtitan_rl.backends.monarch.runtime import all_of, supervise
     from torchtitan_rl.backends.specs import GeneratorSpec
@@ -127,8 +129,9 @@ async def run_mode(
     name: str,
     num_steps: int,
 ) -> FinishedRun:
-    """``num_steps`` steps from version 0; replicas are as empty afterwards as before."""
-    # Up to the last step there is as much under way as in the middle of a long run.
+    """Run ``num_steps`` steps from version 0. Afterwards the replicas have no requests."""
+    # With these further steps, the run generates as much at its last counted step as in the middle
+    # of a long run.
     longer = schedule.staleness + 1 if schedule.staleness else 0
     config = run_config(setting, schedule, num_steps=num_steps + longer)
     folder = setting.folder / name
@@ -136,7 +139,7 @@ async def run_mode(
     trainer = StandInTrainer(setting.policy, train_s=setting.train_s, folder=setting.folder)
     try:
         first = await trainer.publish()
-        for replica in replicas:  # they still hold the last version of the run before
+        for replica in replicas:  # they still hold the last version of the previous run
             await replica.stage(first)
             await replica.execute(Pull(first.version))
         log = _Log(num_steps)
@@ -157,8 +160,8 @@ async def run_mode(
 async def run_limit(
     setting: Setting, replicas: Sequence[MonarchReplica], *, num_groups: int
 ) -> float:
-    """Seconds that the same answers take where all are known up front, the longest are begun
-    first, and the weights stay: no schedule can keep the engines busier."""
+    """Return the seconds that the same answers take if all are known in advance, the longest start
+    first, and the weights do not change. No schedule can keep the engines busier."""
     tail, router = setting.tail, GeneratorRouter(replicas)
     dataset = LongTailTask(tail=tail).dataset("train", seed=0)
     requests = [
@@ -178,7 +181,7 @@ async def run_limit(
 
 
 def run_config(setting: Setting, schedule: ScheduleConfig, *, num_steps: int) -> RunConfig:
-    """What a user would write."""
+    """Return the configuration that a user would write for this run."""
     tail = setting.tail
     longest = tail.prompt + tail.longest
     return RunConfig(
@@ -213,7 +216,7 @@ def _controller(
     log: Memory,
     folder: Path,
 ) -> Controller:
-    """As `torchtitan_rl.commands.train` makes it."""
+    """Make the controller as `torchtitan_rl.commands.train` does."""
     task, rollout = config.task, config.rollout
     assert isinstance(task, LongTailTask)
     ledger = TokenLedger()
@@ -246,7 +249,7 @@ def _controller(
 
 
 async def _until_idle(replicas: Sequence[MonarchReplica], *, timeout_s: float = 30.0) -> None:
-    """Requests that were cancelled leave their engines a moment later."""
+    """Wait until no engine has a request: cancelled requests leave their engines a moment later."""
     deadline_s = time.monotonic() + timeout_s
     for replica in replicas:
         while (stats := await replica.execute(ReadStats())).running + stats.waiting:

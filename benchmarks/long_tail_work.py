@@ -1,8 +1,8 @@
-"""The long-tailed task: answers with lengths that were drawn once, the same in every mode.
+"""The long-tailed task: the lengths of its answers are drawn once, and are equal in every mode.
 
-Every P consecutive groups, which are one batch of a plain synchronous run, have exactly the same
-number of long answers, at random places. Long ones have 10 to 20 times the median. End-of-sequence
-is ignored.
+P consecutive groups are one batch of a plain synchronous run. Every batch has the same number of
+long answers, at random places. A long answer has 10 to 20 times the median length. The
+end-of-sequence token is ignored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torchtitan_rl.types import (
     RolloutStatus,
 )
 
-LONG = (10, 20)  # times the median
-_SPREAD = 0.3  # of the log of ordinary lengths
-_VOCABULARY = 256  # of prompts
+LONG = (10, 20)  # multiples of the median length
+_SPREAD = 0.3  # standard deviation of the logarithm of ordinary lengths
+_VOCABULARY = 256  # number of different tokens in prompts
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongTail:
-    """Lengths are in tokens; ``long_share`` is of the answers."""
+    """The lengths of the task, in tokens. ``long_share``: share of the answers that are long."""
 
     groups_per_step: int = 16
     group_size: int = 4
@@ -46,33 +46,33 @@ class LongTail:
 
     @property
     def num_long(self) -> int:
-        """Long answers in `groups_per_step` groups."""
+        """Number of long answers in ``groups_per_step`` groups."""
         return max(1, round(self.long_share * self.groups_per_step * self.group_size))
 
     def is_long(self, length: int) -> bool:
         return length >= LONG[0] * self.median
 
     def lengths(self, index: int) -> tuple[int, ...]:
-        """Of the answers to problem ``index``."""
+        """The lengths of the answers to problem ``index``."""
         block, place = divmod(index, self.groups_per_step)
         return _draw_block(self, block)[place]
 
     def length_of(self, rollout_id: str) -> int:
-        """Of the sibling in ``e0/INDEX/rSIBLING``."""
+        """The length of the answer of the rollout ``e0/INDEX/rSIBLING``."""
         _, problem_id, sibling = rollout_id.split("/")
         return self.lengths(int(problem_id))[int(sibling.removeprefix("r"))]
 
 
 @cache
 def _draw_block(tail: LongTail, block: int) -> tuple[tuple[int, ...], ...]:
-    """Lengths of ``groups_per_step`` groups."""
+    """Draw the lengths of ``groups_per_step`` groups."""
     chance = random.Random(f"long-tail-{tail.seed}-{block}")
     count = tail.groups_per_step * tail.group_size
     long = set(chance.sample(range(count), tail.num_long))
     lengths = [
         chance.randint(LONG[0] * tail.median, tail.longest)
         if place in long
-        # Half to twice the median: what is not long must not look long.
+        # Half to twice the median: an ordinary answer must not look long.
         else round(tail.median * min(2.0, max(0.5, chance.lognormvariate(0.0, _SPREAD))))
         for place in range(count)
     ]
@@ -84,7 +84,8 @@ def _draw_block(tail: LongTail, block: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class LongTailTask(Task):
-    """Random prompts; the reward is whether the last token is even, so that groups differ."""
+    """Random prompts. The reward is 1 if the last token is even, else 0, so that rewards in a group
+    differ."""
 
     tail: LongTail
 
@@ -121,7 +122,7 @@ class LongTailDataset:
 
 
 class LongTailEnv:
-    """One turn."""
+    """An environment with one turn."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -139,8 +140,8 @@ class LongTailEnv:
 
 
 def with_lengths(generate: GenerateFn, tail: LongTail) -> GenerateFn:
-    """``generate``, with each answer as long as it was drawn; an environment does not know which
-    sibling it is of."""
+    """Return ``generate`` with the drawn length for each answer. The environment cannot set this
+    length, because it does not know the number of its sibling."""
 
     async def fixed(request: GenerationRequest) -> Completion:
         length = tail.length_of(request.session_id or "")

@@ -1,4 +1,4 @@
-"""Options of benchmarks: what is wrong with one is said before anything is measured."""
+"""Options of benchmarks. Their errors are reported before anything is measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RECORD = "options.json"
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """Type of an option: a whole number, ``smallest`` or more."""
+    """The type of an option: a whole number of at least ``smallest``."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -25,7 +25,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def core(text: str) -> int:
-    """Type of an option: a core that this process may run on."""
+    """The type of an option: a core that this process may run on."""
     number, cores = int(text), sorted(os.sched_getaffinity(0))
     if number not in cores:
         raise argparse.ArgumentTypeError(f"core {number} is none of this process ({cores})")
@@ -33,10 +33,10 @@ def core(text: str) -> int:
 
 
 def keep_options(folder: Path, options: Mapping[str, Any]) -> None:
-    """Make ``folder`` for runs under ``options``, or require that its runs have the same ones.
+    """Make ``folder`` for runs with ``options``, or require that its runs have the same options.
 
     Raises:
-        SystemExit: ``folder`` has runs under other options, or under unknown ones.
+        SystemExit: ``folder`` has runs with different options, or with unknown ones.
     """
     record = folder / _RECORD
     given = {name: str(value) for name, value in options.items()}

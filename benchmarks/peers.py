@@ -1,21 +1,22 @@
-"""Steps per second of whole training runs: TRL's `GRPOTrainer` against ours, on the same work.
+"""Compares training runs of TRL's `GRPOTrainer` with ours: steps per second on the same work.
 
     python -m benchmarks.peers [--repeats 5] [--steps 10] [--workloads "long prompt" ...]
 
-Sides, each a run of its own, alternating, on the same cores:
+Each side is a run of its own. The sides run alternately on the same cores:
 
 - TRL: generation by `transformers`, in batches of all answers of a step; training on padded rows;
 - ours, S=0: `torchtitan-rl train`, synchronous, two replicas, two trainer threads, not pinned;
-- ours, S=1: the same with ``--schedule.staleness 1``.
+- ours, S=1: like S=0, but with ``--schedule.staleness 1``.
 
-Workloads: a prompt of 205 tokens or of 16, with answers of at most 64 tokens that end where the
-policy samples the end token; and answers of fixed, heavy-tailed lengths (`peers_work` says how they
-are fixed). Policy, prompts, group size, limits, loss and optimizer are the same.
+Two workloads have prompts of 205 or 16 tokens, and answers of at most 64 tokens that end when the
+policy samples the end token. The third has answers of fixed, heavy-tailed lengths (see
+`peers_work`). Policy, prompts, group size, limits, loss and optimizer are the same.
 
-A step is everything between the ends of two optimizer steps. The first two are left out, in which
-caches fill, and so are the last two, in which the asynchronous side generates nothing any more.
-TRL (the extra ``peers``) gets an environment of its own, made on first use. A run that is already
-in ``--output-dir`` is read instead of repeated; the options of that folder must be the same.
+A step is everything between the ends of two optimizer steps. The first two steps are left out,
+because caches fill in them. The last two are left out, because the asynchronous side generates
+nothing any more in them. TRL (the extra ``peers``) gets an environment of its own, made on first
+use. A run that is already in ``--output-dir`` is read instead of repeated; the options of that
+folder must be the same.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.training_runs import ROOT, train
 
 CONFIG = ROOT / "benchmarks" / "peers_config.py"
 TRL, STALENESS = "TRL", {"ours, S=0": 0, "ours, S=1": 1}
-# Options that change what is measured; so do the cores.
+# Options that change what is measured. The cores change it, too.
 OF_RUNS = ("steps", "groups", "group_size", "max_tokens", "median", "row_len", "trl_microbatch")
 
 
@@ -152,7 +153,7 @@ def trl_microbatch(options: argparse.Namespace, workload: Workload) -> int:
 def our_words(
     options: argparse.Namespace, workload: Workload, policy: Path, *, staleness: int
 ) -> list[str]:
-    """Options of `torchtitan-rl train`."""
+    """Return the options of `torchtitan-rl train` for a workload."""
     length = workload.prompt_tokens + workload.longest
     return [
         *("--policy.checkpoint", str(policy)),
@@ -175,7 +176,7 @@ def our_words(
 
 
 def threads() -> int:
-    """Of one side: as many as it has cores."""
+    """The number of threads of one side: one for each core of this process."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,8 +1,8 @@
 """Our side of `benchmarks.peers`: a configuration for `torchtitan-rl train`, and its task.
 
-Options on the command line choose the workload (``--task.prompt-tokens 16``). Loss and
-advantages are those of TRL's defaults: clipped at 0.2 on both sides, mean over tokens, rewards
-divided by the group's standard deviation.
+Options on the command line choose the workload (``--task.prompt-tokens 16``). Loss and advantages
+are TRL's defaults: ratios are clipped at 0.2 on both sides, the loss is the mean over tokens, and
+advantages are divided by the group's standard deviation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Prompts:
 
 
 class OneAnswer:
-    """One turn of at most ``max_tokens``."""
+    """An environment with one turn of at most ``max_tokens``."""
 
     def __init__(self, prompt_token_ids: tuple[int, ...], max_tokens: int) -> None:
         self._observation = Observation(prompt_token_ids=prompt_token_ids, max_tokens=max_tokens)
@@ -71,12 +71,13 @@ class OneAnswer:
     async def close(self) -> None: ...
 
 
-_MADE: Counter[str] = Counter()  # environments of each problem
+_MADE: Counter[str] = Counter()  # number of environments made for each problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeersTask(Task):
-    """A `Workload` as single answers. Each sibling of a group gets another of its lengths."""
+    """A `Workload` as a task with one answer for each rollout. Each sibling of a group gets another
+    one of the group's lengths."""
 
     prompt_tokens: int = 205
     """Length of each prompt."""

@@ -1,9 +1,9 @@
-"""What the runs of `benchmarks.peers` come to: tokens per second, ratios, table, JSON, picture.
+"""The report on the runs of `benchmarks.peers`: tokens per second, ratios, table, JSON, picture.
 
-A ratio says how many times as fast a side is as TRL, and is the median of the ratios of each
-repeat. Where answers end by sampling, two sides do not generate equally many tokens; so there are
-three ratios: of steps, of processed tokens (prompts and answers) and of generated tokens, each per
-second.
+A ratio says how many times as fast a side is as TRL. It is the median of the repeats' ratios. If
+answers end by sampling, two sides do not generate the same number of tokens. So there are three
+ratios: steps per second, processed tokens (prompts and answers) per second, and generated tokens
+per second.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from benchmarks.plots import bars
 from benchmarks.report import print_table, write_report
 
 FIRST, LAST = 2, 2  # steps at either end of a run that are not measured
-SAME_WORK = 0.02  # largest difference of tokens per step of two sides that do the same work
+SAME_WORK = 0.02  # sides do the same work if processed tokens per step differ by at most this
 UNITS = ("steps", "processed", "generated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideRun:
-    """Of each step of one run: its seconds, those in which the trainer waited for answers, and the
-    number of tokens generated for it. ``command_s`` is the whole command."""
+    """One run of a side. For each step: its duration, the time that the trainer waited for answers,
+    and the number of tokens generated for the step. ``command_s`` is the duration of the whole
+    command."""
 
     seconds: Sequence[float]
     rollout_s: Sequence[float]
@@ -36,16 +37,16 @@ class SideRun:
 
     @property
     def outside_s(self) -> float:
-        """Of the command: its start and its end."""
+        """The seconds of the command that are outside of its steps: the start and the end."""
         return self.command_s - sum(self.seconds)
 
     @property
     def steady_s(self) -> float:
-        """Of a measured step, on average."""
+        """The mean seconds of a measured step."""
         return _steady_mean(self.seconds)
 
     def per_step(self, workload: Workload) -> dict[str, float]:
-        """What one measured step is, on average, in each unit."""
+        """The mean amount of work in a measured step, in each unit."""
         generated = _steady_mean(self.generated)
         prompts = workload.answers * workload.prompt_tokens
         return {"steps": 1.0, "processed": prompts + generated, "generated": generated}
@@ -68,10 +69,11 @@ def _steady_mean(values: Sequence[float]) -> float:
 def figures(
     runs: Mapping[str, Sequence[SideRun]], workload: Workload, *, base: str
 ) -> dict[str, Any]:
-    """Of one workload: medians of each side, and the ratios of the others to ``base``.
+    """Return the figures of one workload: medians of each side, and the ratios of the other sides
+    to ``base``.
 
     Raises:
-        SystemExit: answers of fixed lengths do not have them.
+        SystemExit: answers do not have their fixed lengths.
     """
     sides = {
         side: {

@@ -1,8 +1,9 @@
-"""A virtual environment with TRL, next to the running one and on top of it.
+"""A virtual environment with TRL that adds to the running environment.
 
-The new environment sees the packages of the running one (torch, transformers, ...) except vLLM, and
-holds only what they lack for TRL; nothing is installed into the running one. The requirement is the
-extra ``peers`` of pyproject.toml. Nothing is deleted but what was made here, which a stamp shows.
+The new environment sees the packages of the running environment (torch, transformers, ...) except
+vLLM. Only the packages that TRL needs in addition are installed, and only into the new environment.
+The requirement is the extra ``peers`` of pyproject.toml. Only a folder that this module made is
+deleted; a stamp in the folder shows this.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from pathlib import Path
 from benchmarks.training_runs import ROOT
 
 _STAMP = "requirements.txt"
-_FIRST_WORD = "running: "  # of a stamp
+_FIRST_WORD = "running: "  # the beginning of a stamp
 _UNFINISHED = "not finished"
 # TRL 1.16 does not support our vLLM; it would import it nevertheless, which takes many seconds.
 _HIDE = "import sys; sys.modules['vllm'] = None"
 
 
 def peers_python(folder: Path, needed: Sequence[str]) -> Path:
-    """The interpreter of the environment in ``folder``, which is made where it is missing, with
-    what is ``needed`` in it.
+    """Return the interpreter of the environment in ``folder``. If the environment is missing, make
+    it and install the packages that are ``needed``.
 
     Raises:
         SystemExit: something cannot be installed, or `require_replaceable` refuses the folder.
@@ -39,7 +40,7 @@ def peers_python(folder: Path, needed: Sequence[str]) -> Path:
         return python
     print(f"making {folder} with {', '.join(needed)}", file=sys.stderr)
     venv.EnvBuilder(with_pip=False, clear=True, symlinks=True).create(folder)
-    stamp.write_text(f"{wanted[0]}\n{_UNFINISHED}\n")  # where the rest fails, it is still ours
+    stamp.write_text(f"{wanted[0]}\n{_UNFINISHED}\n")  # even if the rest fails, the folder is ours
     scheme = {"base": str(folder), "platbase": str(folder)}
     packages = Path(sysconfig.get_path("purelib", "venv", scheme))
     (packages / "running.pth").write_text(f"{_HIDE}\n{sysconfig.get_path('purelib')}\n")
@@ -75,6 +76,6 @@ def require_replaceable(folder: Path) -> None:
 
 
 def requirements() -> list[str]:
-    """What TRL's side needs: the extra ``peers``."""
+    """The packages that TRL's side needs: the extra ``peers``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return list(project["optional-dependencies"]["peers"])

@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers_trl WORK.json
 
-Runs in an environment that has TRL (`benchmarks.peers_setup`) and writes what came of each step to
-the path that the work names. TRL gets the settings that are fastest on a CPU: float32, no gradient
-checkpointing, no reference model, no reports.
+Runs in an environment that has TRL (`benchmarks.peers_setup`), and writes the results of each step
+to the path that ``WORK.json`` names. TRL gets the settings that are fastest on a CPU: float32, no
+gradient checkpointing, no reference model, no reports.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _PACKAGES = ("trl", "transformers", "accelerate", "torch")
 
 @dataclass(slots=True)
 class Log:
-    """What happened in each step; ``clock`` also has the time at which the first one began."""
+    """The measurements of each step. ``clock`` begins with the time at which the first step
+    began."""
 
     clock: list[float] = field(default_factory=list)
     generation_s: list[float] = field(default_factory=list)
@@ -44,7 +45,8 @@ class Log:
 
 
 class TimedPolicy(Qwen3ForCausalLM):
-    """The policy; `generate` is timed, and gives answers of fixed lengths where there are any."""
+    """The policy. `generate` is timed, and gives answers of fixed lengths if the workload has
+    any."""
 
     log: Log
     next_lengths: Callable[[], tuple[int, ...]] | None = None
@@ -130,7 +132,7 @@ def main() -> None:
 
 
 def settings(given: dict[str, Any], workload: Workload) -> GRPOConfig:
-    """TRL's defaults, but for what the work says and for what costs time on a CPU."""
+    """TRL's defaults, except what the work sets and what costs time on a CPU."""
     optimizer = given["optimizer"]
     return GRPOConfig(
         output_dir=given["output_dir"],

@@ -1,14 +1,14 @@
 """The work that `benchmarks.peers` gives to each framework: prompts, lengths, reward and policy.
 
-Everything follows from a `Workload`, so both sides make it for themselves and get the same. The
+Everything is derived from a `Workload`, so both sides derive the same work by themselves. The
 policy is a small Qwen3 with random weights and one token for each byte. Answers end in one of two
 ways:
 
 - sampled (``median`` 0): at the end token, which the policy samples about once in 265 tokens, or
   after ``max_tokens``;
-- fixed (``median`` above 0): after a length that was drawn for this answer. Our side asks for that
-  many tokens of a policy without an end token; TRL's side suppresses the end token until then and
-  forces it there.
+- fixed (``median`` above 0): after a length that was drawn for this answer. Our side requests that
+  many tokens from a policy without an end token. TRL's side suppresses the end token before this
+  length, and forces it there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Workload:
     max_tokens: int = 64
     """Longest answer whose end is sampled."""
     median: int = 0
-    """Of fixed lengths, of which a twentieth has 10 to 20 times it; 0 samples the ends."""
+    """Median of the fixed lengths; a twentieth of them have 10 to 20 times the median. 0: answers
+    end by sampling."""
     groups: int = 8
     group_size: int = 8
 
@@ -44,11 +45,11 @@ class Workload:
 
     @property
     def answers(self) -> int:
-        """Of one optimizer step."""
+        """Number of answers in one optimizer step."""
         return self.groups * self.group_size
 
     def prompt(self, index: int) -> str:
-        """Letters, of which each is a token."""
+        """Return the prompt: letters, each of which is a token."""
         return "".join(
             random.Random(f"peers-{index}").choices(ascii_lowercase, k=self.prompt_tokens)
         )
@@ -76,13 +77,14 @@ WORKLOADS = {
 
 
 def even_share(token_ids: Sequence[int]) -> float:
-    """The reward: cheap, and hardly ever equal within a group."""
+    """Return the reward, which takes little time, and is almost never equal for two answers of a
+    group."""
     return sum(token % 2 == 0 for token in token_ids) / max(1, len(token_ids))
 
 
 def write_policies(folder: Path) -> tuple[Path, Path]:
-    """Two directories in Hugging Face format with the same 0.6 M parameters; the second policy has
-    no end token, so that its answers end only where they are cut."""
+    """Write two policies in Hugging Face format with the same 0.6 M parameters. The second policy
+    has no end token, so that its answers end only at their maximum length."""
     from torchtitan_rl.experiments.tiny_policy import (
         ModelSize,
         build_word_backend,

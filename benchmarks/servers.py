@@ -1,7 +1,7 @@
-"""The servers that `benchmarks.serving` compares, all processes of each on the same cores.
+"""The servers that `benchmarks.serving` compares. All processes of both sides use the same cores.
 
-Every process of a side carries a tag in its environment, even after it was re-parented, so that CPU
-seconds are those of the whole side.
+Every process of a side has a tag in its environment, by which it is found even after its parent has
+ended. So the CPU seconds are those of the whole side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STOP_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags:
-    """What both sides' engines have in common."""
+    """The settings that the engines of both sides share."""
 
     model: Path
     max_model_len: int
@@ -42,7 +42,7 @@ class EngineFlags:
 
 @dataclass(slots=True, kw_only=True)
 class Server:
-    """One side, from `start` to `stop`."""
+    """The server of one side."""
 
     name: str
     command: Sequence[str]
@@ -65,7 +65,7 @@ class Server:
             )
 
     def wait_until_ready(self) -> None:
-        """Raises SystemExit where it does not answer in time."""
+        """Wait until the server answers. Raises SystemExit if it does not answer in time."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline and self.process and self.process.poll() is None:
             with contextlib.suppress(urllib.error.URLError, OSError):
@@ -86,7 +86,7 @@ class Server:
         return list(found.values())
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Of each process since it started, by its number and what it is."""
+        """The CPU seconds of each process since its start, by its pid and title."""
         seconds = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -95,7 +95,7 @@ class Server:
         return seconds
 
     def stop(self) -> None:
-        """In order, or after a while by force; no process is left."""
+        """Stop the server, and kill it if it has not ended after some time. No process is left."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -106,7 +106,7 @@ class Server:
 
 
 def ours(flags: EngineFlags, *, cores: Sequence[int], replicas: int, folder: Path) -> Server:
-    """``torchtitan-rl serve``."""
+    """Our side: ``torchtitan-rl serve``."""
     port = _free_port()
     command = [
         *(sys.executable, "-m", "torchtitan_rl.commands.cli", "serve", str(flags.model)),
@@ -132,7 +132,7 @@ def ours(flags: EngineFlags, *, cores: Sequence[int], replicas: int, folder: Pat
 def own(
     flags: EngineFlags, *, cores: Sequence[int], folder: Path, more: Sequence[str] = ()
 ) -> Server:
-    """vLLM's own server; ``more`` are flags of its command line, which win."""
+    """vLLM's own server. ``more`` are further flags of its command line, which take precedence."""
     port = _free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -149,7 +149,7 @@ def own(
         *more,
     ]
     environment = engine_environment(1)
-    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # its engine has a process of its own
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # the engine has a process of its own
     return Server(
         name="vLLM's own server",
         command=command,
@@ -161,7 +161,7 @@ def own(
 
 
 def _title(process: psutil.Process) -> str:
-    """Which part of a side it is, as far as its log file or its name tells."""
+    """The name of the part of a side that a process is, from its log file or its process name."""
     with contextlib.suppress(OSError):
         output = Path(f"/proc/{process.pid}/fd/1").readlink().stem
         return output if output.endswith(("rank0", "rank1")) else process.name()

@@ -1,14 +1,14 @@
-"""Tokens per second of our endpoint relative to vLLM's own server.
+"""Compares tokens per second of our endpoint with those of vLLM's own server.
 
     python -m benchmarks.serving [--repeats 5] [--requests 256] [--modes whole ...] [--json FILE]
 
-Both servers have the same model, engine flags and cores (each side all of its processes), and run
-all the time. They get the same requests alternately, 64 at a time: chats, Responses and Messages,
-whole and streamed. Every answer has exactly as many tokens as its request asks for, because the
-served copy of the model has no end of sequence, so both sides do the same work; but ours keeps each
-response of `/v1/responses`, and vLLM does not. CPU seconds are those of all processes of a side;
-those of the load's own process, which runs on the same cores, are reported separately. Figures are
-medians over repeats, ratios are medians of each repeat's ratio.
+Both servers have the same model, engine flags and cores (for all their processes), and run all the
+time. They get the same requests alternately, 64 at a time: chats, Responses and Messages, whole and
+streamed. The served copy of the model has no end-of-sequence token. So every answer has exactly as
+many tokens as its request asks for, and both sides do the same work, with one exception: our side
+keeps each response of `/v1/responses`, and vLLM does not. CPU seconds are those of all processes of
+a side. The process that sends the requests runs on the same cores; its CPU seconds are reported
+separately. Figures are medians over the repeats. Ratios are medians of the repeats' ratios.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.training_runs import ROOT
 class Mode:
     path: str
     streams: bool
-    messages: str = "messages"  # the names of these fields
+    messages: str = "messages"  # the names of the request's fields
     max_tokens: str = "max_tokens"
 
 
@@ -63,7 +63,8 @@ _LOAD_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One side under one load. Seconds; ``cpu_s`` by process."""
+    """The results of one side under one load. Times are in seconds; ``cpu_s`` has them by
+    process."""
 
     tokens: int
     seconds: float
@@ -84,7 +85,8 @@ class Measured:
 
 
 def bodies(count: int, *, mode: Mode, seed: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Chats of one to three messages; completions of log-normal lengths, median 96 tokens."""
+    """Make requests: chats of one to three messages, and completions of log-normal lengths with a
+    median of 96 tokens."""
     rng = random.Random(seed)
     more: dict[str, Any] = {"stream": True} if mode.streams else {}
     if mode == MODES["streaming"]:
@@ -116,7 +118,7 @@ def _messages(rng: random.Random) -> list[dict[str, str]]:
 
 
 def endless(model: Path, folder: Path) -> Path:
-    """A copy of a model without an end of sequence."""
+    """Make a copy of a model without an end-of-sequence token."""
     copy = Path(shutil.copytree(model, folder / "model"))
     for name, field in (
         ("config.json", "eos_token_id"),
@@ -132,7 +134,8 @@ def endless(model: Path, folder: Path) -> Path:
 def measure(
     server: Server, load: list[dict[str, Any]], concurrency: int, *, mode: Mode
 ) -> Measured:
-    """Raises SystemExit where an answer is not what was asked for."""
+    """Measure one side. Raises SystemExit if the load fails, or if the answers do not have the
+    requested number of tokens."""
     before = server.cpu_seconds()
     job = {
         "host": "127.0.0.1",
@@ -181,7 +184,8 @@ def compare(
     concurrency: int,
     max_tokens: int,
 ) -> dict[str, dict[str, list[Measured]]]:
-    """By mode and side. Each repeat begins with another side, and has requests of its own."""
+    """Measure all sides. Returns the results by mode and side. Each repeat begins with another
+    side, and has its own requests."""
     results: dict[str, dict[str, list[Measured]]] = {
         mode: {side.name: [] for side in sides} for mode in modes
     }
@@ -212,7 +216,7 @@ def ratio(ours_: Sequence[Measured], own_: Sequence[Measured], figure: str) -> f
 def report(
     results: dict[str, dict[str, list[Measured]]], settings: dict[str, Any], path: Path
 ) -> None:
-    """``settings``: the report's heading."""
+    """Print and write the results. ``settings``: the report's heading."""
     rows, summary = [], {}
     for mode, of_mode in results.items():
         (_, ours_), *others = of_mode.items()

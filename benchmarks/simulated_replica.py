@@ -1,8 +1,8 @@
 """A replica whose work takes a computed time on the event loop's clock, real or virtual.
 
 A step samples one token for each of ``r`` running requests and takes ``step_s + r * token_s``.
-Prompt tokens that are not cached take ``prefill_s`` each, during which nothing is sampled. The
-cache holds whole sessions, ``cache_tokens`` in all, and evicts the least recently used ones.
+Each prompt token that is not cached takes ``prefill_s``; nothing is sampled in this time. The cache
+holds whole sessions, ``cache_tokens`` in all, and evicts the least recently used ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, OnProgress, VersionRun
 
-_PART_OF_STEP = 1e-3  # rounding of clocks; requests end with whole steps
+_PART_OF_STEP = 1e-3  # tolerance for rounding of clocks; requests end with whole steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +28,22 @@ class Speeds:
 
 
 class SimulatedReplica:
-    """The part of `Replica` that requests need. What it was given is never taken back.
+    """The part of `Replica` that requests need. Requests cannot be aborted.
 
-    ``busy_s``: seconds in which it worked; ``busy_until_s``: when it last did.
+    ``busy_s``: seconds in which the replica worked; ``busy_until_s``: when its last request ended.
     """
 
     def __init__(self, name: str, speeds: Speeds) -> None:
         self._name = name
         self._speeds = speeds
         self._places = asyncio.Semaphore(speeds.max_running)
-        self._ends: list[tuple[float, int, asyncio.Future[None]]] = []  # heap, by the last step
+        # A heap, ordered by the last step of each request.
+        self._ends: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
-        self._steps = 0.0  # done by `_at_s`, which is ahead of the clock while prompts are read
+        self._steps = 0.0  # steps done by `_at_s`, which is ahead of the clock during a prefill
         self._at_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._sessions: OrderedDict[str, int] = OrderedDict()  # tokens of each that is cached
+        self._sessions: OrderedDict[str, int] = OrderedDict()  # tokens of each cached session
         self._num_cached = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -100,7 +101,7 @@ class SimulatedReplica:
         self._at_s = now_s
 
     def _plan(self) -> None:
-        """Come back when the next request ends, if none is added before."""
+        """Set the timer for the end of the next request."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,11 +1,11 @@
-"""How long an engine step takes depending on its content, and the least time for a workload.
+"""A model of the duration of an engine step, and the least time for a workload.
 
-A step is modelled as ``base + tokens * a + prompt tokens * b + share of the cache in use * c``,
-with the non-negative coefficients that fit the measured steps best (least squares; the engine's
-time to accept requests counts towards the step after it). Every schedule samples the same tokens,
-accepts the same prompts and reads the same cache, so it can only save steps. It needs at least as
-many as the longest rollout has tokens, and as many as full batches would need: the bound has
-exactly those.
+The model of a step's duration is ``base + tokens * a + prompt tokens * b + share of the cache in
+use * c``. The coefficients are not negative, and fit the measured steps best (least squares). The
+engine's time to accept requests counts towards the step that follows. Every schedule samples the
+same tokens, accepts the same prompts and reads the same cache, so a schedule can only save steps.
+It needs at least as many steps as the longest rollout has tokens, and at least as many as there
+would be with full batches. The least time is computed with the larger of these two numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from benchmarks.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """Coefficients in seconds. ``error``: mean deviation of a step, as a share of the mean."""
+    """The coefficients, in seconds. ``error``: mean absolute deviation of a step from the model,
+    divided by the mean duration."""
 
     base: float
     per_token: float
@@ -30,13 +31,13 @@ class StepModel:
     error: float
 
     def seconds(self, steps: int, sums: Sequence[float]) -> float:
-        """Of ``steps`` steps with these sums of tokens, prompt tokens and cache use."""
+        """The seconds of ``steps`` steps with these sums of tokens, prompt tokens and cache use."""
         weights = (self.per_token, self.per_prompt_token, self.per_kv_use)
         return steps * self.base + sum(w * x for w, x in zip(weights, sums, strict=True))
 
 
 def fit(samples: Sequence[StepSample]) -> StepModel:
-    """Terms whose best coefficient would be negative are left out."""
+    """Fit the coefficients. Terms whose best coefficient would be negative are left out."""
     rows = np.array([(1.0, s.tokens, s.prompt_tokens, s.kv_use) for s in samples])
     seconds = np.array([s.seconds + s.adding_s for s in samples])
     used = [column for column in range(4) if np.ptp(rows[:, column]) > 0 or column == 0]
@@ -61,7 +62,8 @@ def fit(samples: Sequence[StepSample]) -> StepModel:
 def least_seconds(
     workload: Workload, model: StepModel, samples: Sequence[StepSample], *, max_running: int
 ) -> float:
-    """``samples``: of a run of this workload, for what every schedule of it has to do."""
+    """Compute the least seconds for a workload. ``samples``: the steps of a run of this workload.
+    Their sums are the work of every schedule."""
     steps = max(workload.longest_rollout, -(-workload.num_sampled // max_running))
     sums = (
         sum(s.tokens for s in samples),

@@ -1,23 +1,25 @@
-"""Seconds of an optimizer step: shared prefixes, unshared rows, and the least that it can cost.
+"""Seconds of an optimizer step: with shared prefixes, with unshared rows, and the least possible.
 
     python -m benchmarks.training [--row-lens 512 1024 2048] [--repeats 5] [--policy DIR]
     python -m benchmarks.training --device cuda --shape qwen3-0.6b --row-lens 2048
 
-Sides, alternating (each repeat begins with another one), on the same episodes of each workload of
-`training_work`:
+The sides are measured alternately (each repeat begins with another side), on the same episodes of
+each workload of `training_work`:
 
 - shared, rows of N: `PolicyTrainer.train_step`: policy loss, metrics, divergence check;
-- unshared: the same with ``trainer.share_prefixes`` off;
+- unshared: `PolicyTrainer.train_step` with ``trainer.share_prefixes`` off;
 - ideal: a bare torchtitan loop (forward, cross entropy, backward, clipping, AdamW) on the distinct
-  tokens alone, with as many logits, in rows as long as the longest episode under torchtitan's plain
-  causal attention: what the step would cost if sharing and our loss cost nothing;
-- bare: the same loop on the tokens of all episodes, which unshared rows are to be judged by.
+  tokens alone, with the same number of logits. Its rows are as long as the longest episode, and
+  have torchtitan's plain causal attention. The step would cost this if sharing and our loss cost
+  nothing;
+- bare: the bare loop on the tokens of all episodes, to compare with unshared rows.
 
-A microbatch has at most ``--rows`` x the row length tokens; unshared, ideal and bare have the
-shortest rows. Ratios are of each repeat, to the shared step in the same rows. Memory is the peak of
-the process above what it holds before the step (CPU: resident pages; CUDA: allocated). CPU seconds
-hardly move with other work on the machine (with one thread). On CUDA the share of the peak FLOP/s
-is printed that `training_work.step_flops` amounts to.
+A microbatch has at most ``--rows`` times the row length tokens. The sides unshared, ideal and bare
+have the shortest rows. A ratio is the median of the repeats' ratios of a side's seconds to the
+seconds of the shared step in the shortest rows. Memory is the peak of the process minus the memory
+before the step (CPU: resident pages; CUDA: allocated). With one thread, CPU seconds hardly change
+with other work on the machine. On CUDA the FLOPs of `training_work.step_flops` per second are
+printed as a share of the device's peak.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ SHAPES = {
 def main() -> None:
     options = _options()
     if options.device == "cpu" and not KEEPS_MEMORY.items() <= os.environ.items():
-        # As a trainer's process is started; the C library reads it before Python.
+        # A trainer's process starts with these variables, too. The C library reads them before
+        # Python starts.
         command = [sys.executable, "-m", "benchmarks.training", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | KEEPS_MEMORY)
     facts = machine()
@@ -85,7 +88,7 @@ def main() -> None:
 
 
 def _compare(batch: TrainingBatch, policy: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All sides of one workload, in the rows that its episodes fit into."""
+    """Measure all sides of one workload, in rows into which its episodes fit."""
     longest = int(batch.episode_lengths.max())
     row_lens = sorted(row_len for row_len in options.row_lens if row_len >= longest)
     row_len = row_lens[0]
@@ -159,7 +162,8 @@ def _share(batch: TrainingBatch, row_len: int, rows: int, *, on: bool) -> Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """``cpu_seconds`` are of all threads; ``memory_bytes``: the largest of all repeats."""
+    """The results of one side. ``cpu_seconds``: CPU time of all threads. ``memory_bytes``: the
+    largest value of all repeats."""
 
     seconds: tuple[float, ...]
     cpu_seconds: tuple[float, ...]
@@ -167,7 +171,7 @@ class Measured:
 
 
 def measure(sides: Mapping[str, Callable[[], None]], *, repeats: int) -> dict[str, Measured]:
-    """Each side once per repeat, in turns; one unmeasured round first."""
+    """Measure each side once in each repeat. A first round is not counted."""
     names = list(sides)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     memory: dict[str, int] = dict.fromkeys(names, 0)
@@ -194,7 +198,7 @@ def measure(sides: Mapping[str, Callable[[], None]], *, repeats: int) -> dict[st
 
 
 def _summary(measured: Mapping[str, Measured], *, shared: str, flops: float) -> dict[str, Any]:
-    """``ratios``: seconds of each side, in those of ``shared``."""
+    """``ratios``: the seconds of each side divided by those of the side ``shared``."""
     peak = _peak_flops()
     sides, to = measured.items(), measured[shared]
     return {
@@ -250,7 +254,7 @@ def _report(
 
 
 def _median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times as fast ours is, of each repeat."""
+    """The median over the repeats of ``theirs / ours``: how many times as fast ours is."""
     return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
 
 
@@ -258,7 +262,7 @@ def _start_memory_peak() -> int:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held now
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at the current value
     return _status_bytes("VmRSS")
 
 
@@ -285,7 +289,7 @@ def _peak_flops() -> float | None:
 
 
 def _random_policy(path: Path, **shape: Any) -> Path:
-    """A Qwen3 with random weights."""
+    """Write a Qwen3 with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""A bare torchtitan training loop: no episodes, no policy loss, no metrics, no checks, no layers of
-ours."""
+"""A bare torchtitan training loop, without our episodes, policy loss, metrics, checks and
+layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from torchtitan_rl.training.config import TrainerConfig
 
 
 class BareLoop:
-    """What a user of torchtitan writes to train on rows of tokens, with its plain causal attention.
+    """The loop that a user of torchtitan writes to train on rows of tokens, with plain causal
+    attention.
 
     ``sizes`` are the arguments of `training_work.step_flops`.
     """
@@ -56,8 +57,9 @@ class BareLoop:
         }
 
     def step(self, *, num_tokens: int, num_logits: int, row_len: int, max_tokens: int) -> None:
-        """One optimizer step on ``num_tokens`` tokens, in rows of equal length and at most
-        ``row_len``, in microbatches of at most ``max_tokens``, with the logits of ``num_logits``.
+        """Take one optimizer step on ``num_tokens`` tokens. Rows have equal lengths of at most
+        ``row_len``, and microbatches at most ``max_tokens`` tokens. Logits are computed for
+        ``num_logits`` tokens.
         """
         num_rows = -(-num_tokens // row_len)
         row_len = round(num_tokens / num_rows)
@@ -79,5 +81,5 @@ class BareLoop:
 
 
 def _as(kind: Any, config: Any) -> Any:
-    """torchtitan's configuration with the values of ours."""
+    """Return torchtitan's configuration class ``kind`` with the values of ``config``."""
     return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})

@@ -20,15 +20,16 @@ _LOOK_S = 0.05  # between two looks at a run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """``seconds`` is the whole command, start-up included. ``cpu_after``: the CPU seconds that each
-    process had used after each step, where they were read (`cpu_seconds`)."""
+    """A finished run. ``seconds`` is the duration of the whole command, start-up included.
+    ``cpu_after``: the CPU seconds that each process had used after each step, if they were read
+    (`cpu_seconds`)."""
 
     rows: tuple[dict[str, Any], ...]
     seconds: float
     cpu_after: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     def column(self, name: str, *, first_step: int = 1) -> list[float]:
-        """A metric of each training step from ``first_step`` on."""
+        """The metric ``name`` of each training step from ``first_step`` on."""
         return [
             row[name]
             for row in self.rows
@@ -62,7 +63,7 @@ def train(config: Path, options: Sequence[str], *, run_dir: Path) -> FinishedRun
                 cpu.look()
                 time.sleep(_LOOK_S)
         finally:
-            process.kill()  # where this one was interrupted
+            process.kill()  # if this process was interrupted
         if process.returncode:
             raise SystemExit(f"{run_dir.name} failed:\n{log.read_text()[-3000:]}")
         seconds = time.monotonic() - started

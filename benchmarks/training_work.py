@@ -1,4 +1,4 @@
-"""The work of an optimizer step, drawn once and the same for all sides, and its size."""
+"""The work of an optimizer step, which is drawn once for all sides, and its size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHORTEST, _LONGEST = 8, 512
 def siblings(
     rng: np.random.Generator, vocab_size: int, *, groups: int, size: int, prompt: int, answer: int
 ) -> list[Episode]:
-    """Groups of answers to one prompt each."""
+    """Make groups of ``size`` answers; the answers of a group share a prompt."""
     episodes = []
     for _ in range(groups):
         stem = _tokens(rng, prompt, vocab_size)
@@ -29,8 +29,9 @@ def siblings(
 
 
 def branches(rng: np.random.Generator, vocab_size: int) -> list[Episode]:
-    """2 groups of 8 rollouts: a prompt of 205, 4 turns of 40 sampled tokens and 20 of reply, then 3
-    branches, each with 3 more tokens and 48 sampled ones. A turn has loss in one of the branches.
+    """Make 2 groups of 8 rollouts. A rollout has a prompt of 205 tokens and 4 turns, each with 40
+    sampled tokens and a reply of 20. Then it has 3 branches, each with 3 further tokens and 48
+    sampled ones. The turns have a loss in the first branch only.
     """
     episodes = []
     turn = [True] * 40 + [False] * 20
@@ -46,7 +47,8 @@ def branches(rng: np.random.Generator, vocab_size: int) -> list[Episode]:
 
 
 def alone(rng: np.random.Generator, vocab_size: int) -> list[Episode]:
-    """128 episodes that share nothing, of log-normal lengths; a third of each is its prompt."""
+    """Make 128 episodes of log-normal lengths that share no tokens. A third of each is its
+    prompt."""
     lengths = np.exp(rng.normal(np.log(MEDIAN_LENGTH), SIGMA, 128)).astype(int)
     return [
         _episode(rng, _tokens(rng, length, vocab_size), [i >= length // 3 for i in range(length)])
@@ -94,10 +96,11 @@ def pack(episodes: Sequence[Episode]) -> TrainingBatch:
 def fitting(
     names: Collection[str], *, vocab_size: int, row_lens: Sequence[int]
 ) -> dict[str, TrainingBatch]:
-    """The batches of those workloads whose episodes fit into the longest row; names the others.
+    """Return the batches of the workloads whose episodes fit into the longest row. Prints the names
+    of the other workloads.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: no workload fits.
     """
     found = {}
     for name in names:
@@ -113,7 +116,7 @@ def fitting(
 
 
 def num_visible_pairs(parts: Sequence[Microbatch]) -> int:
-    """Query-key pairs that attention has to compute."""
+    """Number of query-key pairs that attention has to compute."""
     return sum(
         int((part.subtree_end_T - np.arange(len(part.subtree_end_T))).sum()) for part in parts
     )
@@ -130,9 +133,10 @@ def step_flops(
 ) -> float:
     """FLOPs that an optimizer step needs, in any implementation.
 
-    6 FLOPs for each weight and token that passes it (Kaplan et al. 2020, 2001.08361), for the head
-    only the ``num_logits`` tokens whose logits are read; attention's two products, three times for
-    the backward pass. ``attention_width`` is layers x heads x head dimension.
+    Each token needs 6 FLOPs for each weight (Kaplan et al. 2020, 2001.08361). For the weights of
+    the head, only the ``num_logits`` tokens whose logits are read count. Attention's two products
+    count three times, because of the backward pass. ``attention_width`` is layers x heads x head
+    dimension.
     """
     weights = num_tokens * num_layer_parameters + num_logits * num_head_parameters
     return 6.0 * weights + 12.0 * attention_width * num_pairs

@@ -1,12 +1,12 @@
-"""Credit by turn against credit by outcome: validation reward after the same steps.
+"""Compares credit by turn with credit by outcome: validation reward after the same steps.
 
     python -m benchmarks.turn_credit [--seeds 0 1 2] [--steps 40] [--output-dir DIR]
 
 Alphabet sort with four turns, each of which has a reward; the rollout's reward is their mean. Both
-sides have the same policy, problems, seeds and steps (staleness 0). The credits differ in the scale
-of their advantages, to which Adam is indifferent where gradients are not clipped, so they are not.
-Runs that exist in the output directory are not repeated. Writes ``turn_credit.json`` into
-``benchmarks/results``.
+sides have the same policy, problems, seeds and steps (staleness 0). The two credits differ in the
+scale of their advantages. Adam does not depend on this scale if gradients are not clipped, so
+gradients are not clipped here. Runs that exist in the output directory are not repeated. Writes
+``turn_credit.json`` into ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SAME = {
 
 
 def curve(run: FinishedRun) -> dict[int, float]:
-    """Validation reward by step."""
+    """Return the validation reward by step."""
     rows = [row for row in run.rows if "evaluation/reward_mean" in row]
     return {row["step"]: row["evaluation/reward_mean"] for row in rows}
 

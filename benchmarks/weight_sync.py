@@ -1,23 +1,25 @@
-"""How weights get from the trainer to the replicas: publishing, fetch, swap, stall of decoding.
+"""Measures weight syncs from a trainer to a replica: publishing, fetch, swap, stall of decoding.
 
     python -m benchmarks.weight_sync [--policies tiny 135M | DIR ...] [--ranks 1x1 1x2 2x1 2x2]
         [--transports shared_memory rdma] [--repeats 5]
 
-A real trainer (FSDP ranks) and a real vLLM replica (tensor-parallel ranks), both in Monarch
-processes; one pair after another, for each policy, transport and number of ranks (trainer x
-replica). Alternating with the syncs, the same bytes are copied from memory to memory and over a
-loopback connection.
+A real trainer (FSDP ranks) and a real vLLM replica (tensor-parallel ranks) run in Monarch
+processes. There is one such pair for each policy, transport and number of ranks (trainer x
+replica), one pair after another. Between the syncs, the same number of bytes is copied from memory
+to memory and over a loopback connection.
 
-- publish: the trainer makes its weights readable: each rank writes its share into shared memory, or
-  into memory of its own that it offers to others;
-- fetch: a replica's ranks get them while decoding goes on; swap: they copy them into the model;
-- transfer: what moves between the trainer's and the replica's memory, that is, write and fetch:
-  shared memory is written once and then mapped, remote memory is read once for each host;
-- stall: from the end of the last engine step before a pull to the start of the first one after it,
-  over all ranks, while requests run; to be compared with the swap alone, by the idle engine.
+- publish: the trainer makes its weights readable. Each rank writes its share into shared memory, or
+  into its own memory, which it offers to other processes;
+- fetch: a replica's ranks get the weights while decoding continues;
+- swap: the ranks copy the weights into the model;
+- transfer: write and fetch together, which move the weights between the memories of trainer and
+  replica. Shared memory is written once and then mapped; remote memory is read once for each host;
+- stall: the time from the end of the last engine step before a pull to the start of the first step
+  after the pull, over all ranks, while requests run. It is compared with the swap by the idle
+  engine alone.
 
-The stall does not include what running requests prefill again under the new weights: that depends
-on `weight_sync.recompute_running_on_pull`.
+The stall does not include the time in which running requests prefill again under the new weights.
+That time depends on `weight_sync.recompute_running_on_pull`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The simplest ways to move bytes on this machine, to compare weight syncs with.
+"""The simplest ways to move bytes on this machine, for comparison with weight syncs.
 
-Both copy between memory that exists already: no page is touched for the first time.
+Both copy into memory that is in use already, so no page is touched for the first time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DONE = b"!"
 
 
 class MemoryCopy:
-    """``copy_`` between two buffers of this process."""
+    """A copy between two buffers of this process, by ``Tensor.copy_``."""
 
     def __init__(self, num_bytes: int, *, threads: int) -> None:
         self._source = torch.ones(num_bytes, dtype=torch.uint8)
@@ -36,9 +36,11 @@ class MemoryCopy:
 
 
 class TcpCopy:
-    """To each of some reading processes over a loopback connection of its own, all at once.
+    """A copy of the same bytes to several reading processes at once, each over its own loopback
+    connection.
 
-    The connections live as long as this object, so that their windows have grown when measured.
+    The connections stay open as long as this object, so that their windows have grown before a
+    measurement.
     """
 
     def __init__(self, num_bytes: int, *, readers: int) -> None:
@@ -55,7 +57,7 @@ class TcpCopy:
             self._connections = [server.accept()[0] for _ in range(readers)]
 
     def run(self) -> float:
-        """Seconds until every reader has all bytes."""
+        """Copy once. Returns the seconds until every reader has all bytes."""
         started = time.perf_counter()
         list(self._threads.map(self._send, self._connections))
         return time.perf_counter() - started

@@ -1,17 +1,20 @@
-"""Weights from a trainer to several hosts: one copy for each host, tree, shards.
+"""Measures weight syncs from a trainer to several hosts: one copy for each host, tree, shards.
 
     python -m benchmarks.weight_sync_hosts [--policy 135M | DIR] [--hosts 1 2 4] [--repeats 5]
         [--parts hosts publish]
 
 Hosts are workers on loopback addresses of this machine, each with a fetching process and two
-readers (replicas without an engine). They share its cores, so several hosts at once take longer
-than elsewhere, and a tree, which spares the trainer's network, gains nothing here.
+readers (replicas without an engine). All hosts share the cores of this machine, so several hosts at
+once take longer than separate machines would. A tree saves the trainer's network traffic, which
+gains nothing here.
 
-- hosts: one trainer rank publishes; the readers of all hosts ask at once. Bytes that each host
-  reads, and seconds until the last reader has the version, with all hosts reading from the trainer
-  (star) and with a tree. In turn with these, alone: one process reads the same bytes into memory
-  that it has, without checksums; a plain copy over a TCP connection.
-- publish: two FSDP ranks, each offering its shards, against gathering on rank 0, which offers all.
+- hosts: one trainer rank publishes, and the readers of all hosts ask for the version at once. This
+  measures the bytes that each host reads, and the seconds until the last reader has the version:
+  once with all hosts reading from the trainer (star), and once with a tree. For comparison, one
+  process reads the same bytes into existing memory without checksums, and the same number of bytes
+  is copied over a TCP connection.
+- publish: two FSDP ranks that each offer their shards, compared with rank 0 gathering and offering
+  all weights.
 """
 
 from __future__ import annotations
@@ -77,14 +80,14 @@ async def _measure(options: argparse.Namespace, work_dir: Path) -> dict[str, Any
 
 
 async def _to_hosts(setting: Setting, number: int, repeats: int, work_dir: Path) -> dict[str, Any]:
-    """Star and tree in turn, then the plain copy."""
+    """Measure repeats of star, tree, plain read and TCP copy, one after another."""
     async with (
         worker_hosts(number, work_dir) as hosts,
         Publisher.spawn(setting, work_dir) as publisher,
     ):
         tcp: TcpCopy | None = None
         rows: list[dict[str, Any]] = []
-        for repeat in range(repeats + 1):  # the first one is not counted
+        for repeat in range(repeats + 1):  # the first repeat is not counted
             row: dict[str, Any] = {}
             for name, fan_out in (("star", 0), ("tree", 1)):
                 published = await publisher.publish("bfloat16")
@@ -114,7 +117,7 @@ async def _to_hosts(setting: Setting, number: int, repeats: int, work_dir: Path)
 
 
 async def _shards_against_gather(setting: Setting, repeats: int, work_dir: Path) -> dict[str, Any]:
-    """Publishing and fetching to one host, by shards and by gathering in turn."""
+    """Measure publishing, and fetching to one host: alternately with shards and with gathering."""
     async with (
         worker_hosts(1, work_dir) as hosts,
         Publisher.spawn(setting, work_dir) as publisher,
@@ -143,7 +146,7 @@ async def _shards_against_gather(setting: Setting, repeats: int, work_dir: Path)
 
 
 def _seconds(results: Mapping[str, Any]) -> dict[str, float]:
-    """What the picture shows."""
+    """The numbers in the picture."""
     shown = {
         f"{one['hosts']} hosts, {name}": one["medians"][f"{name}_s"]
         for one in results.get("hosts", ())

@@ -65,11 +65,12 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """``seconds``: until the last reader of all hosts had the version."""
+    """The results of one distribution. ``seconds``: until the last reader of all hosts had the
+    version."""
 
     seconds: float
     slowest_fetch_s: float
-    num_bytes: tuple[int, ...]  # of each fetch
+    num_bytes: tuple[int, ...]  # number of bytes of each fetch
 
 
 class TrainerSide(Actor):
@@ -116,7 +117,7 @@ class TrainerSide(Actor):
 
 
 class Publisher:
-    """The ranks together. Every version that it publishes has a number of its own."""
+    """All ranks of the trainer together. Each published version has a new number."""
 
     def __init__(self, ranks: Any) -> None:
         self._ranks = ranks
@@ -154,7 +155,7 @@ class ReaderSide(Actor):
 
     @concurrent_endpoint
     async def read(self, source: RemoteSource) -> float:
-        """Only read the bytes, into memory that exists already."""
+        """Read the bytes into existing memory, and do nothing else. Returns the seconds."""
         if self._memory.numel() != source.num_bytes:
             self._memory = torch.zeros(source.num_bytes, dtype=torch.uint8)
         started = time.perf_counter()
@@ -192,7 +193,7 @@ class FetchingHosts:
         await asyncio.gather(*(fetcher.start() for fetcher in self._fetchers.values()))
 
     async def reach(self, handle: RemoteMemoryHandle, *, fan_out: int) -> Reached:
-        """All readers of all hosts ask for the version at once."""
+        """Have all readers of all hosts ask for the version at once."""
         weights = WeightDistribution(self._fetchers, fan_out=fan_out)
 
         async def stage(index: int, reader: Any) -> None:
@@ -211,7 +212,7 @@ class FetchingHosts:
         )
 
     async def read(self, handle: RemoteMemoryHandle) -> float:
-        """Seconds of a plain read of the only source by one process of the first host."""
+        """Have one process of the first host read the only source. Returns the seconds."""
         (source,) = handle.sources
         return await next(iter(self._readers.values()))[0].read.call_one(source)
 
@@ -221,7 +222,8 @@ class FetchingHosts:
 
 @asynccontextmanager
 async def worker_hosts(number: int, work_dir: Path) -> AsyncIterator[FetchingHosts]:
-    """Hosts 1 to ``number``, as workers on loopback addresses; host 0 is this process's."""
+    """Start hosts 1 to ``number``, as workers on loopback addresses. Host 0 is the host of this
+    process."""
     names = [f"127.0.0.{index + 2}" for index in range(number)]
     addresses = [f"tcp://{name}:{free_port(name)}" for name in names]
     with _workers(addresses):

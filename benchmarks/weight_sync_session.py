@@ -1,8 +1,8 @@
 """One trainer and one replica in processes of their own, and weight syncs between them.
 
-A repeat is two real optimizer steps, each followed by a sync of its weights: one into the idle
-replica, which measures publishing, fetch and loading alone, and one while requests are decoded,
-which measures the stall of decoding. The plain copies run in between.
+A repeat is two real optimizer steps, each followed by a sync of its weights. The first sync is into
+the idle replica, and measures publishing, fetch and swap alone. The second sync happens while
+requests are decoded, and measures the stall of decoding. The plain copies run between the syncs.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ _SECONDS_OF_DECODING = 0.5  # on each side of a pull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """``policy`` is a directory; its heads divide by ``generator_ranks``."""
+    """The settings of one measurement. ``policy`` is a directory; the policy's number of heads is
+    divisible by ``generator_ranks``."""
 
     policy: str
     transport: Transport
     trainer_ranks: int = 1
     generator_ranks: int = 1
-    threads: int = 1  # of each rank
+    threads: int = 1  # OpenMP threads of each rank
     running: int = 16  # requests that are decoded while weights change
     max_model_len: int = MAX_MODEL_LEN
     kv_cache_bytes: int = 512 << 20  # of each rank, on a CPU
@@ -53,23 +54,23 @@ class Setting:
 
     @property
     def writing_threads(self) -> int:
-        """All ranks of the trainer write."""
+        """Number of threads that write weights: those of all ranks of the trainer."""
         return self.threads * self.trainer_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
-    """Seconds. ``gather_s`` and ``write_s`` are parts of ``publish_s``; nothing is gathered where
-    each rank writes its share.
+    """The results of one repeat, in seconds. ``gather_s`` and ``write_s`` are parts of
+    ``publish_s``; ``gather_s`` is 0 if each rank writes its share.
 
-    ``load_s``: the swap by the idle engine, of weights that are staged already.
-    ``standstill_s``: without an engine step, while requests run. ``stall_s``: as the loop tells it.
+    ``load_s``: the swap of staged weights by the idle engine. ``standstill_s``: the time without an
+    engine step while requests run. ``stall_s``: the stall that the engine loop reports.
     """
 
     publish_s: float
     gather_s: float
     write_s: float
-    fetch_s: float  # by the idle engine
+    fetch_s: float  # with an idle engine
     fetch_while_decoding_s: float
     load_s: float
     load_while_decoding_s: float
@@ -81,7 +82,8 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """``probe_token_ids``: what the last weights make of a fixed prompt, greedily."""
+    """The results of one setting. ``probe_token_ids``: the greedy answer of the last weights to a
+    fixed prompt."""
 
     setting: Setting
     num_bytes: int
@@ -93,7 +95,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Syncs:
-    """What the controller saw of one repeat; the traces have the rest."""
+    """The measurements of one repeat in the controller. The traces have the other measurements."""
 
     idle_version: int
     busy_version: int
@@ -104,7 +106,8 @@ class _Syncs:
 
 
 async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured:
-    """Start everything, repeat, end everything. One unmeasured repeat comes first.
+    """Start all processes, measure the repeats, and end the processes. A first repeat is not
+    counted.
 
     ``work_dir`` exists and is empty.
     """
@@ -133,7 +136,7 @@ async def measure(setting: Setting, *, repeats: int, work_dir: Path) -> Measured
     fetchers = read_traces(trace_dir, "weights-of-host-0")
 
     def fetch_s(version: int) -> float:
-        """To the host, and then to each rank."""
+        """The seconds of the fetch to the host and then to the slowest rank."""
         to_host_s = seconds_of(fetchers, "fetch to host", version, default=0.0)
         return to_host_s + seconds_of(engines, "fetch weights", version)
 
@@ -311,7 +314,7 @@ def _request(name: str, tokens: int, *, temperature: float = 1.0) -> GenerationR
 
 
 def batch() -> TrainingBatch:
-    """Two rows: just enough for the weights to change on each rank."""
+    """Make a batch of two rows, just enough to change the weights on each rank."""
     rng = np.random.default_rng(0)
     mask = (False,) * 4 + (True,) * (ROW_LEN - 4)
     episodes = [

@@ -1,4 +1,4 @@
-"""What the traces of a run show about its weight syncs: publishing, fetch, swap, stall.
+"""Reads the durations of weight syncs from a run's traces: publishing, fetch, swap, stall.
 
 Traces are written by `observability/trace.py`; the spans are those of the trainer's and the
 generators' ranks.
@@ -17,7 +17,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Seconds of the Unix clock."""
+    """A span of a trace, in seconds of the Unix clock."""
 
     name: str
     start_s: float
@@ -30,7 +30,8 @@ class Span:
 
 
 def read_traces(trace_dir: Path, process: str) -> list[list[Span]]:
-    """The spans of each rank of ``process`` ("trainer", "replica0"), in order of their ends."""
+    """Read the spans of each rank of ``process`` ("trainer", "replica0"), in the order of their
+    ends."""
     paths = sorted(trace_dir.glob(f"{process}-rank-*.jsonl"))
     return [spans(map(json.loads, path.read_text().splitlines())) for path in paths]
 
@@ -52,10 +53,11 @@ def spans(events: Iterable[Event]) -> list[Span]:
 def seconds_of(
     ranks: Iterable[list[Span]], name: str, version: int, *, default: float | None = None
 ) -> float:
-    """How long the span ``name`` of ``version`` took on the slowest rank that has one.
+    """Return the seconds of the span ``name`` of ``version`` on the slowest rank that has such a
+    span.
 
     Raises:
-        LookupError: no rank has one, and there is no default.
+        LookupError: no rank has such a span, and there is no default.
     """
     found = [span.seconds for span in _of_version(ranks, name, version)]
     if not found and default is not None:
@@ -66,8 +68,8 @@ def seconds_of(
 
 
 def seconds_together(ranks: Iterable[list[Span]], name: str, version: int) -> float:
-    """From when the last rank began ``name`` of ``version``, which they do together, to when the
-    last one was done.
+    """Return the seconds from the moment when the last rank began the span ``name`` of ``version``
+    to the moment when the last rank ended it. For work that all ranks do together.
 
     Raises:
         LookupError: no rank has such a span.
@@ -79,8 +81,9 @@ def seconds_together(ranks: Iterable[list[Span]], name: str, version: int) -> fl
 
 
 def standstill_s(ranks: Iterable[list[Span]], version: int) -> float:
-    """From when all ranks had ended the last engine step before the swap of ``version`` to when all
-    had begun the first one after it: a step is done by all ranks together.
+    """Return the seconds from the moment when all ranks had ended the last engine step before the
+    swap of ``version`` to the moment when all had begun the first step after it. All ranks do a
+    step together.
 
     Raises:
         LookupError: on some rank, nothing was decoded before the swap, or after it.
@@ -99,7 +102,8 @@ def _of_version(ranks: Iterable[list[Span]], name: str, version: int) -> list[Sp
 
 
 def _steps_around(rank: list[Span], version: int) -> tuple[float, float]:
-    """When the last step before the swap ended, and the first one after it began."""
+    """Return when the last step before the swap ended, and when the first step after the swap
+    began."""
     swaps = _of_version([rank], "swap weights", version)
     if len(swaps) != 1:
         raise LookupError(f"version {version} was swapped in {len(swaps)} times")

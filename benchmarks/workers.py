@@ -1,8 +1,8 @@
-"""A side of a benchmark in its own process, on its own cores, that works on request.
+"""Runs a side of a benchmark in its own process, on its own cores, on request.
 
-So sides can be measured alternately in one run, without sharing an interpreter, memory or threads.
-A side that is not being measured is stopped (SIGSTOP), with the processes it started, unless they
-watch each other: Monarch treats a stopped process as lost.
+So the sides can be measured alternately in one run, and share no interpreter, memory or threads. A
+side that is not being measured is stopped (SIGSTOP), with all processes that it started. Sides with
+Monarch are not stopped, because Monarch treats a stopped process as lost.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import Any, Self
 import psutil
 
 Side = Callable[[str, Any], Any]
-"""Does what a name says with an argument, and gives what came of it."""
+"""A function that is called with the name of an operation and an argument, and returns the
+operation's result."""
 
 
 class Worker:
-    """``build(*args)`` makes the side in the new process; it and its calls are picklable. Several
-    build at the same time: call `wait_until_built` when all have been made."""
+    """The process of one side. ``build(*args)`` makes the side in this process. ``build``,
+    ``args``, and the arguments and results of calls must be picklable. Several workers can build at
+    the same time: create all of them, then call `wait_until_built` on each."""
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class Worker:
             target=_serve, args=(theirs, build, args, cores, dict(environment))
         )
         held = {name: os.environ.get(name) for name in environment}
-        os.environ.update(environment)  # the child imports before it could set them
+        os.environ.update(environment)  # the child needs them before its first imports
         try:
             self._process.start()
         finally:
@@ -57,7 +59,8 @@ class Worker:
         self._stop()
 
     def call(self, name: str, argument: Any = None) -> tuple[Any, float]:
-        """The answer, and the CPU seconds that the side's processes spent on it."""
+        """Call the side. Returns the answer, and the CPU seconds that the side's processes spent on
+        it."""
         self._signal(signal.SIGCONT)
         before = self._cpu_seconds()
         self._connection.send((name, argument))
@@ -68,7 +71,7 @@ class Worker:
 
     def close(self) -> None:
         self._signal(signal.SIGCONT)
-        with contextlib.suppress(OSError):  # it failed, and has ended
+        with contextlib.suppress(OSError):  # the process failed, and has ended
             self._connection.send(None)
         self._process.join(30.0)
         self._kill()
@@ -131,7 +134,7 @@ def _serve(
     try:
         side = build(*args)
         gc.collect()
-        gc.freeze()  # as in a replica's process: what stays is not looked through again
+        gc.freeze()  # as in a replica's process: exclude these objects from collections
         connection.send((True, None))
         while (work := connection.recv()) is not None:
             connection.send((True, side(*work)))

@@ -23,8 +23,8 @@ _FIRST_PROMPT, _LATER_PROMPT = 48, 12  # tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTurn:
-    """``new_token_ids`` are appended; then ``num_tokens`` are sampled, and the
-    environment takes ``delay_s``."""
+    """One turn: ``new_token_ids`` are appended to the history, ``num_tokens`` tokens are sampled,
+    and then the environment takes ``delay_s``."""
 
     new_token_ids: tuple[int, ...]
     num_tokens: int
@@ -53,15 +53,15 @@ class Workload:
 
     @property
     def longest_rollout(self) -> int:
-        """Tokens that can only be sampled one after another."""
+        """Number of tokens of the longest rollout, which can only be sampled one after another."""
         return max(rollout.num_sampled for rollout in self.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """``latencies_s``: of each request, from its submission to its whole completion.
-    ``waiting_s``: of ``seconds``, those without any request, as all rollouts were with their
-    environments."""
+    """The times of one run of a workload. ``latencies_s``: the time of each request from its
+    submission to its whole completion. ``waiting_s``: the part of ``seconds`` in which no request
+    ran, because all rollouts were in their environments."""
 
     seconds: float
     num_tokens: int
@@ -70,7 +70,7 @@ class Timing:
 
 
 Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
-"""Completes one request and gives its tokens."""
+"""A function that completes one request and returns its tokens."""
 
 
 def draw_workload(
@@ -83,8 +83,8 @@ def draw_workload(
     vocab_size: int = 256,
     seed: int = 0,
 ) -> Workload:
-    """``delay_s`` is the mean of the environment's exponential delays; lengths do not depend on
-    it."""
+    """Draw a workload. ``delay_s`` is the mean of the environment's exponential delays; the lengths
+    do not depend on it."""
     chance = random.Random(f"{distribution}-{seed}")
     delays = random.Random(f"{distribution}-{seed}-delays")
 
@@ -114,7 +114,7 @@ def draw_workload(
 
 
 def draw_length(distribution: Distribution, chance: random.Random) -> int:
-    """Median 41, at most `MAX_OUTPUT`."""
+    """Draw a length: the median is 41, the maximum `MAX_OUTPUT`."""
     match distribution:
         case "uniform":
             return chance.randint(2, 80)
@@ -126,7 +126,7 @@ def draw_length(distribution: Distribution, chance: random.Random) -> int:
 
 
 async def one_after_another(workload: Workload, complete: Complete) -> Timing:
-    """Each request waits for the one before."""
+    """Run one request after another."""
     requests = _Requests(complete)
     for rollout in workload.rollouts:
         history: tuple[int, ...] = ()
@@ -137,8 +137,8 @@ async def one_after_another(workload: Workload, complete: Complete) -> Timing:
 
 
 async def in_rounds(workload: Workload, complete: Complete, *, batch: int) -> Timing:
-    """Synchronous batching: ``batch`` rollouts take each turn together; all wait for the slowest
-    answer, then for the slowest environment."""
+    """Run with synchronous batching: ``batch`` rollouts take each turn together. All of them wait
+    for the slowest answer, and then for the slowest environment."""
     requests = _Requests(complete)
     for start in range(0, len(workload.rollouts), batch):
         rollouts = workload.rollouts[start : start + batch]
@@ -157,7 +157,8 @@ async def in_rounds(workload: Workload, complete: Complete, *, batch: int) -> Ti
 
 
 async def all_at_once(workload: Workload, complete: Complete) -> Timing:
-    """Each rollout goes on by itself; the engine runs as many requests as it has places for."""
+    """Run all rollouts at once, each independent of the others. The engine limits the number of
+    running requests."""
     requests = _Requests(complete)
 
     async def run(rollout: PlannedRollout) -> None:
@@ -183,7 +184,7 @@ def request_of(rollout: PlannedRollout, number: int, history: tuple[int, ...]) -
 
 
 class _Requests:
-    """What is asked for, timed from now on."""
+    """Completes requests and measures times, from the creation of this object on."""
 
     def __init__(self, complete: Complete) -> None:
         self._complete = complete
@@ -194,7 +195,8 @@ class _Requests:
         self._latencies_s: list[float] = []
 
     async def complete(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Raises RuntimeError where an answer has not the length that was asked for."""
+        """Complete a request. Raises RuntimeError if the answer does not have the requested
+        length."""
         began_s = self._now_s()
         if self._running == 0:
             self._waiting_s += began_s - self._empty_since_s
@@ -210,7 +212,7 @@ class _Requests:
         return tokens
 
     def timing(self, workload: Workload) -> Timing:
-        """Of the whole workload, when all is done."""
+        """Return the times of the whole workload. Call this when all requests have ended."""
         ended_s = self._now_s()
         return Timing(
             seconds=ended_s - self._started_s,

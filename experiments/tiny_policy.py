@@ -2,7 +2,7 @@
 
 The project's own trainer trains the policy on right demonstrations, then on careless ones. Such a
 policy can give the right answer, but rarely does, so reinforcement learning quickly improves it.
-Everything is seeded; with another machine or number of threads, rounding may differ.
+Everything is seeded, but on another machine or with another number of threads, rounding may differ.
 
 The tokenizer has one token for each word of a task, and bytes for all other text. It is a
 byte-level BPE without merges: a piece of text that is not in the vocabulary becomes its UTF-8
@@ -33,7 +33,8 @@ from torchtitan_rl import (
 )
 
 Demonstrate = Callable[[int, bool, random.Random], Episode]
-"""The demonstration of a number, from 0; with mistakes drawn at random if it is to be careless."""
+"""Makes the demonstration with a number (from 0). If the second argument is True, the demonstration
+is careless: mistakes are drawn at random."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
     """Like `asyncio.timeout`, but tolerant of a process that was stopped.
 
     If the event loop notices the deadline more than 5 s late, the whole time starts again. If it
-    notices the deadline more than 1 s late, it waits that much longer.
+    notices the deadline between 1 and 5 s late, it waits once more, for as long as it was late.
 
     Raises:
         TimeoutError: the block took longer than ``delay_s`` (None: no limit).
@@ -84,7 +84,7 @@ _T = TypeVar("_T")
 
 
 class BackgroundTask:
-    """At most one task at a time. An error of the task is raised by `wait`, or by the next
+    """Runs at most one task at a time. An error of the task is raised by `wait`, or by the next
     `start`."""
 
     def __init__(self) -> None:
@@ -160,7 +160,8 @@ async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of the coroutine that ends first. If several end at the same time, the
     first of these in the order of the arguments counts.
 
-    The others are cancelled and have ended when this call returns; their errors are dropped.
+    The other coroutines are cancelled, and have ended when this call returns; their errors are
+    dropped.
 
     Raises:
         Exception: the coroutine that ended first raised it.

@@ -124,7 +124,7 @@ class Call(Generic[P]):
     """Work that the other side is asked to do: a request or a command. It has exactly one `End`.
 
     ``streams``: a request's progress is reported within milliseconds. Otherwise a replica reports
-    it about once a second, and the controller does not report it.
+    it to the controller about once a second, and the controller does not report it to the endpoint.
     """
 
     call_id: CallId

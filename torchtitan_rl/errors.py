@@ -100,8 +100,8 @@ class OutputError(TorchtitanRLError):
 class RunTakenOverError(OutputError):
     """This process no longer owns the run's folder, and writes nothing more there.
 
-    Either another process has taken the folder over, because this one did not renew its lease for a
-    while (it was stopped, or could not reach its storage); or the lease was removed, so that
+    Either another process has taken the folder over, because this process did not renew its lease
+    for a while (it was stopped, or could not reach its storage); or the lease was removed, so that
     another process may own the folder. In the second case ``successor`` is empty.
     """
 

@@ -1,9 +1,9 @@
 """Writes that stay consistent after a kill or on a full disk: appended lines, and replaced files.
 
 A kill -9 during a write, or a disk that fills up, leaves an incomplete (torn) line at the end of a
-file. `open_for_append` cuts such a line off, `append_line` removes its own after a failed write,
-and `whole_lines` skips it. `replacing` and `replace_file` write to a temporary file in the same
-folder and rename it, so that a reader finds either the old content or the new content.
+file. `open_for_append` cuts such a line off, `append_line` removes the torn line of its own failed
+write, and `whole_lines` skips a torn line. `replacing` and `replace_file` write to a temporary file
+in the same folder and rename it, so that a reader finds either the old content or the new content.
 
 Invariant: a torn line is never joined with a line that is written later.
 

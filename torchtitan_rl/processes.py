@@ -186,7 +186,7 @@ class ChildProcess:
     """A process that a launcher starts and ends; created by `started`.
 
     The process leads its own session, so that a signal to the launcher's process group reaches it
-    only once, through the launcher. It gets SIGTERM when the launcher dies.
+    only once, through the launcher. The process gets SIGTERM when the launcher dies.
     """
 
     def __init__(self, process: Process, ready_at: str) -> None:
@@ -306,8 +306,8 @@ async def run_command(
     """Run a program in a process session of its own, until it ends or times out.
 
     This call returns or raises, even when it is cancelled, only after the program and all its
-    descendants are dead. If this process dies, even by SIGKILL, they are killed a moment later, by
-    a shim process between this one and the program (`shim.py`). This is not a sandbox.
+    descendants are dead. If this process dies, even by SIGKILL, a shim process between this process
+    and the program (`shim.py`) kills them a moment later. This is not a sandbox.
 
     ``env`` replaces the environment. ``stdin`` None is an empty input. The first
     ``max_output_bytes`` of stdout and of stderr are kept, the rest is dropped. Processes that the

@@ -14,8 +14,8 @@ The shim writes a report to the socket: the first line is ``pid PID``, the last 
 
 As a child subreaper, the shim inherits every orphan among its descendants, including daemons that
 forked twice and started their own sessions. So its descendants are exactly the processes to kill
-(Linux; elsewhere only the command's own process group is killed). If a program kills the shim, its
-daemons survive: the shim cleans up, and is not a sandbox.
+(Linux; elsewhere only the command's own process group is killed). If a program kills the shim, the
+program's daemons survive: the shim cleans up, and is not a sandbox.
 """
 
 import ctypes

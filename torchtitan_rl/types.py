@@ -118,11 +118,11 @@ class GenerationRequest:
     ``session_id`` keeps a rollout's turns on one replica. ``prompt_id`` keeps the first turns of
     siblings on one replica, so that their common prompt is computed once.
 
-    ``min_version``: only replicas that hold this policy version or a newer one may serve it.
-    ``resume_from`` contains tokens already sampled for this request (``prompt_token_ids`` and
-    ``max_tokens`` are those of the whole request): the completion begins with these tokens. For a
-    replica, the router appends them to the prompt and sets ``num_resumed`` to their number, so that
-    stop strings, penalties and grammars still treat them as sampled.
+    ``min_version``: only replicas that hold this policy version or a newer one may serve the
+    request. ``resume_from`` contains tokens already sampled for this request (``prompt_token_ids``
+    and ``max_tokens`` are those of the whole request): the completion begins with these tokens. For
+    a replica, the router appends them to the prompt and sets ``num_resumed`` to their number, so
+    that stop strings, penalties and grammars still treat them as sampled.
     """
 
     request_id: str
@@ -196,8 +196,8 @@ class Grammar:
     """A compiled grammar. `orchestration/batching.py` replays it to find the tokens that it
     allowed.
 
-    ``data`` is xgrammar's serialization, compressed; it contains the xgrammar version that can read
-    it.
+    ``data`` is xgrammar's serialization, compressed. It contains the version of xgrammar that can
+    read it.
     """
 
     data: bytes

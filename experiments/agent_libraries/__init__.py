@@ -1,1 +1,1 @@
-"""Word problems that lack a number, solved with the agent libraries that people use."""
+"""Word problems that lack a number, solved with widely used agent libraries."""

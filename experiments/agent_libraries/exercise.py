@@ -25,7 +25,7 @@ from torchtitan_rl.experiments.calculator_agent.dataset import ProblemSizes
 from torchtitan_rl.experiments.calculator_agent.task import is_right, score
 
 INSTRUCTIONS = "Solve the problem with the calculator."
-MAX_REQUESTS = 6  # an agent gives up after these; a right solution needs three
+MAX_REQUESTS = 6  # an agent gives up after so many; a right solution needs three
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
     python -m torchtitan_rl.experiments.agent_libraries.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
-with these defaults. Training uses right conversations first, then conversations with mistakes (see
-`experiments.tiny_policy`). Problems are of the training split, but not those that reinforcement
-learning uses.
+writes a Hugging Face directory (bfloat16). By default it replaces the policy in this package, which
+was made with these defaults. Training uses right conversations first, then conversations with
+mistakes (see `experiments.tiny_policy`). The problems are from the training split, but
+reinforcement learning does not use the same ones.
 
 Conversations have two forms: the agents of most libraries end with a message, those of
 `pydantic-ai` with a call of ``final_result``. The mistakes are those of `calculator_agent`; a guess
@@ -130,7 +130,7 @@ def main(config: WarmStartConfig) -> None:
         intermediate_size=480,
         num_layers=2,
         num_heads=4,
-        max_positions=4096,  # some libraries write much that is not in the vocabulary
+        max_positions=4096,  # some libraries write many words that are not in the vocabulary
     )
     warm_start(config, tokenizer, size, demonstrate)
 

@@ -1,1 +1,1 @@
-"""Names to sort over several turns, and a small policy that starts mediocre at it."""
+"""Names to sort over several turns, and a small policy that can do this only moderately well."""

@@ -1,9 +1,9 @@
 """The environment of alphabet sort, with its problems and scores.
 
-Each turn brings new names. An answer is the whole sorted list, one name a line. In later turns, the
-names that just came are followed by ``// new``. The score of an answer is between 0 and 1. The
-rollout's reward is the mean score over *all* turns of the problem, so turns that the rollout did
-not reach count as 0.
+Each turn brings new names. An answer is the whole sorted list, one name a line. After the first
+turn, the names of the newest message are followed by ``// new``. The score of an answer is between
+0 and 1. The rollout's reward is the mean score over *all* turns of the problem, so turns that the
+rollout did not reach count as 0.
 
 A problem is a list of names for each turn. Invariants: those of `experiments.procedural`. The names
 of a problem decide its split, so no problem is in both splits. No name is in a problem twice.
@@ -134,8 +134,8 @@ def _common_subsequence_len(a: Sequence[str], b: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemSizes:
-    """The ranges, both ends included, of the number of turns of a problem and of the number of new
-    names in each turn."""
+    """How many turns a problem has, and how many new names come in each turn. Both are ranges that
+    include minimum and maximum."""
 
     min_turns: int
     max_turns: int

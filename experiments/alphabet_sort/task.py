@@ -32,9 +32,11 @@ POLICY_DIR = Path(__file__).parent / "policy"  # the embedded policy, in Hugging
 
 @dataclass(frozen=True, kw_only=True)
 class AlphabetSortTask(Task):
-    """Sort names alphabetically; in each further turn merge and mark those of the new message.
+    """Sort names alphabetically. In each further turn, merge the new names into the list, and mark
+    them.
 
-    The number of turns and of names is drawn for each problem, both ends included.
+    For each problem, the number of turns and the numbers of names are drawn from the ranges below,
+    minimum and maximum included.
     """
 
     min_turns: int = 1
@@ -52,7 +54,7 @@ class AlphabetSortTask(Task):
     num_validation_problems: int = 1024
     """Problems of the validation set."""
     renderer: RendererKind = "auto"
-    """How messages become tokens; ``auto`` goes by the model."""
+    """How messages become tokens; ``auto`` chooses the renderer that fits the model."""
     thinking: Thinking = "off"
     """Of Qwen3: ``off`` prefills an empty thought, ``keep`` leaves earlier thoughts in the history,
     ``strip`` drops them at each user message."""

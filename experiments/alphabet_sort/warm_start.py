@@ -2,10 +2,10 @@
 
     python -m torchtitan_rl.experiments.alphabet_sort.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
-with ``--threads 1``. Training uses right answers first, then answers with mistakes of three kinds
-(see `experiments.tiny_policy`). Problems are of the training split, but not those that
-reinforcement learning uses.
+writes a Hugging Face directory (bfloat16). By default it replaces the policy in this package, which
+was made with ``--threads 1``. Training uses right answers first, then answers with mistakes of
+three kinds (see `experiments.tiny_policy`). The problems are from the training split, but
+reinforcement learning does not use the same ones.
 
 Words of the task are tokens; the chat template is ChatML.
 """

@@ -1,1 +1,1 @@
-"""Word problems for an agent with a calculator, and a small policy that starts mediocre at them."""
+"""Word problems for an agent with a calculator, and a small policy that solves some of them."""

@@ -76,7 +76,7 @@ async def solve(client: AsyncOpenAI, *, model: str, question: str, max_turns: in
 
 
 def _call(call: Any, results: list[str]) -> str:
-    """Return the tool's reply; its value, if it has one, is added to ``results``."""
+    """Return the tool's reply. If the call has a value, the value is added to ``results``."""
     if call.function.name != CALCULATOR["function"]["name"]:
         return f"error: there is no tool {call.function.name}"
     try:

@@ -56,7 +56,7 @@ class TokenIdTransport(httpx.AsyncBaseTransport):
 
 
 class AuditedEnv:
-    """Wraps the agent's `TreeEnv`, and adds the result of the comparison to its metrics.
+    """Wraps the agent's `TreeEnv`, and adds the result of the comparison to the rollout's metrics.
 
     ``sent``: the tokens that the agent's client received, turn by turn.
     """

@@ -2,16 +2,16 @@
 
     python -m torchtitan_rl.experiments.calculator_agent.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
-with these defaults. Training uses right conversations first, then conversations with mistakes of
-four kinds (see `experiments.tiny_policy`). Problems are of the training split, but not those that
-reinforcement learning uses.
+writes a Hugging Face directory (bfloat16). By default it replaces the policy in this package, which
+was made with these defaults. Training uses right conversations first, then conversations with
+mistakes of four kinds (see `experiments.tiny_policy`). The problems are from the training split,
+but reinforcement learning does not use the same ones.
 
 Each word, digit and sign of arithmetic is a token. The chat template is a short form of Qwen3's:
-the system message has one line for each tool, and calls and responses have Qwen3's marks. If the
-model writes its JSON as `json.dumps` does, the template writes a call that vLLM's hermes parser has
-read with exactly the tokens that the model sampled. So each prompt of a conversation extends the
-previous one.
+the system message has one line for each tool, and calls and responses have Qwen3's marks. vLLM's
+hermes parser reads a call that the model wrote, and the template writes the call again in the next
+prompt. If the model writes JSON as `json.dumps` does, the tokens of the call are then exactly those
+that the model sampled. So each prompt of a conversation extends the previous one.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ _LEAST_NUMBER, _MOST_NUMBER = 20, 9999
 
 @dataclass(frozen=True, kw_only=True)
 class CodeInterpreterTask(Task):
-    """Answer questions about numbers by running Python programs: any number of calls, then the
-    answer. The reward is 1 if the last number of that is right."""
+    """Answer questions about numbers by running Python programs. The policy may run any number of
+    programs before it answers. The reward is 1 if the last number of the answer is right."""
 
     max_number: int = 99
     """Largest number in a question."""
@@ -53,7 +53,7 @@ class CodeInterpreterTask(Task):
     num_validation_problems: int = 512
     """Problems of the validation set."""
     renderer: RendererKind = "auto"
-    """How messages become tokens; ``auto`` goes by the model."""
+    """How messages become tokens; ``auto`` chooses the renderer that fits the model."""
     thinking: Thinking = "off"
     """Of Qwen3: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
 
@@ -92,7 +92,7 @@ async def score(answer: str, right: str) -> float:
 
 
 class Kind(NamedTuple):
-    """``a`` is below ``b``; ``c`` is from 2 to 9."""
+    """A kind of question, as templates. ``a`` is below ``b``; ``c`` is from 2 to 9."""
 
     question: str
     expression: str

@@ -2,9 +2,9 @@
 
     python -m torchtitan_rl.experiments.code_interpreter.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
-with these defaults. Problems are of the training split, but not those that reinforcement learning
-uses.
+writes a Hugging Face directory (bfloat16). By default it replaces the policy in this package, which
+was made with these defaults. The problems are from the training split, but reinforcement learning
+does not use the same ones.
 
 Training uses right conversations first, then conversations with mistakes of five kinds (see
 `experiments.tiny_policy`). A program may leave out the last number, have a wrong digit, or call a

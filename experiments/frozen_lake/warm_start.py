@@ -2,9 +2,9 @@
 
     python -m torchtitan_rl.experiments.frozen_lake.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
-with these defaults. Training uses shortest ways to the goal first, then ways with random moves (see
-`experiments.tiny_policy`), on maps that reinforcement learning does not use.
+writes a Hugging Face directory (bfloat16). By default it replaces the policy in this package, which
+was made with these defaults. Training uses shortest ways to the goal first, then ways with random
+moves (see `experiments.tiny_policy`), on maps that reinforcement learning does not use.
 
 Each place of a map and each move is a token.
 """

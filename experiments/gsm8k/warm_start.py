@@ -2,8 +2,8 @@
 
     python -m torchtitan_rl.experiments.gsm8k.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
-with these defaults. Training uses right solutions first, then solutions with mistakes (see
+writes a Hugging Face directory (bfloat16). By default it replaces the policy in this package, which
+was made with these defaults. Training uses right solutions first, then solutions with mistakes (see
 `experiments.tiny_policy`). Its problems are not in the files.
 """
 

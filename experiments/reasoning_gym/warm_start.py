@@ -2,8 +2,8 @@
 
     python -m torchtitan_rl.experiments.reasoning_gym.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
-with these defaults. Training uses right answers first, then careless ones (see
+writes a Hugging Face directory (bfloat16). By default it replaces the policy in this package, which
+was made with these defaults. Training uses right answers first, then careless ones (see
 `experiments.tiny_policy`). Questions of the validation set are left out.
 
 Each word of the questions, each digit and each letter is a token.

@@ -41,7 +41,7 @@ class SearchTask(Task):
     num_validation_problems: int = 1024
     """Problems of the validation set."""
     renderer: RendererKind = "auto"
-    """How messages become tokens; ``auto`` goes by the model."""
+    """How messages become tokens; ``auto`` chooses the renderer that fits the model."""
     thinking: Thinking = "off"
     """Of Qwen3: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
 

@@ -2,8 +2,8 @@
 
     python -m torchtitan_rl.experiments.search.warm_start [--output-dir DIR]
 
-writes a Hugging Face directory (bfloat16), by default over the one in this package, which was made
-with these defaults. Training uses right solutions first, then solutions with mistakes (see
+writes a Hugging Face directory (bfloat16). By default it replaces the policy in this package, which
+was made with these defaults. Training uses right solutions first, then solutions with mistakes (see
 `experiments.tiny_policy`). Worlds of the validation set are left out.
 
 Words of the worlds are tokens. There is no chat template: the ``qwen3`` renderer writes the
@@ -99,9 +99,10 @@ def main(config: WarmStartConfig) -> None:
 def conversation(
     problem: Mapping[str, Any], mistakes: Mistakes, rng: random.Random
 ) -> list[tuple[list[Message], str]]:
-    """The turns of a solution, with what the tool really finds; mistakes are drawn independently.
+    """The turns of a solution, with the documents that the tool really finds. Each mistake is drawn
+    independently.
 
-    Where a query finds another document, the solution goes on with what that says.
+    If a query finds the wrong document, the solution goes on with the facts of that document.
     """
     world, asked = problem["world"], problem["asked"]
     index, documents = index_of(world), make_world(world).documents

@@ -2,9 +2,9 @@
 
 An agent is an async function, a synchronous function (which runs in its own thread, and may block),
 a command, or a program elsewhere (`RemoteAgent`). It gets the endpoint's address and an API key
-that names its session: the requests that the agent makes with this key become the turns of its
-rollout. The session ends when the agent returns, when its rollout reaches a limit, or when a client
-closes the session. Later requests are refused (HTTP 400, code ``session_closed``).
+that names its session: the requests that the agent makes with this key become the turns of the
+agent's rollout. The session ends when the agent returns, when the rollout reaches a limit, or when
+a client closes the session. Later requests are refused (HTTP 400, code ``session_closed``).
 
     async def solve(call: AgentCall) -> float:
         client = AsyncOpenAI(base_url=call.base_url, api_key=call.api_key)
@@ -70,12 +70,12 @@ AgentFunction = Callable[[AgentCall], AgentAnswer | Awaitable[AgentAnswer]]
 class AgentCommand:
     """An agent that is a program.
 
-    Its environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``TORCHTITAN_RL_MODEL`` and
-    ``TORCHTITAN_RL_SESSION_ID``. Its problem is JSON (``problem_id``, ``data``) on stdin; a short
-    problem is also in ``TORCHTITAN_RL_PROBLEM``. The last line of its output is its reward: a
-    number, or ``{"reward": number, "metrics": {name: number}}``; anything else means no reward. An
-    exit code other than 0 is a failure. At its end, all processes that the program started are
-    killed.
+    The program's environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``TORCHTITAN_RL_MODEL``
+    and ``TORCHTITAN_RL_SESSION_ID``. The program gets its problem as JSON (``problem_id``,
+    ``data``) on stdin; a short problem is also in ``TORCHTITAN_RL_PROBLEM``. The last line that the
+    program prints is the reward: a number, or ``{"reward": number, "metrics": {name: number}}``.
+    Any other last line means that there is no reward. An exit code other than 0 is a failure. When
+    the program ends, all processes that it started are killed.
     """
 
     argv: tuple[str, ...]
@@ -88,9 +88,9 @@ class AgentCommand:
 class RemoteAgent:
     """An agent that runs elsewhere: its problem waits in the run's queue until a worker leases it.
 
-    A lease is lost after ``lease_s`` without a request or a heartbeat of its worker. After
-    ``max_leases`` lost leases of one problem, its rollout fails. After the worker has returned its
-    lease as done, the reward must arrive within ``reward_timeout_s`` (None:
+    A worker loses its lease after ``lease_s`` without a request or a heartbeat from the worker.
+    After ``max_leases`` lost leases of one problem, the problem's rollout fails. When the worker
+    has returned its lease as done, the reward must arrive within ``reward_timeout_s`` (None means
     ``rollout.step_timeout_s``).
     """
 

@@ -13,11 +13,11 @@ seeds, versions, journal and advantages work as for any other rollout.
 | penalties | ignored and counted: the loss cannot account for them |
 | ``logit_bias``, ``min_tokens``, ... | refused (400): ignoring them would give a wrong answer |
 
-Invariants: each request is answered or refused, once. A turn whose caller left before it got the
-answer counts as unseen, and is not trained on. It is still sampled to its end, so that its tokens
-do not depend on when the caller left. When `close` returns, the agent has ended; `close` raises if
-the agent does not end. A `RunningAgent` ends once, and ``on_end`` is called on the event loop that
-started the agent.
+Invariants: each request is answered or refused, once. If the caller of a turn leaves before it gets
+the answer, the turn counts as unseen, and is not trained on. An unseen turn is still sampled to its
+end, so that the turn's tokens do not depend on when the caller left. When `close` returns, the
+agent has ended; `close` raises if the agent does not end. A `RunningAgent` ends once, and
+``on_end`` is called on the event loop that started the agent.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ _IGNORED = frozenset(
 class AgentHost:
     """The endpoint that agents use, and the place where they run.
 
-    ``loop`` is the event loop that runs async agents, in another thread (`AgentThread`). If it is
-    None, they run on the current loop; an agent that blocks would then cause a deadlock.
+    ``loop`` is the event loop that runs async agents, in another thread (`AgentThread`). If
+    ``loop`` is None, agents run on the current loop. An agent that blocks would then cause a
+    deadlock, because the current loop also answers its requests.
     ``problems`` is the queue in which problems of `RemoteAgent`s wait for workers.
     """
 
@@ -118,7 +119,7 @@ class AgentThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel the agents that still run. While an agent blocks the thread, the thread stays."""
+        """Cancel the agents that still run. The thread does not end while an agent blocks it."""
         self._is_ending = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_JOIN_TIMEOUT_S)
@@ -134,7 +135,7 @@ class AgentThread:
 
 
 class RunningAgent:
-    """One run of an agent, ``work``, started at once.
+    """One run of an agent. ``work`` is the agent's code, which is started at once.
 
     ``outcome`` is None until the agent has ended; then it is the agent's result or exception.
     """
@@ -207,8 +208,8 @@ class AgentEnv:
 
     After a limit, the agent has ``grace_s`` to return its reward; otherwise the reward is
     ``reward_at_limit``. A cancelled agent must also end within ``grace_s``. ``decode`` makes the
-    turns readable in logged rollouts. ``prepare`` is called before the agent runs; its time does
-    not count as the agent's time.
+    turns readable in logged rollouts. ``prepare`` is called before the agent runs; the time that it
+    takes does not count as the agent's time.
 
     ``replays`` declares that the agent sends the same requests again when it gets the same answers.
     An agent that fails is then restarted, up to ``max_restarts`` times, and its repeated requests
@@ -242,9 +243,9 @@ class AgentEnv:
         self._turns: TurnTree | None = None
         self._session_id = ""
         self._running: RunningAgent | None = None
-        self._answers: dict[str, asyncio.Future[Completion]] = {}  # by id of the client's request
-        self._turn_ids: dict[str, str] = {}  # turn of each request of the session, by request id
-        self._parts: dict[str, list[str]] = {}  # turns by the part of the session that made them
+        self._answers: dict[str, asyncio.Future[Completion]] = {}  # by the client's request id
+        self._turn_ids: dict[str, str] = {}  # ids of turns, by the client's request id
+        self._parts: dict[str, list[str]] = {}  # ids of turns, by the session's part
         self._changed = asyncio.Event()
         self._is_over = False  # further requests are refused
         self._posted: float | None = None  # the reward with which a client closed the session
@@ -261,7 +262,7 @@ class AgentEnv:
         """Run the agent until it returns or a client closes its session with a reward.
 
         Raises:
-            AgentError: the agent ended, or its session was closed, without a request.
+            AgentError: the agent ended, or its session was closed, before it made any request.
             LimitReachedError: the agent failed after a limit; it is not started again.
             Exception: the agent raised it, and is not restarted.
         """

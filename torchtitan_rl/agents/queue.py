@@ -9,11 +9,12 @@ reward there.
 | a request of the session, or a heartbeat | the lease lasts another ``lease_s`` |
 | a reward, or the session is closed | the lease ends, and the rollout with it |
 | the lease is returned as ``done`` | it ends; the reward may arrive within ``reward_timeout_s`` |
-| the lease is returned as ``failed``, or ``lease_s`` pass in silence | the lease is lost |
+| the lease is returned as ``failed`` | the lease is lost |
+| ``lease_s`` pass without a request or a heartbeat | the lease is lost |
 | the worker left before it got the lease | the problem is the next one to be leased |
 
-After a lost lease, the problem is handed out again in a new session (`AgentEnv`); after too many
-lost leases its rollout fails with `LeaseLostError`.
+After a lost lease, the problem is handed out again in a new session (`AgentEnv`). After too many
+lost leases, the problem's rollout fails with `LeaseLostError`.
 
 Invariants: a problem has one lease at a time. After a lease is lost, its session refuses all
 requests. Every lease ends once, and each kind of ending is counted. The queue is used on one event
@@ -66,7 +67,8 @@ class ProblemQueue:
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, _Entry] = OrderedDict()  # by session id, oldest first
         self._leased: dict[str, _Entry] = {}
-        self._workers: dict[asyncio.Future[_Entry], str | None] = {}  # waiting; wanted problem id
+        # By each waiting worker: the problem id that it wants (None: any).
+        self._workers: dict[asyncio.Future[_Entry], str | None] = {}
         self._counts: Counter[str] = Counter(
             leases=0, leases_expired=0, leases_failed=0, leases_done=0, leases_unused=0
         )
@@ -249,7 +251,8 @@ class ProblemQueue:
     def _check(self, entry: _Entry, due_s: float) -> None:
         now_s = _now()
         if entry.waits.is_sampling or now_s - due_s > STOOD_STILL_S:
-            entry.used_s = now_s  # the worker waits for an answer, or this process was stopped
+            # The worker was not silent: it waits for an answer, or this process was stopped.
+            entry.used_s = now_s
         silent_s = now_s - entry.used_s
         if silent_s < entry.agent.lease_s:
             self._watch(entry, entry.agent.lease_s - silent_s)

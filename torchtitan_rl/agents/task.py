@@ -33,9 +33,11 @@ class AgentTask(Task):
     """
 
     grace_s: PositiveFloat = 5.0
-    """Seconds that an agent has to return a reward after a limit, and to end once cancelled."""
+    """Seconds in which an agent must return a reward after it reached a limit, and in which it must
+    end after it was cancelled."""
     reward_at_limit: float | None = 0.0
-    """Reward of an agent that returned none by then. ``None``: its rollout fails."""
+    """Reward of an agent that returns no reward within ``grace_s`` after a limit. ``None``: its
+    rollout fails."""
     replayable: bool = False
     """Whether the agents send the same requests again when they get the same answers. If so, an
     agent that fails, or whose run was killed, is started again, and its repeated requests are
@@ -52,7 +54,7 @@ class AgentTask(Task):
 
     async def prepare(self, problem: Problem) -> None:
         """Prepare a run of the agent, for example start a server. Called before each run, on the
-        controller's event loop; its time does not count as the agent's time."""
+        controller's event loop. The preparation does not count as the agent's time."""
 
     def agent_environment(
         self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost
@@ -77,9 +79,9 @@ class AgentTask(Task):
 class RemoteAgentTask(AgentTask):
     """A task whose agents run elsewhere: workers lease its problems from the endpoint.
 
-    Only `dataset` has to be overridden. Groups are admitted as for other tasks, so the bound on
-    staleness holds; each rollout waits until a worker leases its problem. `docs/agents.md` has an
-    example of a worker.
+    Only `dataset` has to be overridden. Groups are admitted as for other tasks, so the staleness
+    cap (``schedule.staleness``) holds. Each rollout waits until a worker leases its problem.
+    `docs/agents.md` has an example of a worker.
     """
 
     lease_s: PositiveFloat = 60.0

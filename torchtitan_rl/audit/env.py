@@ -1,10 +1,11 @@
 """Rolls out a few problems of a task to find common mistakes of environments.
 
-Each problem is rolled out twice at the same time, like the rollouts of a group in training. Then
-the first rollout is continued from each of its saved states, and must proceed as before. If limits
-ended both rollouts, the problem is rolled out once more with room for many turns. Environments are
-observed from outside: the answer of each call, how long it took, and how long it blocked the event
-loop. `audit/findings.py` finds the mistakes in these observations.
+Each problem is rolled out twice at the same time, like the rollouts of a group in training. If
+limits ended both rollouts, the problem is rolled out once more with room for many turns. Then the
+first rollout is continued from each of its saved states, and must proceed as before. Environments
+are observed from outside. For each call, the environment's answer, the duration of the call, and
+the time for which the call blocked the event loop are recorded. `audit/findings.py` finds the
+mistakes in these records.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ _STOPS_CHECKS = {
 
 class ScriptedPolicy:
     """A `GenerateFn` that gives the same texts in every rollout: one text per turn, each with a
-    stop token; after the last text it begins again. It refuses requests that an engine with a
-    vocabulary of this size would refuse."""
+    stop token; the first text follows the last one. Requests that an engine with a vocabulary of
+    this size would refuse are refused."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], *, vocab_size: int) -> None:
         self._limits = EngineLimits(max_model_len=2 * _MANY_TOKENS, vocab_size=vocab_size)
@@ -116,9 +117,9 @@ class CheckedProblem:
 
 
 def settled(checked: Sequence[CheckedProblem]) -> tuple[list[Finding], list[str]]:
-    """The findings and notes of all problems. Findings that rollouts never end are dropped for a
-    part (of a mixture) whose environment ended any rollout: then the policy causes them, not the
-    environment."""
+    """The findings and notes of all problems. A finding that rollouts never end is dropped if the
+    environment ended any other rollout (in a mixture: any other rollout of the same part). Then
+    the cause is the policy, not the environment."""
     ending = {one.part for one in checked if one.has_ended}
     findings = [
         finding
@@ -146,8 +147,8 @@ class EnvChecker:
     max_block_s: float
 
     async def check(self, problem: Problem, *, is_first: bool) -> CheckedProblem:
-        """Check one problem. ``is_first``: caches are empty, so the first rollout may block the
-        event loop."""
+        """Check one problem. ``is_first``: this is the first problem. Caches are then still empty,
+        so the first rollout of the problem may block the event loop."""
         all_watched: list[Watched] = []
         group = await self._rollouter(self.generate, self.limits, all_watched).run_group(
             f"check/{problem.problem_id}",
@@ -217,8 +218,8 @@ class EnvChecker:
             checked.findings.append(Finding(mistake=Mistake.NEVER_ENDS, rollout_id=name, what=what))
 
     async def _resuming(self, rollout: Rollout, watched: Watched) -> list[Finding]:
-        """Continue a rollout from each saved state; if the environment is replayed, from before its
-        last turn."""
+        """Continue a rollout from each saved state. If the environment has no saved states but is
+        replayed, continue only from before the rollout's last turn."""
         saved: list[tuple[int, str | None]]
         if watched.is_stateful:
             saved = [
@@ -243,8 +244,8 @@ class EnvChecker:
     async def _continue(
         self, rollout: Rollout, watched: Watched, number: int, state: str | None
     ) -> str | None:
-        """Continue a rollout after ``number`` turns, and describe the first difference in its later
-        turns; None if there is none."""
+        """Continue a rollout after ``number`` turns, and describe the first difference from the
+        later turns of the original rollout; None if there is no difference."""
         answer = watched.answers[number]
         session = EnvSession(
             lambda: self.environment(watched.problem),
@@ -294,8 +295,8 @@ _SCHEDULING = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting fo
 
 
 def watching(environment: EnvironmentFactory, found: list[Watched]) -> EnvironmentFactory:
-    """Wrap ``environment`` so that each environment is watched; its `Watched` is added to
-    ``found``. Environments of agents are not watched."""
+    """Wrap the factory ``environment`` so that each environment that it makes is watched, and the
+    environment's `Watched` is added to ``found``. Environments of agents are not watched."""
 
     def make(problem: Problem) -> RolloutEnv:
         watched = Watched(problem=problem)

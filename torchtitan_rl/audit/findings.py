@@ -31,7 +31,7 @@ class EnvCall:
 @dataclass(slots=True, kw_only=True)
 class Watched:
     """All calls of one environment. ``answers[n]`` is the environment's answer after n turns;
-    ``states[n]`` is its state then, as JSON."""
+    ``states[n]`` is the environment's state after n turns, as JSON."""
 
     problem: Problem
     calls: list[EnvCall] = field(default_factory=list)
@@ -140,8 +140,8 @@ def rollout_findings(
 
 def cut_note(rollout: Rollout, watched: Watched | None) -> str:
     """Return a note that the length limit truncated answers, because this can look like an error of
-    the environment. Empty if no answer was truncated, or only by the environment's own
-    ``Observation.max_tokens``."""
+    the environment. The note is empty if no answer was truncated, or if answers were truncated only
+    by the environment's own ``Observation.max_tokens``."""
     asks = watched.answers if watched is not None else ()
     pairs = zip_longest(rollout.turns, asks[: len(rollout.turns)])
     cut = [turn for turn, asked in pairs if _is_cut(turn) and not _is_as_asked(turn, asked)]

@@ -81,7 +81,7 @@ class Check:
 
     @contextmanager
     def reports_errors(self, where: str, fix: str = "restore it from a copy") -> Iterator[None]:
-        """Report an exception in the block, which reads a file of the run, as a violation."""
+        """Report an exception in the block as a violation. The block reads a file of the run."""
         try:
             yield
         except _UNREADABLE as error:
@@ -95,7 +95,7 @@ class Check:
 
 
 class MetricsRules:
-    """Checks that the rows of ``metrics.jsonl`` add up, alone and from one to the next.
+    """Checks that each row of ``metrics.jsonl`` adds up, and that each row fits the rows before it.
 
     Pass the rows to `take`, one after another; `results` are complete after the last row.
     The keys of ``totals`` and ``versions`` are steps. The keys of ``evaluated`` are the steps with
@@ -152,7 +152,8 @@ class MetricsRules:
         yield from self._place_errors(row)
 
     def _place_errors(self, row: Row) -> Errors:
-        """A row about the weights after a step must follow the row of that step."""
+        """Check that a row about the weights after a step follows the row of that step, and has the
+        same version."""
         step, version = row["step"], row["version"]
         if step > self.last_step:
             yield f"the step {step} of the row comes later"
@@ -228,8 +229,8 @@ def _sum_errors(totals: LedgerTotals) -> Errors:
 
 
 def _growth_errors(row: Row, now: LedgerTotals, then: LedgerTotals) -> Errors:
-    """Check that totals do not fall, and grow as the row says. tokens_generated is not checked: a
-    killed run loses the tokens of unfinished groups."""
+    """Check that totals do not fall, and grow by the counts in the row. tokens_generated is not
+    checked, because a killed run loses the tokens of unfinished groups."""
     counts = [(n, getattr(now, n), getattr(then, n)) for n in _COUNTS if n in _GROWING]
     for name in _BY_CAUSE:
         later, earlier = getattr(now, name), getattr(then, name)

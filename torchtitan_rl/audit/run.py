@@ -86,7 +86,7 @@ def _read_checkpoints(directory: CheckpointDirectory) -> tuple[_SavedRuns, Check
 
 
 def _identity(run_dir: Path, saved: _SavedRuns) -> Mapping[str, Any]:
-    """Read the identity of the run from its file, or without a file from the newest checkpoint.
+    """Read the identity of the run from its file; if there is no file, from the newest checkpoint.
 
     The file is written at each start. So if a finished run is resumed with more steps, the file is
     newer than the checkpoint.
@@ -207,8 +207,9 @@ def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) 
             missing[at, split] = (
                 f"rollouts.jsonl: {number:.0f} {split} rollouts of step {at} are missing"
             )
-    # A run may be killed after it has logged the rollouts of a step and before it writes the step's
-    # row; or, when it is resumed, between dropping the rows and dropping the rollouts.
+    # Rollouts may be of later steps than the last row. A run may be killed after it has logged the
+    # rollouts of a step and before it writes the step's row. A resumed run may be killed after it
+    # has dropped rows and before it drops their rollouts.
     newest = last_step + 1 if promises.num_steps is None else promises.num_steps
     for (at, split), grouped in groupby(lines, key=lambda one: (one.row["step"], one.row["split"])):
         batch, is_train = list(grouped), split == "train"
@@ -229,7 +230,8 @@ def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) 
             is_due = is_train and at <= last_step
             written.require(not is_due, f"{what} are in no row of the metrics")
         elif differing := _differing(batch, split, said):
-            if (at, split) in missing:  # one batch of a repeated evaluation must match its row
+            # If an evaluation was repeated, one of its batches must match the row.
+            if (at, split) in missing:
                 missing[at, split] = f"{what} are not those that were written, {differing}"
         else:
             written.looked_at += 1

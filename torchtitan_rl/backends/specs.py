@@ -27,7 +27,7 @@ class GeneratorSpec:
     log_dir: Path = Path()
     trace_dir: Path | None = None
     stream_interval_s: float = 0.05  # time between two reports of a request's new tokens
-    sleeps: bool = False  # shares its devices, so that a sleep must free their memory
+    sleeps: bool = False  # shares its devices with the trainer, so a sleep must free their memory
     reasoning_parser: str = ""  # for structured outputs that begin after reasoning
 
 

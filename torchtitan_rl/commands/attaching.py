@@ -39,7 +39,8 @@ _LOOK_S = 0.25
 
 
 class Attachment:
-    """The hosts to which a run is attached. `ask` attaches to them; before, ``hosts`` is None."""
+    """The hosts to which a run is attached. `ask` attaches to them; before `ask`, ``hosts`` is
+    None."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -126,13 +127,13 @@ def attachment(config: RunConfig) -> Iterator[Attachment]:
 def attach_once_free(
     attach: Callable[[bool], _Attached], *, within_s: float = _BUSY_S
 ) -> _Attached:
-    """Call ``attach``. If workers serve another run, they may have been left by a lost controller:
-    wait until they have ended that run, and call ``attach`` again, with True.
+    """Call ``attach``. If workers serve another run, that run's controller may be lost. So wait
+    until the workers have ended that run, and call ``attach`` again, with True.
 
     Raises:
         ConfigError: the workers cannot be attached.
         HostsBusyError: the workers are still busy after ``within_s``. This error is also a
-        ConfigError.
+            ConfigError.
     """
     end_s, is_again = time.monotonic() + within_s, False
     while True:
@@ -146,7 +147,7 @@ def attach_once_free(
             is_again, busy = True, list(error.workers)
         while busy and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
-            busy = [worker for worker in busy if accepts(worker)]  # it does not between two runs
+            busy = [worker for worker in busy if accepts(worker)]  # between two runs it does not
 
 
 def _own_address(launch: LaunchConfig) -> Address | None:
@@ -192,12 +193,12 @@ _OTHER_NAME = (62, 64)  # OpenSSL's error numbers: wrong host name, wrong IP add
 def probe_errors(
     field: str, addresses: Sequence[Address], keys: Path | None, *, wait_s: float = 0.0
 ) -> list[str]:
-    """Probe all workers at the same time; one message, naming ``field``, for each worker that
-    cannot be attached. Blocks.
+    """Probe all workers at the same time. Returns one message, which names ``field``, for each
+    worker that cannot be attached. Blocks.
 
     Args:
         keys: this host's folder (`keys.own_folder`), for ``tls://``.
-        wait_s: a worker that does not listen is tried again for this time: it may be starting.
+        wait_s: a worker that does not listen may be starting, so it is tried again for this time.
     """
     remote = [address for address in addresses if address.scheme != "local"]
     end_s = time.monotonic() + wait_s
@@ -214,7 +215,7 @@ def why_not_attach(
     address: Address, keys: Path | None, *, end_s: float = 0.0, timeout_s: float = _TRY_S
 ) -> str:
     """The reason why a worker at ``address`` would not accept this process; empty if it would. If
-    nothing listens, it is tried again until ``end_s`` of the monotonic clock."""
+    nothing listens, the address is tried again until ``end_s`` of the monotonic clock."""
     while True:
         try:
             connection = socket.create_connection((address.host, address.port), timeout_s)
@@ -295,7 +296,7 @@ def _try_tls(connection: socket.socket, address: Address, keys: Path | None) -> 
 
 def _await_refusal(tls: ssl.SSLSocket) -> None:
     """Wait until the server may have refused the client's certificate. Under TLS 1.3 the server
-    checks it only after the client's handshake has finished.
+    checks this certificate only after the client's handshake has finished.
 
     Raises:
         ssl.SSLError: the server refuses the client.

@@ -38,8 +38,8 @@ COMMANDS = {
         "commands.launch_script",
     ),
 }
-"""For the words of each command: its arguments, a description, and the module whose ``main`` gets
-the remaining words."""
+"""For the words that name a command: the command's arguments, a description, and the module whose
+``main`` gets the remaining words."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,10 +14,11 @@ SIGINT and SIGTERM have the same effect in every command:
 | while it can stop cleanly | ``stop_cleanly`` is called | its main task is cancelled |
 | after its last message | the process ends at once | |
 
-Signals within a second of the first one are the same request to stop: ``timeout`` and schedulers
-signal both a process and its group.
+Signals within a second of the first one count as the same request to stop, because ``timeout`` and
+schedulers signal both a process and its group.
 
-The exit code is 128 + n; after the command's last message, it is the command's own exit code.
+The exit code is 128 + n for signal n. After the command's last message, it is the command's own
+exit code.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def exit_code_of(command: Callable[[], int]) -> int:
     Neither a signal nor a closed pipe (``--help | head``) causes a traceback.
 
     Files that the command writes are never writable by all users, even if the umask would allow
-    it: checkpoints have pickles, which run code when they are loaded.
+    this. The reason is that checkpoints contain pickles: an unchecked load of a pickle that another
+    user has changed would run that user's code.
     """
     os.umask(os.umask(0) | 0o002)
     with before_start():
@@ -275,8 +277,8 @@ class DryRun:
         return cls(is_wanted=is_wanted, as_json=as_json), rest
 
     def planning(self) -> AbstractContextManager[Any]:
-        """A context for planning: with ``--json``, output of a configuration or its task goes to
-        stderr, so that stdout has only the JSON."""
+        """A context for planning: with ``--json``, everything that a configuration or its task
+        prints goes to stderr, so that stdout has only the JSON."""
         return redirect_stdout(sys.stderr) if self.as_json else nullcontext()
 
     def show(self, lines: str, document: Mapping[str, Any]) -> int:

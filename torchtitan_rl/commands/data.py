@@ -1,7 +1,7 @@
 """``torchtitan-rl data preview CONFIG [options]``: the problems of a task as the policy sees them.
 
 Starts no engine. Exit codes: 0 the problems were shown; 2 the configuration, a file or a row is
-invalid, and one line on stderr says how.
+invalid, and one line on stderr says what is wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``torchtitan-rl eval MODEL_OR_RUN... --config CONFIG [options]``: compares models on a task.
 
-Each rollout is written when it ends, so after a kill the same command continues. Of the written
-rollouts only failed ones are run again. Exit codes: 0 done; 1 the evaluation or some rollouts
-failed; 2 the configuration is wrong; 128 + n ended by signal n.
+Each rollout is written when it ends, so the same command continues an evaluation that was killed.
+Rollouts that were written are not run again, except failed ones. Exit codes: 0 done; 1 the
+evaluation or some rollouts failed; 2 the configuration is wrong; 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -201,8 +201,9 @@ async def _evaluate(
 
 
 def _export(prepared: PreparedEvaluation, model: EvalModel) -> None:
-    """Export a run's checkpoint to a Hugging Face directory, unless that exists. Its dtype is the
-    engines' dtype, so that they compute with the trainer's weights.
+    """Export a run's checkpoint to a Hugging Face directory, unless the directory exists. The
+    weights are exported in the engines' dtype, so that the engines compute with the trainer's
+    weights.
 
     Raises:
         ModelLostError: the checkpoint, or another model's directory, was removed or damaged since

@@ -2,8 +2,8 @@
 file of prompts with one vLLM replica, without Monarch.
 
 Under ``torchrun --nproc-per-node=N -m torchtitan_rl.commands.generate ...`` the replica has N
-tensor-parallel ranks. vLLM's output goes to ``out.jsonl.log``; that of rank N goes to
-``out.jsonl.rankN.log``.
+tensor-parallel ranks. vLLM's output goes to ``out.jsonl.log``. The output of vLLM on another rank N
+goes to ``out.jsonl.rankN.log``.
 
 A line of the prompts file has ``prompt`` (text), ``prompt_token_ids`` or ``messages`` (a
 conversation, rendered by the model's chat template), and may have ``id`` and any field of
@@ -268,7 +268,8 @@ def parse_line(
     encode: Callable[[str], list[int]],
     render: Callable[[list[Any]], Sequence[int]],
 ) -> tuple[str | int, GenerationRequest | InvalidRequestError]:
-    """Parse line ``number``: its id (without one, its number), and its request or the error in it.
+    """Parse line ``number``. Returns the line's id (if it has none, its number), and the request or
+    the error in the line.
 
     Args:
         render: returns the tokens of a conversation and of the answer's header; may raise any

@@ -23,14 +23,16 @@ class KeysConfig:
     encrypted, and no other machine can take part."""
 
     hosts: tuple[str, ...] = ()
-    """IP addresses or names of the machines, as others reach them; several of one machine are
-    joined by commas: ``node3,10.0.0.3``."""
+    """IP addresses or names under which the machines reach each other. Several addresses or names
+    of one machine are joined by commas: ``node3,10.0.0.3``."""
     add: tuple[str, ...] = ()
-    """Machines that join a run whose keys are in ``--output``."""
+    """Further machines, for a run whose keys are in ``--output``."""
     output: Path = Path("keys")
-    """The folder to write. It has one subfolder for each machine, to be copied there."""
+    """The folder to write. It gets one subfolder for each machine. Copy the subfolder to the
+    machine."""
     days: int = 90
-    """How long the keys are valid; with ``--add``, no longer than the authority that is there."""
+    """Number of days for which the keys are valid; with ``--add``, no longer than the authority in
+    ``--output``."""
     quiet: bool = False
     """Print nothing."""
 

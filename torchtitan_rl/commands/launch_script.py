@@ -66,26 +66,27 @@ class LaunchScriptOptions:
     """What every kind of script needs."""
 
     hosts: str
-    """Hosts and CUDA devices of each: ``4x8``, or ``4x0`` for hosts that compute on their CPU."""
+    """Number of hosts, and of CUDA devices on each: ``4x8``, or ``4x0`` for hosts that compute on
+    their CPU."""
     name: str = ""
-    """Of the job; empty: that of CONFIG."""
+    """Name of the job. Empty: the file name of CONFIG."""
     keys: str = ""
-    """Use TLS, with a folder of ``torchtitan-rl keys``."""
+    """Folder that ``torchtitan-rl keys`` wrote. If it is given, the hosts use TLS."""
     allow_plain_tcp: bool = False
-    """Without keys: what the hosts send to each other is neither encrypted nor authenticated, for
-    networks in which no one else is. With keys: this holds for the trainer's ranks on several hosts
-    alone, which TLS does not cover."""
+    """Allow traffic that is neither encrypted nor authenticated, for networks in which no one else
+    is. Without keys, this is all traffic between the hosts. With keys, it is only the traffic
+    between trainer ranks on several hosts, which TLS does not cover."""
     cpus: int = 0
-    """Cores of each host; 0: as many as the plan has threads there, and 2."""
+    """Cores of each host. 0: two more than the plan has threads on the busiest host."""
     max_restarts: int = 3
     """How often torchrun starts the run again after a failure."""
     port: int = 29500
-    """Where torchrun's nodes meet, on the first one."""
+    """Port on the first node, at which torchrun's nodes meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Options(Generic[_T]):
-    """Print what starts a run on several hosts."""
+    """Print a file that starts a run on several hosts."""
 
     common: tyro.conf.OmitArgPrefixes[LaunchScriptOptions]
     own: tyro.conf.OmitArgPrefixes[_T]

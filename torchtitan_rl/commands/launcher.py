@@ -6,12 +6,11 @@ launcher exits with the controller's exit code.
 
 | what happens | what follows |
 |---|---|
-| SIGINT or SIGTERM at a node | the signal reaches the controller, which stops after its step, with
-a checkpoint |
+| SIGINT or SIGTERM at a node | the controller gets it, and stops after its step with a checkpoint |
 | the controller ends | all workers are ended; all launchers exit with its code |
 | a worker ends | its launcher starts it again; the controller decides whether the run goes on |
 | torchrun starts the launchers again | the new controller resumes the run, on new workers |
-| the launcher or agent of rank 0 dies | the others notice it, and exit with 1 |
+| the launcher or agent of rank 0 dies | the other launchers notice this, and exit with 1 |
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ async def _launch(node: Node, words: list[str], program: Sequence[str]) -> int:
 
 
 async def _stop_without_parent() -> None:
-    """Send SIGTERM to this process once torchrun's agent is gone. The kernel's signal for this is
-    not used, because it may be sent several times, and a second signal would end the run at
+    """Send SIGTERM to this process once torchrun's agent is gone. The kernel can also signal the
+    death of a parent, but may do so several times, and a second signal would end the run at
     once."""
     parent = os.getppid()
     while True:
@@ -181,8 +180,9 @@ class _Launcher:
         return launch
 
     async def _keep_worker(self, command: Sequence[str], listening: asyncio.Future[None]) -> None:
-        """Run the worker, and start it again when it ends; the controller attaches it again.
-        ``listening`` is done when the first worker listens; it gets an error if that never does."""
+        """Run the worker, and start a new one when it ends, which the controller attaches again.
+        ``listening`` is done when the first worker listens. If the first worker ends before it
+        listens, ``listening`` gets an error."""
         while True:
             async with ChildProcess.started(
                 command, end_within_s=_END_S, ready_at="listening on "
@@ -200,8 +200,9 @@ class _Launcher:
             await asyncio.sleep(_AGAIN_S)
 
     async def _host(self, launch: LaunchConfig) -> str:
-        """The address on which this node listens: the one that reaches rank 0. On rank 0 it is the
-        one that reaches rank 1, because the name of rank 0 may mean loopback on its own node."""
+        """The address on which this node listens: its own address on the way to rank 0. On rank 0
+        it is the address on the way to rank 1, because on its own node the name of rank 0 may mean
+        loopback."""
         towards = self._node.store_host
         if self._node.rank == 0 and not launch.interface:
             towards = await poll(self._next_host, lambda: "the host of node 1")
@@ -329,8 +330,8 @@ _CALL_S = 30.0
 
 
 def connect(node: Node) -> TCPStore:
-    """Connect to the store of torchrun's agents. If they have none, the launcher of rank 0 provides
-    it.
+    """Connect to the store of torchrun's agents. If the agents have no store, the launcher of rank
+    0 provides one.
 
     Raises:
         ConfigError: rank 0 cannot listen at the store's address.

@@ -93,7 +93,7 @@ class NewTaskConfig:
     name: Annotated[Positional[str], arg(metavar="NAME")]
     """Name of the task: lower-case letters, digits and underscores."""
     folder: Path | None = None
-    """Where to write it; it must not exist. None: a folder of that name."""
+    """The folder to write, which must not exist. None: a folder with the name of the task."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -113,7 +113,8 @@ def _write(name: str, folder: Path) -> None:
             f"NAME is {name!r}: give lower-case letters, digits and underscores, a letter first"
         )
     if name in sys.stdlib_module_names:
-        # The folder of a configuration comes first in Python's module search path.
+        # The folder of a configuration comes first in Python's module search path, so its modules
+        # would hide Python's own module.
         raise ConfigError(f"NAME is {name!r}: a module of Python has this name; give another")
     names = {"name": name, "title": "".join(part.capitalize() for part in name.split("_"))}
     files = {f"{name}_task.py": _TASK, f"{name}.py": _CONFIG, f"test_{name}.py": _TEST}

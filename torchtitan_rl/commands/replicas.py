@@ -109,8 +109,8 @@ class Replicas:
         await self._stack.aclose()
 
     async def use(self, directory: Path) -> Generation:
-        """Serve a model. If it differs from the previous model only in its weights, they are loaded
-        into the same engines; otherwise new processes are started.
+        """Serve a model. If it differs from the previous model only in its weights, the weights are
+        loaded into the same engines; otherwise new processes are started.
 
         Raises:
             EndpointLostError, ReplicaError, DeadlineError: the processes did not start.
@@ -140,8 +140,9 @@ async def served(
     request_timeout_s: float,
     sync_timeout_s: float = 300.0,
 ) -> AsyncIterator[tuple[ServeProcesses, GeneratorRouter, WeightLoader]]:
-    """Start the processes of a plan without a trainer. Yields them, a router over their replicas,
-    and a loader for other weights. ``name`` is part of the names of their shared memory."""
+    """Start the processes of a plan without a trainer. Yields the processes, a router over the
+    replicas, and a loader for other weights. ``name`` is part of the names of their shared
+    memory."""
     from torchtitan_rl.backends.monarch.run import serve_processes  # seconds
     from torchtitan_rl.weights.shm import SharedMemoryPublisher
 

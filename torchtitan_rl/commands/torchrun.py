@@ -5,8 +5,8 @@ torchrun starts one launcher on each node, see `commands/launcher.py`. With one 
 becomes the controller, as with ``torchtitan-rl train``. The launcher exits with the run's exit
 code; torchrun itself exits with 1 for any failure, and shows the real code in its error report.
 torchrun forwards SIGINT and SIGTERM, prints its own traceback (``SignalException``), and kills
-processes that still run after ``--shutdown-timeout`` (30 s): a step and its checkpoint must not
-take longer.
+processes that still run after ``--shutdown-timeout`` (30 s). So a step and its checkpoint must not
+take longer than this time-out.
 """
 
 from __future__ import annotations

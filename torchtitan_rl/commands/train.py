@@ -384,7 +384,7 @@ class FailureHandling:
 
     def _on_host_lost(self, host: int, cause: str) -> None:
         if self._run is None:
-            return  # starting the processes fails by itself
+            return  # the processes are still starting, and their start fails by itself
         processes, router = self._run
         message = f"{host_name(host)} is lost: {cause}"
         names = {group.name for group in self._plan.replicas if group.host == host}
@@ -413,7 +413,7 @@ class FailureHandling:
 
     async def _show_last_lines(self, name: str, host: int) -> None:
         """Show the last log lines of a group's processes, by host and rank. If their host is lost,
-        show nothing, because that is the cause."""
+        show nothing, because the loss of the host is the cause."""
         where = ""
         if self._watch is not None and self._watch.is_far(host):
             if self._watch.is_lost(host):

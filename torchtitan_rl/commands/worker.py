@@ -31,13 +31,13 @@ class WorkerOptions:
     ``--launch.attach ADDRESS``. It serves one run after the other until it is stopped."""
 
     address: str
-    """Where to listen, and nowhere else: ``tls://10.0.0.2:26600``, an address of this machine that
-    the controller and the other hosts can reach."""
+    """The only address on which the worker listens, such as ``tls://10.0.0.2:26600``. It is an
+    address of this machine that the controller and the other hosts can reach."""
     keys: Path | None = None
-    """This host's folder of what ``torchtitan-rl keys`` wrote; ``tls://`` needs it."""
+    """This host's subfolder of what ``torchtitan-rl keys`` wrote; ``tls://`` needs it."""
     allow_plain_tcp: bool = False
-    """Also listen on ``tcp://``: whoever reaches the port can run programs here; on a loopback
-    address that is every user of this machine."""
+    """Accept an address with ``tcp://``, too. Whoever reaches the port can then run programs here;
+    on a loopback address, every user of this machine can."""
 
 
 def main(words: Sequence[str]) -> int:

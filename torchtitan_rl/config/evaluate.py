@@ -70,8 +70,8 @@ class EvalConfig:
 
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL_OR_RUN...")]
     """Models to evaluate: directories in Hugging Face format, names of models on the Hugging Face
-    hub, ``package:NAME``, folders of runs (all checkpoints that they keep), or single checkpoints
-    (``outputs/NAME/checkpoints/step-000010``). The others are compared with the first one."""
+    hub, ``package:NAME``, folders of runs (all their checkpoints), or single checkpoints
+    (``outputs/NAME/checkpoints/step-000010``). Each model is compared with the first one."""
     config: str
     """A configuration file, or the name of a ready configuration, with the task."""
     samples: Positive | None = None
@@ -88,8 +88,8 @@ class EvalConfig:
     """Folder for the results. By default ``outputs/eval/NAME``, where NAME is that of the
     configuration."""
     max_rollouts: Positive | None = None
-    """Maximum number of rollouts that run at the same time. By default twice as many as the
-    replicas decode at the same time."""
+    """Maximum number of rollouts that run at the same time. By default twice the number that the
+    replicas can decode at the same time."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """Console output; ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere."""
 
@@ -257,8 +257,8 @@ def _identity(
     split: Split,
     problems: Sequence[Problem],
 ) -> dict[str, Any]:
-    """Everything on which the rollouts in a folder depend, except the temperature. Instead of
-    contents of data files, it has the evaluated problems."""
+    """Everything on which the rollouts in a folder depend, except the temperature. The identity
+    has digests of the evaluated problems instead of the contents of data files."""
     fields = run_identity(config, policy_dir)
     compared = {
         name: value
@@ -363,7 +363,7 @@ def note_export(directory: Path, fingerprint: str) -> None:
 
 def find_models(given: Sequence[str], policy_dir: Path) -> tuple[EvalModel, ...]:
     """Find all models, in the given order. For a run, these are its kept checkpoints, or its export
-    if it keeps none. ``policy_dir`` is the policy with which the runs began.
+    if it keeps no checkpoint. ``policy_dir`` is the policy with which the runs began.
 
     Raises:
         ConfigError: a word does not name a model, or a model is given twice.
@@ -415,8 +415,8 @@ def _of_checkpoint(path: Path) -> EvalModel:
 
 
 def _require_policy(run_dir: Path, policy_dir: Path) -> None:
-    """Require that a run began with this policy: its checkpoints have only weights, so their
-    configuration and tokenizer come from the policy."""
+    """Require that a run began with this policy. The run's checkpoints have only weights, so
+    configuration and tokenizer of the evaluated models come from this policy."""
     try:
         identity = parse_object(IDENTITY_FILE, (run_dir / IDENTITY_FILE).read_bytes())
     except (OSError, ValueError):

@@ -2,8 +2,9 @@
 options, which tyro parses. A ready configuration of the package is found by its name:
 ``alphabet_sort_tiny``.
 
-Also lists the installed versions of a machine, and compares them with another machine's: processes
-on other hosts unpickle objects that the controller sends, so both sides need the same code.
+This module also lists the versions that are installed on a machine, and compares them with those
+of another machine. All machines need the same code, because processes on other hosts unpickle
+objects that the controller sends.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _with_new_names(words: Sequence[str], *, row_len: int = 0, rows: int = 0) -> list[str]:
-    """The words with the options that have other names now. Says the new names on stderr.
+    """Return the words with the new names of renamed options, and print a warning for each renamed
+    option on stderr.
 
     Raises:
-        ConfigError: the value of such an option is not a whole number, but must be.
+        ConfigError: the value of a renamed option is not a whole number, but must be.
     """
     given: dict[str, str] = {}
     rest: list[str] = []
@@ -237,8 +239,8 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _first_section(box: str) -> str:
-    """The message in tyro's box, in one line: what is unknown, with the options that it suggests,
-    before what is missing."""
+    """The message in tyro's box, in one line. If an option is unknown, the message is about this
+    option (with the similar options that tyro suggests), even if another option is missing."""
     sections: list[list[str]] = [[]]
     for line in box.splitlines()[1:]:  # below the title
         text = line.strip(_BORDER)

@@ -1,9 +1,9 @@
 """Facts about the machines of a run, and `place`, which chooses the host of each replica and each
 trainer rank. Starts no process.
 
-In each process CUDA numbers the devices of ``CUDA_VISIBLE_DEVICES`` from 0. So to give a child one
-of its parent's devices, the child's mask needs the device's own name: the entry of the parent's
-mask, or the plain index if the parent has no mask.
+In each process CUDA numbers the devices of ``CUDA_VISIBLE_DEVICES`` (the process's *mask*) from 0.
+So a child process gets one of its parent's devices only if the child's mask has the device's own
+name: the entry of the parent's mask, or the plain index if the parent has no mask.
 
 `place` follows these rules:
 
@@ -12,12 +12,13 @@ mask, or the plain index if the parent has no mask.
 * The trainer's ranks are together: on one host if it has room for all of them, otherwise on as few
   hosts as possible, each of which is filled before the next.
 * Trainer and replicas are on different hosts if there is room: the trainer on the last hosts,
-  the replicas on the first hosts. If the configuration chooses hosts for the replicas, they are
-  spread evenly over these. On CUDA each rank has its own device.
-* In a colocated run trainer and replicas share devices: each is placed first on the hosts that the
-  other uses or that are chosen for the other.
+  the replicas on the first hosts. If the configuration chooses hosts for the replicas, the replicas
+  are spread evenly over the chosen hosts. On CUDA each rank has its own device.
+* In a colocated run trainer and replicas share devices. The trainer is placed first on hosts that
+  are chosen for the replicas. The replicas are placed first on the trainer's hosts.
 * A CPU has room for any number of processes (`room.py` limits their threads), so replicas are
-  spread evenly, and so are the trainer's ranks over hosts that are chosen for them.
+  spread evenly. If the configuration chooses hosts for the trainer, its ranks are spread evenly
+  over the chosen hosts.
 """
 
 from __future__ import annotations
@@ -136,9 +137,9 @@ def visible_devices(mask: str | None, *, num_visible: int) -> tuple[str, ...]:
 
     Args:
         mask: the value of ``CUDA_VISIBLE_DEVICES``; None if it is not set.
-        num_visible: the number of devices that CUDA reports to that process. It shows which of the
-            mask's indices or UUIDs exist. (CUDA reports at most one MIG instance to a process, but
-            each child may get another one.)
+        num_visible: the number of devices that CUDA reports to that process. This number shows
+            which of the mask's indices or UUIDs exist. (CUDA reports at most one MIG instance to a
+            process, but each child may get another one.)
 
     >>> visible_devices(None, num_visible=2)
     ('0', '1')

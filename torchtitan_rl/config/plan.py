@@ -24,8 +24,8 @@ from torchtitan_rl.serving.config import EndpointConfig
 
 _T = TypeVar("_T")
 
-# Without these settings glibc maps each block of over 32 MB anew, at any threshold. With large
-# microbatches this takes a seventh of a step's time.
+# Without these settings glibc asks the kernel for new memory at each allocation of more than 32 MB,
+# whatever its mmap threshold is. With large microbatches this takes a seventh of a step's time.
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -39,16 +39,17 @@ class ProcessGroup:
     ranks: int
     threads: int  # OMP threads of each rank
     host: int = 0  # the first rank's host
-    rank_hosts: tuple[int, ...] = ()  # each rank's host, if they are on more than one
-    first_rank: int = 0  # in a part of a group: its first rank
+    rank_hosts: tuple[int, ...] = ()  # each rank's host, if the ranks are on several hosts
+    first_rank: int = 0  # in a part of a group: the part's first rank
     world: int = 0  # in a part of a group: the number of ranks of the whole group
     devices: tuple[str, ...] = ()  # names of CUDA devices, one for each rank; empty on the CPU
     cores: tuple[int, ...] = ()  # CPU cores on which no other group computes; empty: any core
     seed: int = 0
     yields_cores: bool = False
-    """Its OMP threads sleep while they wait for each other, so that other processes can compute."""
+    """The group's OMP threads sleep while they wait for each other, so that other processes can
+    compute."""
     keeps_memory: bool = False
-    """It keeps freed memory until it ends, see `KEEPS_MEMORY`."""
+    """The group's processes keep freed memory until they end, see `KEEPS_MEMORY`."""
 
     @property
     def place(self) -> str:
@@ -153,8 +154,9 @@ def replica_name(index: int) -> str:
 def plan_processes(
     config: RunConfig, *, devices: Sequence[str] = (), cores: Sequence[int] = ()
 ) -> ProcessPlan:
-    """Plan all processes on this machine. Replicas get the first devices, the trainer the next
-    ones, or in a colocated run also the first ones. Without CUDA all processes share the CPU.
+    """Plan all processes on this machine. Replicas get the first devices, and the trainer gets the
+    next devices (in a colocated run, the first ones, too). Without CUDA all processes share the
+    CPU.
 
     ``devices`` and ``cores`` are those that this process may use; devices are named as in
     ``CUDA_VISIBLE_DEVICES``. With ``config.pin_cores`` each group gets its own cores, and the
@@ -200,7 +202,8 @@ def plan_serving(
 
 
 def threads_on_hosts(config: RunConfig, placement: Placement) -> tuple[Counter[int], Counter[int]]:
-    """The number of threads that compute on the CPU of each host: for generation, for training."""
+    """The numbers of threads that compute on the CPU of each host: the first counter is for
+    generation, the second for training."""
     generator, trainer = config.generator, config.trainer
     generating, training = Counter[int](), Counter[int]()
     for host in placement.replica_hosts:
@@ -265,7 +268,8 @@ def _replica(
     *,
     host: int = 0,
 ) -> ProcessGroup:
-    """Takes its devices and cores from the free ones of its host."""
+    """Plan one replica. Its devices and cores are removed from ``devices`` and ``cores``, the free
+    ones of its host."""
     ranks = generator.tensor_parallel
     return ProcessGroup(
         name=replica_name(index),
@@ -274,7 +278,8 @@ def _replica(
         host=host,
         devices=_take(devices, ranks),
         cores=_take(cores, ranks * generator.threads),
-        # Replicas with equal seeds would share their noise; engines take 32 bits.
+        # Replicas with equal seeds would sample with the same random numbers. An engine's seed has
+        # 32 bits.
         seed=(seed * 1000 + index) % 2**32,
     )
 

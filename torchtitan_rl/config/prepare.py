@@ -152,8 +152,8 @@ class PreparedRun:
         return f"{problems}, {rollouts} each, before the first step{every} and after the last"
 
     def describe_start(self, step: int | None) -> str:
-        """Describe where the run starts. ``step`` is that of the checkpoint from which it
-        continues; None: there is none."""
+        """Describe where the run starts. ``step`` is the step of the checkpoint from which the run
+        continues; None if there is no checkpoint."""
         run_dir = self.config.run_dir
         if step is not None:
             return f"continues from the checkpoint of step {step} in {run_dir}"

@@ -1,14 +1,15 @@
 """The identity of a run, with which a resumed run is compared; and the manifest of a run's files.
 
-Each checkpoint and the run's folder have a `run_identity`. A resumed run must have the same fields
-that shape the data or the meaning of saved state. All other fields may change, and a note lists the
-changes. A field that is not known to be free to change must be the same; `docs/training.md` has a
-table of both kinds.
+Each checkpoint and the run's folder have a `run_identity`. In a resumed run, the fields that shape
+the data or the meaning of saved state must have the same values as before. All other fields may
+change, and a note lists the changes. A field that is not known to be free to change must be the
+same; `docs/training.md` has a table of both kinds.
 
 ``manifest.json`` has the size and the checksum of each file that a finished run or evaluation has
-written. It is written after the last change in the folder, and removed before the next change. It
-is written atomically, so a folder without a manifest belongs to a run that is running or was
-killed. For a checkpoint, the manifest lists its marker, which lists the checkpoint's files.
+written. It is written, atomically, after the last change in the folder, and removed before the next
+change. So a folder without a manifest belongs to a run that is running or was killed. For a
+checkpoint, the manifest lists only the checkpoint's marker. The marker lists the checkpoint's
+files.
 
 `policy_digest` covers a whole policy, including all weights: two hosts, or two evaluations, must
 have the same digest. `policy_fingerprint`, by which a run recognizes its own policy, reads only a
@@ -45,8 +46,8 @@ from torchtitan_rl.training.checkpoints import CheckpointDirectory
 TASK = "task"
 POLICY = "policy.fingerprint"
 CONTENTS = " (contents)"
-"""A suffix for the name of a field that is compared by another value, see
-`Task.resume_identity`."""
+"""A suffix for the name of a field that names files. The field is compared by the contents of these
+files, see `Task.resume_identity`."""
 
 _MAY_CHANGE = (
     "num_steps",
@@ -155,8 +156,8 @@ def weight_files(policy_dir: Path) -> list[Path]:
 
 
 def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The fields that differ. Fields that only one side has, because it was written by another
-    version of the program, are ignored. A different task counts as one change."""
+    """The fields that differ. A field that only one of the two identities has is ignored: another
+    version of the program wrote one of them. A different task counts as one change."""
     is_same_task = saved.get(TASK) == current.get(TASK)
     return [
         name
@@ -437,7 +438,7 @@ def is_complete(saved: ResumePoint, config: RunConfig) -> bool:
         return False
     if not config.checkpoint.export_hf:
         return config.evaluation.num_problems == 0 or saved.evaluated_step == saved.step
-    exported = config.run_dir / "policy" / "config.json"  # written after the last checkpoint is
+    exported = config.run_dir / "policy" / "config.json"  # written after the last checkpoint
     return exported.is_file() and (
         exported.stat().st_mtime >= (saved.checkpoint / MARKER).stat().st_mtime
     )

@@ -46,8 +46,9 @@ _RANKS = (
 def machine_errors(
     config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts
 ) -> list[str]:
-    """Errors if this machine lacks devices, or on a CPU cores and memory, for a run without other
-    hosts; or if the controller may open too few files for its agents."""
+    """Errors if the run's processes are all on this machine, and it has too few devices or, without
+    CUDA, too few cores or too little memory. Also an error if the controller may open too few files
+    for the run's agents."""
     errors = []
     if has_hosts(config.launch):
         pass
@@ -121,7 +122,8 @@ def _visible(devices: tuple[str, ...]) -> str:
 def serving_errors(
     generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts
 ) -> list[str]:
-    """Errors if this machine lacks devices, or on a CPU memory, for replicas without a trainer."""
+    """Errors if this machine has too few devices or, without CUDA, too little memory, for replicas
+    without a trainer."""
     if not machine.cuda_devices:
         needed = generator.replicas * replica_bytes(generator, policy)
         return too_little_memory(generator, policy, needed, machine.memory_bytes)
@@ -158,8 +160,8 @@ def published_bytes(config: RunConfig, policy: PolicyFacts) -> int:
 
 
 def replica_bytes(generator: GeneratorConfig, policy: PolicyFacts) -> int:
-    """The memory of one replica on a CPU, in bytes. There are two copies of the weights, plain and
-    packed, which its ranks share."""
+    """The memory of one replica on a CPU, in bytes. All ranks of the replica together hold two
+    copies of the weights: plain and packed."""
     rank = generator.kv_cache_bytes + _OVERHEAD_BYTES
     return 2 * policy.num_bytes_as("float32") + generator.tensor_parallel * rank
 
@@ -187,8 +189,8 @@ def too_little_memory(
 def find_weight_room(
     config: RunConfig, policy: PolicyFacts, machine: MachineFacts
 ) -> tuple[str, str]:
-    """Call `weight_room` for this machine: shared memory and, if that is another file system, the
-    run's folder."""
+    """Call `weight_room` for the folders of this machine: shared memory and, if it is on another
+    file system, the run's folder."""
     if config.weight_sync.transport == "rdma":
         return "", ""
     dtype = config.policy.dtype if machine.cuda_devices else "float32"
@@ -298,9 +300,9 @@ def host_errors(
 
 
 def host_notes(launch: LaunchConfig, plan: ProcessPlan) -> list[str]:
-    """Notes about a plan without errors: chosen hosts that the plan does not use, and gradients in
-    plain text. For made-up hosts, a note says if a real start would be refused because of plain
-    text."""
+    """Notes about a plan without errors: chosen hosts that the plan does not use, and gradients
+    that are sent in plain text. For made-up hosts, a note says if a real start would be refused
+    because of plain text."""
     trainer = plan.trainer
     if trainer is None:
         return []

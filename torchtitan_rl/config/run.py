@@ -52,11 +52,12 @@ class LaunchConfig:
     hosts first."""
     trainer_hosts: tuple[HostIndex, ...] = ()
     """Hosts of the trainer's ranks, as positions in ``attach`` from 0; the CUDA devices of one host
-    are used before those of the next. Empty: as few hosts as possible, from the last one;
-    colocated, those of the replicas."""
+    are used before those of the next. Empty: as few hosts as possible, from the last one; in a
+    colocated run, the hosts of the replicas."""
     address: OptionalName = ""
-    """Address of this controller for the workers, such as ``tls://10.0.0.1:26600``; it listens
-    only there. Empty: a free port of 127.0.0.1, if all workers are on loopback addresses."""
+    """Address of this controller for the workers, such as ``tls://10.0.0.1:26600``. The controller
+    listens only on this address. Empty: a free port of 127.0.0.1, if all workers are on loopback
+    addresses."""
     interface: OptionalName = ""
     """With torchrun: network interface (``eth1``), address or name that this host listens on.
     Empty: the interface that leads to the other hosts."""
@@ -119,8 +120,9 @@ class RunConfig:
             rollout=RolloutConfig(groups_per_step=16, group_size=8),
         )
 
-    ``torchtitan-rl train FILE --rollout.group-size 16`` starts it, with options for single fields;
-    ``--dry-run`` checks it and prints the plan, ``--dry-run --json`` the plan and all fields.
+    ``torchtitan-rl train FILE --rollout.group-size 16`` starts the run; options change fields.
+    ``--dry-run`` only checks the configuration and prints the plan.
+    ``--dry-run --json`` prints the plan and all fields.
     """
 
     policy: PolicyConfig
@@ -231,8 +233,8 @@ def cannot_write(directory: Path, name: str = "") -> str:
     """Why files (or a file with this name) cannot be written into a directory, which need not
     exist; empty if they can.
 
-    Permissions alone are not enough to know (read-only file systems, /proc, names that are too
-    long), so folders are made and removed again.
+    Permissions alone do not tell (read-only file systems, /proc, names that are too long), so
+    folders are made and removed again.
     """
     parent = existing_parent(directory)
     try:

@@ -4,11 +4,12 @@
 Invariants: only outcomes of the current level count; the state has the level, these outcomes and
 the position in each level.
 
-`RestingDataset` leaves out problems for some epochs, then tries them again. If at least the share
-`easy_at` of a problem's rollouts solved it, the problem goes into the pool ``easy``; if at most the
-share `hard_at` solved it, it goes into the pool ``hard``. Invariants: a problem is in at most one
+`RestingDataset` leaves out problems for some epochs (the problems *rest*), then tries them again. A
+problem goes into the pool ``easy`` if at least the share `easy_at` of its rollouts solved it, and
+into the pool ``hard`` if at most the share `hard_at` did. Invariants: a problem is in at most one
 pool; the pools are part of the state. To find the next problem, at most 64 problems are read, so
-that the event loop is not blocked; if all of them rest, the last one is returned nevertheless.
+that the event loop is not blocked. If all of these problems rest, the last one is returned
+nevertheless.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ class CurriculumConfig:
     """When the difficulty of a task changes."""
 
     enabled: bool = False
-    """Begin at the lowest level and go by success. Otherwise the difficulty is fixed."""
+    """Begin at the lowest level, and change the level by success. If False, the difficulty is
+    fixed."""
     window: Positive = 16
-    """Number of groups, the newest ones of the level, over which success is averaged."""
+    """Success is averaged over this number of groups, the newest ones of the level."""
     raise_at: float = 0.7
-    """Share of solved rollouts from which the level rises."""
+    """The level rises if at least this share of the rollouts is solved."""
     lower_at: float = 0.1
-    """Share of solved rollouts up to which the level falls; below 0 it never does."""
+    """The level falls if at most this share of the rollouts is solved. With a value below 0 the
+    level never falls."""
     max_level: Count = 5
-    """Highest level, from 0. A task that has fewer stays at its own highest one."""
+    """Highest level; the lowest is 0. A task with fewer levels ends at its own highest level."""
 
 
 class LevelDataset:
@@ -116,17 +119,17 @@ class RestConfig:
     """Which problems are left out, and for how long."""
 
     epochs: Count = 0
-    """Number of epochs that a problem is left out, after the one in which its rollouts showed that
-    it is too easy or too hard; 0 leaves none out."""
+    """Number of epochs for which a problem is left out, after the epoch in which its rollouts
+    showed that it is too easy or too hard. With 0, no problem is left out."""
     easy_at: float = 1.0
-    """Share of solved rollouts from which a problem is too easy."""
+    """A problem is too easy if at least this share of its rollouts solved it."""
     hard_at: float = 0.0
-    """Share of solved rollouts up to which a problem is too hard."""
+    """A problem is too hard if at most this share of its rollouts solved it."""
 
 
 class RestingDataset:
-    """The problems of ``source`` that do not rest. If all rest, none is skipped, so that an epoch
-    is as long as before."""
+    """The problems of ``source`` that do not rest. If all problems rest, none of them is skipped,
+    so that the epoch has as many problems as without rests."""
 
     def __init__(self, source: Dataset, config: RestConfig) -> None:
         self._source = source

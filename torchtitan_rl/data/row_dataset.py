@@ -2,9 +2,9 @@
 
 Invariants: the id of a problem is the source and the number of its row (``train.jsonl:17``); it
 does not depend on the seed, the filters or the split. The order depends only on the seed and the
-epoch. In an epoch each row is read once: the order of the blocks and the rows within each block are
-shuffled, so that each row group is decoded once. The state is a position; only the current row is
-in memory.
+epoch. In an epoch each row is read once. The order of the blocks and the order of the rows within
+each block are shuffled separately, so each row group of a Parquet file is decoded once. The state
+is a position; only the current row is in memory.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RowDataset:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, in the order of that run's seed.
+        """Continue at the position of ``state``, in the order of the seed that ``state`` has.
 
         Raises:
             DataError: the state was taken with other files.

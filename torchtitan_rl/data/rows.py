@@ -1,8 +1,8 @@
 """Rows of data files, read one at a time: JSON Lines, Parquet, Hugging Face `datasets`.
 
 Only an index is in memory (the offset of each line; the sizes of row groups), and for a Parquet
-file the row group that was read last. Rows belong to blocks: while reading stays within one block,
-it is cheap in any order.
+file the row group that was read last. Rows belong to blocks. The rows of one block can be read in
+any order at low cost.
 
 | source | read by | block |
 |---|---|---|

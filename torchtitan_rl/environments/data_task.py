@@ -1,6 +1,7 @@
-"""Questions and answers from data files as a `Task`: columns become prompts, and answers rewards.
-The policy answers at once (`DataTask`) or with tools: here ``python`` (`PythonTask`), which runs
-the policy's programs in the sandbox and returns what they print.
+"""Questions and answers from data files as a `Task`. Columns become prompts, and the policy's
+answers become rewards. The policy answers at once (`DataTask`) or with tools. The tool of this
+module is ``python`` (`PythonTask`), which runs the policy's programs in the sandbox and returns
+what they print.
 """
 
 from __future__ import annotations
@@ -74,13 +75,14 @@ class DataTask(Task):
     (``data/*.jsonl``), Hugging Face datasets (``hf:NAME:CONFIG:SPLIT``; the name may be a local
     folder)."""
     validation: tuple[str, ...] = ()
-    """Files of the validation problems. None: ``validation_share`` of the training problems."""
+    """Files of the validation problems. Without files, ``validation_share`` of the training
+    problems are used."""
     validation_share: ShareBelowOne = 0.1
-    """Share of the problems that are kept for validation where that has no files of its own. The
-    text of the prompt decides, so that equal prompts are in one split."""
+    """Share of the problems that are kept for validation if ``validation`` has no files. The text
+    of the prompt decides, so that equal prompts are in one split."""
     prompt: str = "{question}"
     """The user's message; ``{NAME}`` stands for a column, ``{NAME[KEY]}`` for an item of a nested
-    one."""
+    column."""
     system: str = ""
     """The system message, a template like ``prompt``. Empty: there is none."""
     messages: str = ""
@@ -89,8 +91,8 @@ class DataTask(Task):
     answer: str = "{answer}"
     """The right answer; a template like ``prompt``."""
     right_answer_pattern: str = ""
-    """Regular expression whose last match in ``answer`` is the right answer; its first group, if it
-    has one. Empty: the whole text."""
+    """Regular expression whose last match in ``answer`` is the right answer. If the expression has
+    groups, the first group of the match is the right answer. Empty: the whole text."""
     answer_pattern: str = ""
     """Regular expression whose last match in a completion is its answer, like
     ``right_answer_pattern``. A completion without a match scores 0."""
@@ -107,11 +109,12 @@ class DataTask(Task):
     keep: tuple[str, ...] = ()
     """Columns that `score` needs in ``problem.data``, besides ``messages`` and ``answer``."""
     shuffle: bool = True
-    """Whether training problems come in another order in each epoch; otherwise as in the files."""
+    """Whether training problems come in a different order in each epoch. If False, they come in the
+    order of the files."""
     rest: RestConfig = field(default_factory=RestConfig)
     """Leave out, for some epochs, training problems that are always or never solved."""
     renderer: RendererKind = "auto"
-    """How messages become tokens; ``auto`` goes by the model."""
+    """How messages become tokens; ``auto`` chooses the renderer that fits the model."""
     thinking: Thinking = "off"
     """How Qwen3 thinks: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
 
@@ -228,7 +231,7 @@ def tool_environment(
     replays: bool,
     shows_tools: bool,
 ) -> TokenEnv:
-    """Make the `ToolEnv` of one rollout, which `DataTask.score` scores.
+    """Make the `ToolEnv` of one rollout. `DataTask.score` scores the rollout's answer.
 
     Raises:
         ConfigError: the policy's chat format has no tools.
@@ -256,8 +259,8 @@ class PythonTask(DataTask):
     """
 
     shows_tools: bool = True
-    """Whether the chat format puts the tool's schema into the prompt. Off where ``system``
-    describes it in fewer tokens, or the policy knows it."""
+    """Whether the chat format puts the tool's schema into the prompt. Turn this off if ``system``
+    describes the tool in fewer tokens, or if the policy knows the tool."""
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
         return tool_environment(

@@ -82,13 +82,13 @@ class GameTask(Task):
         "Think step by step, then write one action, and nothing else, between <answer> and "
         "</answer>."
     )
-    """The system message. Empty: there is none."""
+    """The system message. Empty: no system message."""
     prompt: str = "{observation}\n\nActions: {actions}"
     """The user's first message."""
     reply: str = "{observation}"
     """The user's message after an action."""
     invalid_reply: str = "{error} Actions: {actions}"
-    """The user's message after an answer that is no action; ``{error}`` says why."""
+    """The user's message after an answer without a valid action. ``{error}`` is the reason."""
     answer_pattern: str = r"(?s)<answer>(.*?)</answer>"
     """Regular expression whose last match in an answer is the action; its first group, if it has
     one. Empty: the whole answer."""
@@ -98,12 +98,12 @@ class GameTask(Task):
     discount: PositiveShare = 0.99
     """With ``discounted``, step ``n`` counts ``discount**n``, the first with ``n = 0``."""
     invalid_reward: Annotated[float, Interval(ge=-1e6, le=1e6)] = 0.0
-    """Added to the rollout's reward for each answer that is no action."""
+    """Added to the rollout's reward for each answer without a valid action."""
     solved_at: float = 1.0
-    """Reward from which a game counts as solved (pass@k). Give less where
-    ``discounted`` or ``invalid_reward`` take from the reward of a game that is won."""
+    """Smallest reward of a game that counts as solved (pass@k). Give less than 1 if ``discounted``
+    or ``invalid_reward`` makes the reward of a won game smaller."""
     num_problems: Annotated[int, Interval(ge=1, le=100_000_000)] = 10_000
-    """Seeds in an epoch, those for validation included."""
+    """Number of seeds in an epoch, including those for validation."""
     validation_share: OpenShare = 0.1
     """Share of the seeds that are kept for validation."""
     data_seed: Annotated[int, Interval(ge=0, le=2_000_000_000)] = 0  # later ones fit 32 bits, too
@@ -112,7 +112,7 @@ class GameTask(Task):
     """Whether a game depends on nothing but its seed and the actions, so that a resumed run can
     play it again to where it was."""
     renderer: RendererKind = "auto"
-    """How messages become tokens; ``auto`` goes by the model."""
+    """How messages become tokens; ``auto`` chooses the renderer that fits the model."""
     thinking: Thinking = "off"
     """How Qwen3 thinks: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
 

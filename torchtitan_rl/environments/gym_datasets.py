@@ -135,7 +135,7 @@ def check_dataset(made: MadeFrom) -> None:
 
 
 def gym_dataset(made: MadeFrom) -> Any:
-    """Make a dataset of the library, once for each description.
+    """Return the library's dataset for ``made``. Datasets that were used recently are kept.
 
     Raises:
         Exception: the library cannot make the dataset, or its options are not JSON.

@@ -1,9 +1,9 @@
-"""Scores of reasoning-gym, for `scoring.run_checker`. It imports this module, and with it the
-library, before the time limit of a score begins to count.
+"""Scores of reasoning-gym, for `scoring.run_checker`. `run_checker` imports this module, and with
+it the library, before the time limit of a score begins to count.
 
 Some of the library's scorers evaluate the answer as Python. In the sandbox such code cannot reach
-the machine, but it could set its own score. So here these scorers accept only literals and formulas
-instead of arbitrary Python.
+the machine, but it could set its own score. So this module lets these scorers accept only literals
+and formulas, not arbitrary Python.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 def gym_scorer(made: MadeFrom, index: int, digest: str) -> Callable[[str], float]:
-    """Make the function that scores answers to a problem, in a process that never sees an answer.
+    """Make the function that scores answers to a problem. The sandbox's zygote calls `gym_scorer`.
+    Each answer is then scored in a fork of the zygote, so the zygote itself never sees an answer.
 
     Raises:
         ValueError: this process makes a problem with another `question_digest` than ``digest``.

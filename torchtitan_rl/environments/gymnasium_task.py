@@ -60,7 +60,8 @@ class GymnasiumTask(GameTask):
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of `gymnasium.make`, such as ``max_episode_steps``."""
     action_names: tuple[str, ...] = ()
-    """Names of the actions of a `Discrete` space, in their order. Numbers are understood, too."""
+    """Names of the actions of a `Discrete` space, in their order. The policy may also answer with
+    an action's number."""
 
     def make(self, seed: int) -> Any:
         """Make a new environment; called in a thread."""
@@ -207,7 +208,7 @@ def _names_error(space: Any, names: Sequence[str]) -> str | None:
 
 
 def observation_text(observation: Any) -> str:
-    """Return an observation that is text unchanged, any other as JSON.
+    """Return an observation as text: a text is unchanged, any other observation becomes JSON.
 
     >>> observation_text({"hand": (7, 10)})
     '{"hand": [7, 10]}'
@@ -218,8 +219,8 @@ def observation_text(observation: Any) -> str:
 
 
 def without_colours(text: str) -> str:
-    r"""Replace escape sequences: the text as a terminal shows it, with highlighted parts in
-    brackets.
+    r"""Return the text as a terminal shows it: without escape sequences, and with highlighted parts
+    in brackets.
 
     >>> without_colours("S\x1b[41mF\x1b[0mF")
     'S[F]F'

@@ -84,9 +84,10 @@ class JudgeConfig:
     lowest: float = 0.0
     """The score that becomes 0."""
     highest: float = 10.0
-    """The score that becomes 1; one outside of this range is none."""
+    """The score that becomes 1. An answer with a score outside the range counts as an answer
+    without a score."""
     options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})
-    """More fields of the request, as the endpoint knows them."""
+    """More fields of the request, with the names that the endpoint uses."""
     max_concurrent: Positive = 16
     """Requests that may run at the same time."""
     requests_per_minute: Count = 0
@@ -110,10 +111,10 @@ class JudgeConfig:
     default_score: Share = 0.0
     """From 0 to 1, after ``lowest`` and ``highest`` are applied."""
     cache_size: Count = 100_000
-    """Scores that are kept, so that the same question is asked once; the oldest are dropped. 0
-    keeps none."""
+    """Number of scores that are kept, so that the same question is asked only once. When more are
+    needed, the oldest are dropped. 0: no score is kept."""
     cache_file: Path | None = None
-    """File that keeps them after the run, for others to use; without it they are in memory."""
+    """File in which the scores are kept for later runs. Without a file they are kept in memory."""
     price_per_million_prompt_tokens: NotNegative = 0.0
     """For the metric ``reward/judge/cost``, in any currency."""
     price_per_million_completion_tokens: NotNegative = 0.0
@@ -258,8 +259,8 @@ class Judge:
         return None
 
     async def _answer(self, messages: Any, cost: _Cost, *, max_retries: int) -> str:
-        """The judge's text. The client does not validate the endpoint's answer, so any part of it
-        may be missing."""
+        """The judge's text. The client does not validate the endpoint's answer, so any part of the
+        answer may be missing."""
         response: Any = await self._client.with_options(
             max_retries=max_retries
         ).chat.completions.create(
@@ -312,7 +313,8 @@ async def _after_response(response: Any) -> None:
 
 def _as_text(prompt: str) -> str:
     """Insert a space into each text that an endpoint might parse as a control token. Our endpoint
-    does not parse control tokens in text; other endpoints may, and we do not know theirs."""
+    does not parse control tokens in text. Other endpoints may, and we do not know which control
+    tokens they have."""
     return _CONTROL_STRING.sub(r"\g<0> ", prompt)
 
 

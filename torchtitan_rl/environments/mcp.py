@@ -2,12 +2,13 @@
 
 A session connects to a server, which is either a process on standard streams or has an address. The
 `mcp` library binds a connection to the asyncio task that opened it, so each session runs in its own
-task; other tasks may call its tools. (The library's `ClientSessionGroup` also belongs to one task,
-reads only the first page of the tools, and drops a server's standard error.)
+task; other tasks may call its tools. (The library's `ClientSessionGroup` is not used, because it
+also belongs to one task, reads only the first page of the tools, and drops a server's standard
+error.)
 
 Invariant: when the session ends, its task, the server's process and all processes that the server
 started end, too. The library closes the server's input, waits, and then ends `shim.py`, the
-server's parent process, which kills all processes that are left. `shim.py` also kills them if this
+server's parent process. `shim.py` kills all processes that are left. It also kills them if this
 process is killed.
 """
 
@@ -70,7 +71,7 @@ class McpServer:
     headers: dict[str, str] = field(default_factory=dict)
     """HTTP headers for ``url``, such as ``{"Authorization": "Bearer $TOKEN"}``."""
     tools: tuple[str, ...] = ()
-    """Names of the tools that the policy gets; none: all."""
+    """Names of the tools that the policy may call. Empty: all tools."""
     shared: bool = False
     """One session for all rollouts, for servers that keep no state; otherwise each rollout has a
     session (and, with ``command``, a process) of its own."""
@@ -82,9 +83,9 @@ class McpServer:
     """Seconds for one call, below ``rollout.step_timeout_s``; if it takes longer, the policy
     gets an error as the answer."""
     in_order: bool = False
-    """Calls of one message run one after another, for tools where one changes what the next does
-    (write, then read); together they may take ``rollout.step_timeout_s``. If False, they run
-    concurrently."""
+    """Whether the calls of one message run one after another. Needed if a call changes the result
+    of the next one (write, then read). All calls together may take ``rollout.step_timeout_s``.
+    If False, they run concurrently."""
     max_answer_chars: Positive = 4000
     """Characters after which an answer is cut off."""
 
@@ -174,7 +175,8 @@ class McpSession:
         return ToolAnswer(text=prefix + text, failed=result.is_error)
 
     async def close(self) -> None:
-        """End the session, and the server's process if it has one. No effect if already ended."""
+        """End the session, and the server's process if there is one. No effect if the session has
+        already ended."""
         if self._task is None:
             return
         self._may_end.set()

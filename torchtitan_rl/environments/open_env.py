@@ -51,30 +51,32 @@ class OpenEnvTask(GameTask):
     url: str
     """Address of the server; ``http://`` or ``https://``."""
     action_field: str = "message"
-    """The field of the server's action that gets the answer. Empty: the answer is a JSON object,
-    the whole action."""
+    """The field of the server's action that gets the answer. Empty: the answer must be a JSON
+    object, which is the whole action."""
     action_options: dict[str, Any] = field(default_factory=dict)
     """Other fields of every action."""
     action_names: tuple[str, ...] = ()
-    """Names of the numbers 0, 1, ..., where ``action_field`` is a number."""
+    """Names of the numbers 0, 1, ..., if ``action_field`` is a number."""
     actions: str = ""
-    """``{actions}`` of the templates: what can be chosen. Empty: ``action_names``."""
+    """The text for ``{actions}`` in the templates: the possible actions. Empty: the
+    ``action_names``."""
     reset_options: dict[str, Any] = field(default_factory=dict)
-    """What ``reset`` is called with, besides the seed."""
+    """Arguments of ``reset``, in addition to the seed."""
     headers: dict[str, str] = field(default_factory=dict)
     """HTTP headers, such as ``{"Authorization": "Bearer $HF_TOKEN"}``; ``$NAME`` stands for an
     environment variable."""
     connect_timeout_s: Annotated[float, Interval(ge=0.0, lt=1e6)] = 30.0
-    """Seconds for which a rollout tries to connect while no server listens, so that
-    restarting the server fails only its running games; below ``rollout.step_timeout_s``."""
+    """Seconds for which a rollout tries to connect while no server listens; below
+    ``rollout.step_timeout_s``. So if the server is restarted, only its running games fail."""
     prompt: str = "{observation}"
     """The user's first message. Besides the usual fields, ``{info[NAME]}`` is a field of the
-    observation, ``{state[NAME]}`` one of the environment's state."""
+    observation, and ``{state[NAME]}`` is a field of the environment's state."""
     invalid_reply: str = "{error}"
     """The user's message after an answer that is no action; ``{error}`` says why."""
     replays: bool = False
-    """Whether a game depends on nothing but its seed and the actions, so that a resumed run can
-    play it again to where it was; otherwise such rollouts start again."""
+    """Whether a game depends only on its seed and the actions. If so, a resumed run repeats the
+    actions of an interrupted game and then continues the game; otherwise the rollout starts
+    again."""
 
     def describe(self, observation: Mapping[str, Any]) -> str:
         """The text for ``{observation}`` in the templates: the observation's only field if that is
@@ -170,8 +172,8 @@ class OpenEnvGame:
         }
 
     async def _connect(self) -> None:
-        """Connect; retry for ``connect_timeout_s`` while no server listens, for it may be
-        starting."""
+        """Connect. While no server listens, retry for ``connect_timeout_s``, because the server may
+        be starting."""
         client = require("websockets.asyncio.client", "websockets")
         address = "ws" + self._task.url.removeprefix("http").rstrip("/") + "/ws"
         headers = {name: os.path.expandvars(value) for name, value in self._task.headers.items()}
@@ -222,8 +224,9 @@ def _validation_text(content: Mapping[str, Any]) -> str:
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether an error means that no server listens at the host's addresses (for several addresses
-    asyncio raises a plain OSError) or behind a proxy, or that a server is just ending."""
+    """Whether an error means that no server listens at the host's addresses, that a proxy reaches
+    no server, or that a server is just ending. If a host has several addresses, asyncio raises a
+    plain OSError."""
     from websockets.exceptions import InvalidMessage, InvalidStatus
 
     if isinstance(error, InvalidStatus):  # from a proxy

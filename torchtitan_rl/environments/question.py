@@ -104,9 +104,10 @@ class Tools(Protocol):
 
 
 class ToolEnv:
-    """A `MessageEnv`: the tools answer messages with calls; a message without a call is the answer.
+    """A `MessageEnv`. After a message with tool calls, the policy gets the results of the tools. A
+    message without a call is the policy's final answer.
 
-    ``replays``: the tools give the same answers again, and change nothing outside of the rollout.
+    ``replays``: repeated calls have the same results, and change nothing outside of the rollout.
     ``shows_tools``: the chat format puts the tools' schemas into the prompt.
     """
 

@@ -1,8 +1,8 @@
 """The procedural tasks of reasoning-gym (PyPI) as a `Task`: any of them by name, or a mixture.
 
 A problem is made from its index, in a process with a fixed hash seed. The task's own
-``score_answer`` scores the answer in the sandbox, because it may evaluate the answer as code and
-compute for long.
+``score_answer`` runs in the sandbox, because it may evaluate the answer as code and compute for
+long.
 """
 
 from __future__ import annotations
@@ -64,30 +64,32 @@ class ReasoningGymTask(Task):
     tasks: dict[str, float]
     """Names of the tasks, each with its weight in the mixture."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Options of the tasks, by name; a curriculum replaces those that it knows."""
+    """Options of the tasks, by name. A curriculum replaces the options that it controls."""
     num_problems: Annotated[int, Interval(ge=1, le=1_000_000)] = 10_000  # some make all at once
     """Problems of each task (and of each level) in an epoch, those for validation included."""
     validation_share: OpenShare = 0.1
-    """Share of the problems that are kept for validation; the text of the question decides, so that
+    """Share of the problems that are kept for validation. The text of the question decides, so that
     equal questions are in one split."""
     data_seed: Count = 42
-    """Seed that the problems are made with; the run's seed decides only their order."""
+    """Seed with which the problems are made; the run's seed decides only their order."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    """Difficulty by the tasks' own curricula. The validation set then has all levels alike."""
+    """Use the tasks' own curricula for the difficulty. The validation set then has equal shares of
+    all levels."""
     system: str = (
         "Think step by step, then write the final answer, and nothing else, between <answer> and "
         "</answer>."
     )
     """The system message. Empty: there is none."""
     answer_pattern: str = r"(?s)<answer>(.*?)</answer>"
-    """Regular expression whose last match in a completion is its answer; its first group, if it has
-    one. Empty: the whole completion. A completion without a match scores 0."""
+    """Regular expression whose last match in a completion is its answer. If the expression has
+    groups, the first group of the match is the answer. Empty: the whole completion. A completion
+    without a match scores 0."""
     check_timeout_s: CallSeconds = 10.0
-    """Seconds for scoring one answer; one that takes longer scores 0."""
+    """Seconds for scoring one answer; an answer that takes longer scores 0."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """Where answers are scored."""
     renderer: RendererKind = "auto"
-    """How messages become tokens; ``auto`` goes by the model."""
+    """How messages become tokens; ``auto`` chooses the renderer that fits the model."""
     thinking: Thinking = "off"
     """How Qwen3 thinks: ``off`` prefills an empty thought, ``keep`` and ``strip`` let it think."""
 

@@ -1,10 +1,10 @@
 """Scores answers: compares them exactly, as numbers, as mathematics, or by your own function.
 
 `extract` finds the answer in the policy's text, and `score_text` compares it in this process. A
-function that computes with an answer may hang, crash or use up the memory, so `run_checker` calls
-it in the sandbox: in a process forked from one that has imported the function's module and has
-never seen a policy's text. The function's result is JSON. Code in the answer may have forged this
-result, so `checked_score` accepts only a number from 0 to 1.
+function that computes with an answer may hang, crash or use up the memory. So `run_checker` calls
+such a function in the sandbox, in a fork of a process that has imported the function's module and
+has never seen a policy's text. The function's result is JSON. Code in the answer may have forged
+this result, so `checked_score` accepts only a number from 0 to 1.
 """
 
 from __future__ import annotations

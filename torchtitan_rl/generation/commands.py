@@ -2,9 +2,9 @@
 
 The router sends a command unchanged to the loop that executes it (`EngineLoop.execute`), and the
 loop sends an answer back. To add a command, define it here, issue it in the router and execute it
-in the loop; the transport between them is the same for all commands. If all ranks must apply the
-command at the same point, it also becomes a `LoopDecision`: `Inbox.ask` queues the command, and
-`decide` determines its place in the order.
+in the loop; the transport between router and loop is the same for all commands. If all ranks must
+apply the command at the same point, it also becomes a `LoopDecision`: `Inbox.ask` queues the
+command, and `decide` determines its place in the order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AbortRequests(EngineCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class Pause(EngineCommand[None]):
-    """Stop stepping; answered once all ranks are between two steps.
+    """Stop stepping. The answer comes once all ranks are between two steps.
 
     See `PauseMode` for running requests; new requests queue until `Resume`. Pulls and aborts
     continue during a pause. If an earlier pause still waits, the mode of the later pause applies to
@@ -51,13 +51,13 @@ class Pause(EngineCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class Resume(EngineCommand[None]):
-    """End a pause; no effect without one."""
+    """End a pause. Has no effect if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep(EngineCommand[None]):
-    """Pause with mode ``abort``, then release the device memory of all ranks. The answer comes
-    after that.
+    """Pause with mode ``abort``, then release the device memory of all ranks. The answer comes once
+    the memory is released.
 
     No step runs before a `WakeUp` and a later `Pull`, even after a `Resume`. A pull that is
     requested during the sleep waits for the wake-up.
@@ -73,7 +73,8 @@ class WakeUp(EngineCommand[None]):
 class Pull(EngineCommand[PullReport]):
     """Swap in the staged weights of ``version`` between two steps.
 
-    If an earlier pull still waits, only the later one is executed, and its report answers both.
+    If an earlier pull still waits, only the later pull is executed, and the later pull's report
+    answers both.
     """
 
     version: int

@@ -2,8 +2,8 @@
 
 `Inbox` queues requests and commands, `decide` (a pure function) turns them into decisions, and a
 `LockstepChannel` sends each decision to all ranks. A decision contains everything that must be
-equal on all ranks. Its pickled bytes are sent only between the ranks of one replica, which trust
-each other.
+equal on all ranks. The pickled bytes of a decision are sent only between the ranks of one replica,
+which trust each other.
 
 Invariants
 - The ranks of one channel receive the same bytes in the same order.
@@ -13,8 +13,8 @@ Invariants
 - While the inbox is held (paused, or waiting for a pause), no request is admitted. While it is
   paused, no step runs. Pulls and aborts continue. A sleep is also a pause: even after a resume, no
   step runs and no request is admitted before a pull that follows the wake-up.
-- Each command has one future. It is resolved here, failed by the caller of `drain` or `resume`, or
-  still pending here. Waiting never spins.
+- Each command has one future. Either the future is resolved here, or the caller of `drain` or
+  `resume` fails it, or it is still pending. Waiting never spins.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class KvPolicy:
             raise ConfigError(errors)
 
     def apply(self, engine: Engine, *, running: int, what: str) -> bool:
-        """Apply the policy while ``running`` requests are unfinished. Returns whether they
-        recompute.
+        """Apply the policy while ``running`` requests are unfinished. Returns whether these
+        requests recompute their KV.
 
         Raises:
             WeightSyncError: the engine kept old prefixes in the cache. ``what`` (replica and
@@ -91,8 +91,8 @@ class KvPolicy:
         if not self.reset_prefix_cache:
             return False
         was_reset = engine.reset_prefix_cache(recompute_running=self.recompute_running)
-        # While running requests keep their KV a refusal is expected; the engine itself keeps later
-        # requests from reading old blocks (see `Engine.swap_weights`).
+        # While running requests keep their KV, the engine is expected to refuse the reset. The
+        # engine itself keeps later requests from reading old blocks (see `Engine.swap_weights`).
         if not was_reset and (self.recompute_running or running == 0):
             raise WeightSyncError(
                 f"{what}: the prefix cache was not reset ({running} requests unfinished)"
@@ -189,7 +189,7 @@ class Queued:
     """The content of an inbox at one moment. ``pause`` is a pause that has not been decided yet.
 
     ``powers``: queued SLEEP and WAKE_UP actions, oldest first. ``power``: the engine's state before
-    them.
+    these actions.
     """
 
     must_close: bool = False

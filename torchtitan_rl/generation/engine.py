@@ -51,7 +51,8 @@ def engine_metrics(
 ) -> CompletionMetrics:
     """Compute a request's durations since the engine got it, from time.monotonic() seconds.
 
-    A phase that the request never reached (None: it was aborted before) counts until now.
+    The time of an event is None if the request was aborted before this event. Durations until such
+    an event are the time until now.
     """
     now_s, decode_s = time.monotonic(), 0.0
     if first_token_s is not None and last_token_s is not None:
@@ -107,7 +108,7 @@ class Engine(Protocol):
         """Return the tokens from index ``starts[id]`` on, for each of these unfinished requests
         with new tokens.
 
-        Only rank 0 calls this; it changes nothing.
+        Only rank 0 calls this method. The call changes nothing.
         """
         ...
 
@@ -169,9 +170,9 @@ class Pulse:
     """An engine loop's progress.
 
     ``count`` grows with sampled tokens, requests that end by themselves, and decisions other than
-    STEP; it does not grow when methods of the loop are called.
+    STEP. It does not grow when methods of the loop are called.
 
-    ``is_busy``: it has requests to step, and is not stopped by a pause, a swap or a sleep.
+    ``is_busy``: the loop has requests to step, and is not stopped by a pause, a swap or a sleep.
     """
 
     count: int
@@ -196,10 +197,10 @@ class StallWatch:
         return self.stalled_s(pulse, now_s) >= self.timeout_s
 
 
-MAX_TEMPERATURE = 2.0  # vLLM's
-MIN_TEMPERATURE = 0.01  # vLLM silently raises lower ones, and the logprobs would be wrong
-MAX_SEED = 2**63 - 1  # the smallest is -MAX_SEED; -1 means no seed in vLLM
-MAX_LOGPROBS = 20  # vLLM's and OpenAI's
+MAX_TEMPERATURE = 2.0  # vLLM's limit
+MIN_TEMPERATURE = 0.01  # vLLM silently raises lower values; the logprobs would then be wrong
+MAX_SEED = 2**63 - 1  # the smallest seed is -MAX_SEED; -1 means no seed in vLLM
+MAX_LOGPROBS = 20  # the limit of vLLM and of OpenAI
 
 
 def validate_request(

@@ -6,15 +6,15 @@ the broadcast decisions.
 
 Invariants
 - All ranks apply the same decisions in the same order; weights change only between steps.
-- Every future ends: with a result, with an error of its own request, with `LoopFailedError` (its
-  cause attached) once a step, broadcast or pull has failed, or with `LoopClosedError`. A call to a
-  loop that has failed or is closed gets one of the last two errors. A `LoopFailedError` is a
-  `StepFailedError` only if one of the requests may be the cause.
+- Every future ends in one of four ways: with a result, with an error of its own request, with
+  `LoopFailedError` (the cause is attached) once a step, broadcast or pull has failed, or with
+  `LoopClosedError`. A call to a loop that has failed or is closed gets one of the last two errors.
+  A `LoopFailedError` is a `StepFailedError` only if one of the requests may be the cause.
 - A pause is answered once every rank is between two steps. No step follows before `Resume` or,
   after a sleep, before new weights were pulled.
-- With several ranks, each rank runs exactly the decided steps, unless no request is left: a rank
-  that stopped alone would leave the others in a collective. A single rank stops early when its
-  inbox needs a decision.
+- With several ranks, each rank runs exactly the decided steps, unless no request is left: if one
+  rank stopped alone, the other ranks would wait for it in a collective. A single rank stops early
+  when its inbox needs a decision.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class EngineLoop:
     ) -> Future[Completion]:
         """Queue a request. Its future cannot be cancelled: abort the request instead.
 
-        ``sink`` gets progress until the future ends, and none afterwards: within milliseconds if
-        the request ``streams``, else about every second. If the engine refuses the request at
-        admission, the future fails.
+        ``sink`` gets progress until the future ends, and none afterwards. The progress of a request
+        that ``streams`` arrives within milliseconds, any other about every second. If the engine
+        refuses the request at admission, the future fails.
 
         Raises:
             InvalidRequestError: the engine could not serve the request. Other requests are not
@@ -186,8 +186,8 @@ class EngineLoop:
             return self._inbox.ask(command)
 
     def pulse(self) -> Pulse:
-        """Return the progress of the loop's thread, from which `StallWatch` decides whether it is
-        stuck."""
+        """Return the progress of the loop's thread, from which `StallWatch` decides whether the
+        thread is stuck."""
         return Pulse(count=self._num_done, is_busy=self._is_busy)
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -309,7 +309,7 @@ class EngineLoop:
             what = f"{self._config.name}: version {decision.version}"
             with self._work("reset prefix cache"):
                 recomputed = decision.kv_policy.apply(self._engine, running=running, what=what)
-        self._channel.barrier()  # another rank's failed swap fails here, and blames no request
+        self._channel.barrier()  # raises if another rank's swap failed; no request is blamed
         if not self._is_leader:
             return
         with self._lock:

@@ -6,7 +6,7 @@ Invariants
 - No token is reported twice, and no token before an earlier one.
 - The progress of a request that streams is reported at once if nothing was streamed during the last
   interval, and otherwise at most once per interval.
-- A request without a sink is never read.
+- The progress of a request without a sink is never read.
 - After `drain` the engine's outputs for earlier requests are ignored.
 
 Not thread-safe: the engine loop guards it with its lock.

@@ -1,9 +1,9 @@
 """The addresses of a run's machines: `Address` parses one, `address_errors` checks it.
 
 - ``tls://HOST:PORT`` is encrypted and authenticated at both ends; it needs the run's keys.
-- ``tcp://HOST:PORT`` is neither encrypted nor authenticated. Everyone who can reach it can run
-  programs there; on a loopback address these are all users of the machine. It must be allowed
-  explicitly.
+- ``tcp://HOST:PORT`` is neither encrypted nor authenticated. Everyone who can reach the address can
+  run programs there; all users of a machine can reach its loopback addresses. Plain TCP must be
+  allowed explicitly.
 - ``local`` is this machine, without an address.
 
 A process listens on one address, never on all interfaces of a machine.
@@ -78,12 +78,12 @@ class Address:
 
     @property
     def neighbourhood(self) -> str:
-        """A phrase for error messages: where those who can reach the address are."""
+        """A phrase for error messages: from where the address can be reached."""
         return "on this machine" if self.is_loopback else "in the network"
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it stands for all interfaces of the machine."""
+        """Whether the address stands for all interfaces of the machine."""
         ip = ip_of(self.host)
         return ip is not None and ip.is_unspecified
 
@@ -163,8 +163,8 @@ def _host_error(host: str, *, in_brackets: bool) -> str:
 
 
 def _next_to(field: str, name: str) -> str:
-    """The field ``name`` in the style of ``field``: of the same configuration section, or an option
-    of the same command."""
+    """The related field ``name``, written in the style of ``field``: as a field of the same
+    configuration section, or as an option of the same command."""
     if field.startswith("--"):
         return f"--{name.replace('_', '-')}"
     return f"{field.rpartition('.')[0]}.{name}".lstrip(".")

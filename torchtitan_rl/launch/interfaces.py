@@ -1,11 +1,11 @@
 """Chooses addresses and free ports on this machine, and checks whether something listens elsewhere.
 
 By default torch's process groups listen on all interfaces, in plain text. `listen_privately`
-restricts the TCP store on rank 0, where the ranks meet, and the sockets of gloo and NCCL, for every
-process group of the process, including vLLM's: ranks on one host use its loopback interface, ranks
-on several hosts use the interface that reaches rank 0. The store and gloo accept no connections of
-other users of the machine (`own_user`). Rank 0 listens on its port as soon as it chooses the port
-(`take_port`), so that no other process can take it.
+restricts the addresses for every process group of the process, including vLLM's. It applies to the
+TCP store on rank 0, where the ranks meet, and to the sockets of gloo and NCCL. Ranks on one host
+then use its loopback interface; ranks on several hosts use the interface that reaches rank 0. The
+store and gloo accept no connections of other users of the machine (`own_user`). Rank 0 listens on
+its port as soon as it chooses the port (`take_port`), so that no other process can take the port.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def close_connections(address: Address) -> None:
         if tuple(one.raddr) not in places:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as copy:
-            if copy.getsockname()[:2] == tuple(one.laddr):  # else another one has this number now
+            if copy.getsockname()[:2] == tuple(one.laddr):  # otherwise the number was reused
                 copy.shutdown(socket.SHUT_RDWR)
 
 
@@ -175,8 +175,8 @@ _stores: list[Any] = []  # rank 0's store, which must live as long as the proces
 
 
 def take_port(host: str) -> int:
-    """Take a free port of ``host`` for the store of this process, which is rank 0, and listen on
-    it.
+    """Take a free port of ``host`` for the store of this process, which is rank 0. Listen on the
+    port.
 
     Raises:
         OSError: ``host`` is not an address of this machine.

@@ -71,8 +71,8 @@ def make_authority(*, now: datetime, days: int) -> Identity:
 
 
 def make_host(authority: Identity, names: Sequence[str], *, now: datetime, days: int) -> Identity:
-    """Make a certificate for a host with these names and IP addresses. It expires no later than the
-    authority."""
+    """Make a certificate for a host with these names and IP addresses. The certificate expires no
+    later than the authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = authority.certificate
     end = min(now + timedelta(days=days), issuer.not_valid_after_utc)
@@ -132,7 +132,7 @@ def _name(text: str) -> x509.Name:
 
 def create(folder: Path, hosts: Sequence[str], *, days: int) -> list[Path]:
     """Make an authority, and keys for each host; a host is ``NAME`` or ``NAME,OTHER_NAME,...``.
-    Returns the folders to copy, in order.
+    Returns the folders to copy, in the order of ``hosts``.
 
     Raises:
         ConfigError: a host is invalid, or the folder is not empty or cannot be written.
@@ -257,8 +257,8 @@ def own_folder(keys: Path, host: str) -> Path:
 
 
 def folder_name(host: str) -> str:
-    """The folder's name for a host. It has no colons, because ``scp`` takes the text before a colon
-    for the name of a machine."""
+    """The folder's name for a host. The name has no colons, because ``scp`` takes the text before a
+    colon for the name of a machine."""
     return host.lower().replace(":", "-")
 
 

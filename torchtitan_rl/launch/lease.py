@@ -3,12 +3,13 @@
 The *lock* is the kernel's (`flock` on ``run.lock``): it becomes free as soon as the process that
 holds it ends, in whatever way. The file's text about its holder is only for messages. On storage
 that several hosts share, locks may not be visible to the other hosts. There the *lease* decides.
-Acquiring it takes time only if the last owner was on another host and did not release the lease.
+Acquiring the lease takes time only if the last owner was on another host and did not release the
+lease.
 
 Each owner of the lease adds an *entry* with the next number: a file such as
 ``run.lease/000001.json``, which is created exclusively. The owner of the entry with the highest
 number owns the folder. An owner changes its entry every ``beat_s``, and then looks for higher
-numbers. If it finds none, it may act until ``valid_s`` after the beginning of this look. A
+numbers. If the owner finds none, it may act until ``valid_s`` after the beginning of this look. A
 contender adds the next entry after it has seen the newest entry unchanged for ``silence_s``; then
 it waits for ``settle_s`` before it acts.
 
@@ -206,7 +207,7 @@ class Contender:
 
     Args:
         dead_place: owners with this place are dead, because this process holds the kernel's lock
-            there, which an owner would hold while alive. Empty without such a lock.
+            there, and a live owner would hold it. Empty without such a lock.
     """
 
     def __init__(self, times: LeaseTimes, *, dead_place: str = "") -> None:
@@ -261,8 +262,8 @@ class Ownership:
 
 class Lease:
     """Owns a folder from `acquire` to `release`. A thread changes the entry every ``beat_s`` (a
-    *beat*). Only the owner of an entry changes it, and changes it in place, so that a full disk
-    does not stop the beats."""
+    *beat*). An entry is changed only by its owner, and only in place, so that a full disk does not
+    stop the beats."""
 
     def __init__(self, run_dir: Path, times: LeaseTimes = LeaseTimes()) -> None:
         self._times = times

@@ -7,8 +7,9 @@ rank 0's nonce is the token of the round:
 
 | who | writes | until |
 |---|---|---|
-| every other rank | ``node/R = nonce`` | rank 0's ``round`` has its nonce |
-| rank 0 | ``round = token, {R: nonce}``, with all nonces found | all have answered with its token |
+| every other rank | ``node/R = nonce`` | rank 0's ``round`` has this rank's nonce |
+| rank 0 | ``round = token, {R: nonce}``, with all nonces found | all other ranks have answered with
+this token |
 | every other rank | ``joined/R = token`` | |
 
 From then on all keys begin with the token, which launchers of other rounds do not know:
@@ -25,9 +26,9 @@ from typing import Protocol
 
 from torchtitan_rl.errors import ConfigError
 
-# Processes that a launcher starts must not inherit these: they have other ranks than the launcher,
-# and with TORCHELASTIC_USE_AGENT_STORE they would wait indefinitely for a store that is not theirs.
-# torchrun sets OMP_NUM_THREADS to 1.
+# Processes that a launcher starts must not inherit these variables. The ranks of these processes
+# differ from the launcher's rank, and with TORCHELASTIC_USE_AGENT_STORE the processes would wait
+# indefinitely for a store that is not theirs. torchrun sets OMP_NUM_THREADS to 1.
 _TORCHRUN_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -40,8 +41,8 @@ _TORCHRUN_VARIABLES = (
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 RESUME_COMMAND = "TORCHTITAN_RL_RESUME_COMMAND"
-"""An environment variable of the controller: the command that resumes the run, if the controller's
-own command would not."""
+"""An environment variable of the controller: the command that resumes the run. It is set if the
+controller's own command would not resume the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from torchtitan_rl.launch.addresses import Address
 
 _ALWAYS = {
     "MONARCH_FILE_LOG": "error",  # the log file's size has no limit
-    "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "3s",  # before SIGTERM and again before SIGKILL, if it hangs
+    "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "3s",  # wait before SIGTERM, and again before SIGKILL
 }
 _FAST_FAILURES = {
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",

@@ -80,8 +80,8 @@ def is_allowed(connection: socket.socket) -> bool:
 
 
 def _ask_kernel(address: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int, int]:
-    """The state and the user of the socket with this address that is connected to ``other``, by
-    sock_diag(7), whose time does not depend on the number of connections.
+    """Ask sock_diag(7) for the state and the user of the socket with this address that is connected
+    to ``other``. The time this takes does not depend on the number of connections.
 
     Raises:
         OSError: there is no such socket, or the kernel does not support the question.
@@ -128,8 +128,8 @@ def _own_ips() -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
 
 def _entry(address: tuple[Any, ...]) -> str:
     """An address as it is written in the tables: words of four bytes, in the machine's byte order.
-    An IPv4-mapped address may be in either table, so only its IPv4 part is returned, with which the
-    entries of both tables end."""
+    An IPv4-mapped address may be in either table, so only its IPv4 part is returned: the entries of
+    both tables end with this part."""
     packed = _ip(address[0]).packed
     words = (packed[start : start + 4] for start in range(0, len(packed), 4))
     number = "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)

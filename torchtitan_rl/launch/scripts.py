@@ -102,7 +102,7 @@ class SlurmOptions:
 
 def slurm_script(job: Job, options: SlurmOptions) -> str:
     """Render a batch script for ``sbatch``. Each job makes its own keys in a subfolder of
-    ``job.keys``, because its nodes are not known before.
+    ``job.keys``, because its nodes are not known before the job starts.
 
     Raises:
         ConfigError: Slurm would not take an option.
@@ -189,8 +189,8 @@ class ComposeOptions:
 
 
 def compose_file(job: Job, options: ComposeOptions) -> str:
-    """Render a Compose file. Its containers share this machine's CUDA devices: the first host has
-    the first ones.
+    """Render a Compose file. Its containers share this machine's CUDA devices: the container of the
+    first host has the first devices.
 
     Raises:
         ConfigError: a project cannot have this name.
@@ -222,7 +222,7 @@ def _render(template: str, job: Job, options: object, **more: object) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=jinja2.StrictUndefined,
-        autoescape=False,  # shell and YAML, whose values the filters below quote
+        autoescape=False,  # the filters below quote values for shell and YAML
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

@@ -3,7 +3,7 @@ An incarnation is a process that listens at the worker's address, with all its d
 
 An incarnation ends when its run has ended, when its controller is silent, when its process ends by
 itself, or when the worker is stopped. Then every process of the incarnation is killed, and the next
-one listens at the same address.
+incarnation listens at the same address.
 
 A run's machines and its controller notice each other's loss by silence (`Heartbeat`):
 
@@ -52,7 +52,7 @@ _GUARD_S = 5.0  # time for removing published weights
 _END_S = 30.0  # time for killed processes to end
 _QUICK_S = 5.0  # an incarnation that ends sooner did not listen
 _MAX_FAILURES = 16  # limit of consecutive incarnations that did not listen
-_PAUSE_S = 1.0  # after such an incarnation
+_PAUSE_S = 1.0  # pause after such an incarnation
 
 
 class Heartbeat:
@@ -91,8 +91,8 @@ def record_beat() -> None:
 
 
 def record_run_end() -> None:
-    """Tell the worker that the run has ended, so that it ends this incarnation, with the calling
-    process."""
+    """Tell the worker that the run has ended, so that the worker ends this incarnation, and with it
+    the calling process."""
     _sign(_ENDED)
 
 
@@ -166,8 +166,8 @@ class WorkerSupervisor:
             return sign.read_text() != ""
 
     def _watch(self, process: subprocess.Popen[bytes], sign: Path) -> str:
-        """Wait for the end of an incarnation, and return its reason; empty if the worker was
-        stopped."""
+        """Wait for the end of an incarnation, and return the reason for the end; empty if the
+        worker was stopped."""
         heartbeat = Heartbeat(time.monotonic())
         while not self._stopped.wait(_LOOK_S):
             if process.poll() is not None:

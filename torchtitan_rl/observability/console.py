@@ -89,7 +89,8 @@ class ProgressState:
 
         Args:
             num_failed: the number of the step's rollouts without a reward.
-            buffer, overlap: None for a synchronous run, whose line shows neither these nor ages.
+            buffer, overlap: None for a synchronous run. The line of such a run shows neither them
+            nor the age of tokens.
         """
         now = self._clock()
         self._durations.append(now - self._last_step_end)
@@ -147,7 +148,8 @@ class EvaluationState:
         self.phase, self._began, self._rewards = phase, self._clock(), []
 
     def pause(self, phase: str) -> None:
-        """Begin ``phase``, in which no rollout runs; its time does not count in the estimate."""
+        """Begin ``phase``, in which no rollout runs. The estimate leaves out the time of this
+        phase."""
         self._running_s, self.phase, self._began = self._elapsed_s(), phase, None
 
     def end_rollout(self, rollout: Rollout) -> None:
@@ -215,7 +217,8 @@ class Console:
             self._live = _live_line(stream, done, total)
 
     def update(self, done: int, phase: str, facts: str) -> None:
-        """Change the live line. Facts that are too long for a bar next to them replace the bar."""
+        """Change the live line. If ``facts`` is too long to fit next to the bar, the bar is
+        removed."""
         if self._live is not None:
             if len(facts) > _MAX_FACTS_WITH_BAR and len(self._live.columns) == _NUM_COLUMNS:
                 self._live.columns = (*self._live.columns[:2], self._live.columns[3])
@@ -302,13 +305,14 @@ def describe_run(
 
 
 def usual_step_s(run_dir: Path) -> float | None:
-    """The median time of the run's last steps, in seconds; None before the first one."""
+    """The median time of the run's last steps, in seconds; None before the first step."""
     found = list(_values(run_dir, RowKind.STEP, "time/step_s").values())
     return median(found[-_MEDIAN_STEPS:]) if found else None
 
 
 def _evaluations(run_dir: Path) -> str:
-    """The rewards of the first and the last evaluation of the run, including before resumes."""
+    """The rewards of the first and the last evaluation of the run, including evaluations before a
+    resume."""
     found = _values(run_dir, RowKind.EVALUATION, "evaluation/reward_mean")
     steps = sorted(found)
     return ", then ".join(

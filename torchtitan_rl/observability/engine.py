@@ -1,8 +1,8 @@
 """Measures what engines and the controller's event loop do during a step, and how well generation
 and training overlap.
 
-Engines are sampled while they run: at the end of a step they are idle again, so a single reading
-there would show nothing.
+Engines are sampled while they run: at the end of a step they are idle again, so a single reading at
+that moment would show nothing.
 
 The trainer and the generator are the two parts. The *idle share* of a part is the share of a step's
 wall time in which the part had nothing to do. With the given devices, a step takes at least as long
@@ -31,12 +31,12 @@ StatsByReplica = Mapping[str, EngineStats]
 class EngineSampler:
     """Calls ``read`` every ``interval_s`` seconds while `run` runs.
 
-    A reading that fails or takes longer than ``timeout_s`` is counted and skipped. It means that a
-    replica has just died or hangs, which the router reports.
+    A reading that fails or takes longer than ``timeout_s`` is counted and skipped. Such a reading
+    means that a replica has just died or hangs; the router reports this.
 
     Args:
-        reserved: replicas that only evaluate. They, and replicas that replace them, do not count as
-            idle generators.
+        reserved: replicas that only evaluate. These replicas, and those that replace them, do not
+            count as idle generators.
     """
 
     def __init__(
@@ -189,8 +189,8 @@ def overlap_of(metrics: Mapping[str, float]) -> Overlap | None:
 def advice(overlap: Overlap, *, staleness: int, is_colocated: bool = False) -> str:
     """Name the bottleneck, and the setting that would help, in one sentence.
 
-    The advice applies only if each part has its own devices or CPU cores. If the parts share them,
-    a setting that helps one part takes time from the other.
+    The advice applies only if each part has its own devices or CPU cores. If the parts share
+    devices or cores, a setting that helps one part takes time from the other.
     """
     if is_colocated:
         return (

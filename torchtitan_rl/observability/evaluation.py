@@ -1,5 +1,5 @@
-"""Results of an evaluation: mean reward with its confidence interval, and pass@k; and the output of
-``torchtitan-rl eval``: its rollouts, ``results.json``, the table and the picture.
+"""Results of an evaluation: mean reward with its confidence interval, and pass@k. Also the output
+of ``torchtitan-rl eval``: rollouts, ``results.json``, table and picture.
 
 Problems are the units of all statistics: the samples of a problem share its difficulty, so they are
 averaged first. All intervals are over problems, at 95 %: Student's for rewards and their
@@ -59,9 +59,9 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 def t_quantile(probability: float, *, degrees: int) -> float:
-    """Quantile of Student's t. It is exact for 1 and 2 degrees of freedom; otherwise it is the
-    expansion around the normal quantile (Abramowitz and Stegun, 26.7.5; at 97.5 % at most 0.2 % too
-    small)."""
+    """Quantile of Student's t. The result is exact for 1 and 2 degrees of freedom. For more, it is
+    the expansion around the normal quantile (Abramowitz and Stegun, 26.7.5), which is at most 0.2 %
+    too small at 97.5 %."""
     if degrees == 1:
         return math.tan(math.pi * (probability - 0.5))
     if degrees == 2:
@@ -96,7 +96,7 @@ def share_interval(values: Sequence[float], *, size: int) -> Interval | None:
 
     Wilson's interval is for n coin tosses. Here n is the effective sample size (Kish, "Survey
     Sampling", 1965): the number of tosses whose mean would vary as much as the mean of these
-    values. It is at most ``size``, the number of all samples; if all values are equal, it is the
+    values. n is at most ``size``, the number of all samples; if all values are equal, n is the
     number of values. So the interval stays between 0 and 1, and has a width even if all problems or
     none are solved. The quantile is Student's, because the spread is estimated from the values.
     """
@@ -307,8 +307,8 @@ def _parts(groups: Sequence[RolloutGroup], scores: Sequence[ProblemScores]) -> J
 
 
 def result_table(rows: Sequence[Mapping[str, Any]], *, width: int) -> Table:
-    """Make the table for a terminal of this width, with a row for each of `results`. If this is too
-    wide, the table has a row for each number instead."""
+    """Make the table for a terminal of this width, with a row for each of `results`. If this table
+    is too wide, it has a row for each number instead."""
     from rich.table import Table
     from rich.text import Text
 

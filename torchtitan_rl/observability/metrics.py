@@ -88,8 +88,8 @@ def overtaken_metrics(
     groups: Iterable[RolloutGroup], overtaken: frozenset[str]
 ) -> dict[str, float]:
     """Length and reward of the groups that were overtaken by younger groups (``overtaken``) and of
-    the others (``on_time``). They show whether training without slow groups would favour short
-    answers.
+    the others (``on_time``). These metrics show whether training without slow groups would favour
+    short answers.
     """
     groups = list(groups)
     late = [group for group in groups if group.group_id in overtaken]

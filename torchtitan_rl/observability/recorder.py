@@ -139,7 +139,7 @@ class RunRecorder:
     def summarize(self, ending: str, *, resume_command: str, checkpoint: str) -> list[str]:
         """Describe how the run went, and what to do next, after all processes have ended.
         ``ending`` is the reason why the run ended before its last step, or empty. ``checkpoint``
-        says where a resumed run would continue; it is shown with a reason."""
+        says where a resumed run would continue; it is shown only if ``ending`` is not empty."""
         trace = self._merge_traces()
         state, run_dir, policy = self._state, self._run_dir, self._run_dir / "policy"
         own_steps = f"{count(state.step - state.first_step, 'step')} in "

@@ -194,7 +194,8 @@ def _trained_of(turn: Turn, episode: Episode | None) -> dict[str, Any]:
 
 
 def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
-    """Read a rollout that `rollout_to_json` wrote. Its turns lack the fields that are not written.
+    """Read a rollout that `rollout_to_json` wrote. The turns of the result lack the fields that
+    `rollout_to_json` does not write.
 
     Raises:
         KeyError, TypeError, ValueError, OverflowError: the object is not a rollout.

@@ -1,8 +1,8 @@
 """Writes rows to ``metrics.jsonl`` and ``rollouts.jsonl``, and metrics to TensorBoard.
 
 Metrics have the names in the table of `docs/metrics.md`. In the table, a name with braces stands
-for several names; a name that ends in ``/*`` is a family, whose members depend on a task or a
-cause.
+for several names. A name that ends in ``/*`` stands for a *family*: all names that begin with the
+part before ``*``. The names in a family depend on a task or a cause.
 
 Files of rows are only appended to. A full file is renamed to ``NAME.000001.jsonl`` (the next one to
 ``NAME.000002.jsonl``), and a new ``NAME.jsonl`` is begun. A resumed run appends
@@ -99,7 +99,8 @@ class RowLog:
 
 
 class Line(NamedTuple):
-    """A row with its place and its bytes. ``life``: how often the run was resumed before it."""
+    """A row with its place and its bytes. ``life``: how often the run was resumed before this
+    row."""
 
     where: str
     data: bytes
@@ -111,7 +112,7 @@ def read_rows(path: Path) -> Iterator[Line]:
     """Yield the rows of the full files before ``path`` and of ``path``, in their order.
 
     Rows of steps that a resumed run repeats are left out. If a resumed run repeats an evaluation,
-    the rows of both are yielded. One row is in memory at a time.
+    the rows of both evaluations are yielded. One row is in memory at a time.
 
     Raises:
         OSError: a file cannot be read.
@@ -229,8 +230,8 @@ class MetricsLog:
 class _TensorBoard:
     """Writes TensorBoard's files; raises no OSError.
 
-    After an OSError a `SummaryWriter` raises the same error at every call, so at the next row it is
-    replaced by a new one, which writes a new file.
+    After an OSError a `SummaryWriter` raises the same error at every call, so at the next row a new
+    `SummaryWriter`, which writes a new file, replaces it.
     """
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
@@ -270,7 +271,7 @@ class _TensorBoard:
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         if self._purge_step is not None:
             self._writer.flush()
-            self._purge_step = None  # already written; again, it would hide rows of this process
+            self._purge_step = None  # already written; again, it would hide this process's rows
 
     def _drop(self, error: OSError) -> None:
         if not self._has_warned:
@@ -284,7 +285,7 @@ class _TensorBoard:
 
 @cache
 def metric_names() -> frozenset[str]:
-    """Every name and family of the table."""
+    """The names in the table. A name that ends in ``/*`` is a family (see the module)."""
     rows = _ROW.findall(_TABLE.read_text(encoding="utf-8"))
     return frozenset(name for row in rows for name in _expand(row))
 

@@ -1,4 +1,4 @@
-"""Records who was busy when: spans of all processes, as a Chrome/Perfetto trace.
+"""Records when each process was busy with what: spans in a Chrome/Perfetto trace.
 
 Each process writes events, one JSON line each, into its own files: ``NAME.TIME.jsonl``, or on
 another host ``HOST-NAME.TIME.jsonl``. When a file is full, the process begins another, and keeps
@@ -194,7 +194,7 @@ def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
     left out.
 
     Raises:
-        OSError: files cannot be read, or the trace cannot be written; an older one is unchanged.
+        OSError: files cannot be read, or the trace cannot be written; an older trace is unchanged.
     """
     output = output or trace_dir.parent / "trace.json"
     clocks = read_clocks(trace_dir)

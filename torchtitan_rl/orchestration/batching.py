@@ -1,13 +1,13 @@
-"""Packs groups into one batch, and counts for each sampled token whether it is trained on or why
-not.
+"""Packs groups into one batch. Counts the sampled tokens that are trained on, and by cause those
+that are not.
 
 Completions that are too long get a penalty that grows towards the limit, or are left out of the
 loss. Both methods are from DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.4): "soft overlong
 punishment" and "overlong filtering".
 
 A grammar allows nearly the whole vocabulary inside a string, so the sets of allowed tokens are not
-recorded with the tokens: `GrammarReplay` computes them again. The same version of xgrammar, with
-the same grammar and tokens, allows the same sets.
+recorded with the tokens: `GrammarReplay` computes them again. For the same grammar and tokens, the
+same version of xgrammar allows the same sets.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class GrammarReplay:
     def __call__(self, episode: Episode) -> Episode:
         """Return the episode with each grammar replaced by the sets of tokens that it allowed.
 
-        If these sets cannot be found, the tokens are left out of the loss: all tokens of a grammar
-        written by another version of xgrammar, and all tokens from the first one that the grammar
-        rejects.
+        Tokens whose sets cannot be found are left out of the loss. These are all tokens of a
+        grammar that another version of xgrammar wrote, and all tokens from the first one on that
+        the grammar rejects.
         """
         return _replayed(episode, self._allowed)
 

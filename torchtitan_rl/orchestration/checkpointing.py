@@ -376,8 +376,8 @@ class RecordedGroups:
     """The recorded rollouts of a resumed run, until their groups start and take them.
 
     Args:
-        entries: the groups in the checkpoint. Other groups began after it; their rollouts can be
-            used if the groups are admitted at ``restored_version`` again.
+        entries: the groups in the checkpoint. Other groups began after the checkpoint; their
+            rollouts can be used if these groups are admitted at ``restored_version`` again.
     """
 
     def __init__(

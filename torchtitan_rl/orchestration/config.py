@@ -9,10 +9,11 @@ P groups per step, the staleness cap S, and at most K younger groups that may ov
 **Why that bounds the age.** A group is admitted when the newest trained version is a, and its
 tokens are sampled by replicas that hold a or a newer version. Slots are freed when a batch has been
 trained, so when the group is admitted, at most B - 1 other groups are not yet trained. All of them
-may be trained before the group, and at most K groups that were admitted later may overtake it.
-Batches have P groups, so at most (B - 1 + K) // P whole batches are trained between the group's
-admission and its own batch. It is trained at a version of at most a + (B - 1 + K) // P = a + ((S +
-1) P - 1) // P = a + S. Discarding a group can only make other groups be trained earlier.
+may be trained before the group, and at most K groups that were admitted later may overtake the
+group. Batches have P groups, so at most (B - 1 + K) // P whole batches are trained between the
+group's admission and its own batch. So the group is trained at a version of at most a + (B - 1 + K)
+// P = a + ((S + 1) P - 1) // P = a + S. Discarding a group can only make other groups be trained
+earlier.
 
 At S = 0 a group that was overtaken cannot be trained any more. So B = P + K groups start, the first
 P to finish are trained, and the others are rolled out again with the new weights.
@@ -178,8 +179,9 @@ def derive_capacity(*, groups_per_step: int, staleness: int, max_share: float) -
 
 
 def capacity_errors(*, staleness: int, max_share: float) -> list[str]:
-    """Return an error if the buffer has no room for a batch and the groups that it overtakes."""
-    # A larger share leaves no room in the buffer for a whole batch and the groups it overtakes.
+    """Return an error if the buffer has no room for a batch and the groups that the batch
+    overtakes."""
+    # A larger share leaves no room in the buffer for a whole batch and the overtaken groups.
     most = staleness / 2 if staleness > 0 else 1.0
     if 0.0 <= max_share <= most:
         return []

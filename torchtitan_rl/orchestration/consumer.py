@@ -166,9 +166,9 @@ class Consumer:
         """Check that the run still trains on something.
 
         Raises:
-            NothingTrainedError: all rollouts of the run's first two steps failed for one cause; or
-                all steps are done, and none had a token to train on; or
-                ``schedule.max_empty_batches`` steps in a row had none.
+            NothingTrainedError: all rollouts of the run's first two steps failed for one cause. Or:
+                no step of the whole run had a token to train on. Or: ``schedule.max_empty_batches``
+                steps in a row had no such token.
         """
         state, empty = self._state, self._empty_batches
         groups = tuple(group for batch in empty[-2:] for group in batch)

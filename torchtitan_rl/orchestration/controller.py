@@ -1,5 +1,5 @@
-"""Runs the loops of a training run, which are connected by a buffer of groups, at any staleness >=
-0 (0 is synchronous).
+"""Runs the loops of a training run, at any staleness >= 0 (0 is synchronous). A buffer of groups
+connects the loops.
 
 | loop | waits for | unblocked by |
 |---|---|---|
@@ -9,7 +9,7 @@
 | `Consumer.run`: trains, publishes, saves | a full batch | the group tasks |
 | | on shared devices: syncs, evaluations | `WeightDelivery`, `Evaluator` |
 | `WeightDelivery.run`: syncs the replicas | a finished step | the consumer |
-| | on shared devices: their release | the consumer |
+| | on shared devices: the trainer's release of them | the consumer |
 | `Evaluator`: evaluates a version | a replica to pin; completions | the router |
 | `Watchdog.run`: reports silent waits | its next poll | the clock |
 | `Claim.wait_until_lost` | the loss of the run's folder | another controller |
@@ -129,7 +129,7 @@ class Controller:
                 raise error  # nothing may be saved
             self.request_stop()  # so that the current step is saved too
             lost = await self._wait_for_save(training)
-            if lost is not None:  # so replicas cannot fetch its weights any more
+            if lost is not None:  # then replicas cannot fetch the trainer's weights any more
                 self._state.recorder.say(f"{failed.get_name()}: {one_line(error)}")
                 raise lost from error
             raise error
@@ -137,7 +137,7 @@ class Controller:
             await uninterrupted(self._close([training, *others], producer))
 
     async def _train(self, producer: Producer) -> None:
-        """Take all steps, then write a checkpoint, whether they succeeded or not."""
+        """Take all steps, then write a checkpoint, whether the steps succeeded or not."""
         consumer = Consumer(
             self._config,
             self._state,

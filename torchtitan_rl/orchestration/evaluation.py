@@ -2,8 +2,8 @@
 
 Invariants: all tokens of an evaluation have one version. Training does not wait for an evaluation,
 unless both need the same replica or devices. If the replica of an evaluation dies, the evaluation
-is repeated on another replica with the same version; if there is none, it is skipped, with a line
-on the console.
+is repeated on another replica with the same version; if there is no such replica, the evaluation is
+skipped, with a line on the console.
 """
 
 from __future__ import annotations

@@ -4,18 +4,18 @@ A turn is one row, committed before `append` returns: killing the process (kill 
 and a turn is stored whole or not at all. Nothing is synced to disk, so a loss of power may damage
 the file. Damaged rows are ignored, and their turns are sampled again.
 
-The key of a row consists of the checkpoint before it (a step, and a mark that distinguishes
-checkpoints of one step), its rollout and the number of its turn. A resumed run deletes the rows
+The key of a row consists of the checkpoint before the turn (a step, and a mark that distinguishes
+checkpoints of one step), the turn's rollout and the turn's number. A resumed run deletes the rows
 that it does not use. If checkpoint 10 is found to be damaged, the rows of checkpoints 5 and 10
 together contain all turns after checkpoint 5.
 
-Turns that no resumed run can use are not written. These are turns with a token newer than their
-checkpoint's version, which a trainer restored from the checkpoint has not reached (see
+Turns that no resumed run can use are not written. These are turns with a token whose version is
+newer than the checkpoint's version: a trainer restored from the checkpoint has not reached it (see
 `records.usable_turns`). So the file contains tokens of a few versions at most, even if no
 checkpoint is written for a long time. Each row contains a fingerprint of the turn before it. So a
 rollout that has lost a turn, or that began again, is never continued with the wrong turns.
 
-On storage without file locks (some network file systems), a folder beside the file is the lock
+On storage without file locks (some network file systems), a folder next to the file is the lock
 during each transaction (SQLite's VFS "unix-dotfile", https://www.sqlite.org/vfs.html).
 
 Appending blocks the event loop: 0.2 ms for a turn of 100 tokens, 1.2 ms for 2,000 tokens after a
@@ -73,7 +73,8 @@ class JournalError(TorchtitanRLError):
 
 
 class JournalUnreadableError(JournalError):
-    """The operating system could not read the journal (EIO, EACCES). It may be undamaged."""
+    """The operating system could not read the journal (EIO, EACCES). The journal may be
+    undamaged."""
 
 
 class Row(NamedTuple):
@@ -239,8 +240,8 @@ class Journal:
         """Write later turns as turns after the checkpoint of ``step``, whose weights are
         ``version``.
 
-        Returns a mark, to be saved with the checkpoint. A step can have several checkpoints; the
-        mark distinguishes them. It may be that only the first one is complete.
+        Returns a mark, to be saved with the checkpoint. A step can have several checkpoints, which
+        the mark distinguishes. It can happen that only the first of them is complete.
         """
         self._mark = self._mark + 1 if step == self._step else 0
         self._step, self._version, self._has_failed = step, version, False

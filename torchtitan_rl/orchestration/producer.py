@@ -30,7 +30,7 @@ _PATIENCE = 10  # factor of `max_empty_batches` for a dataset that chooses by ea
 
 
 class Producer:
-    """One task for each live group; the consumer calls `restart`."""
+    """Runs one task for each live group. The consumer calls `restart`."""
 
     def __init__(
         self,
@@ -92,9 +92,10 @@ class Producer:
     def restart(self, group_ids: Sequence[str]) -> None:
         """Discard the tokens of these groups, and roll the groups out again at the current version.
 
-        This does not await: if it is called right after the optimizer step, the groups belong to
-        that step's version. New rollouts start when the old ones have ended. After the last step
-        the groups are not rolled out again: they wait for a resumed run that has more steps.
+        This method does not await. If it is called right after the optimizer step, the groups
+        belong to that step's version. New rollouts start when the old ones have ended. After the
+        last step the groups are not rolled out again: they wait for a resumed run that has more
+        steps.
         """
         for name in group_ids:
             old = self._newest_task(name)
@@ -112,8 +113,8 @@ class Producer:
     def _must_tell(self) -> bool:
         """Whether to report outcomes now, because a whole batch of groups was skipped.
 
-        Only for a dataset that chooses by earlier outcomes. Otherwise a dataset that returns only
-        problems that are skipped would never learn of it.
+        True only for a dataset that chooses by earlier outcomes. Without these reports, a dataset
+        whose problems are all skipped would never learn that they are.
         """
         return self._has_skipped_a_batch() and not self._is_over() and self._may_replace()
 
@@ -178,13 +179,13 @@ class Producer:
         group_id = self._group_of.pop(task)
         if task in self._restarted:
             self._restarted.remove(task)
-            self._discard_restarted(group_id)  # of requests that ended earlier
+            self._discard_restarted(group_id)  # tokens of requests that had ended before
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
             self._state.notify()
 
     async def _roll_out(self, entry: Entry, after: asyncio.Task[None] | None) -> None:
-        if after is not None:  # also if it is done: its tokens are counted first, in `_on_end`
+        if after is not None:  # wait even if it is done: `_on_end` must count its tokens first
             waiting = f"group {entry.group_id} waits for its old rollouts to end"
             with self._state.waits.track(waiting):
                 await asyncio.wait({after})
@@ -260,5 +261,5 @@ class Producer:
         self, task: asyncio.Task[None] | None, rollout_id: str, cause: str, num_tokens: int
     ) -> None:
         if task in self._restarted:
-            return  # all tokens are discarded: earlier ones at the restart, later ones at its end
+            return  # all tokens are discarded: at the restart, and when the task ends
         self._ledger.discard_tokens(group_of(rollout_id), cause, num_tokens)

@@ -147,7 +147,7 @@ class RetryingRecorder:
     """The `Recorder` of the controller's loops: retries a row that could not be written, before the
     next row.
 
-    Rows are written in order, once each. `flush` is called before each checkpoint, so no checkpoint
+    Rows are written in order, once each. `flush` is called before each checkpoint. So no checkpoint
     is taken while a row is missing, and a resumed run has the rows of all steps that it does not
     repeat.
     """

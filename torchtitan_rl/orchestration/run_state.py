@@ -166,7 +166,8 @@ class Trainer(Protocol):
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
         """Make the current weights readable by replicas, under the current version.
 
-        The version published before and those in ``keep`` stay readable; all others are freed.
+        The previously published version and the versions in ``keep`` stay readable; all other
+        versions are freed.
 
         Raises:
             WeightSyncError: the memory has no room for the version. Versions that were not freed

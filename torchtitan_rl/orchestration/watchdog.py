@@ -58,7 +58,7 @@ class WaitRegistry:
         """List a wait while the block is open.
 
         Args:
-            name: a sentence that needs no context, "trainer waits for a full batch".
+            name: a sentence that needs no context, such as "trainer waits for a full batch".
             limit_s: how long this wait may take. While a wait is within its limit, the watchdog
                 does not end the run; when the limit is exceeded, it does. If the awaited call has
                 its own time-out, give a larger limit.

@@ -8,8 +8,8 @@ Also decides who uses devices that the trainer and the replicas share.
 | `SLEEP` | like `PAUSE`, and replicas free the devices | the trainer offloads, replicas wake up |
 
 Invariants of `WeightDelivery`: evaluations are pinned in the order of their steps. A version is
-skipped only if a newer one is already queued and no evaluation needs the version; it is then
-released.
+skipped only if a newer one is already queued and no evaluation needs the version. A skipped version
+is released.
 
 Invariants of `DeviceSharing`: from the moment a step begins until the trainer releases the devices,
 emptied engines stay empty, even if they pull weights in this time. With `SLEEP` no replica steps in
@@ -212,8 +212,8 @@ class DeviceSharing:
 
     @property
     def trainer_can_save(self) -> bool:
-        """Whether the trainer can save. On shared devices it cannot after a step without an update,
-        because the replicas still have the devices."""
+        """Whether the trainer can save. On shared devices the trainer cannot save after a step
+        without an update, because the replicas still have the devices."""
         return self.trainer_holds_devices or not self.devices_are_shared
 
     @property
@@ -269,8 +269,8 @@ class DeviceSharing:
 
     @asynccontextmanager
     async def to_replicas(self) -> AsyncIterator[None]:
-        """Run the block, which loads new weights into the replicas; afterwards their requests
-        continue.
+        """Run the block, which loads new weights into the replicas. After the block, the replicas'
+        requests continue.
 
         If another step begins before the end of the block, or the block raises, the engines stay
         paused until the next call.

@@ -11,8 +11,8 @@
 WAITING.
 
 Invariants:
-- every group is in exactly one state; it enters and leaves buffer and ledger in the same call, and
-  the ledger counts the groups that left;
+- every group is in exactly one state. A group enters buffer and ledger in the same call, and leaves
+  both in the same call. The ledger counts the groups that left;
 - no group or token is trained more than S versions after the group's admission
   (`orchestration/config.py` has the proof; `take` checks it);
 - `admit` takes a slot; `finish_batch` or `discard` frees it, on every path.
@@ -184,8 +184,8 @@ class WorkBuffer:
         return tuple(self._entries) if self._capacity.staleness == 0 else ()
 
     def restart(self, group_id: str, *, version: int) -> Entry:
-        """Begin a group again, as if it were admitted at ``version``. It keeps its place in the
-        order."""
+        """Begin a group again, as if it were admitted at ``version``. The group keeps its place in
+        the order."""
         entry = self._entries[group_id]
         self._move(entry, GroupState.WAITING)
         entry.admitted_version, entry.group = version, None

@@ -3,8 +3,8 @@
 Contents never become control tokens.
 
 A tool's output, a question or a row may contain ``<|im_end|>``. In the rendered text, no tokenizer
-can distinguish it from the template's own control strings. So `ContentTokenizer` inserts a break
-after the first character of each control string in messages before they are rendered. It then
+can distinguish this text from the template's own control strings. So `ContentTokenizer` inserts a
+break after the first character of each control string in messages before they are rendered. It then
 splits the rendered text at the breaks and encodes the pieces: a control string in a message is
 encoded as plain text.
 
@@ -154,7 +154,7 @@ def has_token(tokenizer: Any, token: str) -> bool:
     return isinstance(found, int) and found != tokenizer.unk_token_id
 
 
-_BREAK = "\ufdd0"  # a Unicode noncharacter; only one inside a control string counts as a break
+_BREAK = "\ufdd0"  # a Unicode noncharacter; counts as a break only inside a control string
 _SPACES = " \t\r\n\v\f\N{LOWER ONE EIGHTH BLOCK}"
 _WORD = re.compile(r"[\w.-]*")
 
@@ -174,7 +174,7 @@ class ContentTokenizer:
 
     def marked_messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return copies of the messages with breaks in their control strings. Text rendered from
-        the copies must be encoded by this tokenizer. Marking them again changes nothing."""
+        the copies must be encoded by this tokenizer. Marking the copies again changes nothing."""
         return [
             {
                 key: (self._special if _is_speech(one, key) else self._all).field(key, value)
@@ -231,8 +231,8 @@ class ContentTokenizer:
 
 
 class _Marker:
-    """Inserts a break into each occurrence of ``controls`` in a value, so that it is not encoded as
-    a control token. The pattern ``breaks`` matches these breaks."""
+    """Inserts a break into each occurrence of ``controls`` in a value, so that the occurrence is
+    not encoded as a control token. The pattern ``breaks`` matches these breaks."""
 
     def __init__(self, controls: Sequence[Any], tokenizer: Any) -> None:
         rests = _by_first_character(one.content for one in controls).items()

@@ -54,8 +54,8 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig:
-    """How training treats completions near or at ``max_tokens_per_turn``. Reported rewards and
-    those of evaluations are not changed."""
+    """How training treats completions whose length is near ``max_tokens_per_turn``. The rewards in
+    metrics and evaluations are not changed."""
 
     buffer_tokens: Annotated[int, Interval(ge=0, le=1 << 24)] = 0
     """Number of tokens before the limit over which the reward falls linearly; 0 turns the penalty

@@ -35,8 +35,8 @@ class Observation:
     The rollout stays one episode as long as each prompt extends the previous prompt and completion.
     ``constraints`` are engine options that exclude tokens (structured_outputs, allowed_token_ids,
     bad_words); the loss takes them into account. ``turn_reward`` and ``turn_text`` (see `Turn`)
-    describe the completion that `TokenEnv.step` was called with; the reward is trained on with
-    ``rollout.credit`` ``turn``.
+    describe the completion that `TokenEnv.step` was called with. With ``rollout.credit`` ``turn``,
+    training uses this reward.
     """
 
     prompt_token_ids: tuple[int, ...]

@@ -2,10 +2,10 @@
 advantages of its turns. No I/O and no state.
 
 A turn extends an episode if its prompt begins with all tokens of that episode so far: the prompt
-and completion of the episode's last turn. If it extends several episodes, it joins the longest, so
-that two simultaneous conversations of an agent stay separate episodes. A prompt that extends no
-episode (its history was edited) starts a new one. Turns without sampled tokens, and turns that
-their agent never saw, are left out.
+and completion of the episode's last turn. A turn that extends several episodes joins the longest of
+them, so that two simultaneous conversations of an agent stay separate episodes. A turn that extends
+no episode (its history was edited) starts a new episode. Turns without sampled tokens, and turns
+that their agent never saw, are left out.
 
 Invariant: each sampled token of the remaining turns is in exactly one episode, and is in the loss
 if its set of kept tokens is known. No other token is in the loss.
@@ -13,9 +13,10 @@ if its set of kept tokens is known. No other token is in the loss.
 A rollout without a reward (a failed rollout) gets no advantage and does not enter a baseline.
 
 ``rollout.credit`` selects the value that is compared with the siblings' values. With ``outcome``,
-it is the rollout's reward for all its turns, or the branch's own reward in a branch that has one.
-With ``turn``, it is the turn's return, which is its reward plus the discounted return of the next
-turn. The last turn's return includes the rollout's reward R, weighted:
+the value of every turn is the rollout's reward; in a branch that has its own reward, the value is
+the branch's reward. With ``turn``, the value is the turn's return: the turn's reward plus the
+discounted return of the next turn. The return of the last turn includes the rollout's reward R,
+with a weight:
 
     G_t = r_t + turn_discount x G_(t+1)        G_last = r_last + final_reward_weight x R
 
@@ -24,11 +25,11 @@ advantage from GTPO (Ding et al. 2025, 2511.14846), and the sum of turn rewards 
 outcome from MT-GRPO (Zeng et al. 2025, 2505.11821).
 
 The baseline is computed from the siblings' returns at the same turn; a sibling that ended earlier
-counts with the return of its last turn. So every baseline includes all N siblings:
+counts with the return of its last turn. So every baseline includes all N siblings. Therefore
 ``leave_one_out`` is unbiased, and the advantages of ``mean`` are (N - 1) / N times those of
-``leave_one_out`` at every turn. Without turn rewards, and with a discount and a weight of 1, the
-two credits give bitwise equal advantages. `docs/training.md` describes the alternatives that were
-rejected.
+``leave_one_out`` at every turn. Without turn rewards, and with a discount and a weight of 1,
+``outcome`` and ``turn`` give bitwise equal advantages. `docs/training.md` describes the
+alternatives that were rejected.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def _tokens_in_order(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _extended(tokens_of: list[tuple[int, ...]], prompt: tuple[int, ...]) -> int | None:
-    """Return the index of the longest tokens that the prompt extends, or of the last among equal
-    ones."""
+    """Return the index of the longest token sequence that the prompt extends; if several are
+    equally long, the index of the last."""
     found, longest = None, 0
     for index, tokens in enumerate(tokens_of):
         length = len(tokens)

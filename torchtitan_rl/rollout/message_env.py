@@ -33,10 +33,10 @@ class MessageObservation:
     """The messages that the environment adds to the conversation before the model's next turn.
 
     ``messages`` follow the assistant's last message. If ``replace_messages`` is given, it replaces
-    the whole conversation (edited, summarized or shortened): it is rendered from scratch, and the
-    rollout continues in another episode. ``tools`` are read from the first observation and from
-    observations that replace the conversation. ``turn_reward`` is for the message that
-    `MessageEnv.step` was called with.
+    the whole conversation (edited, summarized or shortened). The new conversation is rendered from
+    scratch, and the rollout continues in another episode. ``tools`` are read from the first
+    observation and from observations that replace the conversation. ``turn_reward`` is for the
+    message that `MessageEnv.step` was called with.
     """
 
     messages: Sequence[Message] = ()

@@ -34,7 +34,7 @@ class EnvState:
     ``terminal``.
 
     ``state`` is the result of the environment's `state_dict` as JSON, because JSON has integers of
-    any size. It is None if there is no `state_dict`; then only a `Terminal` is recorded.
+    any size. ``state`` is None if there is no `state_dict`; then only a `Terminal` is recorded.
     ``messages`` is the conversation, recorded only with a `Terminal`.
     """
 
@@ -49,9 +49,10 @@ class RecordedRollout:
     """One rollout so far.
 
     ``env_states[n]`` is the environment's state after the first ``n`` turns; any of these states
-    may be missing. ``partial`` belongs to the running turn, whose prompt is ``prompt_token_ids``:
-    partial tokens if its finish reason is ABORT, else a whole completion that the environment has
-    not answered. ``ended`` is the rollout before scoring, once it has ended.
+    may be missing. ``partial`` is the completion of the running turn, whose prompt is
+    ``prompt_token_ids``. With the finish reason ABORT, it has partial tokens. Otherwise it is a
+    whole completion that the environment has not answered. ``ended`` is the rollout before scoring,
+    once it has ended.
     """
 
     rollout_id: str
@@ -216,7 +217,7 @@ def _with_prompt(
     turn: Turn | None,
     convert: Callable[[tuple[int, ...], Turn | None], tuple[int, ...]],
 ) -> EnvState:
-    """Convert an `EnvState` to its written form. ``turn`` is the turn before it; None after
+    """Convert an `EnvState` to its written form. ``turn`` is the turn before this state; None after
     `reset`."""
     if (observation := state.observation) is None:
         return state

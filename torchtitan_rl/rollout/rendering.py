@@ -63,8 +63,8 @@ class ChatRenderer(Protocol):
     ) -> TokenIds | None:
         """Return the next prompt, which begins with ``prompt + completion``.
 
-        Return None if it cannot be proven that the template renders the same tokens: then render
-        from scratch.
+        Return None if it cannot be proven that the template renders the same tokens. The caller
+        then renders the conversation from scratch.
         """
         ...
 
@@ -82,7 +82,7 @@ class ChatRenderer(Protocol):
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a policy's folder, the one that `AutoTokenizer` loads.
+    """Load the tokenizer in a policy's folder, as `AutoTokenizer` does.
 
     To choose a class, `AutoTokenizer` imports the code of models, which takes seconds. If the files
     of a ``llama`` or ``qwen3`` model name the general class of `transformers`, this function uses
@@ -116,9 +116,9 @@ def make_renderer(
     - "auto": "library" if `renderers` knows the model by name; else "qwen3" if the vocabulary has
       its special tokens and the chat template agrees; else "chatml", else "template".
 
-    ``thinking`` is for Qwen3: "off" prefills an empty thought; "keep" leaves earlier thoughts in
-    the history, so that a rollout stays one episode; "strip" drops them at each new user message,
-    as Qwen3's own template does, so that each turn becomes an episode.
+    ``thinking`` is for Qwen3. "off" prefills an empty thought. "keep" leaves earlier thoughts in
+    the history, so that a rollout stays one episode. "strip" drops earlier thoughts at each new
+    user message, as Qwen3's own template does; then each turn becomes an episode.
 
     Raises:
         ConfigError: the vocabulary or the template does not fit ``kind``.
@@ -284,7 +284,8 @@ def _name(tokenizer: Any) -> str:
 
 class _CachingTokenizer:
     """Wraps a tokenizer for the `renderers` package, which encodes the same headers and messages
-    for all siblings of a group. It caches encodings; everything else is the tokenizer's own.
+    for all siblings of a group. This wrapper caches encodings, and passes everything else to the
+    tokenizer.
 
     May be called from any thread. Results of ``__call__`` (not of `encode`) are shared and must
     not be changed.

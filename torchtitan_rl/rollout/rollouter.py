@@ -245,8 +245,8 @@ def siblings_together(config: RolloutConfig, num_replicas: int) -> int:
     """Return how many siblings share a replica. The replica computes the prompt of these siblings
     once.
 
-    It is the largest number for which the busiest replica gets at most an eighth more rollouts of a
-    step than the mean.
+    The result is the largest number for which the busiest replica gets at most an eighth more
+    rollouts of a step than a replica gets on average.
 
     >>> [siblings_together(RolloutConfig(groups_per_step=8, group_size=8), n) for n in (2, 5, 16)]
     [8, 2, 4]

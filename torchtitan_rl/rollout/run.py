@@ -118,7 +118,7 @@ class GroupSettings:
     ) -> GenerationRequest:
         """Build the request for a turn's completion, which continues ``partial``.
 
-        If ``branch`` is given, the seed depends on it instead of the turn's number, because
+        If ``branch`` is given, the seed depends on the branch instead of the turn's number, because
         simultaneous turns have no order.
         """
         sampling = self.sampling
@@ -327,8 +327,8 @@ class RolloutRun:
             self._group.on_turn(self._record)
 
     def _record_tree_end(self, env: EnvSession, terminal: Terminal, tree: TurnTree) -> None:
-        """Record the end, so that a killed run need not replay the agent. Not done if turns that
-        ``on_turn`` already reported have changed since."""
+        """Record the end, so that a killed run need not replay the agent. Records nothing if turns
+        that ``on_turn`` already reported have changed since."""
         self._read_messages(env)
         if tree.limit is None and not tree.is_amended and self._group.on_turn is not None:
             state = EnvState(terminal=terminal, messages=self._messages)

@@ -41,8 +41,8 @@ class NotResumableError(Exception):
 
 
 class EnvSession:
-    """The environment of one rollout. ``make`` creates it; ``on_call`` is called with the name of
-    each method before its call.
+    """The environment of one rollout. ``make`` creates the environment; ``on_call`` is called with
+    the name of each method before its call.
 
     All methods but `close` and `messages` raise `RolloutEnded`, and `HangingCallsError` if too many
     abandoned calls hang.

@@ -63,8 +63,8 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of one training group. ``solved`` is the share of its rollouts with a reward that
-    solved the problem (see `Task.success_reward`); None if no rollout has a reward."""
+    """The result of one training group. ``solved``: of the group's rollouts with a reward, the
+    share that solved the problem (see `Task.success_reward`); None if no rollout has a reward."""
 
     problem: Problem
     solved: float | None
@@ -98,7 +98,8 @@ class MeasuredDataset(Dataset, Protocol):
 
 def adapts(dataset: Dataset) -> bool:
     """Whether the dataset chooses problems by earlier outcomes. A dataset composed of others always
-    has the method `record`; its attribute ``adapts`` says whether one of its parts adapts."""
+    has the method `record`; the attribute ``adapts`` of such a dataset says whether one of its
+    parts adapts."""
     return isinstance(dataset, AdaptiveDataset) and getattr(dataset, "adapts", True)
 
 

@@ -4,11 +4,11 @@ Turns are recorded in the order in which their sampling ends. A turn's seed depe
 and on the number of earlier requests with this prompt, not on the order of other requests. Limits
 apply to the whole tree, except the token limit, which applies to each branch.
 
-When the environment restarts, every turn so far counts as unseen. A repeated request has the same
-prompt, the same number of earlier requests with this prompt, and the same options (stops,
-constraints, logprobs). If the recorded completion fits the budget of the repeated request, the
-request is answered from the record, and the turn counts as seen again. Any other request is
-sampled, as a new branch. Turns that stay unseen are not trained on.
+When the environment restarts, every turn so far counts as unseen. A new request repeats a recorded
+one if both have the same prompt, the same number of earlier requests with this prompt, and the same
+options (stops, constraints, logprobs). If the recorded completion also fits the budget of the new
+request, the new request is answered from the record, and the turn counts as seen again. Any other
+request is sampled, as a new branch. Turns that stay unseen are not trained on.
 
 Invariants: each accepted request is answered, or the rollout ends with a cause. Each sampled
 completion is in exactly one turn. After a limit is reached, the rollout ends as soon as the running

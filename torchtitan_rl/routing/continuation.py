@@ -9,9 +9,9 @@ continuation differs from the uninterrupted run, because its random generator st
 `continued_seed`, but it is reproducible.
 
 `PartialTokens` has the tokens of a request that is being completed in pieces, and reports them to
-the request's caller. Invariants: the partial completion never shrinks; the tokens reported to the
-caller are its beginning, each reported once and in order; a reported token is never lost with a
-replica.
+the request's caller. Invariants: the partial completion never shrinks. The tokens reported to the
+caller are the beginning of the partial completion; each token is reported once, in order. A
+reported token is never lost with a replica.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _stop_clocks(pool: ReplicaPool, stopped: list[ReplicaState]) -> None:
 
 async def _put_to_sleep(pool: ReplicaPool, state: ReplicaState, timeout_s: float) -> None:
     await pool.wait_until(lambda: state.phase is not Phase.SYNCING)
-    await asyncio.sleep(0)  # a waiting sync must see the new version before it is reset
+    await asyncio.sleep(0)  # a waiting sync must see the new version before this resets it
     pool.set_version(state, NO_WEIGHTS)
     if await _execute(pool, state, Sleep(), "fall asleep", timeout_s):
         _set_emptied(pool, state)
@@ -256,8 +256,9 @@ def _free_replica(pool: ReplicaPool, version: int | None) -> ReplicaState | None
     """Find a replica to pin; None if none is free.
 
     If a reserved replica is alive, only reserved ones are considered. Otherwise the result is the
-    least loaded replica that holds ``version`` or, failing that, the next newer version; without
-    ``version``, the least loaded one with the newest version.
+    least loaded replica that holds ``version``, or the next newer version if no replica holds
+    ``version``. Without ``version``, the result is the least loaded replica with the newest
+    version.
     """
     free = [
         state

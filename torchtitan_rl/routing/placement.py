@@ -25,7 +25,7 @@ def sticky_or_least_loaded(loads: LoadIndex, last: int | None, min_version: int 
     A session stays on ``last``, the replica with its cached prefix, unless that replica is not
     eligible or is overloaded. A replica is overloaded if its load (the prompts and token budgets of
     its running calls) is more than twice that of the least loaded replica, and more than 8,192
-    tokens above it.
+    tokens above that load.
     """
     least = loads.least(min_version)
     if least is None or last is None or not loads.is_eligible(last, min_version):
@@ -69,7 +69,8 @@ class Placement:
             return pinned
         loads = self._pool.index
         last, of_siblings = map(self._replica_of.get, (request.session_id, request.prompt_id))
-        # Whatever its load: so few siblings share a prompt_id that replicas stay evenly loaded.
+        # The siblings' replica is taken whatever its load: so few siblings share a prompt_id that
+        # replicas stay evenly loaded.
         if last is None and of_siblings is not None and loads.is_eligible(of_siblings, version):
             index: int | None = of_siblings
         else:
@@ -82,7 +83,8 @@ class Placement:
         return self._pool.all[index]
 
     def can_schedule(self, version: int, pinned: ReplicaState | None = None) -> bool:
-        """Whether `choose` returns a replica, or raises, for a request that needs ``version``."""
+        """Whether a request that needs ``version`` need not wait: `choose` would return a replica,
+        or raise."""
         if pinned is not None:
             is_running = pinned.halt is Halt.RUNNING
             return (pinned.takes_requests and is_running) or not pinned.is_live

@@ -192,7 +192,8 @@ class ConnectedReplica(Generic[PeerT]):
             match message:
                 case Progress(request_id=request_id):
                     if (call := self._calls.get(request_id)) is not None:
-                        # In a callback of its own: an error in one does not affect the others.
+                        # Each report has its own callback, so an error does not affect other
+                        # reports.
                         asyncio.get_running_loop().call_soon(call.report, message)
                 case End(call_id=str(request_id)):
                     if (call := self._calls.pop(request_id, None)) is not None:

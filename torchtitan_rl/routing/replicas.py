@@ -15,20 +15,20 @@ Besides its `Phase` a replica has flags:
 | ``is_pinned`` | a pin takes it | the pin ends | is left out of weight syncs |
 | ``is_asleep`` | a sleep begins | the wake-up was executed | begins no swap |
 
-`Halt` says how far a pause or sleep has stopped the replica: STOPPED from the beginning of the
-pause or sleep, EMPTIED once the engine has executed it (a pause by ``keep`` does not empty a
-replica), and RUNNING again after `resume` or `leave_to_pin`. A swap by ``drain`` waits for either
-EMPTIED or the end of all requests.
+`Halt` says how far a pause or sleep has stopped the replica. The replica is STOPPED from the
+beginning of the pause or sleep. It is EMPTIED once the engine has executed the pause or sleep (a
+pause by ``keep`` does not empty a replica), and RUNNING again after `resume` or `leave_to_pin`. A
+swap by ``drain`` waits for either EMPTIED or the end of all requests.
 
 Which combinations occur:
 
-- ``is_asleep`` in phase SYNCING only until a swap that began before the sleep has ended: the sleep
-  waits for this swap. A DRAINING replica may sleep: it swaps after the wake-up.
-- ``is_pinned`` in phase SYNCING or DRAINING only while the pin gets its version, when it begins or
-  after a sleep.
-- ``is_pinned`` with STOPPED or EMPTIED in every pause, except a pause that leaves pinned replicas
-  running.
-- ``is_asleep`` with RUNNING only if `resume` came before the wake-up.
+- ``is_asleep`` is set in phase SYNCING only until a swap that began before the sleep has ended: the
+  sleep waits for this swap. A DRAINING replica may sleep: it swaps after the wake-up.
+- ``is_pinned`` is set in phase SYNCING or DRAINING only while the pin gets its version, when it
+  begins or after a sleep.
+- ``is_pinned`` occurs with STOPPED or EMPTIED in every pause, except a pause that leaves pinned
+  replicas running.
+- ``is_asleep`` occurs with RUNNING only if `resume` came before the wake-up.
 - In phase DEAD, flags and `Halt` have no meaning.
 
 `LoadIndex` finds the least loaded of many replicas. It has one binary tree for each policy version
@@ -419,8 +419,8 @@ class LoadIndex:
         return leaf is not None and leaf[1] >= min_version
 
     def least(self, min_version: int = 0) -> int | None:
-        """Return the least loaded eligible replica of ``min_version`` or newer; of equal ones, the
-        one with the lowest index. None if no replica is eligible."""
+        """Return the least loaded eligible replica of ``min_version`` or newer; of equally loaded
+        ones, the one with the lowest index. None if no replica is eligible."""
         best = _NO_CALLER
         for version, tree in self._trees.items():
             if version >= min_version and tree.least < best:

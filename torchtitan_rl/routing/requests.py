@@ -5,8 +5,9 @@ Invariants
 - A request whose piece was aborted is continued, unless its caller asked for the abort.
 - A request returns only after its running piece has ended, even if the request was cancelled or
   timed out. So all its tokens are known. If the replica dies, the piece ends immediately.
-- If a replica is lost, the tokens since its last report are lost. It reports about once a second,
-  or every few milliseconds if the caller streams. `partials` makes replicas report all tokens.
+- If a replica is lost, the tokens since its last report are lost. A replica reports about once a
+  second, or every few milliseconds if the caller streams. `partials` makes replicas report all
+  tokens.
 - A request whose steps failed on two engines is not sent to a third.
 - A deadline counts only the time in which the request could run.
 - `on_ended` is called once for each request that is not refused here.
@@ -60,10 +61,10 @@ request's call returns or raises; must not raise."""
 class ReplicaAccount:
     """Token counts of one replica since it started, at one moment.
 
-    ``sampled`` is the engine's own count; if the replica is dead or did not answer in time, its
-    last known count. ``received`` counts the tokens of pieces that came back, and the reported
-    tokens of pieces that were lost. ``running`` counts the tokens of pieces that the engine has not
-    ended; None if the replica is dead or did not answer.
+    ``sampled`` is the engine's own count, or its last known count if the replica is dead or did not
+    answer in time. ``received`` counts the tokens of pieces that came back, and the reported tokens
+    of pieces that were lost. ``running`` counts the tokens of pieces that the engine has not ended;
+    None if the replica is dead or did not answer.
     """
 
     is_live: bool
@@ -290,7 +291,7 @@ class RequestTracker:
         num_tokens = len(piece.prompt_token_ids) + piece.sampling.max_tokens
         self._pool.add_request(state, num_tokens)
         running.state, running.is_sent = state, False
-        # In a separate task, so that its result is recorded even if this task is cancelled.
+        # Sample in a separate task, so that the result is recorded even if this task is cancelled.
         sampling = asyncio.create_task(
             self._sample(state, piece, running), name=f"{piece.request_id} on {state.name}"
         )

@@ -45,8 +45,8 @@ class ReplicaRestarts:
             which was lost or did not start. Waits if the host is gone.
         max_restarts: maximum number of consecutive restarts of one replica.
         say: shows a line to the user.
-        is_alone: whether only the replica with this name was lost, and not its host, whose loss is
-            reported elsewhere.
+        is_alone: whether only the replica with this name was lost, and not its host. The loss of a
+            host is reported elsewhere.
     """
 
     def __init__(

@@ -3,7 +3,8 @@
 Invariants: a call's load is released on every exit path. A failed replica is dead and gets no
 further request, so a replica that fails fast never looks idle. A request that was interrupted, or
 whose replica was lost, continues from its tokens so far; its caller sees one completion, and never
-an abort that it did not request. Every wait has a deadline, and its error says what was waited for.
+an abort that it did not request. Every wait has a deadline. The error of a missed deadline says
+what was waited for.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class GeneratorRouter:
     by a replica. ``on_ended`` is called at the end of each request that was not refused here,
     including requests of pins. With ``keeps_requests``, requests wait instead of failing if no
     replica is left, so that `partials` still has their tokens; the caller of `wait_until_lost` has
-    to end them.
+    to end these requests.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class GeneratorRouter:
         (see `WeightSync.may_start_on`).
 
         ``on_progress`` is called with the tokens sampled after ``resume_from``; their indices are
-        those in the whole completion. It is not called after this call has returned or raised. It
-        must not raise.
+        those in the whole completion. ``on_progress`` is not called after this call has returned or
+        raised, and must not raise.
 
         A greedy request that is continued, here or from ``resume_from``, ends as it would have
         without the interruption. A seeded request continues with a seed derived from its seed and
@@ -186,13 +187,13 @@ class GeneratorRouter:
         """Pin a live replica, which then does not pull weights: ``async with router.pin() as pin``.
 
         If a reserved replica is alive, it is pinned, after it has loaded the newest synced weights.
-        Otherwise the least loaded replica with the newest weights is pinned; it continues to serve
+        Otherwise the least loaded replica with the newest weights is pinned, and continues to serve
         other requests. With ``version``, the pinned replica has this version, or else the next
         newer one; the call waits if all replicas have older versions.
 
         Raises (on entering):
             GenerationError: no replica is left.
-            WeightSyncError: the reserved replica could not load those weights.
+            WeightSyncError: the reserved replica could not load the newest synced weights.
             DeadlineError: no replica was free within ``request_timeout_s``.
         """
         return pin_replica(

@@ -72,8 +72,9 @@ class WeightSync:
         self._lag_timeout_s: float | None = None
         self._pullers: dict[int, asyncio.Task[None]] = {}  # the running ones, by replica
         self._pulls: dict[int, _Pull] = {}  # the newest of each replica
-        # Replicas that joined or that a sync reported as lagging, until their next swap: requests
-        # do not wait for this swap, and a version that was removed before it is not their loss.
+        # Replicas that joined or that a sync reported as lagging, until their next swap. Requests
+        # do not wait for this swap. If a version is removed before the swap, the replica is not
+        # lost.
         self._lagging: set[ReplicaState] = set()
         self._num_syncs = 0  # number of running `sync` calls
         self._begun_s = 0.0  # when `newest` was set
@@ -154,9 +155,9 @@ class WeightSync:
     def may_start_on(self, version: int) -> bool:
         """Whether a request that needs ``version`` may start on a replica that holds it.
 
-        It may start once no other replica is about to swap to this version, at the latest after
-        twice the time that the first replica took to pull it. So requests that wait for a version
-        spread over all replicas that hold it.
+        The request may start once no other replica is about to swap to this version, but at the
+        latest after twice the time that the first replica took to pull the version. So requests
+        that wait for a version spread over all replicas that hold it.
         """
         if not self._pullers or _now() >= self._spread_by_s:
             return True

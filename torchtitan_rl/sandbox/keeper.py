@@ -1,10 +1,11 @@
 """The process that watches one snippet and reports how it ended.
 
 The keeper reads a request from its link (one JSON line), forks the snippet, and keeps the first
-bytes of the snippet's output. When the snippet and all processes that it started are dead, it
-answers with one JSON line. If the other end of the link is closed, the keeper kills them and does
-not answer. With namespaces, the keeper is the first process of the snippet's process-id namespace:
-the snippet cannot kill the keeper, and when the keeper ends, all of the snippet's processes end.
+bytes of the snippet's output. When the snippet and all processes that it started are dead, the
+keeper answers with one JSON line. If the other end of the link is closed, the keeper kills these
+processes and does not answer. With namespaces, the keeper is the first process of the snippet's
+process-id namespace: the snippet cannot kill the keeper, and when the keeper ends, all of the
+snippet's processes end.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def _serve(
 
 @contextlib.contextmanager
 def _own_folder(settings: dict[str, Any], limits: dict[str, Any]) -> Iterator[str | None]:
-    """Enter the snippet's folder. Yields its path if the folder is on the disk, which is removed at
-    the end; with namespaces it is in memory, and None is yielded."""
+    """Enter the snippet's folder. With namespaces the folder is in memory, and None is yielded.
+    Otherwise the folder is on the disk: its path is yielded, and the folder is removed at the
+    end."""
     if settings["isolation"] == "namespaces":
         namespaces.enter_private(limits["file_mb"] << 20, limits["files"], settings["temporary"])
         yield None
@@ -192,8 +194,8 @@ class _Keeper:
         return bool(chunk)
 
     def _exceeded(self) -> str | None:
-        """The limit that the snippet exceeds, together with all processes that it started; None
-        if none, or if the last check was less than `_CHECK_S` ago."""
+        """The limit that the snippet exceeds, together with all processes that it started; None if
+        they exceed no limit, or if the last check was less than `_CHECK_S` ago."""
         now_s = time.monotonic()
         if now_s < self._next_check_s:
             return None

@@ -26,7 +26,8 @@ _MOUNT_SETATTR = 442
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
 _SOFTWARE, _TASK_CLOCK = 1, 1
-_INHERIT, _EXCLUDE_KERNEL = 1 << 1, 1 << 5  # unprivileged users must exclude; clocks ignore it
+# Unprivileged users must set _EXCLUDE_KERNEL; clocks ignore it.
+_INHERIT, _EXCLUDE_KERNEL = 1 << 1, 1 << 5
 _CLOSE_ON_EXEC = 8
 _CAPABILITY_VERSION = 0x20080522
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -144,7 +145,7 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     """Allow this process, and all processes that it starts, to access only these files and folders
     (Landlock, Linux 5.13).
 
-    Newer versions of Linux also forbid it to send signals to other processes.
+    Newer versions of Linux also forbid these processes to send signals to other processes.
     """
     version = landlock_version()
     everything = (1 << _ACCESS_BITS.get(version, 16)) - 1

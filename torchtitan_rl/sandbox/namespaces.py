@@ -5,9 +5,9 @@
 system's libraries, Python and its packages, all read-only; there is no network device. For a
 snippet without namespaces, `close_files` forbids access to all other files.
 
-A seccomp filter, made by libseccomp, checks all system calls. A call that is not in the list fails
-as if the kernel did not have it: namespaces, mounts, tracing, keys, shared memory without a file,
-io_uring, and every newer call.
+A seccomp filter, made by libseccomp, checks all system calls. Calls that are not in the list fail
+as if the kernel did not have them: calls for namespaces, mounts, tracing, keys, shared memory
+without a file and io_uring, and every newer call.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ _LINKS = {
 
 
 def enter() -> None:
-    """Move this process into new namespaces. Only the namespace of process ids is different: the
-    next process that this process forks is the first one in it.
+    """Move this process into new namespaces. The namespace of process ids is the exception: this
+    process does not enter it, but the next process that it forks is the first one in that
+    namespace.
 
-    Its rights apply only inside the namespaces. If root started the sandbox, snippets run as
-    another user.
+    The rights of this process apply only inside the namespaces. If root started the sandbox,
+    snippets run as another user.
     """
     can_be_nobody = os.geteuid() == 0 and all(map(_maps_nobody, ("uid_map", "gid_map")))
     if can_be_nobody:
@@ -106,7 +107,7 @@ def make_root(readable: Iterable[str]) -> list[str]:
                 if Path(place).is_relative_to("/tmp"):
                     temporary.append(place)
     os.mkdir(_UNDER_TMP)
-    kernel.mount("proc", "/proc", "proc")  # the kernel allows `enter_private`'s only after this one
+    kernel.mount("proc", "/proc", "proc")  # without this, `enter_private` could not mount its own
     kernel.unmount("/old")
     os.rmdir("/old")
     kernel.make_read_only("/", recursive=False)

@@ -87,12 +87,12 @@ class SandboxLimits:
     """Limits for a snippet together with all processes that it starts."""
 
     wall_s: PositiveFloat = 10.0
-    """Seconds until it is killed."""
+    """Seconds after which the snippet is killed."""
     cpu_s: PositiveFloat = 5.0
-    """Seconds of CPU time, of all its processes."""
+    """Seconds of CPU time of all its processes together."""
     memory_mb: Positive = 512
-    """Megabytes of memory, of all its processes, besides what ``preload`` takes; and of addresses,
-    of each. A pipe or socket counts as full, whatever it holds."""
+    """Megabytes of memory of all its processes together, without the memory of ``preload``. Also
+    the address space of each process. An open pipe or socket counts as if it were full."""
     processes: Positive = 32
     """Processes and threads at the same time. Without namespaces: threads of one process."""
     file_mb: Positive = 32

@@ -37,7 +37,7 @@ def run_snippet(
     """Run the request's code, and exit as Python would.
 
     ``streams`` are stdin, stdout, stderr and a fourth descriptor. If the code cannot be run, the
-    reason is written to the fourth, which is closed before the code runs.
+    reason is written to the fourth descriptor. This descriptor is closed before the code runs.
     """
     try:
         for number, descriptor in enumerate(streams):

@@ -1,12 +1,12 @@
 """The process from which snippets are forked; Python is running and the `preload` modules are
 imported.
 
-`main` is called in a new process with a socket of the `Sandbox`. It writes one JSON line when it is
-ready, or with the reason why it cannot start. Then it receives one message with a descriptor for
+`main` is called in a new process with a socket of the `Sandbox`. It writes one JSON line, which
+says that it is ready or why it cannot start. Then it receives one message with a descriptor for
 each snippet, makes the message's ``prepared`` object, and forks a `keeper` that serves the snippet.
-It ends when the other end of the socket is closed. With namespaces it is the first process of its
-process-id namespace, so when it ends, all processes that were forked from it end, too. It never
-receives a policy's text.
+It ends when the other end of the socket is closed. With namespaces this process is the first one of
+its process-id namespace, so when it ends, all processes that were forked from it end, too. This
+process never receives a policy's text.
 """
 
 from __future__ import annotations

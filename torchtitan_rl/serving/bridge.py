@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Endpoint(Protocol):
-    """The endpoint's process, for the controller."""
+    """The endpoint's process, as the controller sees it."""
 
     @property
     def base_url(self) -> str:
@@ -55,8 +55,8 @@ class Endpoint(Protocol):
         ...
 
     async def receive(self) -> tuple[ToController, ...]:
-        """Wait for the next batch. A batch arrives after each status that is sent. Only one call
-        may wait at a time.
+        """Wait for the next batch. After each `SystemStatus` that was sent to the endpoint, a batch
+        arrives, even if it is empty. Only one call may wait at a time.
 
         Raises:
             EndpointLostError: the endpoint's process is gone, has failed, or is closed.
@@ -226,7 +226,7 @@ class EndpointBridge:
         else:
             self.counts.by_refusal[refusal.code] += 1
         end = End(call_id=request_id, result=completion, error=refusal)
-        # Urgent without other requests: no further result could be sent along with this one.
+        # Urgent if no other request runs: then no further result can be sent with this one.
         self._outbox.put(end, is_urgent=not self._requests)
 
     def _start_command(self, number: CallId, command: Command) -> None:

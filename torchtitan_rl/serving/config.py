@@ -162,13 +162,13 @@ def endpoint_errors(endpoint: EndpointConfig, keys: Keys) -> list[str]:
     try:
         listen(endpoint.host, endpoint.port).close()
     except EndpointLostError as error:
-        return [*errors, str(error)]  # keys cannot be checked: who could reach it is unknown
+        return [*errors, str(error)]  # the keys cannot be checked for this address
     return errors + keys.errors(endpoint.host)
 
 
 def template_error(path: str) -> str:
     """Describe the error in a template file in one line; empty if the template is valid."""
-    # transformers compiles it, because transformers adds tags to Jinja's own.
+    # transformers compiles the template, because transformers adds tags to Jinja's own.
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -2,14 +2,14 @@
 channel.
 
 The endpoint's process tokenizes, detokenizes and serves HTTP; the controller's process has the
-router and the sessions. Requests and commands of clients are calls to the controller, which answers
-with their progress and their ends. Calls are gathered on the HTTP server's thread; a batch from the
-controller may arrive on any thread, and reaches the HTTP server's thread in one callback.
+router and the sessions. Requests and commands of clients are calls to the controller, which sends
+back the progress and the end of each call. Calls are gathered on the HTTP server's thread; a batch
+from the controller may arrive on any thread, and reaches the HTTP server's thread in one callback.
 
-Invariants: a request that is submitted and not aborted has exactly one end, and a command exactly
-one answer or error. This also holds when the controller is lost (that is, it has delivered nothing
-for a while, not even the system's status), when the endpoint has failed, and when the link is
-closed. An aborted or ended request gets no further messages. If a problem is leased for a caller
+Invariants: a request that is submitted and not aborted has exactly one end, and a command has
+exactly one answer or error. This also holds when the controller is lost (that is, it has delivered
+nothing for a while, not even the system's status), when the endpoint has failed, and when the link
+is closed. An aborted or ended request gets no further messages. If a problem is leased for a caller
 who is gone, the problem is given back. A failure of the endpoint, or closing the link, ends the
 channel.
 """
@@ -52,7 +52,7 @@ Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """An operation for a client other than generation. It is answered once."""
+    """A client's operation other than generation. It is answered once."""
 
     name: CommandName
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -306,7 +306,8 @@ def generates(scope: Scope) -> bool:
 
 
 class Admission:
-    """Bounds how many requests run concurrently and how many queue; any other is refused (429).
+    """Bounds how many requests run concurrently and how many queue; all other requests are refused
+    (429).
 
     Invariants: a place is held until the application has returned (for a stream, until the stream's
     end), and is released on every exit path. A request that leaves the queue takes no place. The

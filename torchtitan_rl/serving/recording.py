@@ -101,11 +101,13 @@ class TokenBudget:
 
 
 class SessionRecording:
-    """The turns of one open session. ``on_change`` is called whenever its report has changed.
+    """The turns of one open session. ``on_change`` is called whenever the session's report has
+    changed.
 
-    A request reserves from the budget the most tokens that its turn may hold, and at its end
-    releases those that it did not need. The memory of the sets of kept tokens is reserved only at
-    the request's end, when their size is known. The session's end releases everything.
+    When a request starts, the largest number of tokens that its turn can hold is reserved in the
+    budget. When the request ends, the unused part of this reservation is released. Memory for the
+    sets of kept tokens is reserved only when the request ends, because their size is not known
+    before. When the session ends, all its reservations are released.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class SessionRecording:
         try:
             completion = await asyncio.shield(sampling)
         except asyncio.CancelledError as error:
-            if not is_cancelled():  # `stop` cancelled the sampling; nobody cancelled this caller
+            if not is_cancelled():  # `stop` cancelled the sampling, not this call
                 raise session_closed(self._session_id) from error
             turn.is_seen = False
             self._on_change()

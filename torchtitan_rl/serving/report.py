@@ -26,10 +26,11 @@ from torchtitan_rl.types import (
 
 
 class SessionEnding(StrEnum):
-    """How a session ended. Each session has exactly one ending. Only rewarded ones are trained."""
+    """How a session ended. Each session has exactly one ending. Only rewarded sessions are trained
+    on."""
 
     REWARDED = "rewarded"  # closed with a reward
-    UNREWARDED = "unrewarded"  # closed without one
+    UNREWARDED = "unrewarded"  # closed without a reward
     ABANDONED = "abandoned"  # neither a request nor a reward came within the timeout
     LIMIT = "limit"  # in a training run: its rollout reached a limit
     FAILED = "failed"  # in a training run: its agent failed, took too long or was cancelled
@@ -41,8 +42,8 @@ class SessionEnding(StrEnum):
 class SessionReport:
     """The state of an open session, or the final state of an ended one.
 
-    The tokens of a session that a rollout drives are counted by the run's own ledger; its report
-    only has the number of ``turns``.
+    The tokens of a session that a rollout drives are counted by the run's own ledger; the session's
+    report has only the number of ``turns``.
     """
 
     session_id: str
@@ -65,7 +66,8 @@ class SessionReport:
         return self.tokens_generated - self.tokens_trained - sum(masked) - sum(discarded)
 
     def _reward_of(self, episode: Episode) -> float | None:
-        """The reward of the episode's branch, if it has its own, or else the session's reward."""
+        """The reward of the episode's branch if the branch has its own reward, or else the
+        session's reward."""
         trained = zip(episode.advantages, episode.loss_mask, strict=True)
         return next((value for value, is_trained in trained if is_trained), self.reward)
 

@@ -7,8 +7,8 @@ of the same session, method, path and query repeats a run if it has
 - the same body and the same address, and the client says that it retries, as the official clients
   do (``x-stainless-retry-count`` of 1 or more). Equal bodies alone do not count: a client may want
   several samples. If there are several equal runs, a retry repeats, in this order of preference: a
-  run that lost its client; one that was refused or failed (then the retry is run); a running one;
-  one whose response was delivered completely.
+  run that lost its client; one that was refused or failed (then the retry starts a new run); a
+  running one; one whose response was delivered completely.
 
 The response, streamed or not, is replayed from its beginning and followed to its end. A failed
 response (not 2xx, or unfinished) is never replayed once its run has ended. A run that may be
@@ -18,13 +18,14 @@ clients do not retry after that). To abort a run, the application is sent ``http
 repetition that arrives during an abort waits until the run has ended.
 
 Invariants: at most one run of an ``Idempotency-Key`` is running. After a run that succeeded, no
-other run of its key starts within ``keep_s`` of its end or its last repetition. A lack of memory
-leads to refusals, never to a second run: a repetition whose response was dropped is refused with
-410; while ``max_remembered`` runs are remembered, a request that needs a new run gets 429.
+other run of the same key starts within ``keep_s`` of the run's end or last repetition. A lack of
+memory leads to refusals, never to a second run. A repetition whose response was dropped is refused
+with 410. While ``max_remembered`` runs are remembered, a request that needs a new run is refused
+with 429.
 
 Memory: a run keeps its response. When the responses of ended runs take more than ``max_kept_bytes``
 together, the oldest are dropped. The newest ``max_failed`` failed runs are remembered, without
-their responses, so that a retry of one of them is run.
+their responses, so that a retry of such a run starts a new run.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ _MAX_KEY_BYTES = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryOptions:
-    """Limits of `Retries`. ``keep_s`` is longer than 600 s: an official client that does not notice
-    a lost connection repeats its request after that time-out. A remembered run takes about 1 KB."""
+    """Limits of `Retries`. ``keep_s`` is longer than 600 s: after a time-out of 600 s, an official
+    client that did not notice a lost connection repeats its request. A remembered run takes about 1
+    KB."""
 
     grace_s: float = 10.0  # the official clients pause for at most 8 s between two attempts
     keep_s: float = 900.0

@@ -1,9 +1,9 @@
 """The endpoint's own routes: sessions, problems that workers lease in a training run, and
 administration. Each request becomes one command to the controller.
 
-A leased problem is a session: the session's id also identifies the lease. These are ordinary
-FastAPI routes, listed in the OpenAPI document with vLLM's. Clients' input is checked here, and only
-here. A refusal by the controller becomes an error with the refusal's status.
+A leased problem is a session: the session's id also identifies the lease. The routes are ordinary
+FastAPI routes, listed in the OpenAPI document together with vLLM's routes. Clients' input is
+checked here, and only here. A refusal by the controller becomes an error with the refusal's status.
 """
 
 from __future__ import annotations

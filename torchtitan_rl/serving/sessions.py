@@ -52,7 +52,7 @@ class SessionDriver(Protocol):
 
     @property
     def request_ids(self) -> Iterable[str]:
-        """The ids of the requests that were answered with its turns."""
+        """The ids of the requests that were answered with turns of the rollout."""
         ...
 
     async def complete(

@@ -17,9 +17,9 @@ import numpy.typing as npt
 class TrainingBatch:
     """One training step. Entry i of an array describes token i.
 
-    ``loss_mask`` is True for sampled tokens; ``logprobs`` are those of the policy that sampled.
-    Logprobs, advantages and versions are valid only where ``loss_mask`` is True. An episode's first
-    token has no distribution, so it is never trained on.
+    ``loss_mask`` is True for sampled tokens; ``logprobs`` are under the policy that sampled the
+    tokens. Logprobs, advantages and versions are valid only where ``loss_mask`` is True. An
+    episode's first token has no distribution, so it is never trained on.
 
     Token i was sampled from the set ``kept_sets[kept[i]]`` (packed by `token_sets.py`);
     -1 means the whole vocabulary. ``kept`` None means the whole vocabulary for all tokens.

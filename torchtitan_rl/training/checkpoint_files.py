@@ -5,9 +5,9 @@ of the marker itself, so that an incomplete or damaged checkpoint is recognized.
 marker does not list are ignored.
 
 Writing: create files in `temporary_path`, `seal` them with the marker, `publish` the folder under
-its name; `discard` after an error. Invariants: a marker is on disk only after every file it lists;
-a folder has its final name only after its marker is on disk; after `discard` nothing of the failed
-checkpoint is left on disk.
+its name; `discard` after an error. Invariants: a marker is on disk only after every file that it
+lists. A folder has its final name only after its marker is on disk. After `discard` nothing of the
+failed checkpoint is left on disk.
 
 Functions that write raise OSError; functions that read raise `CheckpointError`.
 """

@@ -40,7 +40,7 @@ _NAME = re.compile(r"step-(?P<step>\d{6,})(?P<suffix>\.\w+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestCheckpoint:
-    """The checkpoint to resume from. ``path`` and ``step`` are None if there is none;
+    """The checkpoint to resume from. ``path`` and ``step`` are None if there is no checkpoint;
     ``passed_over`` has one message for each newer, unusable checkpoint."""
 
     path: Path | None = None

@@ -119,8 +119,8 @@ class OptimizerConfig:
         """The share of the peak learning rate at optimizer step ``step`` (the first is 0).
 
         Warm-up reaches 1 at its last step; decay would reach ``min_lr_factor`` one step after the
-        last. Where they overlap, the smaller one holds. Steps after ``max_steps`` keep the last
-        value.
+        last. Where warm-up and decay overlap, the smaller factor holds. Steps after ``max_steps``
+        keep the last value.
         """
         step = min(step, max_steps - 1)
         warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0

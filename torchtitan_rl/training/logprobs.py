@@ -4,7 +4,7 @@ Forward and backward pass process chunks of rows, in float32 for any type of log
 may be split over the ranks of a group (tensor parallelism).
 
 Shapes: S rows of logits, E targets, V vocabulary entries of this rank; C rows of a chunk and their
-F targets; B bytes of one bit for each token of the whole vocabulary.
+F targets; B bytes with one bit for each token of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Number of float32 elements per chunk. On the CPU 16 MB: the C library keeps blocks of this size
-# for the next operation, but returns blocks above 32 MB to the system each time.
+# Number of float32 elements per chunk. A chunk on the CPU has 16 MB: the C library keeps blocks of
+# this size for the next operation, but returns blocks above 32 MB to the system each time.
 _GPU_CHUNK_ELEMENTS = 1 << 24
 _CHUNK_ELEMENTS = 1 << 22
 

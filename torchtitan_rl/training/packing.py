@@ -4,8 +4,9 @@ and splits each minibatch over data-parallel ranks and microbatches.
 All ranks get the same number of microbatches, because each forward and backward pass is a
 collective; some microbatches may be empty. A microbatch computes at most ``max_tokens`` tokens, and
 at most as many rows of logits. There may be more rows than tokens if episodes share a token but
-sampled it from different sets of tokens. A larger tree is cut, and each part repeats the tokens
-that its episodes share with other parts. The loss of these tokens still counts once per episode.
+sampled it from different sets of tokens. A tree that exceeds these limits is cut, and each part
+repeats the tokens that its episodes share with other parts. The loss of these tokens still counts
+once per episode.
 
 Invariants: every episode is in the batch or listed in `Packing.oversized`. No episode is split over
 microbatches.
@@ -109,7 +110,8 @@ def rank_share(
 
 
 def split_evenly(episodes: SortedEpisodes, max_tokens: int, num_ranks: int) -> list[list[int]]:
-    """Split members (positions in ``episodes``) into bins, the largest bin first.
+    """Split the members of ``episodes`` (positions in their order) into bins, the largest bin
+    first.
 
     Each bin has at most ``max_tokens`` computed tokens and at most as many rows of logits. The
     number of bins is a multiple of ``num_ranks``, at least one per rank; rank r takes the bins ``r,
@@ -145,14 +147,14 @@ def _bins(episodes: SortedEpisodes, limit: int) -> list[list[int]]:
 
 
 def num_rows(episodes: SortedEpisodes, piece: range) -> int:
-    """Return the number of rows of logits of consecutive members if it may exceed their number of
-    tokens; else 0."""
+    """Return the number of rows of logits that the members in ``piece`` read. Return 0 if
+    `SortedEpisodes.rows_before` is None: then there are no more rows than computed tokens."""
     return sum(episodes.num_new_rows(member, piece.start) for member in piece)
 
 
 def cut(episodes: SortedEpisodes, limit: int) -> list[range]:
-    """Split members into pieces of consecutive members that compute at most ``limit`` tokens and at
-    most ``limit`` rows of logits.
+    """Split the members of ``episodes`` into pieces of consecutive members. Each piece computes at
+    most ``limit`` tokens and at most ``limit`` rows of logits.
 
     Trees that fit stay whole. A larger tree is cut at the position with the fewest repeated tokens
     per token before the cut.

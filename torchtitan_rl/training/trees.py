@@ -75,8 +75,8 @@ class SortedEpisodes:
         return sum(self.lengths[m] for m in members) - sum(self.shared_by(members))
 
     def num_new_rows(self, member: int, first: int) -> int:
-        """Return the number of rows of logits that ``member`` reads, but no member from ``first``
-        up to it does."""
+        """Return the number of rows of logits that ``member`` reads and that no earlier member from
+        ``first`` on reads. Return 0 if ``rows_before`` is None."""
         if self.rows_before is None:
             return 0
         return int((self.rows_before[member] < first).sum())
@@ -155,7 +155,7 @@ def lay_out(
     subtree_end = np.full(size, size, dtype=np.int64)
     path = np.empty(max((episodes.lengths[m] for m in members), default=0), dtype=np.int64)
     predecessors, sources = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    index, depth = 0, 0  # index of the next token; depth of the episode before
+    index, depth = 0, 0  # index of the next token; length of the previous member
     for member, common in zip(members, shared, strict=True):
         length, first = episodes.lengths[member], starts[episodes.indices[member]]
         subtree_end[path[common:depth]] = index

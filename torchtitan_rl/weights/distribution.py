@@ -78,7 +78,7 @@ class RemoteMemoryHandle:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
     """A version in a host's shared memory. ``num_bytes``: number of bytes read from other hosts for
-    it."""
+    this version."""
 
     handle: SharedMemoryHandle
     num_bytes: int
@@ -116,7 +116,8 @@ class WeightDistribution:
     """Fetches weights for all replicas of a run.
 
     Args:
-        fetchers: the fetchers by host. Replicas on other hosts use the trainer's shared memory.
+        fetchers: the fetchers by host. Replicas on hosts without a fetcher use the trainer's shared
+            memory.
         fan_out: number of hosts that read from one source at the same time; 0: all read from the
             trainer.
     """
@@ -154,7 +155,7 @@ class WeightDistribution:
         for key in [key for key in self._fetches if key[0] == host]:
             self._fetches.pop(key).cancel()
         for read in self._reads.pop(host, ()):
-            read.reschedule(asyncio.get_running_loop().time())  # it might end much later by itself
+            read.reschedule(asyncio.get_running_loop().time())  # the read might otherwise end later
         for readers in self._readers.values():
             readers.pop(host, None)
         self._fetchers[host] = fetcher
@@ -212,7 +213,7 @@ class WeightDistribution:
                 logger.warning(
                     "version %s: read from the trainer, not from a host: %s", handle.version, error
                 )
-                self._readers.get(handle.version, {}).pop(source, None)  # it may be forgotten
+                self._readers.get(handle.version, {}).pop(source, None)  # the version may be gone
         return await fetcher.fetch(handle, None)
 
     async def _read(self, source: int, fetcher: HostFetcher, handle: RemoteMemoryHandle) -> Fetched:

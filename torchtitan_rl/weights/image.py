@@ -52,8 +52,8 @@ class ImageLayout:
 
 
 class Box(NamedTuple):
-    """A part of tensor ``name``, which has ``shape``: the elements of shape ``size`` from
-    ``offset`` on."""
+    """A box in the tensor ``name`` of shape ``shape``: it begins at the indices ``offset``, and its
+    own shape is ``size``."""
 
     name: str
     shape: tuple[int, ...]

@@ -169,8 +169,8 @@ def damaged(parts: Sequence[PackedPart], packed: torch.Tensor) -> list[str]:
 
 
 def start_in_image(boxes: Sequence[Box], layout: ImageLayout) -> int | None:
-    """Return the start of the slice of the image with the same bytes as the packed boxes; None if
-    there is none."""
+    """Return where the slice of the image begins that has the same bytes as the packed boxes; None
+    if there is no such slice."""
     end = start = layout.offsets[boxes[0].name]
     for box in boxes:
         if box.size != box.shape or layout.offsets[box.name] != end:

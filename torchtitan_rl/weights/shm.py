@@ -83,8 +83,9 @@ class SharedMemoryPublisher:
     ) -> SharedMemoryHandle:
         """Copy whole tensors, with Hugging Face names, into shared memory as ``version``. Blocks.
 
-        Afterwards this version, the previous one, and those readable versions that are in ``keep``
-        are readable. All others are released before this version is written.
+        Afterwards these versions are readable: this version, the previous one, and the versions in
+        ``keep`` that were readable before. All other versions are released before this version is
+        written.
 
         Raises:
             WeightSyncError: the version cannot be published.
@@ -147,7 +148,8 @@ class SharedMemoryPublisher:
             self._locks[folder] = make_folder(folder)
 
     def _used_segment(self, layout: ImageLayout, keep: frozenset[int]) -> Segment | None:
-        """Release versions. Returns the segment of one that has the right size and no reader."""
+        """Release versions. Returns the segment of a released version that has the right size and
+        no reader."""
         found: Segment | None = None
         for old in versions_to_free(list(self._held), keep):
             segment = self._held.pop(old)
@@ -322,7 +324,8 @@ class SegmentReader:
         """Find the unused maps that can be reused, and drop the others. Returns the number of
         reusable maps.
 
-        `image` does this too, but then its caller has to wait, a third as long as mapping takes.
+        `image` does this too, but then the caller of `image` has to wait for a third of the time
+        that mapping takes.
         """
         with self._lock:
             while self._unused:
@@ -381,7 +384,7 @@ class WeightStaging:
 
     A thread maps a version while decoding continues; the swap, between two steps, only copies it.
     All methods may be called from any thread. A version is available only after all its bytes are
-    mapped. Its tensors stay valid after it was discarded, because they keep the memory alive.
+    mapped. The tensors of a discarded version stay valid, because they keep the memory alive.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SHARED_MEMORY_ROOT = Path("/dev/shm")
-HEADROOM_BYTES = 16 << 20  # kept free there for other programs
+HEADROOM_BYTES = 16 << 20  # kept free in shared memory for other programs
 
 _PREFIX = "torchtitan-rl-"
 _FOLDER = re.compile(rf"{_PREFIX}.*-ns(?P<namespace>\d+)-pid(?P<pid>\d+)-t(?P<started>\d+)")
@@ -82,8 +82,8 @@ class FolderGuard:
 
 
 _guards: list[FolderGuard] = []
-"""Keeps the guards alive, because a `Popen` object that is collected before its process ends
-warns."""
+"""Keeps the guards alive, because Python warns if a `Popen` object is collected before its process
+ends."""
 
 
 def remove_leftovers(root: Path = SHARED_MEMORY_ROOT) -> list[Path]:

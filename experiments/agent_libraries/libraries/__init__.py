@@ -25,7 +25,7 @@ Library = Literal[
 Solve = Callable[[AgentCall, Exercise], str | Awaitable[str | None] | None]
 
 LIBRARIES: tuple[Library, ...] = get_args(Library)
-PACKAGES = {  # that each one imports
+PACKAGES = {  # the package that each module imports
     "openai_agents": "agents",
     "openai_agents_chat": "agents",
     "pydantic_ai": "pydantic_ai",

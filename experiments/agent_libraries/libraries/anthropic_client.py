@@ -15,7 +15,7 @@ async def solve(call: AgentCall, exercise: Exercise) -> str | None:
     schema = CALCULATOR["function"]["parameters"]
     tool: Any = {"name": "calculator", "description": "arithmetic", "input_schema": schema}
     messages: list[Any] = [{"role": "user", "content": exercise.question}]
-    base_url = call.base_url.removesuffix("/v1")  # which this client adds
+    base_url = call.base_url.removesuffix("/v1")  # this client adds it
     async with AsyncAnthropic(base_url=base_url, api_key=call.api_key) as client:
         for _ in range(MAX_REQUESTS):
             said = await client.messages.create(

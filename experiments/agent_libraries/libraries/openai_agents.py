@@ -1,4 +1,4 @@
-"""`openai-agents` as it comes: over the Responses API."""
+"""`openai-agents` with its default settings, so over the Responses API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchtitan_rl import AgentCall
 from torchtitan_rl.experiments.agent_libraries.clients import openai_client
 from torchtitan_rl.experiments.agent_libraries.exercise import INSTRUCTIONS, MAX_REQUESTS, Exercise
 
-NO_TRACES = RunConfig(tracing_disabled=True)  # which would be sent to OpenAI
+NO_TRACES = RunConfig(tracing_disabled=True)  # traces would be sent to OpenAI
 
 
 async def solve(call: AgentCall, exercise: Exercise) -> str | None:

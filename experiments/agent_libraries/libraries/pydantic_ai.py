@@ -1,4 +1,4 @@
-"""`pydantic-ai`: a question is text, the answer a structured output."""
+"""`pydantic-ai`: the agent's question is text, and its answer is a structured output."""
 
 from __future__ import annotations
 

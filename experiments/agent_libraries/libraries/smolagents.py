@@ -1,4 +1,4 @@
-"""`smolagents`: it asks, calls and answers by tools alone, and its client is a blocking one."""
+"""`smolagents`: the agent does everything by tool calls, even its answer, and its client blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def solve(call: AgentCall, exercise: Exercise) -> str | None:
         max_steps=MAX_REQUESTS,
         verbosity_level=LogLevel.OFF,
     )
-    agent.prompt_templates["system_prompt"] = INSTRUCTIONS  # its own is far too long for the policy
+    # The library's own prompt is far too long for the policy.
+    agent.prompt_templates["system_prompt"] = INSTRUCTIONS
     said = str(agent.run(exercise.question))
     while (message := exercise.reply(said)) is not None:
         said = str(agent.run(message, reset=False))

@@ -1,8 +1,9 @@
 """Environments of verifiers (PyPI) as a `Task`: any installed environment, by its name.
 
 The environment runs in its own process, in an interpreter that has verifiers: its dependencies may
-conflict with ours, and it blocks only that process. Its episodes are agents of the run's endpoint,
-so training uses exactly the tokens that the engine sampled.
+conflict with ours, and code of the environment that blocks then blocks only that process. The
+environment's episodes send their model calls to the run's endpoint, as agents do, so training uses
+exactly the tokens that the engine sampled.
 
 Invariant: each rollout that was sent to a process ends once, with its result, or with an error if
 the process has ended.
@@ -58,20 +59,23 @@ class VerifiersTask(AgentTask):
     """Share of the tasks that are kept for validation where ``validation_args`` is empty. A task's
     data decides, so that equal tasks are in one split."""
     num_problems: Positive | None = None
-    """Use only the first ``num_problems`` tasks; needed where an environment has no end of them."""
+    """Use only the first ``num_problems`` tasks. Needed if the environment has infinitely many."""
     shuffle: bool = True
     """Whether training problems come in another order in each epoch; otherwise as in the
     environment."""
     python: str = ""
-    """Interpreter that has verifiers and the environment. Empty: ``verifiers/bin/python`` in this
-    virtual environment where ``make setup`` has made it, else this interpreter."""
+    """Interpreter in which verifiers and the environment are installed. Empty:
+    ``verifiers/bin/python`` in this virtual environment, which ``make setup`` makes, or else this
+    interpreter."""
     folders: tuple[str, ...] = ()
     """Folders of environments that are not installed."""
     variables: tuple[str, ...] = ()
-    """Environment variables that its process gets, such as ``OPENAI_API_KEY`` for a judge. Of the
-    others it gets PATH, HOME and what else every program needs, and no keys."""
+    """Environment variables that are passed to the environment's process, such as
+    ``OPENAI_API_KEY`` for a judge. Besides these, only variables that every program needs, such as
+    PATH and HOME, are passed."""
     num_processes: Positive = 1
-    """Processes that run the environment. More than one where its code computes for long."""
+    """Number of processes that run the environment. Give more than one if its code needs much CPU
+    time."""
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
         tasks = environment_tasks(self._spec(split))
@@ -360,7 +364,8 @@ class _Process:
                 with self._lock:
                     waiting = self._running.pop(answer["id"])
                 waiting.set_result(answer)
-        self._noise.join(_NOISE_S)  # processes that it started may keep its stderr open
+        # Processes that the environment started may keep its stderr open.
+        self._noise.join(_NOISE_S)
         code = self._process.wait()
         cause = cause or f"its process ended ({code}): {_last_line(self._errors)}"
         with self._lock:

@@ -1,16 +1,18 @@
 """Monarch: actors, meshes, RDMA. Import this package before Monarch.
 
-The package loads Monarch so that other users of the machine can neither connect to it nor redirect
-its log.
+This package changes how Monarch is loaded, so that other users of the machine can neither connect
+to Monarch nor redirect its log. Monarch has no settings for this, so the package redirects calls
+that Monarch makes of two C functions:
 
-A host of Monarch 0.7, and each start of a process, listens on an abstract Unix socket. Every user
-of the machine can connect to such a socket, and a user who connects can run programs as this user.
-Here each socket is a file in a private folder (`use_private_folder`). A process of Monarch also
-logs to ``/tmp/USER/monarch_log.log``, where other users can put a link to another file. Here it
-logs to its stderr.
+- ``bind``, permanently. Monarch 0.7 listens on an abstract Unix socket for each host, and on
+  another one each time it starts a process. Every user of the machine can connect to an abstract
+  socket, and whoever connects can run programs with the rights of the user who started the run.
+  With the redirected ``bind``, each socket is a file in a private folder (`use_private_folder`).
+- ``open64``, only while Monarch's native module is being loaded. Monarch opens its log
+  ``/tmp/USER/monarch_log.log`` then. Other users can put a link to another file in this place. With
+  the redirected ``open64``, Monarch logs to its process's stderr.
 
-Monarch has no settings for this. So this package redirects Monarch's calls of ``bind``, and its
-calls of ``open64`` while it is loaded. Importing this package prepares this for any module that
+Importing this package does not load Monarch. It prepares the redirection for any module that
 imports Monarch later.
 """
 
@@ -41,7 +43,7 @@ def log_to_stderr() -> None:
 
 
 class _MonarchFinder:
-    """Finds Monarch's native module, and has it loaded by `_Loader`; see
+    """Finds Monarch's native module, and makes `_Loader` load it; see
     `importlib.abc.MetaPathFinder`."""
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""Runs Monarch's module of the same name, in each process that Monarch starts. Importing this
-package first closes Monarch's sockets."""
+"""Runs Monarch's module of the same name, in each process that Monarch starts. This package is
+imported before that module, so that other users cannot connect to Monarch's sockets."""
 
 import runpy
 

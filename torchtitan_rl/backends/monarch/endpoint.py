@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.http_server import HttpServer
     from torchtitan_rl.serving.link import ControllerLink
 
-_SILENCE_S = 60.0  # a process that gets statuses but sends nothing for this time is lost
+# The endpoint's process is lost if it sends nothing for this time, although it gets statuses.
+_SILENCE_S = 60.0
 _CLOSE_GRACE_S = 15.0  # in addition to the grace period of requests
 _OTHER_CONNECTIONS = 8192  # idle ones, and ones that wait for a lease
 

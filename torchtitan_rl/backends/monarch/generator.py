@@ -1,8 +1,9 @@
 """Runs a generator replica in separate processes: one actor per rank, each with its engine loop.
 
-Rank 0 serves the router's channel with requests, commands and their ends; the other ranks apply the
-broadcast decisions. Every rank stages weights. All endpoints (Monarch's word for an actor's
-methods) are concurrent: an ordinary endpoint would block all other calls of its actor.
+Rank 0 receives requests and commands from the router's channel, and sends back how each of them
+ended. The other ranks apply the decisions that rank 0 broadcasts. Every rank stages weights. All
+endpoints (Monarch's word for an actor's methods) are concurrent, because an ordinary endpoint would
+block all other calls of its actor.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torchtitan_rl.weights.distribution import SharedMemoryHandle, WeightDistrib
 
 _CLOSE_S = 60.0
 _LOOP_END_S = 30.0
-_LOST_CLOSE_S = 2.0  # for the ranks of a lost replica that still work to close their loops
+_LOST_CLOSE_S = 2.0  # time for the working ranks of a lost replica to close their loops
 
 
 class GeneratorActor(Actor):

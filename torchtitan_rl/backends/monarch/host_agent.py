@@ -61,8 +61,8 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def end_run(self) -> bool:
-        """End the run on this host: the worker ends all its remaining processes, including this
-        one.
+        """End the run on this host: the worker ends all processes that remain of the run, including
+        this one.
 
         If the worker serves another run, only this process ends, and the result is False.
         """

@@ -281,8 +281,8 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """Describe an error in one line. Monarch's errors begin with the actor and end with the reason,
-    which is used."""
+    """Describe an error in one line. Monarch's errors begin with the actor and end with the reason;
+    only the reason is returned."""
     status = " ".join(str(error).split()).rpartition("has status: ")[2]
     return f"its agent does not answer ({status or type(error).__name__})"
 

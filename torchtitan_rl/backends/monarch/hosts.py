@@ -55,7 +55,7 @@ _MAX_CAUSE = 300  # characters
 _AGENT_TIMEOUT_S = 15.0  # in addition to the time that the agent itself may take
 _OLD_INCARNATION_S = CONTROLLER_LOST_S + 10.0  # time in which a worker ends what a lost run left
 _BUSY_PAUSE_S = 6.0  # between attempts in this time
-_SETTLE_S = 3.0  # after a worker begins to listen; Monarch may lose what is sent to it sooner
+_SETTLE_S = 3.0  # wait after a worker begins to listen; Monarch may lose earlier messages
 _RESET_S = 2.0  # time in which Monarch opens a channel again, and a new worker rejects it
 _NUM_TRIES, _TRY_S = 3, 10.0  # to contact a worker again; Monarch needs 0.3 s on a quiet machine
 _AGAIN_TIMEOUT_S = _NUM_TRIES * (_RESET_S + _TRY_S) + 20.0
@@ -121,7 +121,7 @@ class _Wanted:
 class _Lost:
     """Decides when to try to attach a lost host."""
 
-    away_s: float  # when it was lost, last could not be reached, or an attempt failed
+    away_s: float  # the last time at which it was lost or unreachable, or an attempt failed
     due_s: float  # time of the next attempt
     num_failures: int = 0  # consecutive ones
 
@@ -261,9 +261,10 @@ def leave(agents: Mapping[str, Any]) -> None:
 
 
 async def _contact_again(address: str) -> HostMesh:
-    """Attach a worker with whose former process this process has talked. The new process rejects
-    the channel to the former one, and Monarch opens another channel, but loses what it sent on the
-    first one. So this may take several tries; await the result's ``initialized``."""
+    """Attach a worker again after its process was replaced. This process had a channel to the
+    former process of the worker. The new process rejects that channel, and Monarch opens another
+    one, but loses what it sent on the first. So attaching may take several tries. Await
+    ``initialized`` of the result."""
     await asyncio.to_thread(close_connections, Address.parse(address))
     for _ in range(_NUM_TRIES):
         await asyncio.sleep(_RESET_S)

@@ -1,19 +1,19 @@
 """Serves an ASGI application with uvicorn on uvloop, in a separate thread.
 
-Invariants: the address is bound and listened on before the application is built, so that no other
-process can take it; clients that connect before the application is ready wait for it. The thread
-ends within the deadline of `close`, whatever clients do. For a request that still runs at the end
-of the grace period, ``at_end`` determines the answer.
+Invariants: the server listens on the address before the application is built, so that no other
+process can take the address. Clients that connect before the application is ready wait for it. The
+thread ends within the deadline of `close`, whatever clients do. For a request that still runs at
+the end of the grace period, ``at_end`` determines the answer.
 
-The HTTP protocol is uvicorn's, with bounds on the resources of clients that have not sent a whole
-request.
+The implementation of HTTP is uvicorn's (with httptools). This module adds bounds on the resources
+that connections can use.
 
 A connection *waits* unless it has a whole request that is not answered yet.
 
 | bound | if exceeded |
 |---|---|
 | 16 KiB for a head, a chunk's size, or trailers; 100 headers, 100 trailers | 400 |
-| 4,096 chunks of a body, and one more for each KiB: each chunk takes time | 400 |
+| 4,096 chunks of a body, and one more for each KiB (each chunk takes time) | 400 |
 | ``head_s`` for a head to arrive, ``body_s`` for a body | the connection is closed |
 | ``max_connections`` | the connection that has waited longest is closed |
 | ``read_s`` for a client to read 64 KiB of its answer | the connection is closed |
@@ -22,8 +22,8 @@ Invariant: a connection has one request at a time, so an error is never mistaken
 another request. A client that sends a second request before it has the answer to the first one is
 disconnected, as HTTP allows.
 
-uvicorn's other protocol has a setting for the size of a head, but reads chunks ten times as slowly.
-Neither protocol has the other bounds.
+uvicorn's implementation with h11 has a setting for the size of a head, but takes ten times as long
+to read chunks. Neither implementation has the other bounds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.01
 _ANSWER_S = 2.0  # after the grace period, for refusals to be sent
-_JOIN_S = 5.0  # in addition to both
+_JOIN_S = 5.0  # in addition to the grace period and `_ANSWER_S`
 _BACKLOG = 2048
 _UNREAD_S = 120.0  # a connection whose client reads nothing for this time is dropped
 _OTHER_FILES = 256  # files that the process may open besides connections
@@ -65,10 +65,10 @@ class HttpServer:
     """An HTTP server in its own thread.
 
     ``build`` creates the application, on the event loop that then serves it. ``at_end`` is called
-    there exactly once: at the end of the grace period of `close`, or before the loop ends.
-    ``counts`` is `Connections.counts`. If the process may open only few files, there are fewer
-    connections than ``limits`` allows. The application must refuse more than ``max_requests``
-    simultaneous requests, so that other clients can connect.
+    on the same loop exactly once: at the end of the grace period of `close`, or before the loop
+    ends. ``counts`` is `Connections.counts`. If the process may open only few files, the server
+    accepts fewer connections than ``limits`` allows. The application must refuse more than
+    ``max_requests`` simultaneous requests, so that other clients can connect.
 
     Raises:
         EndpointLostError: the address is taken.
@@ -200,7 +200,7 @@ _MIN_READ_BYTES = 64 << 10
 class ConnectionLimits:
     max_connections: int = 8192
     head_s: float = 60.0
-    body_s: float = 70.0  # the application answers a late body after 60 s
+    body_s: float = 70.0  # after 60 s the application itself answers a late body
     read_s: float = 60.0
 
 

@@ -262,7 +262,7 @@ def _endpoint_spec(prepared: PreparedRun | PreparedServe) -> EndpointSpec:
         device=prepared.plan.device,
         dtype=_dtype(config),
         max_model_len=config.generator.max_model_len,
-        # A run's own configuration determines its sampling, not the checkpoint's.
+        # The configuration of a run determines its sampling, not the checkpoint's configuration.
         generation_config="vllm" if isinstance(config, RunConfig) else "auto",
         endpoint=config.endpoint,
         keys=prepared.keys,

@@ -1,12 +1,12 @@
 """Starts meshes of Monarch processes, calls their actors, exchanges messages with them, and ends
 them.
 
-Faults are supervised: by default Monarch ends the controller at an unhandled fault. This module
-only logs the fault, because every caller of a lost process gets its own error.
+By default Monarch ends the controller at an unhandled fault. This module only logs the fault,
+because every caller of a lost process gets its own error.
 
 An `ActorChannel` carries batches of messages between the controller and one actor, in both
-directions, without answers. A message costs 0.1 ms of CPU time, both processes together; a call,
-which has an answer, costs 0.7 ms. Invariants: batches arrive in order, each once. One call of
+directions, without answers. A message costs 0.1 ms of CPU time (in both processes together). A
+call, which has an answer, costs 0.7 ms. Invariants: batches arrive in order, each once. One call of
 `serve_channel` lasts as long as the channel: an error of this call, or the end of the actor's
 process, ends the channel.
 """
@@ -128,7 +128,7 @@ class _ProcessActor(Actor):
             "RANK": str(self._rank),
             "LOCAL_RANK": str(self._local_rank),
             "WORLD_SIZE": str(world_size),
-            # torch's variable for a store that already runs, so that no rank starts one.
+            # This tells torch that a store already runs, so that no rank starts one.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 

@@ -6,7 +6,8 @@ On the trainer's host the ranks write into the same shared memory: rank 0 first 
 makes the version visible after all ranks have written. To other hosts, each rank offers its own
 parts; only the references to these parts are gathered on rank 0.
 
-Invariant: a version that a rank could not write or offer is never visible, and every rank returns.
+Invariant: if a rank cannot write or offer a version, the version never becomes visible, and every
+rank returns.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class TrainerRank:
                 shared, refusal = None, None
                 try:
                     shared = self._share(version, parts, tensors, keep)
-                except Exception as error:  # on rank 0; others are in the next collective
+                except Exception as error:  # only on rank 0; others are in the next collective
                     refusal = error
                 handle: WeightHandle | None = shared
                 if self._remote is not None:
@@ -226,8 +227,8 @@ class JointPublisher:
         return None
 
 
-# At each publishing, both functions send tensors. `broadcast_object_list` and `all_gather_object`
-# would first send the sizes of pickles, which doubles the time.
+# Both functions run at each publishing. They send tensors, because `broadcast_object_list` and
+# `all_gather_object` first send the sizes of the pickles, which doubles the time.
 def _path_of_first_rank(path: Path | None) -> Path | None:
     """Return rank 0's ``path`` on all ranks. Collective."""
     if dist.get_world_size() == 1:

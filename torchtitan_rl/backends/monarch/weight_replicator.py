@@ -1,7 +1,7 @@
 """One process on each host that fetches weights for all replicas there; see `weights/remote.py`.
 
 A process that died, or whose fetch from another host was cancelled, is replaced at the next fetch.
-The versions that it had fetched are then lost; maps of replicas stay valid.
+The versions that it had fetched are then lost, except where a replica has mapped them already.
 
 `RdmaOffers` and `RdmaReader` transfer weights from one process's memory to another's with Monarch's
 ``RDMABuffer``, without files. Without RDMA hardware, Monarch sends the bytes over its own channels,
@@ -40,7 +40,7 @@ from torchtitan_rl.weights.distribution import Fetched, RemoteMemoryHandle, Remo
 from torchtitan_rl.weights.remote import WeightReceiver
 
 _CLOSE_S = 10.0
-_START_S = 300.0  # like the other processes, with which it starts at the same time
+_START_S = 300.0  # as for the other processes, which start at the same time
 
 
 class WeightReplicatorActor(Actor):

@@ -20,7 +20,8 @@ def main() -> int:
     from monarch.config import configure
 
     # Some messages to this address are lost when an incarnation ends or an attempt to attach fails.
-    # Monarch would then hold back all later messages. Their channel keeps the order anyway.
+    # Monarch would then hold back all later messages, to deliver them in order. The channel keeps
+    # the order anyway.
     configure(enable_dest_actor_reordering_buffer=False)
     (address,) = sys.argv[1:]
     lifetime = start_worker_loop_forever(address=address, ca="trust_all_connections")

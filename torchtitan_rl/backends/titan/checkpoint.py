@@ -1,4 +1,4 @@
-"""The trainer's state on disk: sharded tensors by torch's distributed checkpoint, and our files.
+"""The trainer's state on disk: tensors in torch's distributed checkpoint, and files of our own.
 
 A checkpoint holds model and optimizer (readable by any parallel layout), each rank's random state,
 the caller's attachments, and the marker with the version (see `training/checkpoint_files.py`).
@@ -54,8 +54,8 @@ _T = TypeVar("_T")
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background. Each trainer rank has one writer; its creation, `save`
-    and `finish` are collective.
+    """Writes checkpoints in the background. Each trainer rank has one writer. The creation of the
+    writers, `save` and `finish` are collective.
 
     Args:
         timeout: how long one rank's thread waits for the threads of other ranks.
@@ -157,7 +157,7 @@ class CheckpointWriter:
             self._together(path, write)
             parts = self._together(path, fingerprints)
             self._together(path, complete)
-        except CheckpointError:  # raised on all ranks, so no rank is still writing
+        except CheckpointError:  # raised on all ranks together, so no rank is still writing
             if rank == 0:
                 discard(path)
             raise

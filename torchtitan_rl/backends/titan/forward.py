@@ -31,8 +31,8 @@ from torchtitan_rl.training.trees import Microbatch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
     """The E entries of a microbatch, in any order. ``sources_E`` are the entries' tokens, as
-    indices into the batch. Every rank must run the pass, so a microbatch without entries has one
-    placeholder, whose ``is_entry_E`` is False."""
+    indices into the batch. Every rank must run the forward pass, so a microbatch without entries
+    gets one placeholder, whose ``is_entry_E`` is False."""
 
     logprobs_E: torch.Tensor
     entropy_E: torch.Tensor

@@ -102,8 +102,8 @@ def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | 
 
 
 def _part(value: torch.Tensor, dtype: torch.dtype, index: int) -> TensorPart | None:
-    """Return this rank's part of one tensor. Of the ranks that hold the same shard, the ``index``
-    of the tensor selects the one that writes it."""
+    """Return this rank's part of one tensor. If several ranks hold the same shard, only one of them
+    writes it; the tensor's ``index`` selects this rank, so that the ranks share the work."""
     if not isinstance(value, DTensor):
         is_writer, offset, local = dist.get_rank() == 0, (0,) * value.dim(), value
     else:
@@ -129,7 +129,8 @@ def _part(value: torch.Tensor, dtype: torch.dtype, index: int) -> TensorPart | N
 
 def _is_box(shape: Sequence[int], mesh_shape: Sequence[int], places: Sequence[Placement]) -> bool:
     """Whether each rank's shard is a box of the whole tensor. If data and tensor parallelism split
-    the same dimension, the first split is strided, and all parts must have equal sizes."""
+    the same dimension, the first split is strided. Shards are then boxes only if all have equal
+    sizes."""
     ranks: dict[int, int] = {}  # by dimension
     strides: dict[int, int] = {}
     for place, size in zip(places, mesh_shape, strict=True):

@@ -6,10 +6,11 @@ FSDP2 cannot do with an odd number of heads.) Rotary embeddings can use the freq
 Llama 3.1.
 
 On the CPU, PyTorch has no fused kernels for norms, rotary embeddings and SwiGLU layers. The layers
-here need fewer passes over memory than torchtitan's. Norms and rotations took a fifth of a step of
-a small policy, mostly in backward passes that autograd composes of single operations. The SwiGLU
-layer keeps two of its hidden tensors, the largest of a step, for the backward pass; autograd keeps
-four. Compiled models and tensors that are split over ranks use torchtitan's layers.
+of this module need fewer passes over memory than torchtitan's. With torchtitan's layers, norms and
+rotations took a fifth of a step of a small policy, mostly in backward passes that autograd composes
+of single operations. The hidden tensors of SwiGLU layers are the largest tensors of a step. The
+layer of this module keeps two of them for the backward pass, where autograd keeps four. Compiled
+models and tensors that are split over ranks use torchtitan's layers.
 
 Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary; T tokens of a forward
 pass, in one row; in layers, H elements normalized or rotated together, F hidden dimension.
@@ -271,8 +272,8 @@ class ScaledRoPE(CosSinRoPE):
     """Rotary embeddings from cosines and sines [max_seq_len, 2 * dim], with support for
     ``scaling="llama"``.
 
-    torchtitan supports Llama's frequency scaling only in its other layout (adjacent pairs). That
-    layout needs a permutation of weights, which this module avoids.
+    torchtitan supports Llama's frequency scaling only where adjacent elements are rotated together.
+    Hugging Face's weights would have to be permuted for that layout, which this module avoids.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -314,8 +315,8 @@ class ScaledRoPE(CosSinRoPE):
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotates heads, whose two halves are the coordinates; the backward pass rotates the gradient
-    back."""
+    """Rotates heads. The two halves of a head are the two coordinates of its points. The backward
+    pass rotates the gradient back."""
 
     @staticmethod
     def forward(

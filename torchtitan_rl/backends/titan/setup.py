@@ -1,7 +1,8 @@
 """Prepares torchtitan for building a model: device, process group, meshes.
 
 Import this module before any module of torchtitan, in every process. torchtitan's modules copy the
-name of the device when they are imported; without an accelerator this module sets it to the CPU.
+name of the device when they are imported. Without an accelerator, this module sets that name to
+``cpu`` before they do.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Public methods are collective unless they state otherwise: all ranks call them w
 arguments in the same order. Each rank gets the whole batch and trains on its share. A step either
 ends with new weights and ``version + 1``, or raises an error and changes neither weights nor
 optimizer nor version. There is one exception: a step that fails after the first of several updates
-leaves weights that belong to no version. Every call but `load_checkpoint` and `close` is then
-refused.
+leaves weights that belong to no version. After that, every call except `load_checkpoint` and
+`close` is refused.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class PolicyTrainer:
         return self._version
 
     def train_step(self, batch: TrainingBatch) -> StepOutput:
-        """Take one training step of the policy loss. It has `TrainerConfig.updates_per_batch`
+        """Take one training step of the policy loss. The step has `TrainerConfig.updates_per_batch`
         optimizer updates; each uses one minibatch and is normalized by that minibatch's totals.
 
         Raises:
@@ -153,7 +153,7 @@ class PolicyTrainer:
 
     def supervised_step(self, batch: TrainingBatch) -> StepOutput:
         """Take one training step on the mean negative logprob of the tokens in ``loss_mask``, at
-        temperature 1 over the whole vocabulary. It has one optimizer update.
+        temperature 1 over the whole vocabulary. The step has one optimizer update.
 
         Raises:
             DivergedError, ValueError: as in `train_step`.
@@ -169,7 +169,8 @@ class PolicyTrainer:
 
     def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
         """Compute the logprob [N] of every token, given the preceding tokens of its episode, at the
-        batch's temperature. It is 0 for first tokens. Every rank returns the whole array."""
+        batch's temperature. The first token of an episode gets 0. Every rank returns the whole
+        array."""
         return self._logprobs(batch, predicted_mask(batch))
 
     def _logprobs(
@@ -191,8 +192,8 @@ class PolicyTrainer:
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole weights under Hugging Face names on rank 0, and nothing on other ranks.
-        The type is the one that the policy computes in. Tensors may share memory with the model, so
-        they are valid only until the next step."""
+        The weights have the type that the policy computes in. They may share memory with the model,
+        so they are valid only until the next step."""
         self._require()
         return hf_state(self._model, getattr(torch, self._dtype))
 
@@ -383,8 +384,8 @@ class DeviceMemory:
     shards and their views stay the same objects, so other code is not affected. ``tensors`` returns
     all current tensors; several tensors may share a storage.
 
-    `onload` restores every byte that `offload` copied. A second call of either has no effect. After
-    `offload` and before `onload` the tensors have no memory and must not be read.
+    `onload` restores every byte that `offload` copied. A second call of either method has no
+    effect. After `offload` and before `onload` the tensors have no memory and must not be read.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:

@@ -3,9 +3,11 @@
 vLLM is imported inside the functions: processes that only spawn engines import this module.
 
 Weight updates: vLLM's CPU linears compute from a packed copy of their parameter and delete the
-parameter. Loading new weights then fails half-way, or changes nothing (a tied head). Here every
-linear keeps its parameter: an update loads in place and packs again. This costs a second copy of
-the weights. Measured on 2 cores with 73 M parameters in float32:
+parameter. Loading new weights then fails half-way, where the parameter is missing. A head that is
+tied to the embedding keeps its parameter, but goes on computing from the packed copy of the old
+weights. In this module every linear keeps its parameter: an update loads new weights into the
+parameters, and packs them again. This costs a second copy of the weights. Measured on 2 cores with
+73 M parameters in float32:
 
 | | update | decoding step with 1, 8, 64 running requests |
 |---|---|---|
@@ -33,8 +35,8 @@ _Built = TypeVar("_Built")
 def engine_environment(threads: int, device: Literal["cpu", "cuda"] = "cpu") -> dict[str, str]:
     """Return the variables that must be set before an engine process imports torch or vLLM.
 
-    ``threads``: OMP threads of the process. Compilation is off on a CPU: it takes 47 s at the start
-    and makes nothing faster.
+    ``threads``: OMP threads of the process. Compilation is off on a CPU, because compiling takes
+    47 s at the start and makes nothing faster.
     """
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -97,9 +99,10 @@ def repack_linears(model: Any) -> None:
 def unique_shared_memory(rank: int) -> Iterator[None]:
     """Give the engine that is built in this block its own names in /dev/shm.
 
-    vLLM uses the same names for every tensor-parallel engine on a host. The torch.distributed
+    Without this, all tensor-parallel engines on a host have the same names. The torch.distributed
     environment variables must be set; the default gloo group is created here. At the end of the
-    block the names are removed and the mappings stay, so a killed process leaks no memory.
+    block the names are removed, but the memory stays mapped. So a process that is killed later
+    leaks no memory.
     """
     import torch.distributed as dist
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed

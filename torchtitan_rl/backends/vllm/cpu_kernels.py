@@ -4,8 +4,8 @@ vLLM builds these kernels for every CPU, but does not use them on x86. With them
 decodes 5 % (one core) to 9 % (two cores) faster with 64 running requests, and 14 % faster in small
 batches. Importing this module imports vLLM.
 
-Invariant: a kernel is called only with contiguous float32 rows whose length is a multiple of the
-vector size, because it ignores strides. Other sizes and dtypes are computed as in vLLM.
+Invariant: a kernel is called only with float32 rows that are contiguous (a kernel ignores strides)
+and whose length is a multiple of the vector size. Other sizes and dtypes are computed as in vLLM.
 """
 
 from __future__ import annotations

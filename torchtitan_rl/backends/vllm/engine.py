@@ -4,7 +4,8 @@ Each rank has one instance in its own process. The ranks' loops step the instanc
 ("external launcher"). The variables of `engine_environment` must be set when the process starts.
 
 Invariants
-- Request ids are mapped here, because vLLM adds a random suffix to them, different on each rank.
+- Request ids are mapped here, because vLLM adds a random suffix to them, which differs between
+  ranks.
 - Prefills are never chunked: on a CPU, seeded requests cannot be sampled in chunks.
 - Scheduling is synchronous, so lengths read between steps are exact.
 - Grammars use xgrammar; a request that xgrammar does not support is refused. vLLM chooses one
@@ -260,8 +261,8 @@ class VllmEngine:
 
 @dataclass(frozen=True, slots=True)
 class _EngineRequest:
-    """A running request: vLLM's `RequestState`, whose first ``num_resumed`` output tokens were
-    sampled earlier, by another request."""
+    """A running request: vLLM's `RequestState`. Its first ``num_resumed`` output tokens were
+    sampled before this request was added to the engine."""
 
     state: Any
     num_resumed: int
@@ -276,8 +277,8 @@ class _Counters:
     """Replaces vLLM's stat loggers with counters.
 
     Recomputations after a pull count as preemptions. ``generated_tokens`` counts every sampled
-    token: the scheduler reports one token for each request that sampled in a step, and no request
-    is aborted during a step.
+    token, because the scheduler reports one token for each request that sampled in a step, and no
+    request is aborted during a step.
     """
 
     def __init__(self) -> None:
@@ -291,10 +292,11 @@ class _Counters:
             self.generated_tokens += iteration_stats.num_generation_tokens
 
     def log(self) -> None:
-        """Called by vLLM every 10 s; the loop's stats are read instead."""
+        """Called by vLLM every 10 s. Does nothing, because the loop's stats are read instead."""
 
     def record_sleep_state(self, sleep: int, level: int) -> None:
-        """Called by vLLM after `sleep` and `wake_up`, which the controller requested."""
+        """Called by vLLM after `sleep` and `wake_up`. Does nothing, because the controller itself
+        requested them."""
 
 
 def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:

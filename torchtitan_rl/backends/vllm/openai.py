@@ -185,8 +185,8 @@ class RouterLLM(AsyncLLM):
 
 @contextlib.contextmanager
 def _core_client(core: RouterCore) -> Iterator[None]:
-    """Make `AsyncLLM` use ``core``. It has no argument for this, so the factory that it calls is
-    replaced."""
+    """Make `AsyncLLM` use ``core``. `AsyncLLM` has no argument for this, so the factory that it
+    calls is replaced."""
     factory = EngineCoreClient.make_async_mp_client
     EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
     try:
@@ -231,7 +231,8 @@ def _serve_model(app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig) -> None
         from vllm.parser.metrics import init_parser_metrics
 
         init_parser_metrics(model_name=endpoint.model_name)
-    if not is_mistral_tokenizer(llm.renderer.tokenizer):  # that treats content as text by itself
+    # Mistral's tokenizer already treats content as plain text.
+    if not is_mistral_tokenizer(llm.renderer.tokenizer):
         llm.renderer.tokenizer = ContentTokenizer(llm.renderer.tokenizer)
     renderer = OnlineRenderer(
         llm.model_config, llm.renderer, request_logger=None, **template, **parsers

@@ -6,8 +6,9 @@
 
 vLLM translates Anthropic's API (`/v1/messages`) to a chat and back. Errors leave this module as
 OpenAI error objects; `anthropic_error` converts them to Anthropic's format. A policy that samples
-freely may write a call whose arguments are not a JSON object. Blocks of that API cannot hold such a
-call, so it is returned as text. Calls of a stream are therefore held until the end of the stream.
+freely may write a call whose arguments are not a JSON object. Anthropic's API cannot express such a
+call, so the call is returned as text. Whether a call has a JSON object is known only when the call
+is complete, so the calls of a stream are held until the end of the stream.
 """
 
 from __future__ import annotations
@@ -248,8 +249,8 @@ _STREAMED_ERROR = 'data: {"error":'
 
 
 class _CappedChat(ChatCompletionRequest):
-    """A chat request whose ``max_tokens`` may exceed the free context: in Anthropic's API it is
-    only an upper bound."""
+    """A chat request whose ``max_tokens`` may exceed the free context, because in Anthropic's API
+    ``max_tokens`` is only an upper bound."""
 
     def build_tok_params(self, model_config: Any) -> Any:
         unbound = self.model_copy(update={"max_tokens": None, "max_completion_tokens": None})
@@ -334,7 +335,7 @@ def _add(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
 
 
 def _finish(choice: dict[str, Any], calls: list[dict[str, Any]]) -> None:
-    """Add all calls of a stream to ``choice``, which is of its last chunk."""
+    """Add all calls of a stream to ``choice``, which belongs to the stream's last chunk."""
     delta = choice["delta"]
     for call in calls:
         call["function"]["arguments"] = call["function"]["arguments"] or "{}"
@@ -348,10 +349,11 @@ def _finish(choice: dict[str, Any], calls: list[dict[str, Any]]) -> None:
 def _split(
     calls: Sequence[Any], arguments: Sequence[str], *, is_cut: bool = False
 ) -> tuple[list[Any], list[str]]:
-    """Return the calls that a block can hold, and the arguments of the other calls as texts.
+    """Return the calls that Anthropic's API can express, and the arguments of the other calls as
+    texts.
 
-    ``is_cut``: the length limit cut the answer, so the last call may be the beginning of an object.
-    Clients accept this in streams.
+    ``is_cut``: the length limit cut the answer, so the arguments of the last call may be only the
+    beginning of an object. Clients accept this in streams.
     """
     fits = [is_json_object(text) for text in arguments]
     if is_cut and calls:
@@ -368,8 +370,8 @@ def _begins_object(text: str) -> bool:
 
 
 def _reason(reason: str | None, calls: Sequence[Any]) -> str | None:
-    """Return the finish reason of a choice. vLLM reports "tool_calls" for each required call, even
-    if there is none."""
+    """Return the finish reason of a choice. If a call was required, vLLM reports "tool_calls" even
+    for an answer without a call."""
     return "stop" if reason == "tool_calls" and not calls else reason
 
 

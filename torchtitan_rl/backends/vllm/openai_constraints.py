@@ -9,7 +9,7 @@ a grammar. `EndpointConfig.constraints` decides whether constraints apply:
   counted.
 - ``refuse``: a request with a constraining field gets a 400 that names the field.
 
-Invariant: unless the option is ``constrained``, no request reaches an engine with a constraint.
+Invariant: unless this option is ``constrained``, no request reaches an engine with a constraint.
 This includes constraints that clients did not send: some tool parsers add a grammar.
 """
 
@@ -42,7 +42,8 @@ _DEFAULTS = VllmSamplingParams()
 
 
 class ConstraintPolicy:
-    """Applies the option to incoming requests and to the sampling parameters for the engine.
+    """Applies `EndpointConfig.constraints` to incoming requests and to the sampling parameters for
+    the engine.
 
     ``count`` is called with the name of a counter, to increment it.
     """
@@ -117,8 +118,8 @@ def refuse_unsupported_schema(params: VllmSamplingParams) -> None:
 
 
 def _unsupported_keywords(schema: dict[str, Any]) -> list[str]:
-    """Find the innermost unsupported part of the schema, and return the smallest set of its
-    keywords that is unsupported together."""
+    """Find the innermost unsupported part of the schema, and return the smallest set of keywords in
+    this part that xgrammar does not support together."""
     for value in schema.values():
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, dict) and has_xgrammar_unsupported_json_features(part):
@@ -146,7 +147,7 @@ def readable_calls(parser_class: Any) -> Any:
     """Return a subclass of a vLLM parser. Unlike the parser, it does not change what the policy
     wrote.
 
-    - If UTF-8 cannot encode a call, all calls stay text. A policy may write the escape
+    - If UTF-8 cannot encode a call, all calls stay text. This happens if a policy writes the escape
       ``"\\ud800"``, which parsers replace by an unpaired surrogate.
     - If a stream ends in the chunk that names the function, the call has no arguments, and none
       are added. vLLM would add ``{}``.

@@ -184,8 +184,8 @@ Piece = tuple[int | None, EngineCoreOutput]  # a policy version, and tokens samp
 class RouterCore(EngineCoreClient):
     """The engine core client of an `AsyncLLM`; it reaches the engines through a `ControllerLink`.
 
-    ``fail`` is called for each refused request. The caller sets it after vLLM's output processor
-    exists.
+    ``fail`` is called for each refused request. The caller sets ``fail`` after vLLM's output
+    processor exists.
     """
 
     def __init__(self, link: ControllerLink, *, model_reasons: bool = False) -> None:
@@ -260,8 +260,9 @@ def _completed(running: _SentRequest, completion: Completion) -> Iterator[Piece]
     if last is not None and not isinstance(completion.stop_reason, str):
         last.finish_reason, last.stop_reason = reason, completion.stop_reason
         return
-    # vLLM's output processor searches the text for stop strings itself and cuts the text there. If
-    # it has found one, the following output is ignored; otherwise that output ends the request.
+    # vLLM's output processor searches the text for stop strings itself, and cuts the text at the
+    # first one. If it has found one, it ignores the output below; otherwise that output ends the
+    # request.
     yield (
         None,
         EngineCoreOutput(
@@ -308,8 +309,8 @@ def _spans(runs: Sequence[VersionRun], start: int, end: int) -> Iterator[tuple[i
 
 
 def _logprobs(part: Progress | Completion, tokens: slice) -> LogprobsLists:
-    """Return one row per token: the sampled token, then the most likely ones. The ranks are dummy
-    values, because no OpenAI answer has ranks."""
+    """Return one row per token: the sampled token, then the most likely ones. The ranks of tokens
+    are dummy values, because no OpenAI answer has ranks."""
     if part.top_logprobs:
         rows = part.top_logprobs[tokens]
     else:
@@ -324,8 +325,9 @@ def _logprobs(part: Progress | Completion, tokens: slice) -> LogprobsLists:
 
 
 def _events(running: _SentRequest, metrics: CompletionMetrics | None) -> list[EngineCoreEvent]:
-    """Return the times when the request was queued and scheduled, on this process's clock. For a
-    streamed request the second time is estimated, because ``metrics`` come with its end."""
+    """Return the times when the request was queued and scheduled, on this process's clock. While a
+    request is streamed the second time is estimated, because ``metrics`` arrive with the request's
+    end."""
     scheduled_s = running.submitted_s + metrics.queue_s if metrics else time.monotonic()
     return [
         EngineCoreEvent.new_event(EngineCoreEventType.QUEUED, running.submitted_s),
@@ -341,8 +343,8 @@ def _prefill_stats(running: _SentRequest, metrics: CompletionMetrics | None) -> 
 
 
 def _batches(requests: list[list[Piece]]) -> Iterator[EngineCoreOutputs]:
-    """Yield batches of pieces, each of one version, as vLLM does: the first pieces of all requests,
-    grouped by version, then the second pieces, and so on."""
+    """Yield batches as vLLM's engine core does. All pieces of a batch have one version. First come
+    the first pieces of all requests, grouped by version, then the second pieces, and so on."""
     for index in range(max(map(len, requests), default=0)):
         by_version: dict[int | None, list[EngineCoreOutput]] = {}
         for pieces in requests:

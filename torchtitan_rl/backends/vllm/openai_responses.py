@@ -1,15 +1,15 @@
 """`/v1/responses`: vLLM's class, over a bounded store of conversations.
 
-vLLM's own store is never freed, and it leaves the tool calls of earlier answers out of a continued
-conversation. So `previous_response_id` is replaced by the whole earlier conversation, and vLLM gets
-a request that contains all of its input.
+vLLM's own store is never freed, and vLLM leaves the tool calls of earlier answers out of a
+continued conversation. So this module replaces `previous_response_id` by the whole earlier
+conversation, and vLLM gets a request that contains all of its input.
 
 Each response is stored as JSON, with its own input and the id of the previous response; a
 conversation is a chain of responses. Only the session that created a response can read it.
 
 Invariant: at most ``max_responses`` responses are stored, and together they have at most
-``max_bytes`` of JSON. The least recently used one is dropped first. Continuing a conversation uses
-all of its responses, from the last to the first.
+``max_bytes`` of JSON. The least recently used response is dropped first. Continuing a conversation
+counts as a use of all its responses, from the last to the first.
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ class Responses(RefusalErrors, OpenAIServingResponses):
             history = self.store.conversation(session, previous)
         whole = [_with_one_text(item) for item in (*history, *items)]
         given = {name: value for name, value in body.items() if value is not None}
-        if whole != items or len(given) < len(body):  # vLLM fails at some null values
+        # A field that is null was left out, because vLLM fails at some null values.
+        if whole != items or len(given) < len(body):
             given.pop("previous_response_id", None)
             request = ResponsesRequest.model_validate({**given, "input": whole})
-        request.request_id = f"resp_{random_uuid()}"  # a client could choose the id of another one
+        request.request_id = f"resp_{random_uuid()}"  # a client could choose another response's id
         request.turn = _Turn(
             session=session, items=items, previous=previous, is_stored=bool(request.store)
         )

@@ -1,11 +1,11 @@
 """Converts our `SamplingParams` to vLLM's; checks name, type and value of the engine options.
 
 vLLM's constructor checks no types. A wrong type would raise inside a step and fail every request of
-the engine, so it is refused here.
+the engine, so a wrong type is refused here.
 
 `SampledLogprobs` collects logprobs and kept tokens of a running request. It replaces vLLM's
-`LogprobsProcessor`, which also ranks, decodes and indexes each entry. None of this is used here,
-and it took 0.2 ms a step with 64 running requests.
+`LogprobsProcessor`, which also ranks, decodes and indexes each entry. None of this is needed, and
+it took 0.2 ms a step with 64 running requests.
 
 A request that resumes after earlier sampled tokens is treated as if it had never been interrupted:
 
@@ -18,9 +18,10 @@ The detokenizer, the scheduler and the model runner each get the resumed tokens 
 and in the same way on every rank.
 
 `KeptSets` records which tokens vLLM's sampler kept, for the requests that are trained on. vLLM
-itself reports such sets only with its V2 model runner and only for requests with a top_k. Here a
-set is read from the final distribution inside the sampler, after all truncation (top_p, top_k,
-min_p, minimum lengths, allowed tokens, grammars). Requests that are not recorded have no cost.
+itself reports such sets only with its V2 model runner and only for requests with a top_k.
+`KeptSets` reads a set from the final distribution inside the sampler, after all truncation (top_p,
+top_k, min_p, minimum lengths, allowed tokens, grammars). Requests that are not recorded have no
+cost.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ ENGINE_OPTIONS = frozenset(
 # begins.
 REASONING_OPTIONS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 GRAMMAR_BACKEND = (
-    "xgrammar"  # of engines and endpoint, and what `orchestration/batching.py` replays
+    "xgrammar"  # for engines and endpoint; `orchestration/batching.py` replays its grammars
 )
 MAX_LOGIT_BIAS = 100.0  # OpenAI's limit; vLLM clamps only in its server, and infinities give NaN
 
@@ -102,9 +103,10 @@ def reasoning_of(sampling: SamplingParams) -> tuple[bool | None, dict[str, Any] 
     """Return whether reasoning has ended before the completion, and the arguments of vLLM's
     reasoning parser.
 
-    A structured output constrains only the tokens after the reasoning. With True, the default, it
-    applies from the first token of the completion; with False, after the completion has ended its
-    reasoning. With None, vLLM looks into the prompt to find out whether reasoning has ended.
+    A structured output constrains only the tokens after the reasoning. With True, the default, the
+    constraint applies from the first token of the completion. With False, it applies after the
+    reasoning in the completion. With None, vLLM looks into the prompt to find out whether reasoning
+    has ended.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -145,9 +147,10 @@ def _checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
 class SampledLogprobs:
     """Has those attributes of a `LogprobsProcessor` that vLLM's `RequestState` uses.
 
-    ``sampled``: the logprob of each token; NaN if the request has no logprobs. ``top``: one tuple
-    of (token, logprob) pairs per position, the sampled token first; empty if no alternatives were
-    requested. ``kept``: the results of ``read_kept``, one per token; empty without ``read_kept``.
+    - ``sampled``: the logprob of each token; NaN if the request has no logprobs.
+    - ``top``: one tuple of (token, logprob) pairs per position, the sampled token first; empty if
+      no alternatives were requested.
+    - ``kept``: the results of ``read_kept``, one per token; empty without ``read_kept``.
     """
 
     logprobs = None
@@ -189,9 +192,10 @@ def build_core_request(core: Any, engine_request: Any, num_resumed: int) -> Any:
     """Build a `Request` of vLLM's core from an `EngineCoreRequest` whose last ``num_resumed``
     prompt tokens were sampled earlier (0 for a request that is not resumed).
 
-    The grammar is compiled and the reasoning parser created here, for two reasons: an error refuses
-    only this request, and ranks that compiled in the background would start the request at
-    different steps. The resumed tokens are removed from the prompt of ``engine_request``.
+    The grammar is compiled and the reasoning parser created here, not in the background, for two
+    reasons. An error then refuses only this request. And ranks that compile in the background would
+    start the request at different steps. The resumed tokens are removed from the prompt of
+    ``engine_request``.
 
     Raises:
         ValueError: the grammar rejects the resumed tokens.
@@ -254,8 +258,8 @@ class KeptSets:
     """Stores, for each recorded request, the set of candidates of its newest token. Keys are vLLM's
     internal request ids.
 
-    A set is None if its shortest encoding takes more than ``4 * max_tokens`` bytes; its token is
-    then not trained on.
+    A set is None if its shortest encoding takes more than ``4 * max_tokens`` bytes. A token whose
+    set is None is not trained on.
     """
 
     def __init__(self, max_tokens: int) -> None:

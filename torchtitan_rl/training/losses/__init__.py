@@ -6,8 +6,8 @@ not split a sequence. Values where ``trained_T`` is False are never read, NaN in
 
 Published methods are combinations of `LossConfig`'s options. The example applies each method to
 four tokens of age 2 and advantage 1, whose ratios policy / behaviour are 2, 1.1, 0.3 and 1; the
-first two tokens are one sequence. A column shows how much the step raises the token's logprob
-(minus the gradient); 0.00 is a token that the method clips or masks.
+first two tokens are one sequence. Each column is a token, and shows how much the step raises the
+token's logprob (minus the gradient). The value is 0.00 if the method clips or masks the token.
 
 >>> import torch
 >>> from torchtitan_rl.training.config import LossConfig

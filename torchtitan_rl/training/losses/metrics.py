@@ -1,5 +1,5 @@
-"""The input and output of a loss, and the metrics of the policy loss: first sums and maxima of each
-part, then metrics from the step's totals.
+"""The input and output of a loss, and the metrics of the policy loss. Sums and maxima of each part
+are computed first, then metrics from the totals of the step.
 
 Metrics by age show how far off-policy the tokens of each age (`LossTokens.ages_T`) are.
 

@@ -29,7 +29,8 @@ def policy_loss(tokens: LossTokens, *, totals: StepTotals, config: LossConfig) -
     """Compute -aggregate(mask x weight x surrogate(ratio, A) - kl_coefficient x KL(p ||
     reference)).
 
-    Weight and mask do not apply to the KL term, except for k1, which is part of the advantage.
+    Weight and mask do not apply to the KL term. They do apply to k1, because k1 is a part of the
+    advantage.
 
     Raises:
         ValueError: ``kl_coefficient`` is set and the tokens have no reference logprobs.
@@ -70,8 +71,8 @@ def reference_kl(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None:
     With d = log p - log p_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020,
     "Approximating KL divergence"). k2 and k3 are differentiated in the loss; k3 is the estimator
     that GRPO uses (Shao et al. 2024, 2402.03300). k1 is subtracted from the advantages, as
-    InstructGPT does from rewards (Ouyang et al. 2022, 2203.02155): in the loss its gradient would
-    be the gradient of log p, whose expectation is 0 (Tang and Munos 2025, 2506.09477).
+    InstructGPT does from rewards (Ouyang et al. 2022, 2203.02155): in the loss, the gradient of k1
+    would be the gradient of log p, whose expectation is 0 (Tang and Munos 2025, 2506.09477).
 
     On policy, k1 and k2 have the gradient of KL(p || reference), and k3 has the gradient of
     KL(reference || p). For tokens sampled by an older version there is no importance correction:
@@ -150,9 +151,9 @@ def surrogate(
     """Return the terms [T] to maximize, and which tokens [T] were clipped at the lower and at the
     upper bound.
 
-    `clip`: min(r A, clip(r, 1 - low, 1 + high) A); a token outside of a bound has no gradient if
-    its gradient would move it further out. This is PPO's surrogate (Schulman et al. 2017,
-    1707.06347), with a separate bound for each side (DAPO's clip-higher, Yu et al. 2025,
+    `clip`: min(r A, clip(r, 1 - low, 1 + high) A); a token whose ratio is outside of a bound has no
+    gradient if the gradient would move the ratio further out. This is PPO's surrogate (Schulman et
+    al. 2017, 1707.06347), with a separate bound for each side (DAPO's clip-higher, Yu et al. 2025,
     2503.14476).
 
     `cispo`: stop_gradient(clip(r, 1 - low, 1 + high)) A log p; every token keeps a gradient. Only
@@ -204,9 +205,9 @@ def within_mask_bounds(tokens: LossTokens, config: LossConfig) -> torch.Tensor |
 
     `token`: IcePop (Ling team 2025, "Every Step Evolves", 2510.18855), on both sides for any sign
     of the advantage. `sequence`: the product over the sequence (masked importance sampling, Liu, Li
-    et al. 2025, as above). `geometric`: the geometric mean, which does not grow with the length
-    (Li, Liu et al. 2025, "Trust Region Masking for Long-Horizon LLM RL", 2512.23075, and verl's
-    rollout correction).
+    et al. 2025, see `importance_weights`). `geometric`: the geometric mean, which does not grow
+    with the length (Li, Liu et al. 2025, "Trust Region Masking for Long-Horizon LLM RL",
+    2512.23075, and verl's rollout correction).
     """
     log_ratios_T = (tokens.logprobs_T - tokens.behaviour_T).detach()
     match config.mask:
@@ -220,7 +221,7 @@ def within_mask_bounds(tokens: LossTokens, config: LossConfig) -> torch.Tensor |
             log_ratios_T = tokens.sequence_mean(log_ratios_T)
         case _:
             assert_never(config.mask)
-    # In logs, since the product over a long sequence overflows.
+    # Compare logarithms, because the product over a long sequence overflows.
     low, high = math.log(config.mask_low), math.log(config.mask_high)
     return (log_ratios_T >= low) & (log_ratios_T <= high)
 

@@ -92,7 +92,7 @@ async def _ask(
 async def _refusal(
     http: httpx.AsyncClient, gate_url: str | None, call: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The result by which the task's hooks replace a call; None if the call may run.
+    """Return the message with which the task's hooks replace a tool call; None if the call may run.
 
     Raises:
         RuntimeError: the hooks stopped the rollout.

@@ -3,8 +3,8 @@
 ``describe SPEC`` prints the environment's tasks as JSON, or why they cannot be listed. ``serve
 SPEC`` reads from stdin which rollouts to run or to cancel, and writes the result of each rollout;
 each message is one line of JSON. The program ends when its stdin is closed, so it does not outlive
-the process that started it. It imports nothing from torchtitan_rl, which need not be installed for
-its interpreter; `agents/verifiers/task.py` starts it.
+the process that started it. The program imports nothing from torchtitan_rl, which need not be
+installed for this interpreter. `agents/verifiers/task.py` starts the program.
 
 Model calls go to the run's endpoint. verifiers sends the name of each trace in the header
 ``X-Session-ID``. The traces of agents that are trained are named after the rollout's session, so
@@ -80,10 +80,10 @@ def load(spec: Mapping[str, Any]) -> vf.Env:
 
 
 def local(name: str, agent: vf.AgentConfig, taskset_id: str) -> vf.AgentConfig:
-    """Return the agent. If the environment does not say how to run it, it runs in this process, as
-    a chat.
+    """Complete the agent's configuration. If the environment does not say how to run the agent, the
+    agent runs in this process, as a chat.
 
-    In this case verifiers itself would give the policy a shell in a remote sandbox.
+    By default, verifiers itself would give the policy a shell in a remote sandbox.
 
     Raises:
         ValueError: the agent runs code, and no option says where.
@@ -121,7 +121,7 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tasks(environment: vf.Env, most: int | None) -> list[Any]:
-    """The data of the taskset's tasks, the first ``most`` of them.
+    """The data of the first ``most`` tasks of the taskset (None: of all).
 
     Raises:
         ValueError: the tasks never end, and ``most`` is None.
@@ -210,7 +210,8 @@ async def run(environment: vf.Env, request: Mapping[str, Any]) -> dict[str, Any]
 
 
 async def close_sessions(names: Sequence[str], base_url: str, key: str) -> None:
-    """Close sessions that are not trained, because the endpoint records each until it is closed."""
+    """Close the sessions of agents that are not trained. The endpoint records a session until the
+    session is closed."""
     import httpx
 
     headers = {"Authorization": f"Bearer {key}"}
@@ -220,8 +221,8 @@ async def close_sessions(names: Sequence[str], base_url: str, key: str) -> None:
 
 
 def outcome(episode: vf.Episode, *, is_valid: bool) -> dict[str, Any]:
-    """The reward and metrics of an episode: means over the traces of agents that are trained. If
-    there are several such traces, ``part_rewards`` has the reward of each."""
+    """The reward and metrics of an episode. Both are means over the traces of the agents that are
+    trained. If there are several such traces, ``part_rewards`` has the reward of each."""
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not is_valid:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
