@@ -58,15 +58,15 @@ class Placement:
             GenerationError: the pinned replica is lost, or no replica is left.
         """
         version = request.min_version
-        if not self.can_schedule(version, pinned):
-            return None
         if pinned is not None:
             if not pinned.is_live:
                 raise GenerationError(
                     f"request {request.request_id}: {pinned.name}, which was pinned for it, is "
                     f"lost: {pinned.failure}"
                 )
-            return pinned
+            return pinned if self.can_schedule(version, pinned) else None
+        if not self._may_start(version):
+            return None
         loads = self._pool.index
         last, of_siblings = map(self._replica_of.get, (request.session_id, request.prompt_id))
         # The siblings' replica is taken whatever its load: so few siblings share a prompt_id that
@@ -76,7 +76,8 @@ class Placement:
         else:
             index = sticky_or_least_loaded(loads, last, version)
         if index is None:
-            self._pool.require_unreserved()
+            if not self._keeps_requests:
+                self._pool.require_unreserved()
             return None
         self._remember(request.session_id, index)
         self._remember(request.prompt_id, index)
@@ -88,11 +89,14 @@ class Placement:
         if pinned is not None:
             is_running = pinned.halt is Halt.RUNNING
             return (pinned.takes_requests and is_running) or not pinned.is_live
-        if self._pool.is_paused or not self._weights.may_start_on(version):
+        if not self._may_start(version):
             return False
         if self._pool.index.least(version) is not None:
             return True
         return not self._keeps_requests and not self._pool.has_unreserved()
+
+    def _may_start(self, version: int) -> bool:
+        return not self._pool.is_paused and self._weights.may_start_on(version)
 
     def wait_key(self, version: int, pinned: ReplicaState | None = None) -> Hashable:
         """Return a key that is equal for all requests with the same `can_schedule`."""
