@@ -348,6 +348,8 @@ class Rollout:
     cause: str | None = None  # the error, or the reason for the status
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, if the environment has one
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the environment and the rubric
+    # Seconds by what the rollout waited for: environment, generation, reward.
+    phase_s: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -15,7 +15,7 @@ from torchtitan_rl.config.run import IDENTITY_FILE, MetricsConfig
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 
-_METRICS = MetricsConfig(tensorboard=False, trace=False, progress="none", rollouts_per_step=100)
+_METRICS = MetricsConfig(trackers=(), trace=False, progress="none", rollouts_per_step=100)
 
 
 class Rows(RunRecorder):

@@ -29,6 +29,8 @@ COMMANDS = {
     "data preview": ("CONFIG [options]", "show the problems of a task", "commands.data"),
     "new task": ("NAME [options]", "write a task to start from", "commands.new"),
     "env check": ("CONFIG [options]", "find mistakes of an environment", "commands.env"),
+    "doctor": ("[CONFIG [options]]", "check this machine", "commands.doctor"),
+    "explain": ("RUN_DIR", "say in words what a run shows", "commands.explain"),
     "audit": ("RUN_DIR", "check that what a run wrote adds up", "audit.run"),
     "worker": ("--address ADDRESS", "make this machine a host of runs", "commands.worker"),
     "keys": ("--hosts HOST... [options]", "make TLS keys for a run's machines", "commands.keys"),

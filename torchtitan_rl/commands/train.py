@@ -171,7 +171,12 @@ async def _run(run: _Run, signals: StopSignals) -> int:
     recorder: RunRecorder | None = None
     try:
         prepared = run.prepared
-        recorder = RunRecorder(prepared.config, prepared.plan, resume_step=run.found.step)
+        recorder = RunRecorder(
+            prepared.config,
+            prepared.plan,
+            resume_step=run.found.step,
+            identity=prepared.identity,
+        )
         async with recorder:
             await _train(run, recorder, signals)
     except (StopRequested, asyncio.CancelledError):

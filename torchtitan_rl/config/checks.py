@@ -7,6 +7,7 @@ the policy and the machine. A user sees all messages of one of these checks at o
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import operator
 from collections.abc import Sequence
@@ -111,6 +112,7 @@ def find_errors(
             is_on_cpu = not machine.cuda_devices
             errors += generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
     errors += launch_errors(config)
+    errors += tracker_errors(config.metrics.trackers)
     if not capacity:
         errors += machine_errors(config, policy, machine)
     errors += loss_errors(
@@ -202,6 +204,19 @@ def _limit_errors(task: Task, rollout: RolloutConfig) -> list[str]:
             if (value := getattr(part, limit)) >= rollout.step_timeout_s
         ]
     return errors
+
+
+_TRACKER_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
+
+
+def tracker_errors(names: Sequence[str]) -> list[str]:
+    """An error for each tracker whose package is not installed."""
+    return [
+        f"metrics.trackers has {name!r}, which is not installed; run pip install {package}, or "
+        "leave it out"
+        for name, package in _TRACKER_PACKAGES.items()
+        if name in names and importlib.util.find_spec(name) is None
+    ]
 
 
 def start_notes(

@@ -92,12 +92,16 @@ class PolicyConfig:
     """Type of the engines' weights on CUDA. A CPU always computes in float32."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """Files that are written in addition to ``metrics.jsonl``, and the console output."""
 
-    tensorboard: bool = True
-    """Write TensorBoard event files."""
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Experiment trackers that get the metrics, too: ``tensorboard``, ``wandb``, ``mlflow``,
+    ``trackio``. A tracker that fails does not stop the run."""
     trace: bool = True
     """Write a trace of all processes for Perfetto or chrome://tracing."""
     rollouts_per_step: Count = 3

@@ -284,22 +284,42 @@ _ALONGSIDE = {"evaluation": "evaluation", "sync": "weight syncs"}
 _MIN_S = 0.5  # shorter phases are left out
 
 
+_FATES = {
+    "trained": "trained",
+    "masked": "left out of the loss",
+    "discarded": "thrown away",
+    "buffered": "of unfinished groups",
+}
+_MAX_CHARS = 140  # of a rollout's text
+
+
 def describe_run(
     run_dir: Path,
     *,
     headline: str,
     warnings: Sequence[str],
     seconds: Mapping[str, float],
+    totals: Mapping[str, float],
+    examples: Sequence[Mapping[str, Any]],
     outputs: Mapping[str, Path],
     next_commands: Sequence[str],
 ) -> list[str]:
-    """Describe how a run went. ``seconds`` is the time of each phase. Only existing ``outputs`` are
-    shown."""
+    """Describe how a run went.
+
+    Args:
+        seconds: the time of each phase.
+        totals: the metrics ``total/*`` of the last step.
+        examples: rows of ``rollouts.jsonl`` to show.
+        outputs: files and folders of the run; only existing ones are shown.
+    """
     lines = [headline, *warnings]
     if rewards := _evaluations(run_dir):
         lines.append(f"evaluation: {rewards}")
     if times := _times(seconds):
         lines.append(f"time: {times}")
+    if tokens := _tokens(totals):
+        lines.append(f"tokens: {tokens}")
+    lines += [line for row in examples for line in _example(row)]
     lines += [f"{name}: {path}" for name, path in outputs.items() if path.exists()]
     return [*lines, *(f"next: {command}" for command in next_commands)]
 
@@ -330,6 +350,42 @@ def _values(run_dir: Path, kind: RowKind, name: str) -> dict[int, float]:
             if line.row["kind"] == kind and value is not None and math.isfinite(value):
                 found[int(line.row["step"])] = value
     return found
+
+
+def _tokens(totals: Mapping[str, float]) -> str:
+    """``12,000 sampled: 11,500 trained, 500 thrown away (restarted 500)``"""
+    parts = []
+    for fate, words in _FATES.items():
+        prefix = f"total/tokens_{fate}"
+        causes = [
+            f"{name.removeprefix(prefix)[1:]} {number:,.0f}"
+            for name, number in totals.items()
+            if name.startswith(f"{prefix}/") and number
+        ]
+        if number := totals.get(prefix):
+            why = f" ({', '.join(causes)})" if causes else ""
+            parts.append(f"{number:,.0f} {words}{why}")
+    sampled = totals.get("total/tokens_generated", 0.0)
+    return f"{sampled:,.0f} sampled: {', '.join(parts)}" if parts else ""
+
+
+def _example(row: Mapping[str, Any]) -> list[str]:
+    """Three lines about a rollout. Its texts are shown as Python writes them, so that no character
+    of a policy controls the terminal."""
+    asked = [one.get("content") for one in row["messages"] if one.get("role") == "user"]
+    said = row["turns"][-1]["text"] if row["turns"] else None
+    texts = {"first message": asked[0] if asked else None, "last answer": said}
+    reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.3f}"
+    return [
+        f"{row['chosen']} rollout of step {row['step']}: {reward}, {row['status']}, "
+        f"{row['rollout_id']!r}",
+        *(f"  {name}: {_excerpt(text)}" for name, text in texts.items() if text),
+    ]
+
+
+def _excerpt(text: object) -> str:
+    whole = str(text)
+    return repr(whole) if len(whole) <= _MAX_CHARS else f"{whole[:_MAX_CHARS]!r} ..."
 
 
 def _times(seconds: Mapping[str, float]) -> str:

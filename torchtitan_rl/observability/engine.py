@@ -142,6 +142,7 @@ def engine_metrics(readings: Sequence[StatsByReplica]) -> dict[str, float]:
 TRAINER_IDLE = "overlap/trainer_idle_share"
 GENERATOR_IDLE = "overlap/generator_idle_share"
 EFFICIENCY = "overlap/efficiency"
+SHARES_CORES = "overlap/shares_cores"
 
 _SATURATED = 0.9  # a part with at least this busy share is the bottleneck
 _EVEN = 0.15  # idle shares that differ by at most this count as equal

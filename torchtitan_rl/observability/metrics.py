@@ -181,6 +181,7 @@ def rollout_metrics(
     metrics |= _generation_metrics([turn for rollout in rollouts for turn in rollout.turns])
     first_turns = [rollout.turns[0] for rollout in rollouts if rollout.turns]
     metrics |= _cached_share("generation/first_turn_cached_share", first_turns)
+    metrics |= _phase_metrics(rollouts)
     metrics |= _task_metrics(rollouts)
     metrics |= _rollout_part_metrics(groups, flat)
     return {f"{split.value}/{name}": float(value) for name, value in metrics.items()}
@@ -270,6 +271,14 @@ def _generation_metrics(turns: Sequence[Turn]) -> dict[str, float]:
     cached = [m.cached_tokens for m in timed]
     metrics["generation/cached_tokens_mean"] = fmean(cached)
     return metrics | _cached_share("generation/cached_share", turns)
+
+
+def _phase_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The time that rollouts spent in each phase. A rollout that was not in a phase counts as 0."""
+    phases = sorted({phase for rollout in rollouts for phase in rollout.phase_s})
+    values = {phase: [one.phase_s.get(phase, 0.0) for one in rollouts] for phase in phases}
+    means = {f"phase_s/{phase}_mean": fmean(seconds) for phase, seconds in values.items()}
+    return means | {f"phase_s/{phase}_max": max(seconds) for phase, seconds in values.items()}
 
 
 def _cached_share(name: str, turns: Sequence[Turn]) -> dict[str, float]:

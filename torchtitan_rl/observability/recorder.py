@@ -4,6 +4,7 @@ Used in the controller's process, on its event loop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shlex
 import time
@@ -25,6 +26,7 @@ from torchtitan_rl.observability.console import (
 )
 from torchtitan_rl.observability.engine import (
     EFFICIENCY,
+    SHARES_CORES,
     Advisor,
     EngineSampler,
     LoopLagSampler,
@@ -39,6 +41,7 @@ from torchtitan_rl.observability.metrics import (
 from torchtitan_rl.observability.rollouts import Decode, RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog, RowKind, Split
 from torchtitan_rl.observability.trace import Tracer, merge_traces
+from torchtitan_rl.observability.trackers import start_trackers
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 from torchtitan_rl.rollout.calls import abandoned
 from torchtitan_rl.rollout.rollouter import describe_failures, num_failed
@@ -61,9 +64,17 @@ class RunRecorder:
 
     Args:
         resume_step: the step after which the run continues; None for a new run.
+        identity: the fields of the configuration by name, which trackers show.
     """
 
-    def __init__(self, config: RunConfig, plan: ProcessPlan, *, resume_step: int | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: ProcessPlan,
+        *,
+        resume_step: int | None,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
         run_dir, metrics = config.run_dir, config.metrics
         self.trace_dir = (run_dir / "traces").absolute() if metrics.trace else None
         self._state = ProgressState(config.num_steps, step=resume_step or 0)
@@ -73,8 +84,9 @@ class RunRecorder:
             done=self._state.step,
             stamp=lambda: f"[{format_seconds(self._state.elapsed_s)}] ",
         )
-        self._metrics = MetricsLog(
-            run_dir, tensorboard=metrics.tensorboard, resume_step=resume_step
+        self._metrics = MetricsLog(run_dir, resume_step=resume_step)
+        self._trackers = start_trackers(
+            metrics.trackers, run_dir, config=identity or {}, resume_step=resume_step
         )
         self._rollouts = RolloutLog(
             run_dir / "rollouts.jsonl",
@@ -97,11 +109,13 @@ class RunRecorder:
             is_colocated=config.placement == "colocated",
             shares_cores=plan.shares_cores,
         )
+        self._shares_cores = plan.shares_cores
         self._dtype = "float32" if plan.device == "cpu" else config.policy.dtype
         self._keeps_old_kv = not config.weight_sync.recompute_running_on_pull
         self._warnings: list[str] = []
         self._run_dir = run_dir
         self._serve_options = _serve_options(config.endpoint)
+        self._totals: Mapping[str, float] = {}
         self._phases: list[str] = []  # open phases of all loops
         self._seconds: defaultdict[str, float] = defaultdict(float)  # time by phase
 
@@ -118,6 +132,7 @@ class RunRecorder:
         self._console.close()
         self._metrics.close()
         self._rollouts.close()
+        await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._trackers))
         self._tracer.close()
 
     def decode_by(self, decode: Decode) -> None:
@@ -160,6 +175,12 @@ class RunRecorder:
             headline=headline,
             warnings=self._warnings,
             seconds=self._seconds,
+            totals=self._totals,
+            examples=[
+                row
+                for row in self._rollouts.last_rows.get(Split.TRAIN, ())
+                if row["chosen"] != "random"
+            ],
             outputs=outputs if trace is None else outputs | {"trace": trace},
             next_commands=[*commands, audit],
         )
@@ -179,6 +200,7 @@ class RunRecorder:
             "controller/loop_lag_ms_mean": mean_ms,
             "controller/loop_lag_ms_max": max_ms,
             "controller/hanging_calls": float(abandoned.num_running),
+            SHARES_CORES: float(self._shares_cores),
         }
         if self._engines is not None:
             metrics |= self._engines.take()
@@ -193,7 +215,8 @@ class RunRecorder:
         metrics |= self._rollouts.record(
             record.step, record.version, record.groups, Split.TRAIN, record.episodes
         )
-        self._metrics.record(RowKind.STEP, record.step, record.version, metrics)
+        self._record(RowKind.STEP, record, metrics, Split.TRAIN)
+        self._totals = metrics
         self._show_first_failures(record)
         self._show_first_difference(record.step, metrics)
         self._state.end_step(
@@ -235,7 +258,7 @@ class RunRecorder:
         metrics |= self._rollouts.record(
             record.step, record.version, record.groups, Split.EVALUATION
         )
-        self._metrics.record(RowKind.EVALUATION, record.step, record.version, metrics)
+        self._record(RowKind.EVALUATION, record, metrics, Split.EVALUATION)
         reward = self._state.evaluation_reward = metrics.get("evaluation/reward_mean")
         failures = describe_failures(record.groups)
         self.say(
@@ -245,7 +268,22 @@ class RunRecorder:
         )
 
     def record_account(self, record: AccountRecord) -> None:
-        self._metrics.record(RowKind.ACCOUNT, record.step, record.version, account_metrics(record))
+        self._record(RowKind.ACCOUNT, record, account_metrics(record))
+
+    def _record(
+        self,
+        kind: RowKind,
+        record: StepRecord | EvaluationRecord | AccountRecord,
+        metrics: Mapping[str, float],
+        split: Split | None = None,
+    ) -> None:
+        """Write a row, and pass it to the trackers with the rollouts of its ``split``."""
+        self._metrics.record(kind, record.step, record.version, metrics)
+        rows = () if split is None else self._rollouts.last_rows.get(split, ())
+        for tracker in self._trackers:
+            tracker.record(record.step, metrics)
+            if rows:
+                tracker.record_rollouts(record.step, rows)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

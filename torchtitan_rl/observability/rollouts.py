@@ -51,6 +51,7 @@ class RolloutLog:
         self._per_step = per_step
         self._seed = seed
         self._last: tuple[int, Split, dict[str, float]] | None = None
+        self.last_rows: dict[Split, list[Row]] = {}  # rows of the last training step, evaluation
         self.decode: Decode | None = None
 
     def record(
@@ -82,6 +83,7 @@ class RolloutLog:
                 | rollout_to_json(group, rollout, episodes, decode=self.decode)
                 for chosen, group, rollout in choose_rollouts(groups, self._per_step, rng)
             ]
+            self.last_rows[split] = rows
             self._last = step, split, logged_metrics(split, rows, self._rows.append(*rows))
         return self._last[2]
 
@@ -146,6 +148,7 @@ def rollout_to_json(
         "cause": rollout.cause,
         "reward": rollout.reward,
         "metrics": dict(rollout.metrics),
+        "phase_s": dict(rollout.phase_s),
         "messages": [dict(message) for message in rollout.messages],
         "turns": turns,
     }
@@ -211,6 +214,7 @@ def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
         cause=row["cause"],
         messages=tuple(row["messages"]),
         metrics=row["metrics"],
+        phase_s=row.get("phase_s", {}),  # earlier versions did not write it
     )
 
 

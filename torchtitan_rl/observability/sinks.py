@@ -1,4 +1,4 @@
-"""Writes rows to ``metrics.jsonl`` and ``rollouts.jsonl``, and metrics to TensorBoard.
+"""Writes rows to ``metrics.jsonl`` and ``rollouts.jsonl``.
 
 Metrics have the names in the table of `docs/metrics.md`. In the table, a name with braces stands
 for several names. A name that ends in ``/*`` stands for a *family*: all names that begin with the
@@ -11,15 +11,12 @@ are repeated. `read_rows` leaves such rows out.
 
 Invariants: a row is passed to the operating system before `append` returns. An incomplete row after
 a crash is removed when the file is next opened, and is never read. No other row is lost. Only names
-of the metric table are written. Numbers that are not finite are written as null. ``metrics.jsonl``
-has every row; TensorBoard's files lack rows that did not fit on a full disk, and a line in the log
-says so once.
+of the metric table are written. Numbers that are not finite are written as null.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import time
@@ -33,8 +30,6 @@ from typing import Any, NamedTuple
 
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.files import append_line, open_for_append, parse_object, whole_lines
-
-logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
 _TABLE = Path(__file__).with_name("metrics.md")
@@ -198,15 +193,14 @@ class RowKind(StrEnum):
 
 
 class MetricsLog:
-    """Writes ``run_dir/metrics.jsonl`` and, if enabled, ``run_dir/tensorboard``.
+    """Writes ``run_dir/metrics.jsonl``.
 
     Args:
         resume_step: the step after which the run continues; None for a new run.
     """
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool, resume_step: int | None = None) -> None:
+    def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
         self._rows = RowLog.of_run(run_dir / "metrics.jsonl", resume_step=resume_step)
-        self._tensorboard = _TensorBoard(run_dir, resume_step) if tensorboard else None
 
     def record(self, kind: RowKind, step: int, version: int, metrics: Mapping[str, float]) -> None:
         """Write a row at once.
@@ -218,69 +212,9 @@ class MetricsLog:
         check_names(metrics)
         row: Row = {"kind": kind, "step": step, "wall_time_s": time.time(), "version": version}
         self._rows.append(row | {name: float(value) for name, value in metrics.items()})
-        if self._tensorboard is not None:
-            self._tensorboard.record(step, metrics)
 
     def close(self) -> None:
         self._rows.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-
-
-class _TensorBoard:
-    """Writes TensorBoard's files; raises no OSError.
-
-    After an OSError a `SummaryWriter` raises the same error at every call, so at the next row a new
-    `SummaryWriter`, which writes a new file, replaces it.
-    """
-
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        self._folder = run_dir / "tensorboard"
-        self._has_warned = False
-        # TensorBoard itself hides rows in earlier files from this step on.
-        self._purge_step = None if resume_step is None else resume_step + 1
-        self._writer: Any = None
-        try:
-            if resume_step is None:
-                for old in self._folder.glob("events.out.tfevents.*"):
-                    old.unlink()
-            self._open()
-        except OSError as error:
-            self._drop(error)
-
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        try:
-            if self._writer is None:
-                self._open()
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, float(value), step)
-            self._writer.flush()
-        except OSError as error:
-            self._drop(error)
-
-    def close(self) -> None:
-        try:
-            if self._writer is not None:
-                self._writer.close()
-        except OSError as error:
-            self._drop(error)
-
-    def _open(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        if self._purge_step is not None:
-            self._writer.flush()
-            self._purge_step = None  # already written; again, it would hide this process's rows
-
-    def _drop(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("TensorBoard's files in %s have gaps: %s", self._folder, error)
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with suppress(OSError):
-                writer.close()  # ends its thread
 
 
 @cache

@@ -215,7 +215,8 @@ class _Group:
             tasks = [siblings.create_task(run.run()) for run in self.runs]
         for run in self.runs:
             run.enter(Phase.REWARD, "score_group")
-        rollouts = await score_whole_group(rubric, [task.result() for task in tasks], problem)
+        scored = await score_whole_group(rubric, [task.result() for task in tasks], problem)
+        rollouts = [run.timed(one) for run, one in zip(self.runs, scored, strict=True)]
         for rollout in rollouts:
             self._report(rollout)
         return rollouts
@@ -229,6 +230,7 @@ class _Group:
                 run.enter(Phase.REWARD, "rubric")
                 score = await self._rubric.score(rollout, self._settings.problem)
             rollout = with_score(rollout, score)
+        rollout = run.timed(rollout)
         self._report(rollout)
         return rollout
 

@@ -184,9 +184,13 @@ class RolloutRun:
         self._tree: TurnTree | None = None  # of an environment with simultaneous turns
         self._messages: tuple[Mapping[str, Any], ...] = ()
         self._deadline_s = 0.0
+        self._phase_s: dict[str, float] = {}
+        self._is_timed = False
         self.enter(Phase.ENVIRONMENT, "waits to start")
 
     def enter(self, phase: Phase, detail: str) -> None:
+        self.leave()
+        self._is_timed = True
         self.activity = RolloutActivity(
             rollout_id=self.rollout_id,
             turn=len(self._turns()),
@@ -194,6 +198,19 @@ class RolloutRun:
             detail=detail,
             since_s=asyncio.get_running_loop().time(),
         )
+
+    def leave(self) -> None:
+        """End the current phase. Time until the next `enter` counts for no phase."""
+        if self._is_timed:
+            phase = self.activity.phase.value
+            seconds = asyncio.get_running_loop().time() - self.activity.since_s
+            self._phase_s[phase] = self._phase_s.get(phase, 0.0) + seconds
+        self._is_timed = False
+
+    def timed(self, rollout: Rollout) -> Rollout:
+        """Return this run's rollout with the time of its phases so far."""
+        self.leave()
+        return replace(rollout, phase_s=dict(self._phase_s))
 
     def so_far(self, status: RolloutStatus, cause: str | None = None) -> Rollout:
         """Return the rollout as if it ended now with this status, without a reward."""
@@ -247,6 +264,7 @@ class RolloutRun:
             self._report_discarded(ROLLED_BACK, len(self._record.partial.token_ids))
         self._record = RecordedRollout(rollout_id=self.rollout_id, turns=ended.turns, ended=ended)
         self._open_turn = None
+        self.leave()
         return ended
 
     def _start_time(self) -> None:

@@ -91,9 +91,7 @@ def live(
         run_config(plan),
         output_dir=run_dir.parent,
         name=run_dir.name,
-        metrics=MetricsConfig(
-            tensorboard=False, trace=False, progress="none", rollouts_per_step=logged
-        ),
+        metrics=MetricsConfig(trackers=(), trace=False, progress="none", rollouts_per_step=logged),
     )
     remove_manifest(run_dir)
     write_identity(run_dir, run_identity(config, POLICY))

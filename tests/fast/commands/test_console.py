@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -24,7 +25,7 @@ SMALL = (
     "--rollout.group-size", "2",
     "--rollout.sampling.max-tokens-per-turn", "6",
     "--evaluation.num-problems", "2",
-    "--metrics.no-tensorboard",
+    "--metrics.trackers",
     "--metrics.progress", "plain",
 )  # fmt: skip
 
@@ -84,7 +85,12 @@ def test_a_run_says_what_runs_where_and_how_it_went_alone(
     assert evaluation.endswith("after step 2")
     assert times.startswith("time: ")
     assert "waiting for rollouts " in times
-    assert others == [
+    assert re.fullmatch(r"tokens: \d+ sampled: \d+ trained", others[0])
+    for chosen, example in (("best", others[1:4]), ("worst", others[4:7])):
+        assert example[0].startswith(f"{chosen} rollout of step 2: reward ")
+        assert example[1].startswith("  first message: 'Sort the names")
+        assert example[2].startswith("  last answer: ")
+    assert others[7:] == [
         f"rollouts: {folder / 'rollouts.jsonl'}",
         f"trace: {folder / 'trace.json'}",
         f"next: torchtitan-rl audit {folder}",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.fast.observability.test_metrics import make_rollout
+from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
 from tests.fast.observability.test_step_metrics import make_record
 from torchtitan_rl.aio import background
 from torchtitan_rl.config.plan import ProcessPlan
@@ -16,7 +16,7 @@ from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
 from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.config import ScheduleConfig
-from torchtitan_rl.orchestration.records import BufferStates, StepRecord
+from torchtitan_rl.orchestration.records import BufferStates, LedgerTotals, StepRecord
 from torchtitan_rl.types import EngineStats, RolloutStatus
 
 
@@ -27,7 +27,7 @@ def make_config(output_dir: Path, *, staleness: int) -> RunConfig:
         output_dir=output_dir,
         num_steps=9,
         schedule=ScheduleConfig(staleness=staleness),
-        metrics=MetricsConfig(tensorboard=False, progress="plain"),
+        metrics=MetricsConfig(trackers=(), progress="plain"),
     )
 
 
@@ -173,3 +173,39 @@ def test_a_resumed_runs_last_line_counts_its_own_steps(
     assert headline("failed", 7, record_one) == "failed after step 8 of 9; 1 step in TIME"
     assert headline("failed", 7) == "failed after step 7 of 9; 0 steps in TIME"
     assert headline("failed", None) == "failed before the end of step 1 of 9; 0 steps in TIME"
+
+
+def test_the_last_lines_say_what_became_of_the_tokens_and_show_the_best_and_the_worst_rollout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = replace(make_turn((1,), (2,)), text="\x1b[2Jgone\n" + 500 * "x")
+    best = replace(
+        make_rollout(1.0, hostile), messages=({"role": "user", "content": "Sort\x07 these."},)
+    )
+    record = replace(
+        asynchronous_record(),
+        groups=(make_group(best, make_rollout(0.25)),),
+        totals=LedgerTotals(
+            tokens_generated=1000,
+            tokens_trained=700,
+            tokens_masked={"loss_mask": 100},
+            tokens_discarded={"rolled_back": 150, "restarted": 50},
+            tokens_buffered=0,
+            groups_admitted=1,
+            groups_trained=1,
+            groups_discarded={},
+            groups_buffered=0,
+        ),
+    )
+    record_run(make_config(tmp_path, staleness=2), lambda recorder: recorder.record_step(record))
+    lines = capsys.readouterr().out.partition("done: ")[2].splitlines()
+    assert (
+        "tokens: 1,000 sampled: 700 trained, 100 left out of the loss (loss_mask 100), "
+        "200 thrown away (rolled_back 150, restarted 50)"
+    ) in lines
+    at = lines.index("best rollout of step 8: reward 1.000, completed, 'r'")
+    assert lines[at + 1] == r"  first message: 'Sort\x07 these.'"
+    assert lines[at + 2].startswith(r"  last answer: '\x1b[2Jgone\nxxx")
+    assert len(lines[at + 2]) < 200
+    assert "worst rollout of step 8: reward 0.250, completed, 'r'" in lines
+    assert all(line.isprintable() for line in lines)

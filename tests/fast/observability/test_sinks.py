@@ -155,8 +155,8 @@ def test_whatever_moment_a_kill_comes_at_the_rows_up_to_the_checkpoint_are_all_t
         assert steps(folder) == found
 
 
-def metrics_log(run_dir: Path, resume_step: int | None = None, **options: bool) -> MetricsLog:
-    return MetricsLog(run_dir, **{"tensorboard": False, **options}, resume_step=resume_step)
+def metrics_log(run_dir: Path, resume_step: int | None = None) -> MetricsLog:
+    return MetricsLog(run_dir, resume_step=resume_step)
 
 
 def test_each_row_is_in_the_file_at_once_and_says_what_it_describes(tmp_path: Path) -> None:
@@ -191,48 +191,6 @@ def test_the_reader_of_docs_metrics_md_gives_the_rows_that_count(tmp_path: Path)
     exec(code.replace("outputs/my_run", str(tmp_path)), names)
     assert [row["step"] for row in names["steps"]] == [1, 2, 3, 4]
     assert names["steps"] == rows(tmp_path, "metrics.jsonl")
-
-
-def tensorboard_events(run_dir: Path) -> tuple[dict[int, float], list[int]]:
-    """Scalars of all files by step, as TensorBoard's own reader gives them, and the steps from
-    which on it hides what earlier files have."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from tensorboard.compat.proto.event_pb2 import SessionLog
-
-    scalars, begun = dict[int, float](), list[int]()
-    for path in sorted((run_dir / "tensorboard").iterdir()):
-        for event in EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                scalars[event.step] = value.tensor.float_val[0]
-            begun += [event.step] * (event.session_log.status == SessionLog.START)
-    return scalars, begun
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_on_a_full_disk_tensorboard_has_a_gap_and_metrics_jsonl_has_every_row(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def record(log: MetricsLog, step: int) -> None:
-        log.record(RowKind.STEP, step, step, {"train/reward_mean": step})
-
-    log = metrics_log(tmp_path, tensorboard=True)
-    for _ in range(30):  # more than the rows of metrics.jsonl need
-        log._tensorboard.record(1, {"train/reward_mean": 1.0})  # type: ignore[union-attr]
-    record(log, 1)
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    with files_of_at_most(file.stat().st_size):
-        record(log, 2)
-    record(log, 3)
-    log.close()
-    assert tensorboard_events(tmp_path) == ({1: 1.0, 3: 3.0}, [])
-    assert steps(tmp_path, "metrics.jsonl") == [1, 2, 3]
-    (warning,) = (record.getMessage() for record in caplog.records)
-    assert "TensorBoard's files" in warning
-    with files_of_at_most(file.stat().st_size):
-        log = metrics_log(tmp_path, 2, tensorboard=True)
-    record(log, 3)
-    log.close()
-    assert tensorboard_events(tmp_path)[1] == [3]
 
 
 def test_a_row_that_cannot_be_written_is_an_error_and_costs_no_other_row(tmp_path: Path) -> None:

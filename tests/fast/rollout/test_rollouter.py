@@ -29,7 +29,7 @@ from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.rollout.rollouter import Rollouter, siblings_together
-from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
+from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.rollout.run import Phase
 from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.types import FinishReason, RolloutStatus
@@ -87,6 +87,46 @@ def test_activities_name_what_each_rollout_waits_for():
     assert asyncio.run(scenario()) == [
         ("g/r0", 1, Phase.GENERATION, "g/r0/t1"),
         ("g/r1", 1, Phase.ENVIRONMENT, "step"),
+    ]
+
+
+def test_the_time_of_a_rollout_is_divided_into_its_phases():
+    class Slow(CountingEnv):
+        async def step(self, completion):
+            await asyncio.sleep(3.0)
+            return await super().step(completion)
+
+    async def generate(request):
+        await asyncio.sleep(5.0)
+        return complete(request, (11,))
+
+    async def score(rollout, problem):
+        await asyncio.sleep(7.0)
+        return 1.0
+
+    class Together(Rubric):
+        async def score_group(self, rollouts, problem):
+            await asyncio.sleep(9.0)
+            return [Score(reward=1.0) for _ in rollouts]
+
+    async def times(rubric):
+        factory = Factory(lambda: Slow(turns=2), lambda: Slow(turns=1))
+        rollouter = make_rollouter(factory, generate=generate, rubric=rubric)
+        group = await rollouter.run_group("g", PROBLEM, size=2, seed=0)
+        return [dict(rollout.phase_s) for rollout in group.rollouts]
+
+    alone = Rubric([RewardFunction(name="slow", function=score)])
+    assert run_virtually(times(alone)) == [
+        {"environment": 6.0, "generation": 10.0, "reward": 7.0},
+        {"environment": 3.0, "generation": 5.0, "reward": 7.0},
+    ]
+    assert run_virtually(times(Together([]))) == [
+        {"environment": 6.0, "generation": 10.0, "reward": 9.0},
+        {
+            "environment": 3.0,
+            "generation": 5.0,
+            "reward": 9.0,
+        },  # waiting for the sibling does not count
     ]
 
 

