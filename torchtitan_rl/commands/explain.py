@@ -7,15 +7,15 @@ Exit codes: 0 nothing wrong was found; 1 something was found; 2 there is no run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from torchtitan_rl.config.run import IDENTITY_FILE
+from torchtitan_rl.bounds import is_line
+from torchtitan_rl.config.resume import read_run_identity
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.files import parse_object
-from torchtitan_rl.observability.explain import RunFacts, diagnose, summarize
-from torchtitan_rl.observability.sinks import Row, RowKind, read_rows
+from torchtitan_rl.observability.explain import RunFacts, diagnose, finite, summarize
+from torchtitan_rl.observability.rollouts import read_rollouts
+from torchtitan_rl.observability.sinks import Row, RowKind, Split, read_rows, step_in
 
 _USAGE = "usage: torchtitan-rl explain RUN_DIR"
 _LAST_STEPS = 50  # whose turns show the speed of the replicas
@@ -54,7 +54,7 @@ def read_facts(run_dir: Path) -> RunFacts:
         if not (run_dir / "metrics.jsonl").exists():
             raise ConfigError(f"{run_dir}: no run (no metrics.jsonl)")
         for line in read_rows(run_dir / "metrics.jsonl"):
-            by_kind[str(line.row.get("kind"))][line.row["step"]] = line.row
+            by_kind[str(line.row.get("kind"))][step_in(line.where, line.row)] = line.row
         steps = [row for _, row in sorted(by_kind[RowKind.STEP].items())]
         last = steps[-1]["step"] if steps else 0
         token_s = _token_s(run_dir / "rollouts.jsonl", last - _LAST_STEPS)
@@ -63,16 +63,9 @@ def read_facts(run_dir: Path) -> RunFacts:
     return RunFacts(
         steps=steps,
         evaluations=[row for _, row in sorted(by_kind[RowKind.EVALUATION].items())],
-        fields=_fields(run_dir),
+        fields=read_run_identity(run_dir) or {},
         token_s=token_s,
     )
-
-
-def _fields(run_dir: Path) -> Mapping[str, Any]:
-    try:
-        return parse_object(IDENTITY_FILE, (run_dir / IDENTITY_FILE).read_bytes())
-    except (OSError, ValueError):
-        return {}
 
 
 def _token_s(path: Path, after_step: int) -> dict[str, list[float]]:
@@ -80,12 +73,12 @@ def _token_s(path: Path, after_step: int) -> dict[str, list[float]]:
     found: defaultdict[str, list[float]] = defaultdict(list)
     if not path.exists():
         return {}
-    for line in read_rows(path):
-        if line.row["step"] <= after_step or line.row.get("split") != "train":
+    for row, rollout in read_rollouts(path):
+        if step_in(rollout.rollout_id, row) <= after_step or row.get("split") != Split.TRAIN:
             continue
-        for turn in line.row.get("turns", ()):
-            metrics = turn.get("metrics") or {}
-            seconds = metrics.get("inter_token_latency_s")
-            if isinstance(seconds, int | float) and seconds > 0:
-                found[str(turn.get("replica"))].append(seconds)
+        for turn in rollout.turns:
+            metrics, name = turn.completion.metrics, turn.completion.replica
+            seconds = None if metrics is None else finite(metrics.inter_token_latency_s)
+            if seconds and seconds > 0 and isinstance(name, str) and is_line(name):
+                found[name].append(seconds)
     return dict(found)

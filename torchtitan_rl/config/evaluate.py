@@ -31,11 +31,11 @@ from torchtitan_rl.config.resume import (
     TASK,
     policy_digest,
     policy_fingerprint,
+    read_run_identity,
     run_identity,
 )
 from torchtitan_rl.config.room import serving_errors
 from torchtitan_rl.config.run import (
-    IDENTITY_FILE,
     SETTINGS_FILE,
     File,
     RunConfig,
@@ -417,10 +417,7 @@ def _of_checkpoint(path: Path) -> EvalModel:
 def _require_policy(run_dir: Path, policy_dir: Path) -> None:
     """Require that a run began with this policy. The run's checkpoints have only weights, so
     configuration and tokenizer of the evaluated models come from this policy."""
-    try:
-        identity = parse_object(IDENTITY_FILE, (run_dir / IDENTITY_FILE).read_bytes())
-    except (OSError, ValueError):
-        return
+    identity = read_run_identity(run_dir) or {}
     if identity.get(POLICY) not in (None, policy_fingerprint(policy_dir)):
         raise ConfigError(
             f"policy.checkpoint is {policy_dir}: {run_dir} began with another model; give the "

@@ -402,7 +402,7 @@ def find_resume_point(run_dir: Path) -> ResumePoint | None:
     """The point from which the run in ``run_dir`` can be resumed; None if there is nothing to
     resume. Changes nothing."""
     directory = CheckpointDirectory(run_dir / "checkpoints")
-    launched = _read_identity(run_dir / IDENTITY_FILE)
+    launched = read_run_identity(run_dir)
     for step in reversed(directory.steps()):
         try:
             position = read_position(directory.path(step))
@@ -418,6 +418,14 @@ def find_resume_point(run_dir: Path) -> ResumePoint | None:
     if launched is None:
         return None
     return ResumePoint(checkpoint=None, step=0, evaluated_step=None, identity=launched)
+
+
+def read_run_identity(run_dir: Path) -> dict[str, Any] | None:
+    """Read what `write_identity` wrote; None if the file is missing or damaged."""
+    try:
+        return parse_object(IDENTITY_FILE, (run_dir / IDENTITY_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
@@ -442,10 +450,3 @@ def is_complete(saved: ResumePoint, config: RunConfig) -> bool:
     return exported.is_file() and (
         exported.stat().st_mtime >= (saved.checkpoint / MARKER).stat().st_mtime
     )
-
-
-def _read_identity(path: Path) -> dict[str, Any] | None:
-    try:
-        return parse_object(path.name, path.read_bytes())
-    except (OSError, ValueError):
-        return None

@@ -23,8 +23,8 @@ from statistics import NormalDist, fmean, stdev, variance
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.errors import OutputError
-from torchtitan_rl.observability.rollouts import Decode, rollout_from_json, rollout_to_json
-from torchtitan_rl.observability.sinks import RowLog, Split, read_rows
+from torchtitan_rl.observability.rollouts import Decode, read_rollouts, rollout_to_json
+from torchtitan_rl.observability.sinks import RowLog, Split
 from torchtitan_rl.types import Problem, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -199,13 +199,9 @@ def read_finished(path: Path) -> Mapping[str, Rollout]:
     """
     finished: dict[str, Rollout] = {}
     try:
-        for line in read_rows(path):
-            try:
-                rollout = rollout_from_json(line.row)
-                if not rollout.status.is_failure:
-                    finished[rollout.rollout_id] = rollout
-            except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise ValueError(f"{line.where}: not a rollout ({error!r})") from error
+        for _, rollout in read_rollouts(path):
+            if not rollout.status.is_failure:
+                finished[rollout.rollout_id] = rollout
     except (OSError, ValueError) as error:
         raise OutputError(f"{path}: {error}; repair or remove the line") from error
     return finished

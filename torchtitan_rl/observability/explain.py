@@ -204,9 +204,9 @@ def _learning_rate(facts: RunFacts) -> Iterator[Diagnosis]:
 
 
 def _temperature(facts: RunFacts) -> Iterator[Diagnosis]:
-    value = facts.fields.get("rollout.sampling.temperature")
+    value = _value(facts.fields, "rollout.sampling.temperature")
     low, high = _USUAL_TEMPERATURES
-    if not isinstance(value, int | float) or low <= value <= high:
+    if value is None or low <= value <= high:
         return
     entropy = _Trend.of(facts.steps, "trainer/entropy")
     flat = _Trend.of(facts.steps, "train/groups_without_variance_share")
@@ -391,12 +391,13 @@ def _overlap(steps: Sequence[Mapping[str, Any]]) -> Overlap | None:
 
 
 def _staleness(facts: RunFacts) -> int:
-    return int(facts.fields.get("schedule.staleness", 0))
+    value = facts.fields.get("schedule.staleness", 0)
+    return value if isinstance(value, int) else 0
 
 
 def _number(facts: RunFacts, name: str, divisor: float) -> str:
-    value = facts.fields.get(name)
-    return f"{value / divisor:g}" if isinstance(value, int | float) else "a smaller one"
+    value = _value(facts.fields, name)
+    return "a smaller one" if value is None else f"{value / divisor:g}"
 
 
 def _values(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
@@ -404,6 +405,12 @@ def _values(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _value(row: Mapping[str, Any], name: str) -> float | None:
-    value = row.get(name)
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if is_number else None  # type: ignore[arg-type]
+    return finite(row.get(name))
+
+
+def finite(value: object) -> float | None:
+    """A value of a file as a finite float, or ``None`` if it is not a number that has one."""
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:  # an integer beyond all floats
+        return None

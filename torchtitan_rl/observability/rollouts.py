@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.observability.sinks import Row, RowLog, Split
+from torchtitan_rl.observability.sinks import Row, RowLog, Split, read_rows
 from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.types import (
     Completion,
@@ -196,6 +196,21 @@ def _trained_of(turn: Turn, episode: Episode | None) -> dict[str, Any]:
     return {"advantage": advantage, "loss_mask": mask}
 
 
+def read_rollouts(path: Path) -> Iterator[tuple[Row, Rollout]]:
+    """Yield the rows of ``path`` that count, each with its rollout.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a line is not a rollout; the message says which.
+    """
+    for line in read_rows(path):
+        try:
+            rollout = rollout_from_json(line.row)
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise ValueError(f"{line.where}: not a rollout ({error!r})") from error
+        yield line.row, rollout
+
+
 def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
     """Read a rollout that `rollout_to_json` wrote. The turns of the result lack the fields that
     `rollout_to_json` does not write.
@@ -204,6 +219,8 @@ def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
         KeyError, TypeError, ValueError, OverflowError: the object is not a rollout.
     """
     name = row["rollout_id"]
+    if not isinstance(name, str):
+        raise TypeError(f"rollout_id = {name!r}")
     return Rollout(
         rollout_id=name,
         group_id=row["group_id"],

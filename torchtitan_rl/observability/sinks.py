@@ -114,7 +114,7 @@ def read_rows(path: Path) -> Iterator[Line]:
         ValueError: a line is not JSON, not an object, or has no step; the message says which.
     """
     resumed = [
-        (number, _step(where, parse_object(where, line)))
+        (number, step_in(where, parse_object(where, line)))
         for number, (where, line) in enumerate(_lines(path))
         if line.startswith(_RESUMED_START)
     ]
@@ -125,11 +125,16 @@ def read_rows(path: Path) -> Iterator[Line]:
             life += 1
             continue
         row = parse_object(where, line)
-        if life == len(limits) or _step(where, row) <= limits[life]:
+        if life == len(limits) or step_in(where, row) <= limits[life]:
             yield Line(where, line, row, life)
 
 
-def _step(where: str, row: Row) -> int:
+def step_in(where: str, row: Row) -> int:
+    """Return the step of a row, which ``where`` names in errors.
+
+    Raises:
+        ValueError: the row has no step.
+    """
     step = row.get("step")
     if not isinstance(step, int):
         raise ValueError(f"{where}: step = {step!r} is not an integer")
