@@ -175,7 +175,7 @@ async def test_no_more_snippets_run_at_once_than_allowed_and_the_event_loop_goes
 
     ticking = asyncio.create_task(tick())
     async with Sandbox(SandboxConfig(concurrent=2)) as sandbox:
-        code = "import time; print(time.monotonic()); time.sleep(0.05); print(time.monotonic())"
+        code = "import time; print(time.monotonic()); time.sleep(0.5); print(time.monotonic())"
         results = await asyncio.gather(*(sandbox.run(code) for _ in range(6)))
     await cancel(ticking)
     spans = [tuple(map(float, result.stdout.split())) for result in results]
