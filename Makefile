@@ -9,7 +9,7 @@ SEED ?= 0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
 
-.PHONY: setup demo test test-fast soak lint clean
+.PHONY: setup demo test test-fast soak lint docs clean
 
 setup: $(STAMP)
 
@@ -44,5 +44,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# To read the pages with their search: `python3 -m http.server --directory site`.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) outputs site
