@@ -1,0 +1,100 @@
+"""The commands that the pages show run as they are, in a folder with the pages' example files. What
+would start processes is only planned (``--dry-run``); what cannot run here is in `NOT_RUN`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.documentation import PAGES, ROOT, Command, commands, write_example_files
+from tests.support.verifiers import needs_verifiers
+from torchtitan_rl.commands.cli import main
+from torchtitan_rl.experiments import gsm8k
+from torchtitan_rl.experiments.gsm8k.make_file import MakeFile
+from torchtitan_rl.experiments.gsm8k.make_file import main as make_file
+
+PLANNED = ("train", "serve", "eval")  # have --dry-run
+NOT_RUN = {
+    r"torchrun ": "starts a run or an engine: tests/real/hosts/test_launchers.py, "
+    "tests/real/test_generate_cli.py",
+    r"torchtitan-rl worker ": "listens until it is stopped: tests/real/test_tls_workers.py",
+    r"torchtitan-rl train .*--launch\.attach": "needs workers: tests/real/test_tls_workers.py",
+    r"torchtitan-rl (audit|explain) ": "needs a run's files: tests/real/test_main_job.py, "
+    "tests/real/test_explain.py",
+    r"torchtitan-rl generate ": "starts an engine: tests/real/test_generate_cli.py",
+    r"torchtitan-rl env check .*--policy real": "starts an engine: tests/real/test_new_task.py",
+    r"(torchtitan-rl data preview|python) lake_": "needs OpenEnv: tests/real/test_openenv_server.py",
+    r"torchtitan-rl eval .*my_sums": "needs a run's checkpoints: tests/real/test_new_task.py",
+    r"make (demo|test)$": "is run by CI",
+    r"hf |torchtitan-rl train gsm8k_smollm2": "needs the network: tests/real/test_data_tasks.py",
+    r"(sbatch|kubectl|docker compose|bash run\.sh)": "needs a cluster: tests/fast/launch",
+    r"lsof |\.venv/bin/py-spy ": "needs a running run",
+    r"(\w+=\w+ )?\.venv/bin/python -m (tests|pytest)": "runs tests",
+    r"(URL|KEY|LEASE|SESSION)=|field\(\)|curl |-H ": "one script: tests/fast/test_client.py",
+    r"cat ": "shows a file of the example",
+}
+"""Why commands that match a pattern are not run here; all else that a page shows is."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with what the pages take for granted."""
+    monkeypatch.chdir(tmp_path)
+    write_example_files("README.md", tmp_path)
+    (tmp_path / "my_config.py").write_text((tmp_path / "sums.py").read_text())
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "Qwen3-0.6B").symlink_to(gsm8k.__path__[0] + "/policy")
+    (tmp_path / "outputs" / "RUN").mkdir(parents=True)
+    (tmp_path / "outputs" / "RUN" / "policy").symlink_to(gsm8k.__path__[0] + "/policy")
+    make_file(MakeFile(output=tmp_path / "data" / "train.jsonl"))
+    rows = ({"question": f"{n} + 1?", "solution": str(n + 1), "level": 1} for n in range(2000))
+    (tmp_path / "data" / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
+def run(command: Command) -> int:
+    """The exit code."""
+    words = command.words
+    if words[0] == "python":
+        return subprocess.run([sys.executable, *words[1:]], check=False).returncode
+    if words[1] in PLANNED and not {"--dry-run", "--help"} & {*words}:
+        words.append("--dry-run")
+    if words[1] == "keys":
+        shutil.rmtree("keys", ignore_errors=True)
+    if words[1:3] == ["env", "check"]:
+        words += ["--max-block-ms", "60000"]  # this machine may do other work
+    with suppress(SystemExit):  # of --help
+        return main(words[1:])
+    return 0
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_the_commands_of_a_page_run(
+    page: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_example_files(page, folder)
+    tried = [
+        command
+        for command in commands(page)
+        if not any(re.match(pattern, command.text) for pattern in NOT_RUN)
+        and not ("verifiers_tiny" in command.text and needs_verifiers.args[0])
+    ]
+    for command in sorted(tried, key=lambda command: " new task " not in command.text):
+        code, error = run(command), capsys.readouterr().err
+        assert bool(code) == bool(command.error), f"{command.text}: {error}"
+        assert command.error in error, command.text
+
+
+def test_each_reason_not_to_run_a_command_is_needed() -> None:
+    texts = [command.text for page in PAGES for command in commands(page)]
+    unused = [pattern for pattern in NOT_RUN if not any(re.match(pattern, t) for t in texts)]
+    assert unused == []
+    named = re.findall(r"tests/[\w/]+(?:\.py)?", " ".join(NOT_RUN.values()))
+    assert [name for name in named if not (ROOT / name).exists()] == []
