@@ -54,9 +54,11 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(f"CONFIG is {path}: give a Python file")
     try:
         module = import_file(file, f"config_file_{path.stem}", path.parent)
-    except (ConfigError, SystemExit):
+    except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code:  # the file's message, or a signal
+            raise
         raise ConfigError(f"CONFIG is {path}: {_cause(error, file)}; correct the file") from error
     config = getattr(module, "config", None)
     if not isinstance(config, RunConfig):

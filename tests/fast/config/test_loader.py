@@ -93,6 +93,7 @@ def test_a_file_without_a_config_says_what_to_write(tmp_path):
         ("x = 1\ny = 1 / 0\n", "line 2, ZeroDivisionError: division by zero"),
         ("def\n", "SyntaxError"),
         ("import no_such_module\n", "line 1, ModuleNotFoundError: No module named"),
+        ("x = 1\nraise SystemExit(0)\n", "line 2, SystemExit: 0"),
     ],
 )
 def test_a_file_that_does_not_run_is_one_line_with_its_place(text, cause, tmp_path):
