@@ -20,6 +20,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.fast.test_files import files_of_at_most
 from tests.support.resuming import SIZE, Replaying, Run, contents
 from tests.support.rollouts import PROBLEM
 from tests.support.turns import turn
@@ -270,12 +271,20 @@ def test_a_full_disk_is_raised_once_and_later_turns_wait_for_the_next_checkpoint
     with pytest.raises(JournalError, match="journal: database or disk is full"):
         journal.append(recorded(FIRST, long))
     journal.append(recorded(FIRST, long, THIRD))
-    assert found_in(tmp_path, 5) == {"a": recorded(FIRST)}
+    assert [row.number for row in journal.rows(5)] == [0]
     journal._db.execute("PRAGMA max_page_count = 100000")
     journal.begin(10)
     journal.append(recorded(FIRST, long, THIRD, THIRD))
     base = {"a": recorded(FIRST, long, THIRD)}
     assert found_in(tmp_path, 10, base) == {"a": recorded(FIRST, long, THIRD, THIRD)}
+
+
+def test_a_resumed_run_that_cannot_write_its_journal_leaves_all_turns_in_it(tmp_path):
+    begun(tmp_path).append(recorded(FIRST, SECOND), 0)
+    long = recorded(turn((), range(9000)), name="long")
+    with files_of_at_most(50_000), pytest.raises(JournalError):
+        Journal(tmp_path / "journal").start(0, {"long": long, "a": recorded(FIRST, SECOND)}, {})
+    assert found_in(tmp_path) == {"a": recorded(FIRST, SECOND)}
 
 
 # Cost
