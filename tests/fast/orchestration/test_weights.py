@@ -108,3 +108,22 @@ def test_the_weights_of_a_resumed_run_stay_readable_until_its_evaluation_has_a_r
         await asyncio.wait({running})
 
     run_virtually(work())
+
+
+def test_weights_stay_readable_until_their_own_evaluation_has_a_replica(tmp_path: Path) -> None:
+    async def work() -> None:
+        plan = Plan(validate_every=1, evaluation_problems=200)
+        parts, feed = make_weights(tmp_path, plan)
+        running = asyncio.create_task(feed.run())
+        await asyncio.sleep(0.1)
+        feed.put(finished(1, 1, has_weights=True))
+        await asyncio.sleep(2.0)
+        assert 1 in parts.router.versions().values()
+        assert not parts.recorder.evaluations  # that of step 1 waits for that of step 0
+        assert feed.needed_versions == {1}
+        await feed.flush()
+        assert not feed.needed_versions
+        running.cancel()
+        await asyncio.wait({running})
+
+    run_virtually(work())
