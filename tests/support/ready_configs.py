@@ -8,6 +8,7 @@ import pkgutil
 from pathlib import Path
 
 import pytest
+import safetensors
 
 from tests.support.config_mutations import with_value
 from tests.support.verifiers import needs_verifiers
@@ -49,7 +50,7 @@ def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
         policy.mkdir()
         (policy / "config.json").write_text(json.dumps(ARCHITECTURE))
         (policy / "tokenizer.json").write_text("{}")
-        (policy / "model.safetensors").write_bytes(b"weights")
+        (policy / "model.safetensors").write_bytes(safetensors.serialize({}))
         config = with_value(config, "policy.checkpoint", str(policy))
     if isinstance(config.task, Gsm8kTask):
         config = with_value(config, "task", gsm8k(folder / "policy"))

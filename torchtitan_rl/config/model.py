@@ -124,8 +124,10 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
     """Read the facts of any model that vLLM supports, trainable or not.
 
     Raises:
-        OSError, ValueError: the directory is not a Hugging Face checkpoint.
+        OSError, ValueError: the directory is not a complete Hugging Face checkpoint.
     """
+    from safetensors import SafetensorError, safe_open
+
     config = json.loads((directory / "config.json").read_text())
     if not isinstance(config, dict):
         raise ValueError(f"{directory / 'config.json'} is no JSON object")
@@ -135,6 +137,12 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
         raise ValueError(f"{directory} has no *.safetensors file")
     if not (directory / "tokenizer.json").exists():
         raise ValueError(f"{directory} has no tokenizer.json")
+    for path in weights:
+        try:
+            with safe_open(path, "np"):  # reads only the header, which has the file's length
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{path.name} is damaged or not complete: {error}") from error
     num_heads = _size(config, "num_attention_heads")
     num_kv_heads = _size(config, "num_key_value_heads", default=num_heads)
     sizes = {

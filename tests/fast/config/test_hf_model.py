@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.config_mutations import with_value
-from torchtitan_rl.config.model import FAMILIES, read_architecture
+from torchtitan_rl.config.model import FAMILIES, find_policy, read_architecture
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
@@ -93,6 +95,21 @@ def test_a_run_with_such_a_model_is_refused_before_it_starts(tmp_path: Path) -> 
     first, second = refused.value.errors
     assert "attention_bias True is not supported" in first
     assert second.startswith("rollout.step_timeout_s is 4000")
+
+
+@pytest.mark.parametrize("weights", ["cut off", "folder", "link"])
+def test_weights_that_are_not_there_or_not_whole_are_one_line(tmp_path: Path, weights: str) -> None:
+    policy = Path(shutil.copytree(TINY.policy.checkpoint, tmp_path / "policy"))
+    file = policy / "model.safetensors"
+    if weights == "cut off":  # such as a download that was interrupted
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        file.unlink()
+        file.mkdir() if weights == "folder" else file.symlink_to("gone")
+    for is_trained in (True, False):
+        with pytest.raises(ConfigError, match="no usable Hugging Face checkpoint") as refused:
+            find_policy(str(policy), is_trained=is_trained)
+        assert len(refused.value.errors) == 1
 
 
 def test_mistral_has_a_sliding_window_unless_its_file_says_otherwise(tmp_path: Path) -> None:
