@@ -93,6 +93,18 @@ def test_wait_lets_running_requests_finish_and_new_ones_queue() -> None:
         seen["new"].result(WAIT_S)
 
 
+def test_wait_lets_the_requests_of_an_earlier_pause_finish() -> None:
+    engine, pauses = TriggeredEngine(), []
+    engine.triggers[3] = lambda: pauses.append(loop.execute(Pause("keep")))
+    with running_loop(engine) as loop:
+        running = loop.submit(request("a", 9))
+        while not pauses:
+            pass
+        pauses[0].result(WAIT_S)
+        loop.execute(Pause("wait")).result(WAIT_S)
+        assert running.result(WAIT_S).token_ids == undisturbed(9)
+
+
 def test_while_paused_weights_are_pulled_and_requests_aborted() -> None:
     engine, pauses = TriggeredEngine(), []
     engine.triggers[3] = lambda: pauses.append(loop.execute(Pause("keep")))
