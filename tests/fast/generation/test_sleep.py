@@ -72,6 +72,21 @@ def test_whatever_is_asked_in_between_nothing_is_stepped_before_weights_are_back
         assert set(held.result(WAIT_S).versions) == {1}
 
 
+def test_sleeps_and_wake_ups_are_answered_one_by_one() -> None:
+    engine, answered = SteppedEngine(), []
+    commands = [Sleep(), WakeUp(), Sleep()]
+    with running_loop(engine) as loop:
+        loop.submit(request("a", 50))
+        assert engine.asked.acquire(timeout=WAIT_S)
+        futures = [loop.execute(command) for command in commands]
+        for future, command in zip(futures, commands, strict=True):
+            future.add_done_callback(lambda _, one=command: answered.append(one))
+        engine.permits.release(100)
+        for future in futures:
+            future.result(WAIT_S)
+    assert answered == commands
+
+
 def test_trap_2_sleeps_end_with_the_loop() -> None:
     engine = SteppedEngine()
     with running_loop(engine) as loop:
