@@ -1,15 +1,19 @@
-"""Validation reward over steps and over seconds, for several stalenesses and seeds.
+"""Validation reward over steps, for several stalenesses and seeds.
 
-    python -m benchmarks.learning_curves [--staleness 0 2] [--seeds 0 1 2] [--output-dir DIR]
+    python -m benchmarks.learning_curves [--staleness 0 1 2 4] [--seeds 0 1 2] [--output-dir DIR]
 
 Runs that exist in the output directory are not repeated. Writes ``async_learning.json`` and
-``async_learning.png`` into ``benchmarks/results``.
+``async_learning.png`` into ``benchmarks/results``. Curves of other stalenesses and seeds stay in
+the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from benchmarks.plots import figure
 from benchmarks.report import heading, print_table, write_report
@@ -27,7 +31,7 @@ def curve(run: FinishedRun) -> list[tuple[int, float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/learning_curves"))
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
@@ -39,45 +43,44 @@ def main() -> None:
             options = ["--seed", str(seed), "--schedule.staleness", str(staleness)]
             folder = given.output_dir / f"s{staleness}-seed{seed}"
             runs[staleness, seed] = train(CONFIG, options, run_dir=folder)
-    rows = []
-    for (staleness, seed), run in sorted(runs.items()):
-        points = curve(run)
-        rows.append(
-            [
-                f"S={staleness} seed {seed}",
-                f"{points[0][2]:.3f}",
-                f"{points[-1][2]:.3f}",
-                f"{run.seconds:.0f}",
-                f"{max(run.column('policy/staleness_max')):.0f}",
-            ]
-        )
-    print_table(["run", "reward at start", "at end", "seconds in all", "oldest token"], rows)
-    curves = {f"S={s} seed {seed}": curve(run) for (s, seed), run in sorted(runs.items())}
-    write_report(
-        given.results / "async_learning.json",
-        report
-        | {
-            "columns": ["step", "seconds", "validation reward"],
-            "curves": curves,
-            "seconds_in_all": {
-                f"S={s} seed {seed}": run.seconds for (s, seed), run in runs.items()
-            },
-        },
-    )
-    draw(runs, given.results / "async_learning.png")
+    path = given.results / "async_learning.json"
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    names = {f"S={s} seed {seed}": run for (s, seed), run in runs.items()}
+    report |= {
+        "columns": ["step", "seconds", "validation reward"],
+        "curves": known.get("curves", {}) | {name: curve(run) for name, run in names.items()},
+        "seconds_in_all": known.get("seconds_in_all", {})
+        | {name: run.seconds for name, run in names.items()},
+        "mean_age": known.get("mean_age", {})
+        | {name: mean(run.column("policy/staleness_mean")) for name, run in names.items()},
+    }
+    rows = [
+        [
+            name,
+            f"{points[0][2]:.3f}",
+            f"{points[-1][2]:.3f}",
+            str(report["mean_age"].get(name, ""))[:4],
+        ]
+        for name, points in sorted(report["curves"].items())
+    ]
+    print_table(["run", "reward at start", "at end", "mean age of tokens"], rows)
+    write_report(path, report)
+    draw(report["curves"], path.with_suffix(".png"))
 
 
-def draw(runs: dict[tuple[int, int], FinishedRun], path: Path) -> None:
-    colours = {s: f"C{i}" for i, s in enumerate(sorted({s for s, _ in runs}))}
-    with figure(path, size=(10, 4), columns=2, shares_y=True) as (over_steps, over_seconds):
-        for (staleness, seed), run in sorted(runs.items()):
-            steps, seconds, rewards = zip(*curve(run), strict=True)
-            label = f"S = {staleness}" if seed == min(s for _, s in runs) else None
-            over_steps.plot(steps, rewards, color=colours[staleness], alpha=0.7, label=label)
-            over_seconds.plot(seconds, rewards, color=colours[staleness], alpha=0.7)
-        over_steps.set(xlabel="optimizer steps", ylabel="validation reward")
-        over_seconds.set(xlabel="seconds after the first evaluation")
-        over_steps.legend()
+def draw(curves: dict[str, Any], path: Path) -> None:
+    """Draw each run, and the mean over the seeds of a staleness."""
+    stalenesses = sorted({int(name.split()[0].removeprefix("S=")) for name in curves})
+    with figure(path, size=(7, 4)) as axes:
+        for number, staleness in enumerate(stalenesses):
+            runs = [points for name, points in curves.items() if f"S={staleness} " in name]
+            for points in runs:
+                steps, _, rewards = zip(*points, strict=True)
+                axes.plot(steps, rewards, color=f"C{number}", alpha=0.3, linewidth=1)
+            means = [mean(one[2] for one in step) for step in zip(*runs, strict=True)]
+            axes.plot(steps, means, color=f"C{number}", label=f"S = {staleness}, mean")
+        axes.set(xlabel="optimizer steps", ylabel="validation reward")
+        axes.legend()
     print(f"drawn to {path}")
 
 

@@ -30,9 +30,11 @@ NOT_RUN = {
     "tests/real/test_explain.py",
     r"torchtitan-rl generate ": "starts an engine: tests/real/test_generate_cli.py",
     r"torchtitan-rl env check .*--policy real": "starts an engine: tests/real/test_new_task.py",
-    r"(torchtitan-rl data preview|python) lake_": "needs OpenEnv: tests/real/test_openenv_server.py",
+    r"(torchtitan-rl data preview|python) lake_": "needs a server: "
+    "tests/real/test_openenv_server.py",
     r"torchtitan-rl eval .*my_sums": "needs a run's checkpoints: tests/real/test_new_task.py",
-    r"make (demo|test)$": "is run by CI",
+    r"make |source ": "sets up: CI runs it, except for `make demo` (tests/real/test_main_job.py)",
+    r"python -m benchmarks": "takes an hour: tests/real/test_benchmarks.py",
     r"hf |torchtitan-rl train gsm8k_smollm2": "needs the network: tests/real/test_data_tasks.py",
     r"(sbatch|kubectl|docker compose|bash run\.sh)": "needs a cluster: tests/fast/launch",
     r"lsof |\.venv/bin/py-spy ": "needs a running run",
@@ -47,7 +49,8 @@ NOT_RUN = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with what the pages take for granted."""
     monkeypatch.chdir(tmp_path)
-    write_example_files("README.md", tmp_path)
+    for page in ("README.md", *(page for page in PAGES if "tutorials" in page)):
+        write_example_files(page, tmp_path)
     (tmp_path / "my_config.py").write_text((tmp_path / "sums.py").read_text())
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "Qwen3-0.6B").symlink_to(gsm8k.__path__[0] + "/policy")

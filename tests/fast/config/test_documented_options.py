@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.config_mutations import with_value
 from tests.support.documentation import PAGES
+from torchtitan_rl.commands.data import PreviewConfig
 from torchtitan_rl.commands.env import EnvCheckConfig
 from torchtitan_rl.commands.generate import GenerateOptions
 from torchtitan_rl.commands.keys import KeysConfig
@@ -52,6 +53,7 @@ def fields(kind: Any, prefix: str = "") -> frozenset[str]:
 def known() -> frozenset[str]:
     commands = (
         *(ServeConfig, GenerateOptions, EvalConfig, EnvCheckConfig, NewTaskConfig),
+        PreviewConfig,
         *(WorkerOptions, KeysConfig, LaunchScriptOptions, *OPTIONS_OF_KINDS),
     )
     return fields(RunConfig).union(*(fields(kind) for kind in commands))
@@ -94,3 +96,19 @@ def test_every_option_that_a_page_names_exists(page: str) -> None:
     dotted = re.compile(rf"`((?:{'|'.join(sections)})\.\w+(?:\.\w+)*)(?<!jsonl)`")
     named |= set(dotted.findall("\n".join(lines)))
     assert {name for name in named if not name.startswith("task.")} - known() == set()
+
+
+def test_the_options_that_others_have_become_ours_with_our_defaults() -> None:
+    rows = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "docs" / "coming_from.md").read_text(), re.M)
+    named = re.findall(r"`(\w+\.[\w.]+)`(?: \(([\d.e-]+)[^)]*\))?", "\n".join(rows))
+    ours = [(name, value) for name, value in named if not name.endswith(".jsonl")]
+    assert len(ours) > 60
+    assert {name for name, _ in ours} - fields(RunConfig) - {"DataTask.score"} == set()
+    for name, value in ours:
+        if value:
+            section, _, field = name.rpartition(".")
+            kind = RunConfig
+            for part in section.split("."):
+                kind = type({f.name: f for f in dataclasses.fields(kind)}[part].default_factory())
+            defaults = {f.name: f.default for f in dataclasses.fields(kind)}
+            assert float(defaults[field]) == float(value), name
