@@ -142,7 +142,7 @@ def _config_file(given: Path) -> Path:
     )
 
 
-def _cause(error: Exception, path: Path) -> str:
+def _cause(error: Exception | SystemExit, path: Path) -> str:
     """Describe an error in one line, with the line of the file ``path`` that caused it."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
