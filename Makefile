@@ -46,7 +46,7 @@ lint: setup
 
 # To read the pages with their search: `python3 -m http.server --directory site`.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) outputs site

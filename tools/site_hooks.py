@@ -17,7 +17,6 @@ import inspect
 import io
 import os
 import re
-import sys
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -234,7 +233,3 @@ def api() -> str:
             if not theme(name):  # its fields are on the page of the configuration
                 lines += ["    options:", "      members: false"]
     return "\n".join(lines)
-
-
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.documentation import PAGES, ROOT, Command, commands, write_example_files
 from tests.support.verifiers import needs_verifiers
-from torchtitan_rl.commands.cli import main
+from torchtitan_rl.commands.cli import COMMANDS, main
 from torchtitan_rl.experiments import gsm8k
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile
 from torchtitan_rl.experiments.gsm8k.make_file import main as make_file
@@ -93,6 +93,13 @@ def test_the_commands_of_a_page_run(
         code, error = run(command), capsys.readouterr().err
         assert bool(code) == bool(command.error), f"{command.text}: {error}"
         assert command.error in error, command.text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_within_a_sentence_exist(page: str) -> None:
+    named = re.findall(r"`torchtitan-rl ([^`\n]+)`", (ROOT / page).read_text())
+    known = (*COMMANDS, "new", "env", "data", "-", "VERB")
+    assert [words for words in named if not words.startswith(known)] == []
 
 
 def test_each_reason_not_to_run_a_command_is_needed() -> None:
