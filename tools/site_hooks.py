@@ -24,6 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import griffe
 from markdown import Extension, Markdown
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -35,6 +36,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+EXAMPLE = re.compile(r"^>>> .*?(?=\n\n(?!\.\.\.|>>>)|\Z)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")  # without its anchor
 ITEM = re.compile(r"([-*]|\d+\.) ")
 PACKAGE = "torchtitan_rl"
@@ -70,6 +72,15 @@ class ShortIndent(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
         md.tab_length = 2
         md.build_parser()
+
+
+class Docstrings(griffe.Extension):
+    """Marks the examples of docstrings as code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            text = obj.docstring.value.replace("::\n", ":\n")
+            obj.docstring.value = EXAMPLE.sub(r"```pycon\n\g<0>\n```", text)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -232,4 +243,5 @@ def api() -> str:
             lines += ["", f"::: {PACKAGE}.{homes[name]}.{name}"]
             if not theme(name):  # its fields are on the page of the configuration
                 lines += ["    options:", "      members: false"]
+                lines += ["      merge_init_into_class: false"]
     return "\n".join(lines)

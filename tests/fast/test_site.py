@@ -86,6 +86,7 @@ def test_the_references_are_complete(site: Path) -> None:
         (site / f"{page}.html").read_text() for page in ("api", "configuration", "commands")
     )
     assert [name for name in torchtitan_rl.__all__ if f'.{name}"' not in api] == []
+    assert "<blockquote>" not in api  # examples are code
     sections = {name.rpartition(".")[0] for name in fields(RunConfig)}
     options = fields(RunConfig) - sections - {"policy"}
     assert [name for name in options if f"<code>{name}</code>" not in configuration] == []
