@@ -30,6 +30,7 @@ COMMANDS = {
     "new task": ("NAME [options]", "write a task to start from", "commands.new"),
     "env check": ("CONFIG [options]", "find mistakes of an environment", "commands.env"),
     "doctor": ("[CONFIG [options]]", "check this machine", "commands.doctor"),
+    "view": ("RUN_DIR... [options]", "show runs on a page in the browser", "commands.view"),
     "explain": ("RUN_DIR", "say in words what a run shows", "commands.explain"),
     "audit": ("RUN_DIR", "check that what a run wrote adds up", "audit.run"),
     "worker": ("--address ADDRESS", "make this machine a host of runs", "commands.worker"),

@@ -155,7 +155,7 @@ def _describe_time(facts: RunFacts) -> Iterator[str]:
     if phases:
         texts = [f"{phase} {share:.0%}" for phase, share in phases.items()]
         yield f"time of a rollout: {', '.join(texts)}"
-    overlap = _overlap(facts.steps)
+    overlap = mean_overlap(facts.steps)
     if overlap is not None and not facts.shares_cores:
         yield advice(overlap, staleness=_staleness(facts))
 
@@ -165,7 +165,7 @@ def _failed_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
     failed = {
         name.removeprefix("train/ended_"): sum(_values(facts.steps, name))
         for name in {name for row in facts.steps for name in row}
-        if name.startswith("train/ended_") and name.removeprefix("train/ended_") in _FAILURES
+        if name.startswith("train/ended_") and name.removeprefix("train/ended_") in FAILURES
     }
     share = sum(failed.values()) / total if total else 0.0
     if share > _MOST_FAILED:
@@ -177,7 +177,7 @@ def _failed_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
         )
 
 
-_FAILURES = (
+FAILURES = (
     *("step_timeout", "rollout_timeout", "env_error", "generation_error", "reward_error"),
     "cancelled",
 )
@@ -312,7 +312,7 @@ def _slow_replica(facts: RunFacts) -> Iterator[Diagnosis]:
 
 
 def _overlapping(facts: RunFacts) -> Iterator[Diagnosis]:
-    overlap, staleness = _overlap(facts.steps), _staleness(facts)
+    overlap, staleness = mean_overlap(facts.steps), _staleness(facts)
     if overlap is None or staleness == 0 or facts.shares_cores:
         return
     causes = {
@@ -379,7 +379,7 @@ def _phases(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {phase: value / total for phase, value in seconds.items()} if total else {}
 
 
-def _overlap(steps: Sequence[Mapping[str, Any]]) -> Overlap | None:
+def mean_overlap(steps: Sequence[Mapping[str, Any]]) -> Overlap | None:
     """The mean idle shares, without the first step, in which engines warm up."""
     found = [one for row in steps[1:] if (one := overlap_of(row)) is not None]
     if not found:

@@ -32,7 +32,7 @@ from torchtitan_rl.errors import OutputError
 from torchtitan_rl.files import append_line, open_for_append, parse_object, whole_lines
 
 MAX_BYTES = 256 << 20
-_TABLE = Path(__file__).with_name("metrics.md")
+METRIC_TABLE = Path(__file__).with_name("metrics.md")
 _ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
 _RESUMED = "resumed"
 _RESUMED_START = b'{"kind":"resumed"'
@@ -57,7 +57,7 @@ class RowLog:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if is_new:
-                for old in _files(path):
+                for old in row_files(path):
                     old.unlink(missing_ok=True)
             self._file = open_for_append(path)
         except OSError as error:
@@ -86,7 +86,7 @@ class RowLog:
         self._file.close()
 
     def _begin_file(self) -> None:
-        index = 1 + max((_index(self._path, file) for file in _files(self._path)), default=0)
+        index = 1 + max((_index(self._path, file) for file in row_files(self._path)), default=0)
         with suppress(FileNotFoundError):  # already renamed, but the next could not be opened
             self._path.rename(self._path.with_suffix(f".{index:06d}{self._path.suffix}"))
         full, self._file = self._file, open_for_append(self._path)
@@ -142,12 +142,12 @@ def step_in(where: str, row: Row) -> int:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    for file in _files(path):
+    for file in row_files(path):
         for number, line in enumerate(whole_lines(file), start=1):
             yield f"{file.name}, line {number}", line
 
 
-def _files(path: Path) -> list[Path]:
+def row_files(path: Path) -> list[Path]:
     """The full files that were written before ``path``, in their order, then ``path`` itself."""
     found = [one for one in path.parent.glob(f"{path.stem}.*{path.suffix}") if _index(path, one)]
     return sorted(found, key=lambda one: _index(path, one)) + [path] * path.exists()
@@ -225,8 +225,8 @@ class MetricsLog:
 @cache
 def metric_names() -> frozenset[str]:
     """The names in the table. A name that ends in ``/*`` is a family (see the module)."""
-    rows = _ROW.findall(_TABLE.read_text(encoding="utf-8"))
-    return frozenset(name for row in rows for name in _expand(row))
+    rows = _ROW.findall(METRIC_TABLE.read_text(encoding="utf-8"))
+    return frozenset(name for row in rows for name in expand_names(row))
 
 
 def is_known(name: str) -> bool:
@@ -248,10 +248,10 @@ def check_names(names: Iterable[str]) -> None:
         raise ValueError(f"unknown metrics {unknown}: add them to docs/metrics.md")
 
 
-def _expand(row: str) -> Iterable[str]:
+def expand_names(row: str) -> Iterable[str]:
     """Expand the braces of a row of the table.
 
-    >>> list(_expand("{train,evaluation}/reward_{mean,max}"))
+    >>> list(expand_names("{train,evaluation}/reward_{mean,max}"))
     ['train/reward_mean', 'train/reward_max', 'evaluation/reward_mean', 'evaluation/reward_max']
     """
     parts = re.split(r"\{(.+?)\}", row)  # every second part was in braces

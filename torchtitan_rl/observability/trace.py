@@ -42,7 +42,7 @@ KEPT_FILES = 4  # number of files of one process
 HOST_VARIABLE = "TORCHTITAN_RL_HOST"  # set for processes on another host than the controller's
 CLOCKS = "clocks.json"  # in the folder of the traces
 
-_HOST_EVENT = "process_labels"  # the event for a text that viewers show next to a process's name
+HOST_EVENT = "process_labels"  # the event for a text that viewers show next to a process's name
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _MAIN_TRACK = "main"
 
@@ -162,7 +162,7 @@ class Tracer:
             {"name": "process_name", "ph": "M", "args": {"name": self._process}}
         ]
         if self._host:
-            head += [{"name": _HOST_EVENT, "ph": "M", "args": {"labels": self._host}}]
+            head += [{"name": HOST_EVENT, "ph": "M", "args": {"labels": self._host}}]
         head += [self._track_name(track) for track in self._tracks]
         try:
             num_bytes = _append(file, head)
@@ -204,7 +204,7 @@ def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
         for pid, path in enumerate(sorted(trace_dir.glob("*.jsonl")), start=1):
             ahead_us = 0.0
             for event in _events(path):
-                if event.get("name") == _HOST_EVENT:
+                if event.get("name") == HOST_EVENT:
                     ahead_us = _ahead_us(clocks, event, path.name)
                 elif "ts" in event:
                     event["ts"] -= ahead_us

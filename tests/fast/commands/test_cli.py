@@ -167,6 +167,8 @@ WRONG_COMMANDS = {
     "audit nosuch": "nosuch: no run",
     "worker": "--address is missing",
     "worker --nosuch": "Unrecognized options: --nosuch",
+    "view": "RUN_DIR: give the folder of a run",
+    "view nowhere": "nowhere: no such folder",
     "keys": "--hosts: give the machines of a run",
     "keys foo": "Unrecognized options: foo",
     "launch-script": "KIND is missing: give one of slurm, kubernetes, ssh, docker-compose",

@@ -146,7 +146,7 @@ def test_each_name_has_one_row_and_each_row_of_the_page_is_a_name_with_three_col
     rows = [line for line in page.splitlines() if line.startswith("|")]
     rows = [row for row in rows if not row.startswith(("| name |", "|---"))]
     assert [row for row in rows if not re.fullmatch(r"\| `\S+` (\| ([^|]|\\\|)+ ){3}\|", row)] == []
-    names = [name for row in rows for name in sinks._expand(row.split("`")[1])]
+    names = [name for row in rows for name in sinks.expand_names(row.split("`")[1])]
     assert len(names) == len(metric_names())
 
 

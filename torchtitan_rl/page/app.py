@@ -1,0 +1,369 @@
+"""The HTTP application of the page, and who may read it.
+
+It only reads: GET and HEAD, no request changes anything. All requests are answered on one event
+loop, which between them follows the files of the runs in short pieces.
+
+Who may read: without a key, processes of this user on this machine; with a key, who has it. A
+request's ``Host`` must be the address that the page listens on. Otherwise another web site could
+read the page through the user's browser, under a name that it points to this machine (DNS
+rebinding).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from torchtitan_rl.aio import background
+from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.own_user import accept_own_user
+from torchtitan_rl.observability.trace import merge_traces
+from torchtitan_rl.page import views
+from torchtitan_rl.page.index import RunIndex, parse_row
+from torchtitan_rl.page.rollouts import ParameterError, rollout_details
+from torchtitan_rl.page.tokens import token_texts
+from torchtitan_rl.serving.config import is_loopback, reachable
+
+PAGE_KEY = "TORCHTITAN_RL_PAGE_KEY"
+STATIC = {
+    "index.html": "text/html; charset=utf-8",
+    "app.js": "text/javascript; charset=utf-8",
+    "app.css": "text/css; charset=utf-8",
+    "LICENSES.txt": "text/plain; charset=utf-8",
+}
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_POLL_S = 0.5
+_PIECE_S = 0.02  # reading between two answers
+_SILENCE_S = 15.0  # between two lines of an event stream
+_MAX_NAMES = 400  # metrics in one answer
+_MAX_REQUESTS = 256  # at the same time, streams of events included
+
+
+class Page:
+    """The indexes of the runs, kept up to date by `follow`."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.runs = [RunIndex(folder) for folder in folders]
+        self._changed = asyncio.Event()
+
+    def read(self, *, seconds: float) -> None:
+        """Read the runs' files for up to about ``seconds`` each."""
+        for run in self.runs:
+            run.update(seconds=seconds)
+
+    async def follow(self) -> None:
+        """Read what is written to the runs' files, until cancelled."""
+        while True:
+            before = [dict(run.counters) for run in self.runs]
+            has_more = [run.update(seconds=_PIECE_S) for run in self.runs]
+            if before != [run.counters for run in self.runs]:
+                self._changed.set()
+                self._changed = asyncio.Event()
+            await asyncio.sleep(0 if any(has_more) else _POLL_S)
+
+    async def events(self) -> AsyncIterator[str]:
+        """The counters of each run as server-sent events, whenever they have changed."""
+        seen: list[dict[str, int]] = [{} for _ in self.runs]
+        while True:
+            changed = self._changed
+            for number, run in enumerate(self.runs):
+                if run.counters != seen[number]:
+                    seen[number] = dict(run.counters)
+                    data = msgspec.json.encode({"run": number} | run.counters).decode()
+                    yield f"event: change\ndata: {data}\n\n"
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    await changed.wait()
+            except TimeoutError:
+                yield ": still here\n\n"
+            await asyncio.sleep(_POLL_S / 2)  # many changes in a row are one event
+
+    def close(self) -> None:
+        for run in self.runs:
+            run.close()
+
+
+def page_app(page: Page, *, host: str, port: int, key: str = "") -> ASGIApp:
+    """The application for a page that listens on this address."""
+
+    def run_of(request: Request) -> RunIndex:
+        number = request.path_params["run"]
+        if not number.isascii() or not number.isdigit() or int(number[:9]) >= len(page.runs):
+            raise HTTPException(404, f"run {number[:20]}: there are {len(page.runs)} runs, from 0")
+        return page.runs[int(number[:9])]
+
+    def view(answer: Callable[[RunIndex], Any]) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            _refuse_parameters(request)
+            return _json(answer(run_of(request)))
+
+        return handle
+
+    async def runs(request: Request) -> Response:
+        _refuse_parameters(request)
+        return _json([views.describe_run(n, run) for n, run in enumerate(page.runs)])
+
+    async def catalogue(request: Request) -> Response:
+        _refuse_parameters(request)
+        return _json(views.catalogue())
+
+    async def metrics(request: Request) -> Response:
+        names = _parameters(request, "names").get("names")
+        chosen = None if names is None else [name for name in names.split(",") if name]
+        if chosen is not None and len(chosen) > _MAX_NAMES:
+            raise ParameterError(f"names: give up to {_MAX_NAMES}")
+        return _json(views.metrics(run_of(request), chosen))
+
+    async def rollouts(request: Request) -> Response:
+        return _json(run_of(request).rollouts.query(_parameters(request)))
+
+    async def rollout(request: Request) -> Response:
+        _refuse_parameters(request)
+        run, number = run_of(request), request.path_params["n"]
+        found = None
+        if number.isascii() and number.isdigit() and len(number) < 16:
+            found = await show_rollout(run, int(number))
+        if found is None:
+            raise HTTPException(404, f"rollout {number[:20]}: no such rollout")
+        return _json(found)
+
+    async def timeline(request: Request) -> Response:
+        return _json(views.show_timeline(run_of(request), _parameters(request)))
+
+    async def trace(request: Request) -> Response:
+        _refuse_parameters(request)
+        folder = run_of(request).folder
+        if not (folder / "traces").is_dir():
+            raise HTTPException(404, "this run has no trace")
+        handle, name = tempfile.mkstemp(prefix="page-", suffix=".json")
+        os.close(handle)
+        try:
+            await asyncio.to_thread(merge_traces, folder / "traces", Path(name))
+        except OSError as error:
+            os.unlink(name)
+            raise HTTPException(500, f"the trace cannot be merged: {error}") from error
+        return FileResponse(
+            name,
+            media_type="application/json",
+            filename="trace.json",
+            background=BackgroundTask(os.unlink, name),
+        )
+
+    async def events(request: Request) -> Response:
+        _refuse_parameters(request)
+        return StreamingResponse(page.events(), media_type="text/event-stream")
+
+    async def static(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        if name not in STATIC:
+            raise HTTPException(404, "not found")
+        try:
+            content = files("torchtitan_rl.page").joinpath("static", name).read_bytes()
+        except OSError as error:
+            raise HTTPException(404, "not found") from error
+        return Response(content, media_type=STATIC[name])
+
+    of_run = "/api/runs/{run}"
+    routes = [
+        Route("/api/runs", runs),
+        Route("/api/catalogue", catalogue),
+        Route("/api/events", events),
+        Route(f"{of_run}/overview", view(views.overview)),
+        Route(f"{of_run}/metrics", metrics),
+        Route(f"{of_run}/rollouts", rollouts),
+        Route(f"{of_run}/rollouts/{{n}}", rollout),
+        Route(f"{of_run}/timeline", timeline),
+        Route(f"{of_run}/trace.json", trace),
+        Route(f"{of_run}/now", view(views.now)),
+        Route(f"{of_run}/config", view(views.configuration)),
+        Route("/", static),
+        Route("/{name}", static),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: _refused, ParameterError: _wrong_parameter},
+    )
+    return _Guard(app, host=host, port=port, key=key)
+
+
+async def show_rollout(run: RunIndex, n: int) -> dict[str, Any] | None:
+    """One rollout with its tokens, its siblings, and others of its problem; None if there is none
+    of this number."""
+    related, place = run.rollouts.related(n), run.rollouts.place(n)
+    if related is None or place is None:
+        return None
+    row = parse_row(run.rollout_line(*place))
+    decode = await token_texts(views.policy_dir(run))
+    return related | rollout_details(row, decode)
+
+
+class _Guard:
+    """Refuses what may not be read, and adds the headers to every answer."""
+
+    def __init__(self, app: ASGIApp, *, host: str, port: int, key: str) -> None:
+        self._app = app
+        self._hosts = {host.strip("[]").lower(), "localhost", "127.0.0.1", "::1"}
+        self._is_any_host = host in ("0.0.0.0", "::")
+        self._key = key.encode()
+        self._cookie = f"torchtitan_rl_page_{port}"
+        self._cookie_value = hmac.digest(self._key, b"page", hashlib.sha256).hex()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = [one for one in message["headers"] if one[0].decode() not in _HEADERS]
+                own = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": kept + own}
+            await send(message)
+
+        refusal = self._refusal(Request(scope))
+        await (self._app if refusal is None else refusal)(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
+            return _error(405, "the page only reads: use GET", {"allow": "GET, HEAD"})
+        if not self._is_any_host and _host_of(request) not in self._hosts:
+            return _error(421, "the Host header is not the address that the page listens on")
+        if not self._key:
+            return None
+        given = request.query_params.get("key")
+        if given is not None and hmac.compare_digest(given.encode(), self._key):
+            rest = [(n, v) for n, v in request.query_params.multi_items() if n != "key"]
+            target = request.url.path + (f"?{urlencode(rest)}" if rest else "")
+            # One slash: a path that begins with two would name another host.
+            answer = Response(status_code=303, headers={"location": f"/{target.lstrip('/')}"})
+            answer.set_cookie(self._cookie, self._cookie_value, httponly=True, samesite="strict")
+            return answer
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        cookie = request.cookies.get(self._cookie, "")
+        has_token = scheme.lower() == "bearer" and hmac.compare_digest(
+            token.strip().encode(), self._key
+        )
+        if has_token or hmac.compare_digest(cookie.encode(), self._cookie_value.encode()):
+            return None
+        return _error(401, "give the page's key: ?key=... or a bearer token")
+
+
+def _host_of(request: Request) -> str:
+    """The name in the ``Host`` header, without port and brackets; empty if it is not there once."""
+    values = request.headers.getlist("host")
+    if len(values) != 1:
+        return ""
+    name = values[0].lower()
+    return name.partition("]")[0].lstrip("[") if name.startswith("[") else name.partition(":")[0]
+
+
+def _parameters(request: Request, *known: str) -> Mapping[str, str]:
+    """The parameters of a request, each given once.
+
+    Raises:
+        ParameterError: a parameter is given twice, or is not one of ``known``, if there are any.
+    """
+    items = request.query_params.multi_items()
+    found = dict(items)
+    for name, _ in items:
+        if len(found) < len(items) and [one for one, _ in items].count(name) > 1:
+            raise ParameterError(f"{name[:50]}: give it once")
+        if known and name not in known:
+            raise ParameterError(f"{name[:50]}: no such parameter")
+    return found
+
+
+def _refuse_parameters(request: Request) -> None:
+    if request.query_params:
+        name = next(iter(request.query_params))
+        raise ParameterError(f"{name[:50]}: no such parameter")
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    content = msgspec.json.encode({"error": message})
+    return Response(content, status, dict(headers or {}), media_type="application/json")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, error.detail, error.headers)
+
+
+async def _wrong_parameter(request: Request, error: Exception) -> Response:
+    return _error(400, str(error))
+
+
+def serve_page(page: Page, listening: socket.socket, *, host: str, key: str) -> None:
+    """Serve until a signal ends it. Without a key, only processes of this user are served.
+
+    Raises:
+        ConfigError: other machines can reach the address, and there is no key.
+    """
+    import uvicorn
+    import uvloop
+
+    if errors := key_errors(host, key):
+        raise ConfigError(errors)
+    if not key:
+        accept_own_user(uvloop.loop.__file__, "accept4")
+
+    async def serve() -> None:
+        port = listening.getsockname()[1]
+        config = uvicorn.Config(
+            page_app(page, host=host, port=port, key=key),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=_MAX_REQUESTS,
+            timeout_graceful_shutdown=1,
+        )
+        async with background(page.follow()):
+            await uvicorn.Server(config).serve(sockets=[listening])
+
+    try:
+        uvloop.run(serve())
+    finally:
+        page.close()
+
+
+def key_errors(host: str, key: str) -> list[str]:
+    """Why this key cannot protect a page on ``host``."""
+    if key or is_loopback(host):
+        return []
+    return [f"other machines can reach the page on {host}: set {PAGE_KEY}, or listen on 127.0.0.1"]
+
+
+def page_url(host: str, port: int) -> str:
+    return f"http://{reachable(host)}:{port}/"

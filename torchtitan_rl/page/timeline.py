@@ -1,0 +1,314 @@
+"""The trace of a run: `TraceIndex` follows the files of spans, `timeline` shows a part of them.
+
+Spans are kept as arrays by track. A span that is narrower than a pixel is shown together with its
+neighbours, so an answer has at most about twice as many spans on a track as it has pixels.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan_rl.files import parse_object
+from torchtitan_rl.observability.explain import finite
+from torchtitan_rl.observability.trace import HOST_EVENT, read_clocks
+
+_MAX_SPANS = 400_000  # of a track; beyond, the older half is dropped
+_MAX_NAMES = 2_000
+_MAX_TRACKS = 500  # of a process
+_MAX_LINE_BYTES = 1 << 20
+_MIN_IDLE_PIXELS = 3
+_WORKERS = ("trainer", "replica")  # first words of the processes that compute
+_WAITS_FOR = {
+    "start": "the run is starting",
+    "rollout": "the controller waits for rollouts",
+    "train": "the trainer takes its step",
+    "publish": "new weights are published",
+    "sync": "replicas load new weights",
+    "evaluation": "an evaluation runs",
+    "checkpoint": "a checkpoint is written",
+    "export": "the policy is exported",
+    "restore": "a checkpoint is loaded",
+}
+
+Json = dict[str, Any]
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Track:
+    name: str
+    start_ms: array[float] = field(default_factory=lambda: array("d"))
+    duration_ms: array[float] = field(default_factory=lambda: array("d"))
+    names: array[int] = field(default_factory=lambda: array("H"))
+
+    def put(self, start_ms: float, duration_ms: float, name: int) -> None:
+        if len(self.names) >= _MAX_SPANS:
+            for values in (self.start_ms, self.duration_ms, self.names):
+                del values[: _MAX_SPANS // 2]
+        self.start_ms.append(start_ms)
+        self.duration_ms.append(duration_ms)
+        self.names.append(name)
+
+    def arrays(self, ahead_ms: float) -> tuple[Floats, Floats, NDArray[np.int64]]:
+        """Starts, durations and names, by start."""
+        starts = np.array(self.start_ms) - ahead_ms
+        order = np.argsort(starts, kind="stable")
+        names = np.array(self.names, dtype=np.int64)
+        return starts[order], np.array(self.duration_ms)[order], names[order]
+
+
+class _TraceFile:
+    """One file of spans."""
+
+    def __init__(self, name: str, file: BufferedReader) -> None:
+        self.name = name
+        self.process = name.partition(".")[0]
+        self.host = ""
+        self.tracks: dict[int, _Track] = {}
+        self.file = file
+        self.offset = 0
+
+
+class TraceIndex:
+    """The spans in a folder of traces. Times are milliseconds of the Unix clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, _TraceFile] = {}
+        self._names: dict[str, int] = {}
+        self.num_spans = 0
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def update(self, end_s: float) -> bool:
+        """Read on until ``end_s`` of the monotonic clock. Returns whether all was read."""
+        with suppress(OSError):
+            for path in sorted(self._folder.glob("*.jsonl")):
+                if path.name not in self._files:
+                    self._files[path.name] = _TraceFile(path.name, path.open("rb"))
+        for one in self._files.values():
+            one.file.seek(one.offset)
+            while (line := one.file.readline(_MAX_LINE_BYTES)).endswith(b"\n"):
+                one.offset += len(line)
+                self._put(one, line)
+                if time.monotonic() > end_s:
+                    return False
+            if len(line) == _MAX_LINE_BYTES:  # no line of ours: skip it
+                one.offset += len(line)
+        return True
+
+    def close(self) -> None:
+        for one in self._files.values():
+            one.file.close()
+
+    def processes(self) -> dict[tuple[str, str], list[tuple[_TraceFile, float]]]:
+        """The files of each process (name and host), with the milliseconds by which its clock is
+        ahead."""
+        clocks = read_clocks(self._folder)
+        found: dict[tuple[str, str], list[tuple[_TraceFile, float]]] = {}
+        for one in self._files.values():
+            offset = clocks.get(one.name) or clocks.get(one.host)
+            ahead_ms = 0.0 if offset is None else offset.ahead_ns / 1e6
+            found.setdefault((one.process, one.host), []).append((one, ahead_ms))
+        return found
+
+    def _put(self, one: _TraceFile, line: bytes) -> None:
+        try:
+            event = parse_object("", line)
+        except ValueError:
+            return
+        args, name, tid = event.get("args"), event.get("name"), event.get("tid", 0)
+        if not isinstance(name, str) or not isinstance(tid, int):
+            return
+        args = args if isinstance(args, dict) else {}
+        if event.get("ph") == "M":
+            if name == "process_name":
+                one.process = str(args.get("name"))[:200]
+            elif name == HOST_EVENT:
+                one.host = str(args.get("labels"))[:200]
+            elif name == "thread_name" and len(one.tracks) < _MAX_TRACKS:
+                one.tracks.setdefault(tid, _Track(str(args.get("name"))[:200]))
+            return
+        start_us, duration_us = finite(event.get("ts")), finite(event.get("dur"))
+        track = one.tracks.get(tid)
+        if start_us is None or duration_us is None or track is None:
+            return
+        if name not in self._names and len(self._names) >= _MAX_NAMES:
+            name = "other"
+        index = self._names.setdefault(name[:200], len(self._names))
+        track.put(start_us / 1e3, max(0.0, duration_us / 1e3), index)
+        self.num_spans += 1
+
+
+def timeline(
+    trace: TraceIndex,
+    steps: Sequence[tuple[int, float, float]],
+    *,
+    begin: float | None,
+    end: float | None,
+    width: int,
+) -> Json:
+    """The part of the trace between two times.
+
+    Args:
+        steps: number, begin and end of each step, in Unix milliseconds.
+        begin, end: milliseconds since the begin of the trace; None for its ends.
+        width: how many pixels show it.
+    """
+    processes = [
+        (name, host, _tracks(files)) for (name, host), files in sorted(trace.processes().items())
+    ]
+    all_tracks = [track for _, _, tracks in processes for track in tracks.values() if len(track[0])]
+    if not all_tracks:
+        empty: Json = {"begin_unix_s": None, "from": 0, "to": 0, "names": [], "processes": []}
+        return empty | {"steps": [], "idle": [], "total_ms": 0}
+    zero = min(float(starts[0]) for starts, _, _ in all_tracks)
+    last = max(float((starts + lengths).max()) for starts, lengths, _ in all_tracks) - zero
+    low = 0.0 if begin is None else max(0.0, begin)
+    high = last if end is None else min(end, last)
+    high = max(high, low + 0.001)
+    pixel = (high - low) / width
+    shown = []
+    busy: dict[str, tuple[Floats, Floats]] = {}
+    phases: list[tuple[str, Floats, Floats]] = []
+    for name, host, tracks in processes:
+        rows = []
+        parts = []
+        for track, (starts, lengths, names) in tracks.items():
+            starts = starts - zero
+            is_in = (starts < high) & (starts + lengths > low)
+            inside = starts[is_in], lengths[is_in], names[is_in]
+            union = _union(inside[0], inside[0] + inside[1])
+            parts.append(inside[:2])
+            rows.append(
+                {
+                    "name": track,
+                    "spans": _merged(*inside, low=low, pixel=pixel),
+                    "busy_share": _covered(union, low, high) / (high - low),
+                }
+            )
+            if name == "controller":
+                phases.append((track, *union))
+        shown.append({"name": name, "host": host, "tracks": rows})
+        if name.startswith(_WORKERS) and parts:
+            starts, lengths = (np.concatenate(one) for one in zip(*parts, strict=True))
+            busy[name] = _union(starts, starts + lengths)
+    return {
+        "begin_unix_s": zero / 1e3,
+        "from": low,
+        "to": high,
+        "total_ms": last,
+        "names": trace.names,
+        "processes": shown,
+        "steps": [
+            {"step": step, "from": first - zero, "to": end - zero} for step, first, end in steps
+        ],
+        "idle": list(_idle(busy, phases, low, high, _MIN_IDLE_PIXELS * pixel)),
+    }
+
+
+def _tracks(
+    files: Sequence[tuple[_TraceFile, float]],
+) -> dict[str, tuple[Floats, Floats, NDArray[np.int64]]]:
+    """The spans of a process by track: the files of its lives and of a full trace in one."""
+    parts: dict[str, list[Any]] = {}
+    for one, ahead_ms in files:
+        for track in one.tracks.values():
+            parts.setdefault(track.name, []).append(track.arrays(ahead_ms))
+    merged = {}
+    for name, several in parts.items():
+        starts, lengths, names = (np.concatenate(one) for one in zip(*several, strict=True))
+        order = np.argsort(starts, kind="stable")
+        merged[name] = starts[order], lengths[order], names[order]
+    return merged
+
+
+def _merged(
+    starts: Floats, lengths: Floats, names: NDArray[np.int64], *, low: float, pixel: float
+) -> list[list[float]]:
+    """Spans as ``[start, duration, name, count]``; those narrower than a pixel are joined."""
+    is_wide = lengths >= pixel
+    spans = [
+        [round(float(s), 3), round(float(d), 3), int(n), 1]
+        for s, d, n in zip(starts[is_wide], lengths[is_wide], names[is_wide], strict=True)
+    ]
+    small, ends, kinds = starts[~is_wide], (starts + lengths)[~is_wide], names[~is_wide]
+    if len(small):
+        cells = np.floor((small - low) / pixel)
+        _, first, counts = np.unique(cells, return_index=True, return_counts=True)
+        latest = np.maximum.reduceat(ends, first)
+        for at, end, count in zip(first, latest, counts, strict=True):
+            start = float(small[at])
+            spans.append(
+                [round(start, 3), round(float(end) - start, 3), int(kinds[at]), int(count)]
+            )
+        spans.sort(key=lambda span: (span[0], -span[1]))
+    return spans
+
+
+def _union(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
+    """The time that is covered by any of the spans, as spans that do not overlap."""
+    if not len(starts):
+        return starts, ends
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    begins = np.concatenate([[True], starts[1:] > ends[:-1]])
+    lasts = np.concatenate([begins[1:], [True]])
+    return starts[begins], ends[lasts]
+
+
+def _covered(union: tuple[Floats, Floats], low: float, high: float) -> float:
+    starts, ends = np.maximum(union[0], low), np.minimum(union[1], high)
+    return float(np.maximum(ends - starts, 0.0).sum())
+
+
+def _idle(
+    busy: Mapping[str, tuple[Floats, Floats]],
+    phases: Sequence[tuple[str, Floats, Floats]],
+    low: float,
+    high: float,
+    shortest: float,
+) -> Iterator[Json]:
+    """The gaps of the processes that compute, with what the controller did meanwhile."""
+    for process, (starts, ends) in busy.items():
+        froms = np.concatenate([[low], ends])
+        tos = np.concatenate([starts, [high]])
+        for begin, end in zip(froms, tos, strict=True):
+            begin, end = max(float(begin), low), min(float(end), high)
+            if end - begin >= shortest:
+                yield {
+                    "process": process,
+                    "from": round(begin, 3),
+                    "to": round(end, 3),
+                    "why": _why(phases, begin, end),
+                }
+
+
+def _why(phases: Sequence[tuple[str, Floats, Floats]], begin: float, end: float) -> str:
+    shares = {name: _covered((starts, ends), begin, end) for name, starts, ends in phases}
+    name = max(shares, key=lambda one: shares[one], default="")
+    if not name or shares[name] <= 0.2 * (end - begin):
+        return "the controller records nothing here"
+    return _WAITS_FOR.get(name, f"the controller is in phase {name}")
+
+
+def step_times(steps: Sequence[int], wall_s: Sequence[float], step_s: Sequence[float]) -> list[Any]:
+    """Number, begin and end of each step, in Unix milliseconds."""
+    return [
+        (step, (end - length) * 1e3, end * 1e3)
+        for step, end, length in zip(steps, wall_s, step_s, strict=True)
+        if math.isfinite(end) and math.isfinite(length)
+    ]

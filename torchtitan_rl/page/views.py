@@ -1,0 +1,347 @@
+"""What each view of the page shows, as JSON: functions of a `RunIndex`."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from torchtitan_rl.observability.engine import advice
+from torchtitan_rl.observability.explain import (
+    FAILURES,
+    RunFacts,
+    diagnose,
+    finite,
+    mean_overlap,
+    summarize,
+)
+from torchtitan_rl.observability.sinks import METRIC_TABLE, RowKind
+from torchtitan_rl.page.index import LAUNCH_FILE, Columns, RunIndex
+from torchtitan_rl.page.rollouts import ParameterError, plain
+from torchtitan_rl.page.timeline import step_times, timeline
+
+_RECENT_STEPS = 10
+_ENDS = 5  # steps whose mean is the first or the last reward
+_FACT_STEPS = 2_000
+_TURN_STEPS = 50
+_MAX_WIDTH = 4_000
+_TIMES = {
+    "waiting for rollouts": "time/rollout_s",
+    "training": "time/train_s",
+    "switching devices": "time/switch_s",
+}
+_ROW = re.compile(r"^\| `(.+?)` \| (.*?) \| (.*?) \| (.*) \|$")
+
+Json = dict[str, Any]
+
+
+@cache
+def catalogue() -> list[Json]:
+    """The rows of the metric table, one for each name."""
+    from torchtitan_rl.observability.sinks import expand_names
+
+    section, found = "", []
+    for line in METRIC_TABLE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif match := _ROW.match(line):
+            names, unit, reduction, meaning = match.groups()
+            found += [
+                {
+                    "name": name,
+                    "unit": unit,
+                    "reduction": reduction,
+                    "meaning": meaning.replace("\\|", "|"),
+                    "section": section,
+                }
+                for name in expand_names(names)
+            ]
+    return found
+
+
+def describe_run(number: int, index: RunIndex) -> Json:
+    steps = index.columns[RowKind.STEP].steps
+    return {
+        "run": number,
+        "name": index.folder.name,
+        "dir": str(index.folder),
+        "kind": index.kind,
+        "is_live": index.is_live,
+        "step": steps[-1] if steps else 0,
+        "num_steps": _whole(index.fields().get("num_steps")),
+    }
+
+
+def overview(index: RunIndex) -> Json:
+    columns, now, fields = index.columns[RowKind.STEP], index.now(), index.fields()
+    rows, facts = _facts(index)
+    last = rows[-1] if rows else {}
+    overlap = mean_overlap(facts.steps)
+    seconds = _recent(columns, "time/step_s")
+    step, num_steps = (columns.steps[-1] if columns.steps else 0), _whole(fields.get("num_steps"))
+    begin_s = _begin_s(index)
+    end_s = time.time() if now else (columns.wall_s[-1] if columns.wall_s else None)
+    rewards = [one["train/reward_mean"] for one in rows if "train/reward_mean" in one]
+    staleness = [one for row in rows if (one := row.get("policy/staleness_max")) is not None]
+    cap = fields.get("schedule.staleness")
+    found = diagnose(facts)
+    return describe_run(0, index) | {
+        "phase": now.get("phase") if now else None,
+        "version": last.get("policy/version"),
+        "num_rows": len(columns),
+        "eta_s": _eta_s(columns, seconds, num_steps, is_live=bool(now)),
+        "elapsed_s": None if begin_s is None or end_s is None else max(0.0, end_s - begin_s),
+        "seconds_per_step": seconds,
+        "reward": {"first": fmean(rewards[:_ENDS]), "last": fmean(rewards[-_ENDS:])}
+        if rewards
+        else None,
+        "evaluations": _evaluations(index),
+        "tokens_per_s": _recent(columns, "tokens/generated_per_second"),
+        "idle": None
+        if overlap is None
+        else {
+            "trainer": overlap.trainer_idle_share,
+            "generator": overlap.generator_idle_share,
+        },
+        "shares_cores": facts.shares_cores,
+        "advice": None
+        if overlap is None or facts.shares_cores
+        else advice(overlap, staleness=_whole(cap) or 0),
+        "staleness": {
+            "mean": last.get("policy/staleness_mean"),
+            "max": max(staleness, default=None),
+            "cap": _whole(cap),
+        },
+        "failures": _failures(rows),
+        "tokens": _tokens(last),
+        "times": _times(rows),
+        "summary": _summary(index, facts),
+        "found": [{"cause": one.cause.value, "what": one.what, "fix": one.fix} for one in found],
+        "warnings": _warnings(index),
+        "next": _next_commands(index, is_live=bool(now), step=step, num_steps=num_steps),
+        "is_read": index.is_read,
+    }
+
+
+def metrics(index: RunIndex, names: Sequence[str] | None) -> Json:
+    """Without ``names``, the names that the run has; otherwise their series, and the x axes that
+    the series of one kind of row share."""
+    if names is None:
+        return {"names": sorted({name for one in index.columns.values() for name in one.values})}
+    begin_s = _begin_s(index) or 0.0
+    steps = index.columns[RowKind.STEP]
+    axes, series = {}, {}
+    for name in names:
+        for kind, columns in index.columns.items():
+            if name in columns.values:
+                axes[kind] = _axis(columns, steps, begin_s)
+                series[name] = {"axis": kind, "value": _values(columns.values[name])}
+                break
+    return {"axes": axes, "series": series}
+
+
+def show_timeline(index: RunIndex, parameters: Mapping[str, str]) -> Json:
+    """Raises ParameterError."""
+    if unknown := parameters.keys() - {"from", "to", "width"}:
+        raise ParameterError(f"{min(unknown)}: no such parameter")
+    begin, end = (_float(name, parameters.get(name)) for name in ("from", "to"))
+    width = _float("width", parameters.get("width", "1000")) or 0.0
+    if not 1 <= width <= _MAX_WIDTH:
+        raise ParameterError(f"width: give 1 to {_MAX_WIDTH}")
+    columns = index.columns[RowKind.STEP]
+    step_s = columns.values.get("time/step_s", [math.nan] * len(columns))
+    steps = step_times(columns.steps, columns.wall_s, step_s)
+    return timeline(index.trace, steps, begin=begin, end=end, width=int(width))
+
+
+def now(index: RunIndex) -> Json:
+    live = index.now()
+    described = describe_run(0, index)
+    empty: Json = {
+        "at_unix_s": None,
+        "phase": None,
+        "waits": [],
+        "chain": "",
+        "rollouts": {"total": 0, "by_phase": {}, "shown": []},
+        "replicas": [],
+        "groups": None,
+        "evaluation": None,
+    }
+    known = {name: plain(live[name]) for name in (*empty, "step", "num_steps") if name in live}
+    return empty | {name: described[name] for name in ("is_live", "step", "num_steps")} | known
+
+
+def configuration(index: RunIndex) -> Json:
+    launch = index.document(LAUNCH_FILE)
+    names = ("command", "resume_command", "versions", "machine", "plan", "telemetry")
+    fields = {name: plain(value) for name, value in index.fields().items()}
+    return {"fields": fields} | {name: plain(launch.get(name)) for name in names}
+
+
+def policy_dir(index: RunIndex) -> Path:
+    """The folder of the run's tokenizer."""
+    launched = index.document(LAUNCH_FILE).get("policy_dir")
+    own = index.folder / "policy"
+    return own if (own / "tokenizer.json").is_file() or not launched else Path(str(launched))
+
+
+def _facts(index: RunIndex) -> tuple[list[Json], RunFacts]:
+    """The rows of steps and what `explain` reads, made again when the metrics have changed."""
+    columns = index.columns[RowKind.STEP]
+    kept = index.cached.get("facts")
+    key = index.counters["metrics"], index.is_read
+    if kept is None or kept[0] != key:
+        rows = columns.rows(most=_FACT_STEPS)
+        after = (columns.steps[-1] if columns.steps else 0) - _TURN_STEPS
+        facts = RunFacts(
+            steps=rows,
+            evaluations=index.columns[RowKind.EVALUATION].rows(most=_FACT_STEPS),
+            fields=index.fields(),
+            token_s=index.rollouts.token_s(after_step=after),
+        )
+        kept = index.cached["facts"] = (key, (rows, facts))
+    found: tuple[list[Json], RunFacts] = kept[1]
+    return found
+
+
+def _begin_s(index: RunIndex) -> float | None:
+    """When the run began: when it was launched first, or else when its first row was written."""
+    begun = finite(index.document(LAUNCH_FILE).get("begun_unix_s"))
+    firsts = [one.wall_s[0] for one in index.columns.values() if len(one)]
+    return min([*firsts, *([] if begun is None else [begun])], default=None)
+
+
+def _recent(columns: Columns, name: str) -> float | None:
+    values = [v for v in columns.values.get(name, ())[-_RECENT_STEPS:] if math.isfinite(v)]
+    return median(values) if values else None
+
+
+def _eta_s(
+    columns: Columns, step_s: float | None, num_steps: int | None, *, is_live: bool
+) -> float | None:
+    if not is_live or step_s is None or num_steps is None:
+        return None
+    since_s = time.time() - columns.wall_s[-1]
+    return max(0.0, (num_steps - columns.steps[-1]) * step_s - since_s)
+
+
+def _evaluations(index: RunIndex) -> list[Json]:
+    columns = index.columns[RowKind.EVALUATION]
+    names = {
+        "mean": "evaluation/reward_mean",
+        "low": "evaluation/reward_ci95_low",
+        "high": "evaluation/reward_ci95_high",
+    }
+    found = [
+        {"step": step} | {key: _at(columns, name, at) for key, name in names.items()}
+        for at, step in enumerate(columns.steps)
+    ]
+    return [one for one in found if one["mean"] is not None]
+
+
+def _failures(rows: Sequence[Json]) -> dict[str, int]:
+    counts = {
+        status: sum(int(row.get(f"train/ended_{status}", 0)) for row in rows) for status in FAILURES
+    }
+    return {status: count for status, count in counts.items() if count}
+
+
+def _tokens(last: Mapping[str, Any]) -> Json:
+    """The tokens of the whole run by what became of them."""
+    kinds = {"generated": "generated", "trained": "trained", "masked": "masked"}
+    kinds |= {"discarded": "discarded", "buffered": "buffered"}
+    counts: Json = {key: last.get(f"total/tokens_{name}") for key, name in kinds.items()}
+    causes = {
+        f"{kind}: {name.removeprefix(prefix)}": value
+        for kind in ("masked", "discarded")
+        for prefix in [f"total/tokens_{kind}/"]
+        for name, value in last.items()
+        if name.startswith(prefix) and value
+    }
+    return counts | {"causes": causes}
+
+
+def _times(rows: Sequence[Json]) -> list[Json]:
+    total = sum(row.get("time/step_s", 0.0) for row in rows)
+    times = {words: sum(row.get(name, 0.0) for row in rows) for words, name in _TIMES.items()}
+    times["publishing, checkpoints and the rest"] = max(0.0, total - sum(times.values()))
+    return [{"name": name, "seconds": seconds} for name, seconds in times.items() if seconds]
+
+
+def _summary(index: RunIndex, facts: RunFacts) -> list[str]:
+    if index.kind == "train":
+        return summarize(facts)
+    results = index.document("results.json").get("results")
+    lines = []
+    for one in results if isinstance(results, list) else []:
+        reward = one.get("reward") if isinstance(one, dict) else None
+        if isinstance(reward, dict) and (mean := finite(reward.get("mean"))) is not None:
+            low, high = (finite(reward.get(name)) for name in ("low", "high"))
+            interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+            model, heat = plain(one.get("model")), finite(one.get("temperature"))
+            lines.append(f"{model}, temperature {heat}: reward {mean:.3f}{interval}")
+    return lines or ["the evaluation has no results yet"]
+
+
+def _warnings(index: RunIndex) -> list[str]:
+    if not index.num_passed_over:
+        return []
+    more = index.num_passed_over - len(index.passed_over)
+    lines = "; ".join(index.passed_over) + (f"; and {more} more" if more else "")
+    return [f"{index.num_passed_over} lines cannot be read and are passed over: {lines}"]
+
+
+def _next_commands(
+    index: RunIndex, *, is_live: bool, step: int, num_steps: int | None
+) -> list[str]:
+    folder = str(index.folder)
+    commands: list[str] = []
+    if is_live or index.kind != "train":
+        return commands
+    resume = index.document(LAUNCH_FILE).get("resume_command")
+    if num_steps is not None and step < num_steps and isinstance(resume, str):
+        commands.append(resume)
+    if (index.folder / "policy" / "config.json").is_file():
+        commands.append(shlex.join(["torchtitan-rl", "serve", str(index.folder / "policy")]))
+    return [*commands, shlex.join(["torchtitan-rl", "audit", folder])]
+
+
+def _axis(columns: Columns, steps: Columns, begin_s: float) -> Json:
+    tokens = steps.values.get("total/tokens_generated")
+    of_step = {} if tokens is None else dict(zip(steps.steps, tokens, strict=True))
+    return {
+        "step": list(columns.steps),
+        "seconds": [None if s != s else round(s - begin_s, 3) for s in columns.wall_s],
+        "tokens": _values(
+            [of_step.get(step, 0.0 if not step else math.nan) for step in columns.steps]
+        ),
+    }
+
+
+def _values(values: Sequence[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _at(columns: Columns, name: str, at: int) -> float | None:
+    values = columns.values.get(name)
+    return None if values is None or not math.isfinite(values[at]) else values[at]
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and abs(value) < 1 << 53 else None
+
+
+def _float(name: str, text: str | None) -> float | None:
+    try:
+        number = None if text is None else float(text)
+    except ValueError:
+        number = math.nan
+    if number is not None and not math.isfinite(number):
+        raise ParameterError(f"{name}: give a number")
+    return number
