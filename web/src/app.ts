@@ -82,7 +82,8 @@ async function show(isFirst: boolean): Promise<void> {
   document.title = `${label} · ${runs.find((one) => one.run === run)?.name ?? "torchtitan-rl"}`;
   showHeader();
   const heading = el("h1", { class: "sr-only", tabindex: "-1" }, label);
-  const root = el("div", { class: `view view-${name}`, "aria-busy": "true" });
+  const root = el("div", { class: `view view-${name}` });
+  main.setAttribute("aria-busy", "true");
   fill(main, heading, root);
   if (!isFirst) {
     window.scrollTo(0, 0);
@@ -94,7 +95,7 @@ async function show(isFirst: boolean): Promise<void> {
   } catch (error) {
     if (!end.signal.aborted) fill(root, errorBox(error));
   }
-  root.removeAttribute("aria-busy");
+  if (!end.signal.aborted) main.setAttribute("aria-busy", "false");
 }
 
 function errorBox(error: unknown): HTMLElement {
@@ -108,7 +109,7 @@ function errorBox(error: unknown): HTMLElement {
 const nav = el("nav", { "aria-label": "Views" });
 const who = el("div", { class: "who" });
 const status = el("div", { class: "status", role: "status" });
-const main = el("main", { id: "main" });
+const main = el("main", { id: "main", "aria-busy": "true" });
 
 function showHeader(): void {
   const current = visit?.ctx;
@@ -183,7 +184,9 @@ function stored(): (typeof THEMES)[number] {
 type Counters = Record<"metrics" | "rollouts" | "now" | "trace", number>;
 const KINDS = ["metrics", "rollouts", "now", "trace"] as const;
 
-function listen(): void {
+/** Listens for changes. `ready` is called once the present state of every run is known: what is asked
+ * for after that misses no change. */
+function listen(ready: () => void): void {
   const seen = new Map<number, Counters>();
   let lost = 0;
   let wasLost = false;
@@ -199,19 +202,28 @@ function listen(): void {
     if (lost === 0) lost = window.setTimeout(() => fill(status, "Connection lost. Reconnecting …"), 1500);
     if (source.readyState === EventSource.CLOSED) {
       source.close();
-      window.setTimeout(listen, 3000);
+      window.setTimeout(() => listen(changeAll), 3000);
     }
   });
   source.addEventListener("change", (event) => {
     const data = JSON.parse((event as MessageEvent<string>).data) as Counters & { run: number };
     const before = seen.get(data.run);
     seen.set(data.run, data);
-    if (before === undefined && !wasLost) return; // the state at the start, which the view has just asked for
+    if (before === undefined && !wasLost) {
+      if (seen.size === runs.length) ready();
+      return;
+    }
     const changed: Changed = { run: data.run, metrics: false, rollouts: false, now: false, trace: false };
     for (const kind of KINDS) changed[kind] = before === undefined || before[kind] !== data[kind];
     if (changed.metrics || changed.now) refreshRuns();
     visit?.view.onChange?.(changed);
   });
+}
+
+/** After a loss of the connection anything may have changed. */
+function changeAll(): void {
+  refreshRuns();
+  for (const { run } of runs) visit?.view.onChange?.({ run, metrics: true, rollouts: true, now: true, trace: true });
 }
 
 const refreshRuns = debounce(() => {
@@ -237,12 +249,13 @@ async function start(): Promise<void> {
     runs = await get<Run[]>("/api/runs", {}, new AbortController().signal);
   } catch (error) {
     fill(main, errorBox(error));
+    main.setAttribute("aria-busy", "false");
     return;
   }
   window.addEventListener("hashchange", () => void show(false));
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => void show(true));
+  if (!isFrozen) await Promise.race([new Promise<void>(listen), new Promise((done) => window.setTimeout(done, 200))]);
   await show(true);
-  if (!isFrozen) listen();
 }
 
 void start();

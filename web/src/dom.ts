@@ -223,3 +223,58 @@ export function command(text: string): HTMLElement {
 export function empty(title: string, text: string): HTMLElement {
   return el("div", { class: "empty" }, el("p", { class: "empty-title" }, title), el("p", null, text));
 }
+
+const kept = new WeakMap<Element, string>();
+
+/** Fills an element if its value has changed, so that focus and open notes stay where nothing has. */
+export function keep<T>(node: Element, value: T, build: (value: T) => Child): void {
+  const text = JSON.stringify(value);
+  if (kept.get(node) === text) return;
+  kept.set(node, text);
+  fill(node, build(value));
+}
+
+/** With a capital letter at its start. */
+export function sentence(text: string): string {
+  return text.charAt(0).toUpperCase() + text.slice(1);
+}
+
+/** A coloured square with its meaning. */
+export function key(variable: string, label: string): HTMLElement {
+  return el("span", { class: "key" }, el("i", { "aria-hidden": "true", style: { background: `var(${variable})` } }), label);
+}
+
+/** A part of a whole for `shares`. */
+export interface Part {
+  name: string;
+  value: number;
+  text: string;
+  note?: string;
+  color?: string;
+}
+
+const PART_COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
+
+/** A bar of parts, and the list of the parts with their shares. */
+export function shares(parts: Part[], hasShares = true): HTMLElement {
+  const total = parts.reduce((sum, one) => sum + one.value, 0) || 1;
+  const background = (one: Part, i: number): string => `var(${one.color ?? PART_COLORS[i % PART_COLORS.length]})`;
+  return el(
+    "div",
+    { class: "shares" },
+    el("div", { class: "stacked", "aria-hidden": "true" }, parts.filter((one) => one.value > 0).map((one) => el("i", { style: { width: `${(100 * one.value) / total}%`, background: background(one, parts.indexOf(one)) } }))),
+    el(
+      "ul",
+      null,
+      parts.map((one, i) =>
+        el(
+          "li",
+          null,
+          el("span", { class: "key" }, el("i", { "aria-hidden": "true", style: { background: background(one, i) } }), el("span", null, one.name, one.note ? el("span", { class: "muted" }, ` ${one.note}`) : null)),
+          hasShares ? el("span", { class: "value" }, percent(one.value / total)) : null,
+          el("span", { class: hasShares ? "value muted" : "value" }, one.text),
+        ),
+      ),
+    ),
+  );
+}

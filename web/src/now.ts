@@ -1,10 +1,241 @@
-import type { View } from "./api";
-import { empty } from "./dom";
+// What runs at this moment, what it waits for, and how busy the engines are.
+import type { Changed, Ctx, View } from "./api";
+import { count, duration, el, empty, fill, hint, keep, number, percent, sentence, shares } from "./dom";
+
+interface Now {
+  is_live: boolean;
+  at_unix_s: number | null;
+  phase: string | null;
+  step: number;
+  num_steps: number | null;
+  waits: { name: string; seconds: number; details: string[] }[];
+  chain: string;
+  rollouts: {
+    total: number;
+    by_phase: Record<string, number>;
+    shown: { rollout_id: string; turn: number | null; phase: string; detail: string | null; seconds: number }[];
+  };
+  replicas: {
+    name: string;
+    state: string;
+    version: number | null;
+    outstanding_tokens: number | null;
+    running: number | null;
+    waiting: number | null;
+    kv_use: number | null;
+    tokens_per_s: number | null;
+  }[];
+  groups: { waiting: number; running: number; finished: number; batched: number; capacity: number } | null;
+  evaluation: { version: number | null; done: number; total: number } | null;
+}
+
+const PHASES: Record<string, string> = {
+  start: "Starting processes",
+  restore: "Restoring the checkpoint",
+  rollout: "Waiting for rollouts",
+  train: "Training",
+  publish: "Publishing new weights",
+  switch: "Switching the devices",
+  checkpoint: "Saving a checkpoint",
+  evaluation: "Evaluating",
+  export: "Exporting the policy",
+};
 
 export default function view(): View {
+  let ctx: Ctx;
+  let update: () => Promise<void> = async () => undefined;
+  let isBusy = false;
+  let isPaused = false;
+  let timer = 0;
+
+  async function refresh(): Promise<void> {
+    if (isBusy || isPaused) return;
+    isBusy = true;
+    await update().catch(() => undefined); // the header says that the connection is lost
+    isBusy = false;
+  }
+
   return {
-    render(root) {
-      root.append(empty("Not built yet", "This view comes soon."));
+    async render(root, given) {
+      ctx = given;
+      const pause = el("button", { type: "button", "aria-pressed": "false" }, "Pause updates");
+      pause.addEventListener("click", () => {
+        isPaused = !isPaused;
+        pause.setAttribute("aria-pressed", String(isPaused));
+        void refresh();
+      });
+      const page = layout(ctx, pause);
+      update = async () => page.show(await ctx.get<Now>("now"));
+      await update();
+      root.append(page.element);
+      timer = window.setInterval(() => {
+        if (!isPaused) page.age();
+      }, 1000);
+    },
+    onChange(changed: Changed) {
+      if (changed.run === ctx.run && (changed.now || changed.metrics)) void refresh();
+    },
+    dispose() {
+      window.clearInterval(timer);
     },
   };
+}
+
+function layout(ctx: Ctx, pause: HTMLElement): { element: HTMLElement; show: (now: Now) => void; age: () => void } {
+  const title = el("h2", { class: "now-phase" });
+  const since = el("p", { class: "muted" });
+  const waits = el("div");
+  const groups = el("div");
+  const phases = el("div");
+  const replicas = el("div");
+  const rollouts = el("div");
+  const full = el(
+    "div",
+    { class: "stack" },
+    el("div", { class: "row between" }, el("div", null, title, since), pause),
+    el(
+      "div",
+      { class: "now-grid" },
+      card("Who waits for what", "Read it from top to bottom: the first line waits for what the second one says, and so on. The last one is what the run is really waiting for.", waits),
+      card("Groups in the work buffer", "A group is the set of attempts at one problem. Groups wait to be started, run, are finished, and are then trained on as part of a batch. The buffer's size bounds how old the trained tokens get.", groups),
+      card("What the running rollouts do", "A rollout is one attempt of the policy at a problem. It alternates between writing (generation) and the reply of its environment, and at last gets its reward.", phases),
+    ),
+    card("Engines", "A replica is one vLLM engine, which writes tokens. Its version is that of its weights; its memory for prompts (KV cache) limits how many requests run at once. Requests that wait have no room yet.", replicas),
+    card("Running rollouts", "Those that have been in their present phase for longest come first.", rollouts),
+  );
+  const none = el("div");
+  const element = el("div", null, none, full);
+  let at: number | null = null;
+
+  function age(): void {
+    fill(since, at === null ? "" : `as of ${duration(Math.max(0, Math.round(Date.now() / 1000 - at)))} ago`);
+  }
+
+  function show(now: Now): void {
+    const isEmpty = !now.is_live;
+    full.hidden = isEmpty;
+    none.hidden = !isEmpty;
+    if (isEmpty) {
+      keep(none, now.step, () => [
+        empty("This run is not running", "Here you see what each rollout, engine and group does while a run is going on. What this run did is in the other views."),
+        el("p", { class: "centered" }, el("a", { href: ctx.link("timeline") }, "Timeline: what each process did and when")),
+      ]);
+      return;
+    }
+    at = now.at_unix_s;
+    const of = now.num_steps === null ? "" : ` of ${number(now.num_steps)}`;
+    const phase = now.phase === null ? "Running" : (PHASES[now.phase] ?? sentence(now.phase));
+    keep(title, [phase, now.step], () => [phase, el("span", { class: "muted" }, ` · ${number(now.step)}${of} steps done`)]);
+    age();
+    keep(waits, [now.waits, now.chain], () => waiting(now));
+    keep(groups, [now.groups, now.evaluation], () => buffer(now));
+    keep(phases, now.rollouts.by_phase, () => rolloutPhases(now));
+    keep(replicas, now.replicas, () => engines(now));
+    keep(rollouts, now.rollouts.shown, () => running(now));
+  }
+  return { element, show, age };
+}
+
+function card(title: string, text: string, body: HTMLElement): HTMLElement {
+  return el("section", { class: "card" }, el("h2", null, title, hint(title, text)), body);
+}
+
+function waiting(now: Now): HTMLElement {
+  if (now.waits.length === 0) return el("p", { class: "muted" }, now.chain ? sentence(now.chain) : "Nothing waits at the moment.");
+  return el(
+    "div",
+    null,
+    now.chain ? el("p", { class: "chain" }, sentence(now.chain)) : null,
+    el(
+      "ol",
+      { class: "waits" },
+      now.waits.map((one) => el("li", null, el("span", null, sentence(one.name)), el("span", { class: "value" }, duration(one.seconds)), one.details.map((text) => el("span", { class: "muted small" }, text)))),
+    ),
+  );
+}
+
+function buffer(now: Now): HTMLElement {
+  const { groups, evaluation } = now;
+  const parts: HTMLElement[] = [];
+  if (groups !== null) {
+    const used = groups.waiting + groups.running + groups.finished + groups.batched;
+    parts.push(
+      el("p", { class: "muted small" }, `${number(used)} of ${number(groups.capacity)} places taken`),
+      shares(
+        [
+          { name: "wait to be started", value: groups.waiting, color: "--c5" },
+          { name: "running", value: groups.running, color: "--c1" },
+          { name: "finished, ready for a batch", value: groups.finished, color: "--c3" },
+          { name: "in the batch being trained", value: groups.batched, color: "--c2" },
+          { name: "free places", value: Math.max(0, groups.capacity - used), color: "--line" },
+        ].map((one) => ({ ...one, text: number(one.value) })),
+        false,
+      ),
+    );
+  }
+  if (evaluation !== null) parts.push(el("p", null, `Evaluation${evaluation.version === null ? "" : ` of version ${number(evaluation.version)}`}: ${number(evaluation.done)} of ${number(evaluation.total)} rollouts done.`));
+  if (parts.length === 0) parts.push(el("p", { class: "muted" }, "No groups yet."));
+  return el("div", null, parts);
+}
+
+const ROLLOUT_PHASES: Record<string, string> = {
+  generation: "the policy writes",
+  environment: "wait for their environment",
+  reward: "wait for their reward",
+  queue: "wait for an engine",
+};
+
+function rolloutPhases(now: Now): HTMLElement {
+  const { total, by_phase } = now.rollouts;
+  if (total === 0) return el("p", { class: "muted" }, "No rollout runs at the moment.");
+  const parts = Object.entries(by_phase).map(([name, value]) => ({ name: ROLLOUT_PHASES[name] ?? name.replaceAll("_", " "), value, text: number(value) }));
+  return el("div", null, el("p", { class: "muted small" }, count(total, "rollout")), shares(parts, false));
+}
+
+function engines(now: Now): HTMLElement {
+  if (now.replicas.length === 0) return el("p", { class: "muted" }, "No engine has reported yet.");
+  const newest = Math.max(...now.replicas.map((one) => one.version ?? 0));
+  return table(
+    ["Engine", "State", "Version", "Running", "Waiting", "Tokens to write", "KV cache in use", "Tokens/s"],
+    [false, false, true, true, true, true, true, true],
+    now.replicas.map((one) => [
+      one.name,
+      el("span", { class: one.state === "dead" || one.state === "suspect" ? "bad" : "" }, one.state),
+      one.version === null ? "–" : one.version < newest ? `${number(one.version)} (${number(newest - one.version)} old)` : number(one.version),
+      number(one.running),
+      number(one.waiting),
+      number(one.outstanding_tokens),
+      one.kv_use === null ? "–" : el("span", { class: "in-cell" }, el("span", { class: "track", "aria-hidden": "true" }, el("i", { style: { width: `${100 * Math.min(1, one.kv_use)}%` } })), el("span", { class: "value" }, percent(one.kv_use))),
+      number(one.tokens_per_s),
+    ]),
+  );
+}
+
+function running(now: Now): HTMLElement {
+  const { shown, total } = now.rollouts;
+  if (shown.length === 0) return el("p", { class: "muted" }, "No rollout runs at the moment.");
+  const rows = [...shown].sort((a, b) => b.seconds - a.seconds);
+  return el(
+    "div",
+    null,
+    total > rows.length ? el("p", { class: "muted small" }, `${number(rows.length)} of ${number(total)}`) : null,
+    table(
+      ["Rollout", "Turn", "Phase", "What it waits for", "For"],
+      [false, true, false, false, true],
+      rows.map((one) => [el("code", null, one.rollout_id), number(one.turn), one.phase, one.detail ?? "", duration(one.seconds)]),
+    ),
+  );
+}
+
+function table(heads: string[], isNumber: boolean[], rows: (Node | string)[][]): HTMLElement {
+  return el(
+    "div",
+    { class: "table-box" },
+    el(
+      "table",
+      null,
+      el("thead", null, el("tr", null, heads.map((text, i) => el("th", { scope: "col", class: isNumber[i] ? "num" : null }, text)))),
+      el("tbody", null, rows.map((row) => el("tr", null, row.map((cell, i) => el("td", { class: isNumber[i] ? "num" : null }, cell))))),
+    ),
+  );
 }
