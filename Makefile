@@ -9,7 +9,7 @@ SEED ?= 0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
 
-.PHONY: setup demo test test-fast soak lint docs clean
+.PHONY: setup demo test test-fast soak lint page docs clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,15 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@if command -v npm > /dev/null && $(NPM_INSTALL); then npm --prefix web run --silent check; \
+	else echo "NOT checked: the types of web/, for which npm and its registry are missing"; fi
+
+NPM_INSTALL := npm --prefix web install --no-package-lock --no-audit --no-fund --silent
+
+page: # builds the files that the page's server sends
+	$(NPM_INSTALL)
+	npm --prefix web run --silent check
+	npm --prefix web run --silent build
 
 # To read the pages with their search: `python3 -m http.server --directory site`.
 docs: setup

@@ -122,6 +122,8 @@ function showHeader(): void {
         el("a", { href: address(name, current?.run ?? 0), "aria-current": current?.view === name ? "page" : null }, label),
       ),
   );
+  const link = nav.querySelector<HTMLElement>("[aria-current]");
+  if (link !== null) nav.scrollLeft = link.offsetLeft - nav.offsetLeft - 60; // on a narrow window
   fill(who, run === undefined ? null : [picker(run), state(run)]);
 }
 

@@ -1,6 +1,6 @@
 // What a run was started with: fields, differences between runs, machine, versions, commands.
 import type { Ctx, View } from "./api";
-import { bytes, command, count, debounce, el, empty, fill, hint, number } from "./dom";
+import { bytes, card, command, count, debounce, el, empty, fill, number, scrollBox } from "./dom";
 
 interface Config {
   fields: Record<string, unknown>;
@@ -30,10 +30,6 @@ export default function view(): View {
   };
 }
 
-function card(title: string, text: string, ...children: (Node | null)[]): HTMLElement {
-  return el("section", { class: "card" }, el("h2", null, title, hint(title, text)), ...children);
-}
-
 function show(value: unknown): HTMLElement {
   if (value === undefined) return el("span", { class: "muted" }, "not there");
   if (value === null) return el("span", { class: "muted" }, "none");
@@ -48,9 +44,8 @@ function differences(ctx: Ctx, all: (Config | null | undefined)[]): HTMLElement 
   const body =
     differing.length === 0
       ? el("p", { class: "muted" }, "All fields are equal.")
-      : el(
-          "div",
-          { class: "table-box" },
+      : scrollBox(
+          "Differences between the runs",
           el(
             "table",
             null,

@@ -1,7 +1,7 @@
 // Every metric as a curve: groups, a filter, several runs, and a table in place of each curve.
 import type { Changed, Ctx, View } from "./api";
 import { Chart, type Line } from "./charts";
-import { count, debounce, duration, el, empty, fill, newId, number } from "./dom";
+import { count, debounce, duration, el, empty, fill, newId, number, scrollBox } from "./dom";
 import { ESSENTIAL, lookup, meanings, metricsOf, points, type Meaning, type Metrics, type XName } from "./metrics";
 
 const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
@@ -209,9 +209,9 @@ class Page {
         return words.every((word) => text.includes(word));
       });
     } else if (state.group === ESSENTIALS) {
-      return new Map([["", Object.keys(ESSENTIAL).filter((name) => names.includes(name))]]);
+      return new Map([["Essentials", Object.keys(ESSENTIAL).filter((name) => names.includes(name))]]);
     } else if (state.group === PINNED) {
-      return new Map([["", state.names]]);
+      return new Map([["Pinned", state.names]]);
     } else if (state.group !== ALL) {
       names = names.filter((name) => this.section(name) === state.group);
     }
@@ -238,8 +238,8 @@ class Page {
       parts.push(
         el(
           "section",
-          { class: "stack tight", "aria-label": heading || null },
-          heading ? el("h2", { class: "group-title" }, heading, el("span", { class: "muted" }, ` ${names.length}`)) : null,
+          { class: "stack tight", "aria-label": heading },
+          el("h2", { class: shown.size > 1 ? "group-title" : "sr-only" }, heading, el("span", { class: "muted" }, ` ${names.length}`)),
           el("div", { class: `grid curves${isLarge ? " large" : ""}` }, cards.map((card) => card.element)),
         ),
       );
@@ -333,7 +333,8 @@ class Card {
       button.setAttribute("aria-pressed", String(isPinned));
       fill(button, isPinned ? "Pinned" : "Pin");
     });
-    const rows = el("div", { class: "table-box scroll", tabindex: "0", role: "region", "aria-label": `Values of ${name}` });
+    const rows = scrollBox(`Values of ${name}`);
+    rows.classList.add("scroll");
     this.table = el("details", { class: "data" }, el("summary", { "aria-label": `Table of ${name}` }, "Table"), rows);
     this.table.addEventListener("toggle", () => this.fillTable());
     const title = newId();

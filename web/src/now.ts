@@ -1,6 +1,6 @@
 // What runs at this moment, what it waits for, and how busy the engines are.
 import type { Changed, Ctx, View } from "./api";
-import { count, duration, el, empty, fill, hint, keep, number, percent, sentence, shares } from "./dom";
+import { card, count, duration, el, empty, fill, keep, number, percent, scrollBox, sentence, shares } from "./dom";
 
 interface Now {
   is_live: boolean;
@@ -136,10 +136,6 @@ function layout(ctx: Ctx, pause: HTMLElement): { element: HTMLElement; show: (no
   return { element, show, age };
 }
 
-function card(title: string, text: string, body: HTMLElement): HTMLElement {
-  return el("section", { class: "card" }, el("h2", null, title, hint(title, text)), body);
-}
-
 function waiting(now: Now): HTMLElement {
   if (now.waits.length === 0) return el("p", { class: "muted" }, now.chain ? sentence(now.chain) : "Nothing waits at the moment.");
   return el(
@@ -196,6 +192,7 @@ function engines(now: Now): HTMLElement {
   if (now.replicas.length === 0) return el("p", { class: "muted" }, "No engine has reported yet.");
   const newest = Math.max(...now.replicas.map((one) => one.version ?? 0));
   return table(
+    "Engines",
     ["Engine", "State", "Version", "Running", "Waiting", "Tokens to write", "KV cache in use", "Tokens/s"],
     [false, false, true, true, true, true, true, true],
     now.replicas.map((one) => [
@@ -220,6 +217,7 @@ function running(now: Now): HTMLElement {
     null,
     total > rows.length ? el("p", { class: "muted small" }, `${number(rows.length)} of ${number(total)}`) : null,
     table(
+      "Running rollouts",
       ["Rollout", "Turn", "Phase", "What it waits for", "For"],
       [false, true, false, false, true],
       rows.map((one) => [el("code", null, one.rollout_id), number(one.turn), one.phase, one.detail ?? "", duration(one.seconds)]),
@@ -227,10 +225,9 @@ function running(now: Now): HTMLElement {
   );
 }
 
-function table(heads: string[], isNumber: boolean[], rows: (Node | string)[][]): HTMLElement {
-  return el(
-    "div",
-    { class: "table-box" },
+function table(label: string, heads: string[], isNumber: boolean[], rows: (Node | string)[][]): HTMLElement {
+  return scrollBox(
+    label,
     el(
       "table",
       null,

@@ -1,7 +1,7 @@
 // Answers at a glance: does it learn, what limits its speed, is anything wrong, how long will it take.
-import type { Changed, Ctx, View } from "./api";
+import type { Changed, Ctx, Params, View } from "./api";
 import { Chart, type Line } from "./charts";
-import { command, count, duration, el, empty, fill, fixed, hint, keep, key, number, percent, sentence, shares } from "./dom";
+import { card, command, count, duration, el, empty, fill, fixed, hint, keep, key, number, percent, sentence, shares } from "./dom";
 import { metricsOf, points } from "./metrics";
 
 interface Overview {
@@ -73,13 +73,12 @@ export default function view(): View {
       const page = layout();
       chart = page.chart;
       update = async () => {
-        const [data, lines] = await Promise.all([ctx.get<Overview>("overview"), rewardLines(ctx)]);
-        page.show(data, lines, ctx);
+        const [data, curves] = await Promise.all([ctx.get<Overview>("overview"), curvesOf(ctx)]);
+        page.show(data, curves, ctx);
       };
-      const data = ctx.get<Overview>("overview");
-      const lines = await rewardLines(ctx);
+      const [data, curves] = await Promise.all([ctx.get<Overview>("overview"), curvesOf(ctx)]);
       root.append(page.element);
-      page.show(await data, lines, ctx);
+      page.show(data, curves, ctx);
     },
     onChange(changed: Changed) {
       if (changed.run === ctx.run && (changed.metrics || changed.now)) void refresh();
@@ -96,9 +95,21 @@ const REWARDS = {
   low: "evaluation/reward_ci95_low",
   high: "evaluation/reward_ci95_high",
 };
+const PHASES = { generation: "the policy writes", environment: "the environment replies", reward: "the reward is computed" };
 
-async function rewardLines(ctx: Ctx): Promise<Line[]> {
-  const metrics = await metricsOf(ctx, ctx.run, Object.values(REWARDS));
+interface Curves {
+  lines: Line[];
+  /** Mean seconds of a rollout by phase. */
+  phases: { name: string; seconds: number }[];
+}
+
+async function curvesOf(ctx: Ctx): Promise<Curves> {
+  const phaseName = (name: string): string => `train/phase_s/${name}_mean`;
+  const metrics = await metricsOf(ctx, ctx.run, [...Object.values(REWARDS), ...Object.keys(PHASES).map(phaseName)]);
+  const phases = Object.entries(PHASES).map(([name, label]) => {
+    const { y } = points(metrics, phaseName(name), "step");
+    return { name: label, seconds: y.reduce((sum, value) => sum + value, 0) / Math.max(1, y.length) };
+  });
   const train = points(metrics, REWARDS.train, "step");
   const evaluation = points(metrics, REWARDS.mean, "step");
   const [low, high] = [REWARDS.low, REWARDS.high].map((name) => {
@@ -111,7 +122,7 @@ async function rewardLines(ctx: Ctx): Promise<Line[]> {
     lines.push({ label: "training", color: "--c2", ...train, smooth: train.x.length >= 60 ? 0.9 : 0 });
   if (evaluation.x.length > 0)
     lines.push({ label: "evaluation", color: "--c1", ...evaluation, points: true, low, high });
-  return lines;
+  return { lines, phases: phases.filter((one) => one.seconds > 0) };
 }
 
 // ---- Layout: made once; `show` fills in what has changed, so that focus and open notes stay
@@ -119,7 +130,7 @@ async function rewardLines(ctx: Ctx): Promise<Line[]> {
 function layout(): {
   element: HTMLElement;
   chart: Chart;
-  show: (data: Overview, lines: Line[], ctx: Ctx) => void;
+  show: (data: Overview, curves: Curves, ctx: Ctx) => void;
 } {
   const questions = {
     learns: question("Does it learn?", "A rollout is one attempt of the policy (the model in training) at a problem; its reward says how well it did. Evaluation gives the policy the same problems each time, so its reward can be compared between steps. The range after it is the 95 % interval: with other problems the value would probably lie in it."),
@@ -132,7 +143,7 @@ function layout(): {
   const readout = el("p", { class: "readout" });
   const chart = new Chart({
     label: "Reward by step",
-    height: 260,
+    height: 290,
     xName: "step",
     xText: number,
     yText: number,
@@ -144,13 +155,15 @@ function layout(): {
   const chartCard = card("Reward", "Higher is better; what the numbers mean is up to the task. Training: mean over the rollouts of a step, whose problems differ. Evaluation: mean over fixed problems, with its 95 % interval as a band.", legend, chart.element, readout);
   chartCard.classList.add("wide");
   const time = el("div");
+  const phase = el("div");
   const idle = el("div");
+  const links = el("ul", { class: "links" });
   const numbers = el("dl", { class: "numbers" });
   const endings = el("div");
   const tokens = el("div");
   const sentences = el("ul", { class: "sentences" });
   const sentencesCard = card("In sentences", "What the command “torchtitan-rl explain” says. The first third of the steps is compared with the last third.", sentences);
-  sentencesCard.classList.add("wide");
+  sentencesCard.classList.add("all");
   const next = el("div", { class: "stack tight" });
   const nextCard = card("What to run next", "Commands for a terminal, in the folder from which this run was started.", next);
   const element = el(
@@ -162,16 +175,20 @@ function layout(): {
       "div",
       { class: "overview-grid" },
       chartCard,
-      card("Where the time of a step goes", "The parts of all steps so far, added up.", time, idle),
+      card("Where the time of a step goes", "The parts of all steps so far, added up. Below: what a rollout spends its time on, on average, and the share of the time in which each part of the run had nothing to do.", time, phase, idle),
       card("Key numbers", "Of the last step or, where it says so, of the whole run.", numbers),
-      card("How rollouts ended", "Rollouts of the training steps. Those that failed have no reward and are not trained on.", endings),
-      card("What became of the tokens", "Every token that the policy wrote in this run. They are counted, so nothing is lost without a cause.", tokens),
+      el(
+        "div",
+        { class: "column" },
+        card("Look at rollouts", "What the policy wrote, attempt by attempt: the numbers say whether it learns, the texts say what.", links),
+        card("How rollouts ended", "Rollouts of the training steps. Those that failed have no reward and are not trained on.", endings),
+      ),
+      el("div", { class: "column" }, card("What became of the tokens", "Every token that the policy wrote in this run. They are counted, so none is lost without a cause.", tokens), nextCard),
       sentencesCard,
-      nextCard,
     ),
   );
 
-  function show(data: Overview, lines: Line[], ctx: Ctx): void {
+  function show(data: Overview, { lines, phases }: Curves, ctx: Ctx): void {
     keep(questions.learns.body, learning(data), answer);
     keep(questions.speed.body, speed(data), answer);
     keep(questions.wrong.body, faults(data), answer);
@@ -188,11 +205,13 @@ function layout(): {
     chart.element.hidden = lines.length === 0;
     if (lines.length === 0) keep(legend, "none", () => empty("No step has ended yet", "The curve begins with the first step. Starting the processes takes a minute or more; “Now” shows what they do."));
     keep(time, data.times, () => (data.times.length === 0 ? later() : shares(data.times.map((one) => ({ name: one.name, value: one.seconds, text: duration(one.seconds) })))));
+    keep(phase, phases, () => (phases.length === 0 ? null : el("div", { class: "idle" }, el("h3", null, "How a rollout spends its time"), shares(phases.map((one) => ({ name: one.name, value: one.seconds, text: duration(one.seconds) }))))));
+    keep(links, [data.step, data.kind], () => lookAt(data, ctx));
     keep(idle, [data.idle, data.shares_cores], () => idleness(data));
     keep(numbers, [data.step, data.version, data.tokens_per_s, data.staleness, data.seconds_per_step, data.elapsed_s, data.phase], () => keyNumbers(data));
     keep(endings, data.failures, () => ended(data, ctx));
     keep(tokens, data.tokens, () => fates(data));
-    keep(sentences, data.summary, () => data.summary.map((text) => el("li", null, text)));
+    keep(sentences, data.summary, () => data.summary.map((text) => el("li", null, sentence(text.replaceAll("->", "→")))));
     keep(next, data.next, () => data.next.map(command));
     nextCard.hidden = data.next.length === 0;
   }
@@ -201,11 +220,9 @@ function layout(): {
 
 function question(title: string, text: string): { element: HTMLElement; body: HTMLElement } {
   const body = el("div", { class: "answer" });
-  return { element: el("div", { class: "card question" }, el("h2", null, title, hint(title, text)), body), body };
-}
-
-function card(title: string, text: string, ...children: Node[]): HTMLElement {
-  return el("section", { class: "card" }, el("h2", null, title, hint(title, text)), ...children);
+  const element = card(title, text, body);
+  element.classList.add("question");
+  return { element, body };
 }
 
 function answer({ tone, short, text }: Answer): HTMLElement[] {
@@ -244,7 +261,7 @@ function learning(data: Overview): Answer {
   if (data.step === 0) return { tone: "plain", short: "Not yet known", text: ["No training step has ended yet.", ...text] };
   switch (data.learns) {
     case "yes":
-      return { tone: "good", short: "Yes, it does better", text };
+      return { tone: "good", short: "Yes, it learns", text };
     case "worse":
       return { tone: "bad", short: "No, it gets worse", text };
     case "unclear":
@@ -342,6 +359,19 @@ function ended(data: Overview, ctx: Ctx): HTMLElement {
       el("li", null, el("a", { href: ctx.link("rollouts", { status }) }, ENDINGS[status] ?? status), el("span", { class: "value" }, number(n)), el("span", { class: "track", "aria-hidden": "true" }, el("i", { style: { width: `${(100 * n) / total}%` } }))),
     ),
   );
+}
+
+function lookAt(data: Overview, ctx: Ctx): HTMLElement[] {
+  const isTrain = data.kind === "train";
+  const split = { split: isTrain ? "train" : null };
+  const step = { step: isTrain && data.step > 0 ? data.step : null };
+  const found: [string, string, Params][] = [
+    ["Worst rollouts", isTrain ? "of the last step, by reward" : "by reward", { ...split, ...step, sort: "reward" }],
+    ["Best rollouts", isTrain ? "of the last step, by reward" : "by reward", { ...split, ...step, sort: "-reward" }],
+    ["Longest rollouts", "of the run, by tokens", { ...split, sort: "-tokens" }],
+  ];
+  if (isTrain) found.push(["Stale rollouts", "of the run, by the age of their tokens", { ...split, age_min: 1, sort: "-age" }]);
+  return found.map(([label, what, query]) => el("li", null, el("a", { href: ctx.link("rollouts", query) }, label), el("span", { class: "muted small" }, ` ${what}`)));
 }
 
 function fates(data: Overview): HTMLElement {
