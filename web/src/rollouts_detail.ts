@@ -6,6 +6,7 @@ import {
   advantageMark,
   type Brief,
   type Detail,
+  groupOf,
   rewardBar,
   rewardRange,
   rolloutLink,
@@ -50,7 +51,7 @@ export class RolloutDetail {
         " › ",
         el("span", { class: "mono" }, brief.rollout_id),
       ),
-      el("h2", null, "Problem ", el("span", { class: "mono" }, brief.problem_id)),
+      el("h2", { title: brief.problem_id }, "Problem ", el("span", { class: "mono" }, brief.problem_id)),
       el(
         "div",
         { class: "card" },
@@ -58,15 +59,17 @@ export class RolloutDetail {
         "dl",
         { class: "facts" },
         fact("Ended", statusChip(brief.status)),
-        fact("Reward", rewardBar(brief.reward, rewardRange([brief, ...detail.siblings]))),
+        fact("Reward", rewardBar(brief.reward, rewardRange(groupOf(detail)))),
         fact("Advantage", advantageMark(brief.advantage)),
         brief.split === "train" ? fact("Age", brief.age_max === null ? "–" : brief.age_max === 0 ? "0, fresh" : el("span", { class: "age" }, count(brief.age_max, "step"))) : null,
         fact("Tokens", number(brief.tokens)),
         fact("Turns", number(brief.turns)),
-        brief.chosen === null ? null : fact("Picked as", brief.chosen === "random" ? "random" : `${brief.chosen} of its step`),
+        brief.source ? fact("Evaluation of", brief.source) : null,
+          brief.chosen === null ? null : fact("Picked as", brief.chosen === "random" ? "random" : `${brief.chosen} of its step`),
         fact("Step", el("span", null, `${stepWords(brief)} · `, el("a", { href: ctx.link("timeline", { step: brief.step }) }, "on the timeline"))),
         ),
         el("p", { class: "story" }, story(detail).join(" ")),
+        detail.cause === null ? null : el("div", { class: "cause" }, el("b", null, "Cause: "), longText(detail.cause)),
       ),
     );
   }
@@ -76,7 +79,7 @@ export class RolloutDetail {
     const tabs: [string, string][] = [
       ["conversation", "Conversation"],
       ["tokens", "Tokens"],
-      ["group", `Group (${number(detail.siblings.length)})`],
+      ["group", `Group (${number(groupOf(detail).length)})`],
       ["problem", others > 0 ? `Same problem, other steps (${number(others)})` : "Same problem"],
     ];
     return el(
@@ -96,7 +99,7 @@ export class RolloutDetail {
     } else if (part === "group") {
       section.append(
         el("p", { class: "muted" }, "Rollouts of one problem at one time. Each is compared with the mean of its group: better ones are pushed up, worse ones down."),
-        cards(this.ctx, byReward(detail.siblings), detail.brief, "group"),
+        cards(this.ctx, byReward(groupOf(detail)), detail.brief, "group"),
       );
     } else if (part === "problem") {
       const rows = [...detail.same_problem, detail.brief].sort((a, b) => a.step - b.step || a.n - b.n);

@@ -8,6 +8,7 @@ import {
   rewardBar,
   rewardRange,
   rolloutLink,
+  roving,
   statusChip,
   statusWords,
   isFailure,
@@ -87,7 +88,7 @@ export class RolloutList {
       el("p", { class: "lead" }, "Conversations of the model with its task, as recorded at each step. Open one to read it, token by token."),
       this.presets,
       this.form,
-      el("div", { class: "list-head" }, this.total, explanations()),
+      el("div", { class: "list-head" }, this.total, el("span", { class: "muted keys" }, "Arrow keys move from row to row, Enter opens"), explanations()),
       this.body,
     );
     await this.load();
@@ -99,6 +100,7 @@ export class RolloutList {
     const mine = this.asked;
     const query = new URLSearchParams(this.ctx.query);
     query.delete("run");
+    if (!query.has("sort")) query.set("sort", "-step");
     query.set("limit", String(PAGE));
     const page = await this.ctx.get<Page>("rollouts", query);
     if (mine !== this.asked) return;
@@ -205,7 +207,9 @@ export class RolloutList {
   private changed(): void {
     this.ctx.replaceQuery(this.ctx.query);
     this.mark();
-    void this.load();
+    this.load().catch((error: unknown) => {
+      if (!this.ctx.signal.aborted) this.total.textContent = error instanceof Error ? error.message : String(error);
+    });
   }
 
   private show(page: Page): void {
@@ -235,7 +239,7 @@ export class RolloutList {
       el("thead", null, el("tr", null, COLUMNS.map((column) => this.header(column)), el("th", { scope: "col" }, "Problem"))),
       el("tbody", null, rows),
     );
-    table.addEventListener("keydown", (event) => move(event, table));
+    roving(table, "a[data-n]");
     table.addEventListener("click", (event) => {
       if (!(event.target instanceof Element) || event.target.closest("a, button") || getSelection()?.toString()) return;
       event.target.closest("tr")?.querySelector<HTMLElement>("a[data-n]")?.click();
@@ -268,7 +272,7 @@ export class RolloutList {
       "tr",
       null,
       COLUMNS.map((column) => el("td", { class: column.kind, data: { title: column.title } }, column.cell(row, range))),
-      el("th", { scope: "row", class: "problem" }, el("a", { href: rolloutLink(this.ctx, row.n), data: { n: String(row.n) } }, row.rollout_id)),
+      el("th", { scope: "row", class: "problem" }, el("a", { href: rolloutLink(this.ctx, row.n), data: { n: String(row.n) } }, row.source ? `${row.source} ` : null, row.rollout_id)),
     );
   }
 
@@ -295,18 +299,6 @@ export class RolloutList {
       to("Last", lastStart, offset < lastStart),
     );
   }
-}
-
-/** Moves the focus between the rows' links. */
-function move(event: KeyboardEvent, table: HTMLElement): void {
-  const links = [...table.querySelectorAll<HTMLElement>("a[data-n]")];
-  const at = links.indexOf(document.activeElement as HTMLElement);
-  const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: links.length - 1 }[event.key];
-  if (at < 0 || to === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
-  event.preventDefault();
-  const link = links[Math.max(0, Math.min(links.length - 1, to))];
-  link?.focus();
-  link?.scrollIntoView({ block: "nearest" });
 }
 
 /** The query that says which rollouts, without the run and the place in the list. */
@@ -341,7 +333,7 @@ function pair(words: string, inputs: HTMLElement[]): HTMLElement {
 function explanations(): HTMLElement {
   return el(
     "details",
-    { class: "explain" },
+    { class: "columns-help" },
     el("summary", null, "What the columns mean"),
     el("dl", null, COLUMNS.map(({ title, meaning }) => [el("dt", null, title), el("dd", null, meaning)])),
   );

@@ -8,6 +8,8 @@ export interface Brief {
   step: number;
   version: number;
   split: "train" | "evaluation";
+  /** Which of the evaluations in a folder; empty in a training run. */
+  source?: string;
   group_id: string;
   rollout_id: string;
   problem_id: string;
@@ -68,6 +70,11 @@ export interface Detail {
   turns: Turn[];
   siblings: Brief[];
   same_problem: Brief[];
+}
+
+/** The recorded rollouts of the group, this one included. */
+export function groupOf({ brief, siblings }: Detail): Brief[] {
+  return [brief, ...siblings.filter((row) => row.n !== brief.n)];
 }
 
 /** Each way to end, in words, and whether it is a failure: then there is no reward and no training. */
@@ -166,16 +173,16 @@ export function story(detail: Detail): string[] {
   return sentences.filter((sentence) => sentence !== "");
 }
 
-function ending({ brief, cause }: Detail): string {
+function ending({ brief }: Detail): string {
   const where = `${count(brief.turns, "turn")} and ${count(brief.tokens, "token")}`;
   const meaning = statusMeaning(brief.status) || `It ended as “${brief.status}”.`;
-  const why = cause === null ? "" : ` Cause: ${cause.length > 300 ? `${cause.slice(0, 300)} …` : cause}`;
-  return `${meaning.replace(/\.$/, "")}, after ${where}.${why}`;
+  return `${meaning.replace(/\.$/, "")}, after ${where}.`;
 }
 
-function comparison({ brief, siblings }: Detail): string | null {
+function comparison(detail: Detail): string | null {
+  const { brief } = detail;
   if (brief.reward === null) return "It has no reward, so it does not count for its group.";
-  const rewards = siblings.map((row) => row.reward).filter((reward) => reward !== null);
+  const rewards = groupOf(detail).map((row) => row.reward).filter((reward) => reward !== null);
   if (rewards.length < 2) return `Its reward is ${fixed(brief.reward)}.`;
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
   const lower = rewards.filter((reward) => reward < (brief.reward ?? 0)).length;
@@ -229,4 +236,25 @@ function ageSentence({ brief, turns }: Detail): string | null {
 
 function list(parts: string[]): string {
   return parts.length < 2 ? (parts[0] ?? "") : `${parts.slice(0, -1).join(", ")} and ${parts.at(-1)}`;
+}
+
+/** Makes arrow keys move between the elements that `selector` finds, of which Tab reaches one. */
+export function roving(box: HTMLElement, selector: string): void {
+  const all = () => [...box.querySelectorAll<HTMLElement>(selector)];
+  all().forEach((one, n) => (one.tabIndex = n === 0 ? 0 : -1));
+  box.addEventListener("focusin", (event) => {
+    if (!(event.target instanceof HTMLElement) || !event.target.matches(selector)) return;
+    for (const one of box.querySelectorAll<HTMLElement>(`${selector}[tabindex="0"]`)) one.tabIndex = -1;
+    event.target.tabIndex = 0;
+  });
+  box.addEventListener("keydown", (event) => {
+    const items = all();
+    const at = items.indexOf(document.activeElement as HTMLElement);
+    const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: items.length - 1 }[event.key];
+    if (at < 0 || to === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    const item = items[Math.max(0, Math.min(items.length - 1, to))];
+    item?.focus();
+    item?.scrollIntoView({ block: "nearest" });
+  });
 }

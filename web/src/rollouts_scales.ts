@@ -1,7 +1,7 @@
 // What tokens can be coloured by. Each scale sorts a token into one of eleven buckets; the style sheet
 // gives each bucket a colour and a line of its own thickness, so that colour is not needed to tell them.
 import { fixed, number, percent } from "./dom";
-import type { Detail, Token } from "./rollouts_model";
+import { type Detail, groupOf, type Token } from "./rollouts_model";
 
 export const BUCKETS = 11;
 const MIDDLE = 5;
@@ -32,7 +32,7 @@ const KEPT = [0.999, 0.99, 0.97, 0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.1];
 export function scalesOf(detail: Detail): Scale[] {
   const tokens = detail.turns.flatMap((turn) => turn.tokens);
   const has = (value: (token: Token) => number | null) => tokens.some((token) => value(token) !== null);
-  const most = [detail.brief, ...detail.siblings].map((row) => Math.abs(row.advantage ?? 0));
+  const most = groupOf(detail).map((row) => Math.abs(row.advantage ?? 0));
   const size = tokens.reduce((found, token) => Math.max(found, Math.abs(token.advantage ?? 0)), Math.max(...most)) || 1;
   const scales = [
     signed("push", "Push of the gradient", "What this update does with each token: advantage × (1 − its probability). A line above: made more likely, a line below: less likely. A token that was certain is hardly pushed.", size, pushOf),

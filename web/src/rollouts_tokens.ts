@@ -9,6 +9,7 @@ import { turnTree } from "./rollouts_tree";
 
 const CHUNK = 400; // tokens, if no line ends before
 const SHORTEST = 150;
+const NEAR = 400; // pixels from the screen
 
 interface Chunk {
   box: HTMLElement;
@@ -29,8 +30,8 @@ export class TokenView {
   private readonly chunks = new Map<Element, Chunk>();
   private readonly ofTurn: Chunk[][] = [];
   private readonly turnBoxes: HTMLElement[] = [];
-  private readonly legend = el("div", { class: "legend" });
-  private readonly panel = el("div", { class: "panel-values" });
+  private readonly legend = el("div", { class: "token-legend" });
+  private readonly panel = el("aside", { class: "token-panel", "aria-label": "The chosen token" });
   private pinned: Place | null = null;
   private readonly near: IntersectionObserver;
 
@@ -48,20 +49,15 @@ export class TokenView {
           if (entry.isIntersecting && chunk !== undefined) this.draw(chunk);
         }
       },
-      { rootMargin: "400px" },
+      { rootMargin: `${NEAR}px` },
     );
   }
 
   render(root: HTMLElement): void {
     const { turns } = this.detail;
     const text = el("div", { class: "token-turns" }, turns.map((turn, n) => this.turn(turn, n)));
-    const aside = el(
-      "aside",
-      { class: "token-panel", "aria-label": "The chosen token" },
-      this.panel,
-    );
     const tree = turns.length > 1 ? turnTree(turns, (n) => this.showTurn(n, true)) : null;
-    root.append(el("div", { class: "token-tools" }, this.chooser(), this.legend), el("div", { class: `token-layout${tree ? " with-tree" : ""}` }, tree, text, aside));
+    root.append(el("div", { class: "token-tools" }, this.chooser(), this.legend), el("div", { class: `token-layout${tree ? " with-tree" : ""}` }, tree, text, this.panel));
     this.showLegend();
     this.showNothing();
     const turn = Number(this.ctx.query.get("turn") ?? "-1");
@@ -183,24 +179,22 @@ export class TokenView {
   }
 
   private recolour(): void {
-    for (const chunk of this.chunks.values()) {
-      const { parentElement } = chunk.box;
-      if (parentElement !== null) parentElement.className = `tokens ${this.scale.kind}`;
-      if (!chunk.isDrawn) continue;
-      // A chunk away from the screen is drawn again when it comes near.
-      const { top, bottom } = chunk.box.getBoundingClientRect();
-      if (bottom < -800 || top > window.innerHeight + 800) {
+    for (const box of this.turnBoxes) box.querySelector(".tokens")?.setAttribute("class", `tokens ${this.scale.kind}`);
+    // Reads all places before it writes, so that the browser lays out once.
+    const drawn = [...this.chunks.values()].filter(({ isDrawn }) => isDrawn);
+    const places = drawn.map(({ box }) => box.getBoundingClientRect());
+    drawn.forEach((chunk, n) => {
+      const { top, bottom } = places[n] ?? chunk.box.getBoundingClientRect();
+      if (bottom > -NEAR && top < window.innerHeight + NEAR) {
+        const spans = chunk.box.children;
+        chunk.tokens.forEach((token, at) => spans[at]?.setAttribute("class", this.classOf(token)));
+      } else {
+        // Away from the screen: drawn again when it comes near.
         chunk.isDrawn = false;
         chunk.box.textContent = chunk.tokens.map(shown).join("");
         this.near.observe(chunk.box);
-        continue;
       }
-      const spans = chunk.box.children;
-      chunk.tokens.forEach((token, at) => {
-        const span = spans[at];
-        if (span !== undefined) span.className = this.classOf(token);
-      });
-    }
+    });
     if (this.pinned !== null) this.mark(this.pinned);
   }
 
@@ -247,6 +241,7 @@ export class TokenView {
   }
 
   private mark(place: Place): void {
+    this.draw(place.chunk);
     const span = place.chunk.box.children[place.at];
     span?.classList.add("active");
     span?.scrollIntoView({ block: "nearest" });
@@ -312,6 +307,7 @@ export class TokenView {
   }
 
   private showNothing(): void {
+    this.panel.classList.remove("has-token");
     const strongest = strongestPushes(this.detail.turns);
     fill(
       this.panel,
@@ -332,6 +328,7 @@ export class TokenView {
     const token = chunk.tokens[at];
     const turn = this.detail.turns[chunk.turn];
     if (token === undefined || turn === undefined) return;
+    this.panel.classList.add("has-token");
     fill(
       this.panel,
       this.closer(),
@@ -379,7 +376,7 @@ function values(token: Token, turn: Turn): [string, Node | string][] {
 
 function likely(logprob: number | null): Node | string {
   if (logprob === null) return "not recorded";
-  return el("span", null, percent(Math.exp(logprob)), el("span", { class: "muted" }, ` · log ${fixed(logprob, 4)}`));
+  return el("span", null, percent(Math.exp(logprob)), el("span", { class: "muted" }, ` log ${fixed(logprob, 3)}`));
 }
 
 function turnHead(turn: Turn, n: number): HTMLElement {
@@ -399,6 +396,7 @@ function turnHead(turn: Turn, n: number): HTMLElement {
 
 /** A token's text with its white space visible. */
 function pieces(text: string): string {
+  if (text === "") return "∅";
   return visible(text).replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥");
 }
 

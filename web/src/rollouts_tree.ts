@@ -1,6 +1,6 @@
 // Shows the turns of a rollout as a tree: a chain of turns is one list, and each branch a list of its own.
-import { count, el, fixed } from "./dom";
-import type { Turn } from "./rollouts_model";
+import { count, el } from "./dom";
+import { roving, type Turn } from "./rollouts_model";
 
 /** A chain of turns that extend each other, and the chains that go on from its last turn. */
 export interface Chain {
@@ -43,6 +43,7 @@ export function turnTree(turns: Turn[], choose: (turn: number) => void): HTMLEle
     const button = event.target instanceof Element ? event.target.closest<HTMLElement>("[data-turn]") : null;
     if (button !== null) choose(Number(button.dataset.turn));
   });
+  roving(node, "[data-turn]");
   return node;
 
   function branch(chain: Chain, n: number, of: number): HTMLElement {
@@ -57,8 +58,8 @@ export function turnTree(turns: Turn[], choose: (turn: number) => void): HTMLEle
       null,
       (chain?.turns ?? []).map((n) => {
         const turn = turns[n];
-        const reward = turn === undefined || turn.reward === null ? "" : ` · ${fixed(turn.reward)}`;
-        const unseen = turn?.is_seen === false ? " · dropped" : "";
+        const push = turn?.advantage ? (turn.advantage > 0 ? " ▲" : " ▼") : "";
+        const words = turn?.is_seen === false ? "dropped" : count(turn?.num_tokens ?? 0, "token");
         return el(
           "li",
           null,
@@ -66,7 +67,7 @@ export function turnTree(turns: Turn[], choose: (turn: number) => void): HTMLEle
             "button",
             { type: "button", data: { turn: String(n) } },
             el("b", null, `Turn ${n + 1}`),
-            el("span", { class: "muted" }, ` ${count(turn?.num_tokens ?? 0, "token")}${reward}${unseen}`),
+            el("span", { class: "muted" }, `${words}${push}`),
           ),
         );
       }),

@@ -6,6 +6,8 @@ import { KINDS, longest, type Span, stepAt, type Timeline, usesOf } from "./time
 
 const LISTED = 25;
 const SHORTEST_MS = 0.05; // window
+const MANY_STEPS = 40;
+const SHOWN_STEPS = 20; // at first, of many
 
 export default function view(): View {
   let panel: TimelinePanel | null = null;
@@ -36,6 +38,7 @@ class TimelinePanel {
   private readonly labels = el("ul", { class: "track-labels", "aria-hidden": "true" });
   private readonly details = el("div", { class: "span-details", role: "status" });
   private readonly uses = el("div", { class: "uses" });
+  private readonly usesWindow = el("p", { class: "muted small" });
   private readonly tables = el("div", { class: "span-tables" });
   private readonly window = el("span", { class: "muted small", role: "status" });
   private readonly stage: HTMLElement;
@@ -68,7 +71,7 @@ class TimelinePanel {
     }
     this.data = first;
     root.append(
-      el("section", { class: "card", "aria-labelledby": "uses-title" }, el("h2", { id: "uses-title" }, "Who works, who waits"), this.uses),
+      el("section", { class: "card", "aria-labelledby": "uses-title" }, el("h2", { id: "uses-title" }, "Who works, who waits"), this.uses, this.usesWindow),
       this.tools(),
       el("div", { class: "timeline" }, this.labels, this.stage),
       this.details,
@@ -96,7 +99,7 @@ class TimelinePanel {
     this.resized.disconnect();
   }
 
-  /** The step or the window of the address, else all steps without the start before them. */
+  /** The step or the window of the address, else the steps, without the start; of many, the last. */
   private firstWindow(data: Timeline): [number, number] {
     const { query } = this.ctx;
     if (query.has("from") || query.has("to")) return [data.from, data.to];
@@ -106,7 +109,8 @@ class TimelinePanel {
       const room = (step.to - step.from) * 0.1;
       return [Math.max(0, step.from - room), step.to + room];
     }
-    return [data.steps[0]?.from ?? data.from, data.total_ms];
+    const first = data.steps.length > MANY_STEPS ? data.steps.at(-SHOWN_STEPS) : data.steps[0];
+    return [first?.from ?? data.from, data.total_ms];
   }
 
   private ask(from: string | number | null, to: string | number | null): Promise<Timeline> {
@@ -248,10 +252,16 @@ class TimelinePanel {
     action();
   }
 
+  /** Goes to the next row up or down that has something in the window. */
   private row(by: number): void {
     const at = this.chosen === null ? (by > 0 ? -1 : this.rows.length) : this.rows.findIndex((row) => row === this.chosen?.row);
-    const row = this.rows[Math.max(0, Math.min(this.rows.length - 1, at + by))];
-    if (row !== undefined) this.choose(this.firstOf(row, this.momentOf(this.chosen)));
+    for (let next = at + by; next >= 0 && next < this.rows.length; next += by) {
+      const row = this.rows[next];
+      const hit = row === undefined ? null : this.firstOf(row, this.momentOf(this.chosen));
+      if (hit?.span == null && hit?.idle == null) continue;
+      this.choose(hit);
+      return;
+    }
   }
 
   private momentOf(hit: Hit | null): number {
@@ -322,12 +332,12 @@ class TimelinePanel {
       button("+", "Zoom in", () => this.zoom(0.6)),
       button("←", "Earlier", () => this.pan(-0.4)),
       button("→", "Later", () => this.pan(0.4)),
-      button("All", "Show the whole run", () => this.all()),
-      steps().length > 0 ? button("Steps", "Show the steps, without the start", () => this.set(steps()[0]?.from ?? 0, this.data?.total_ms ?? 1)) : null,
+      button("Whole run", "Show the whole run", () => this.all()),
+      steps().length > 0 ? button("All steps", "Show the steps, without the start", () => this.set(steps()[0]?.from ?? 0, this.data?.total_ms ?? 1)) : null,
       steps().length > 0 ? el("label", { class: "step-choice" }, "Step ", choice) : null,
       this.window,
       this.ctx.frozen ? null : el("a", { class: "download", href: `/api/runs/${this.ctx.run}/trace.json`, download: "trace.json", title: "Open it at ui.perfetto.dev or in chrome://tracing" }, "Download for Perfetto"),
-      el("ul", { class: "kinds", "aria-label": "Colours" }, KINDS.map(([words, meaning], n) => el("li", { title: meaning }, el("i", { class: `kind kind-${n + 1}`, "aria-hidden": "true" }), words)), el("li", null, el("i", { class: "kind waits", "aria-hidden": "true" }), "Waiting")),
+      el("ul", { class: "kinds", "aria-label": "Colours" }, KINDS.map(([words, meaning], n) => el("li", { title: meaning }, el("i", { class: `kind kind-${n + 1}`, "aria-hidden": "true" }), words)), el("li", null, el("i", { class: "kind waiting", "aria-hidden": "true" }), "Waiting")),
     );
   }
 
@@ -358,6 +368,8 @@ class TimelinePanel {
 
   private showUses(): void {
     if (this.data === null) return;
+    const { from, to } = this.data;
+    fill(this.usesWindow, `Between ${clock(from, to - from)} and ${clock(to, to - from)} after the start of the run.`);
     const uses = usesOf(this.data).filter(({ waits, process }) => waits.length > 0 || process !== "controller");
     fill(
       this.uses,
@@ -373,7 +385,7 @@ class TimelinePanel {
               "div",
               { class: "use-bar", "aria-hidden": "true" },
               el("span", { class: "working", style: { "flex-grow": String(working) } }),
-              waits.map(({ share }) => el("span", { class: "waits", style: { "flex-grow": String(share) } })),
+              waits.map(({ share }) => el("span", { class: "waiting", style: { "flex-grow": String(share) } })),
             ),
             el("p", null, el("b", null, `works ${percent(working)}`), waits.slice(0, 3).map(({ why, share, seconds }, n) => [n === 0 ? `, waits ${percent(1 - working)}: ` : ", ", why, ` ${percent(share)} (${duration(seconds)})`])),
           ),
