@@ -60,6 +60,12 @@ const frozenAnswers: Record<string, unknown> | null =
 
 export const isFrozen = frozenAnswers !== null;
 
+/** When the report was made, in words. */
+export function frozenAt(): string {
+  const at = frozenAnswers?.["at_unix_s"];
+  return typeof at === "number" ? new Date(at * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }) : "";
+}
+
 export async function get<T>(path: string, params: Params, signal: AbortSignal): Promise<T> {
   const query = search(params);
   if (frozenAnswers !== null) return fromFrozen(frozenAnswers, path, query) as T;

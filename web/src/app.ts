@@ -1,8 +1,8 @@
 // The frame of the page: header, addresses, live changes, theme. The views fill the rest.
-import { get, isFrozen, search, type Changed, type Ctx, type Params, type Run, type View } from "./api";
+import { frozenAt, get, isFrozen, search, type Changed, type Ctx, type Params, type Run, type View } from "./api";
 import config from "./config";
 import curves from "./curves";
-import { count, debounce, el, fill, number } from "./dom";
+import { count, debounce, el, fill, forgetColors, number } from "./dom";
 import now from "./now";
 import overview from "./overview";
 import rollouts from "./rollouts";
@@ -144,8 +144,9 @@ function picker(run: Run): HTMLElement {
 function state(run: Run): HTMLElement {
   const of = run.num_steps === null ? "" : ` of ${number(run.num_steps)}`;
   const steps = run.kind === "eval" ? count(run.step, "evaluation") : `step ${number(run.step)}${of}`;
-  const word = run.is_live ? "Live" : isFrozen ? "Report" : "Ended";
-  return el("span", { class: `state ${run.is_live ? "live" : ""}` }, el("i", { class: "dot", "aria-hidden": "true" }), `${word} · ${steps}`);
+  const isLive = run.is_live && !isFrozen;
+  const word = isLive ? "Live" : isFrozen ? `Report ${frozenAt()}`.trim() : "Ended";
+  return el("span", { class: `state ${isLive ? "live" : ""}` }, el("i", { class: "dot", "aria-hidden": "true" }), `${word} · ${steps}`);
 }
 
 const THEMES = ["auto", "light", "dark"] as const;
@@ -166,10 +167,16 @@ function theme(): HTMLButtonElement {
       // A page from disk may have no storage; the choice then ends with it.
     }
     apply();
-    void show(true); // canvases are drawn in the colours of the theme
+    changeTheme();
   });
   apply();
   return button;
+}
+
+/** Canvases are drawn in the colours of the theme. */
+function changeTheme(): void {
+  forgetColors();
+  void show(true);
 }
 
 function stored(): (typeof THEMES)[number] {
@@ -255,7 +262,7 @@ async function start(): Promise<void> {
     return;
   }
   window.addEventListener("hashchange", () => void show(false));
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => void show(true));
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changeTheme);
   if (!isFrozen) await Promise.race([new Promise<void>(listen), new Promise((done) => window.setTimeout(done, 200))]);
   await show(true);
 }

@@ -25,8 +25,15 @@ export interface ChartOptions {
   xName: string;
   xText: (value: number) => string;
   yText: (value: number) => string;
-  /** Called with the words for the point under the cursor; null: no point. */
-  onPoint?: (point: { x: number; values: (number | null)[] } | null) => void;
+  /** Called when the cursor moves; null: no point. */
+  onPoint?: (point: Point | null) => void;
+}
+
+/** The values of all lines at a place. `from` is where each was measured: at the place or before it. */
+export interface Point {
+  x: number;
+  values: (number | null)[];
+  from: (number | null)[];
 }
 
 /** A chart in `element`. */
@@ -162,14 +169,15 @@ export class Chart {
       this.options.onPoint?.(null);
       return;
     }
-    const values = this.main.map((column) => nearest(this.data[column] as (number | null)[], index));
+    const places = this.main.map((column) => nearest(this.data[column] as (number | null)[], index));
+    const values = this.main.map((column, i) => this.data[column]?.[places[i] ?? -1] ?? null);
     this.element.setAttribute("aria-valuenow", String(index));
     const words = this.lines.map((line, i) => {
       const value = values[i];
       return `${line.label} ${value === null || value === undefined ? "no value" : this.options.yText(value)}`;
     });
     this.element.setAttribute("aria-valuetext", `${this.options.xName} ${this.options.xText(x)}: ${words.join(", ")}`);
-    this.options.onPoint?.({ x, values });
+    this.options.onPoint?.({ x, values, from: places.map((place) => (place === null ? null : (this.xs[place] ?? null))) });
   }
 
   private zoomTo(from: number | null, to: number | null): void {
@@ -207,6 +215,7 @@ export class Chart {
       const isAll = half * 2 >= (this.xs[last] ?? 0) - (this.xs[0] ?? 0);
       if (isAll) this.zoomTo(null, null);
       else this.zoomTo(middle - half, middle + half);
+      queueMicrotask(() => plot.setCursor({ left: plot.valToPos(middle, "x"), top: 0 })); // once the scale is set
     } else if (event.key === "0" || event.key === "Escape") {
       this.zoomTo(null, null);
     } else {
@@ -239,12 +248,10 @@ function yRange(min: number | null, max: number | null): [number, number] {
   return [min >= 0 && low < 0 ? 0 : low, max + pad];
 }
 
-/** The value at a place or, where there is none, the nearest before it. */
+/** The index of the value at a place or before it; none outside of the line. */
 function nearest(values: (number | null)[], index: number): number | null {
-  for (let i = index; i >= 0; i -= 1) {
-    const value = values[i];
-    if (value !== null && value !== undefined) return value;
-  }
+  if (values.slice(index).every((value) => value === null)) return null;
+  for (let i = index; i >= 0; i -= 1) if (values[i] !== null && values[i] !== undefined) return i;
   return null;
 }
 

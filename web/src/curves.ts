@@ -1,6 +1,6 @@
 // Every metric as a curve: groups, a filter, several runs, and a table in place of each curve.
 import type { Changed, Ctx, View } from "./api";
-import { Chart, type Line } from "./charts";
+import { Chart, type Line, type Point } from "./charts";
 import { count, debounce, duration, el, empty, fill, newId, number, scrollBox } from "./dom";
 import { ESSENTIAL, lookup, meanings, metricsOf, points, type Meaning, type Metrics, type XName } from "./metrics";
 
@@ -67,7 +67,8 @@ class Page {
   private readonly sections: string[];
   private readonly loader: Loader;
   private names: string[] = []; // of all metrics of the chosen runs
-  private cards: Card[] = [];
+  private cards: Card[] = []; // those on the page
+  private readonly made = new Map<string, Card>();
   private readonly groups = el("div", { class: "chips", role: "group", "aria-label": "Groups of metrics" });
   private readonly found = el("p", { class: "muted small", role: "status" });
   private readonly body = el("div", { class: "stack" });
@@ -166,6 +167,7 @@ class Page {
                 state.runs = chosen;
                 this.save();
                 void this.list().then(() => this.draw());
+                for (const card of this.made.values()) card.forget();
               });
               return el("label", { class: "run" }, box, swatch(run.run), run.name);
             }),
@@ -224,8 +226,8 @@ class Page {
   private draw(): void {
     const { state } = this;
     this.drawGroups();
-    for (const card of this.cards) card.leave();
     this.watch.disconnect();
+    const before = this.cards;
     this.cards = [];
     const shown = this.shown();
     const total = [...shown.values()].reduce((sum, names) => sum + names.length, 0);
@@ -233,7 +235,7 @@ class Page {
     const parts: HTMLElement[] = [];
     for (const [heading, names] of shown) {
       if (names.length === 0) continue;
-      const cards = names.map((name) => new Card(name, this.find(name), state, this.ctx, this.loader, isLarge, () => this.pin(name)));
+      const cards = names.map((name) => this.card(name, isLarge));
       this.cards.push(...cards);
       parts.push(
         el(
@@ -246,7 +248,18 @@ class Page {
     }
     fill(this.body, parts.length > 0 ? parts : this.nothing());
     fill(this.found, state.q ? `${count(total, "metric")} of ${this.names.length} match` : "");
+    const after = new Set(this.cards);
+    for (const card of before) if (!after.has(card)) card.leave();
     for (const card of this.cards) this.watch.observe(card.element);
+  }
+
+  /** The card of a metric; made once, because most of them stay while a filter is typed. */
+  private card(name: string, isLarge: boolean): Card {
+    const key = `${name} ${isLarge}`;
+    const card = this.made.get(key) ?? new Card(name, this.find(name), this.state, this.ctx, this.loader, isLarge, () => this.pin(name));
+    this.made.set(key, card);
+    card.readdress();
+    return card;
   }
 
   private nothing(): HTMLElement {
@@ -305,8 +318,10 @@ class Card {
   readonly element: HTMLElement;
   private chart: Chart | null = null;
   private data = new Map<number, Metrics>();
+  private drawn: Line[] = [];
   private readonly place = el("div", { class: "chart-place" });
   private readonly values = el("div", { class: "values" });
+  private readonly button: HTMLButtonElement;
   private readonly enlarge: HTMLAnchorElement;
   private readonly table: HTMLDetailsElement;
   private readonly height: number;
@@ -326,13 +341,7 @@ class Card {
     this.place.style.height = `${this.height}px`;
     this.enlarge = el("a", null, isLarge ? "Back to the essentials" : "Enlarge");
     if (!isLarge) this.enlarge.setAttribute("aria-label", `Enlarge ${name}`);
-    const button = el("button", { type: "button", class: "quiet", "aria-pressed": String(state.names.includes(name)), "aria-label": `Pin ${name}` }, state.names.includes(name) ? "Pinned" : "Pin");
-    button.addEventListener("click", () => {
-      pin();
-      const isPinned = state.names.includes(name);
-      button.setAttribute("aria-pressed", String(isPinned));
-      fill(button, isPinned ? "Pinned" : "Pin");
-    });
+    this.button = el("button", { type: "button", class: "quiet", "aria-label": `Pin ${name}`, on: { click: pin } });
     const rows = scrollBox(`Values of ${name}`);
     rows.classList.add("scroll");
     this.table = el("details", { class: "data" }, el("summary", { "aria-label": `Table of ${name}` }, "Table"), rows);
@@ -342,7 +351,7 @@ class Card {
     this.element = el(
       "article",
       { class: "card curve", "aria-labelledby": title },
-      el("header", null, el("h3", { id: title }, plain ? plain.label : el("code", null, breakable(name))), el("span", { class: "tools" }, button, this.enlarge)),
+      el("header", null, el("h3", { id: title }, plain ? plain.label : el("code", null, breakable(name))), el("span", { class: "tools" }, this.button, this.enlarge)),
       plain ? el("p", { class: "sub" }, el("code", null, breakable(name))) : null,
       this.values,
       this.place,
@@ -374,6 +383,12 @@ class Card {
     this.place.replaceChildren();
   }
 
+  /** The chosen runs have changed. */
+  forget(): void {
+    this.data.clear();
+    this.refresh();
+  }
+
   /** Fetches the values again, if the curve is drawn. */
   refresh(): void {
     if (this.chart === null) return;
@@ -398,12 +413,19 @@ class Card {
       this.enter();
       return;
     }
-    this.chart.set(this.lines());
+    this.drawn = this.lines();
+    this.chart.set(this.drawn);
     this.tell(null);
   }
 
+  /** Follows what is chosen: the address of the enlarged curve, and whether this one is pinned. */
   readdress(): void {
     const { state } = this;
+    const isPinned = state.names.includes(this.name);
+    if (this.button.getAttribute("aria-pressed") !== String(isPinned)) {
+      this.button.setAttribute("aria-pressed", String(isPinned));
+      fill(this.button, isPinned ? "Pinned" : "Pin");
+    }
     const names = this.height > 150 ? null : this.name;
     this.enlarge.href = this.ctx.link("curves", {
       names,
@@ -429,8 +451,8 @@ class Card {
   }
 
   /** Writes the values at the cursor or, without one, the last ones. */
-  private tell(point: { x: number; values: (number | null)[] } | null): void {
-    const lines = this.lines();
+  private tell(point: Point | null): void {
+    const lines = this.drawn;
     const values = point?.values ?? lines.map((line) => line.y.at(-1) ?? null);
     const isOne = lines.length === 1;
     fill(

@@ -151,13 +151,24 @@ export function debounce<A extends unknown[]>(action: (...args: A) => void, wait
   };
 }
 
+const colors = new Map<string, string>();
+
 /** The colour of a CSS variable as the browser resolves it in the current theme, for a canvas. */
 export function color(variable: string): string {
-  const probe = el("span", { hidden: true, style: { color: `var(${variable})` } });
-  document.body.append(probe);
-  const found = getComputedStyle(probe).color;
-  probe.remove();
+  let found = colors.get(variable);
+  if (found === undefined) {
+    const probe = el("span", { hidden: true, style: { color: `var(${variable})` } });
+    document.body.append(probe);
+    found = getComputedStyle(probe).color;
+    probe.remove();
+    colors.set(variable, found);
+  }
   return found;
+}
+
+/** The theme has changed. */
+export function forgetColors(): void {
+  colors.clear();
 }
 
 let ids = 0;

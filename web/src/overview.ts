@@ -143,12 +143,17 @@ function layout(): {
   const readout = el("p", { class: "readout" });
   const chart = new Chart({
     label: "Reward by step",
-    height: 290,
+    height: 310,
     xName: "step",
     xText: number,
     yText: number,
     onPoint: (point) => {
-      fill(readout, point === null ? "" : `step ${number(point.x)}: ${shown.map((line, i) => `${line.label} ${fixed(point.values[i])}`).join(", ")}`);
+      if (point === null) {
+        fill(readout);
+        return;
+      }
+      const words = shown.map((line, i) => `${line.label} ${fixed(point.values[i])}${point.from[i] == null || point.from[i] === point.x ? "" : ` (of step ${number(point.from[i])})`}`);
+      fill(readout, `Step ${number(point.x)}: ${words.join(", ")}`);
     },
   });
   let shown: Line[] = [];

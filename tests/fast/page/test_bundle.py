@@ -1,5 +1,5 @@
-"""The page that ships is what its sources give. Skipped, with the reason, where npm or its registry is
-missing."""
+"""The page that ships is what its sources give. Where npm or its registry is missing, the tests are
+skipped, and say so."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_the_shipped_page_is_built_from_its_sources(web: Path, tmp_path: Path) -
 
 def test_the_license_of_uplot_ships() -> None:
     script = (SHIPPED / "app.js").read_text()
-    assert "Leon Sorokin" in script and "Permission is hereby granted" in script
+    assert "Leon Sorokin" in script
+    assert "Permission is hereby granted" in script
 
 
 def test_no_source_writes_text_as_html() -> None:
