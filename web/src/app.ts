@@ -2,7 +2,7 @@
 import { frozenAt, get, isFrozen, search, type Changed, type Ctx, type Params, type Run, type View } from "./api";
 import config from "./config";
 import curves from "./curves";
-import { count, debounce, el, fill, forgetColors, number } from "./dom";
+import { debounce, el, fill, forgetColors, number } from "./dom";
 import now from "./now";
 import overview from "./overview";
 import rollouts from "./rollouts";
@@ -143,7 +143,7 @@ function picker(run: Run): HTMLElement {
 
 function state(run: Run): HTMLElement {
   const of = run.num_steps === null ? "" : ` of ${number(run.num_steps)}`;
-  const steps = run.kind === "eval" ? count(run.step, "evaluation") : `step ${number(run.step)}${of}`;
+  const steps = run.kind === "eval" ? "evaluation" : `step ${number(run.step)}${of}`;
   const isLive = run.is_live && !isFrozen;
   const word = isLive ? "Live" : isFrozen ? `Report ${frozenAt()}`.trim() : "Ended";
   return el("span", { class: `state ${isLive ? "live" : ""}` }, el("i", { class: "dot", "aria-hidden": "true" }), `${word} · ${steps}`);

@@ -263,6 +263,8 @@ class Page {
   }
 
   private nothing(): HTMLElement {
+    const isEvaluation = this.ctx.runs.some((one) => one.kind === "eval" && this.state.runs.includes(one.run));
+    if (this.names.length === 0 && isEvaluation) return empty("An evaluation has no curves", "Its results are in the overview, its rollouts in Rollouts.");
     if (this.names.length === 0) return empty("No step has ended yet", "The first values appear when the first step ends.");
     if (this.state.q) return empty("No metric matches", "The filter looks at names and explanations; each word must occur.");
     return empty("Nothing here", this.state.group === PINNED ? "Pin metrics of other groups to see them here." : "This run has no metric of this group.");

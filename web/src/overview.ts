@@ -25,14 +25,9 @@ interface Overview {
   shares_cores: boolean;
   staleness: { mean: number | null; max: number | null; cap: number | null } | null;
   failures: Record<string, number>;
-  tokens: {
-    generated: number;
-    trained: number;
-    masked: number;
-    discarded: number;
-    buffered: number;
+  tokens: Record<"generated" | "trained" | "masked" | "discarded" | "buffered", number | null> & {
     causes: Record<string, number>;
-  } | null;
+  };
   times: { name: string; seconds: number }[];
   advice: string | null;
   summary: string[];
@@ -70,6 +65,13 @@ export default function view(): View {
   return {
     async render(root, given) {
       ctx = given;
+      if (ctx.runs.find((one) => one.run === ctx.run)?.kind === "eval") {
+        const body = el("div");
+        update = async () => keep(body, await ctx.get<Overview>("overview"), (data) => evaluated(data, ctx));
+        await update();
+        root.append(body);
+        return;
+      }
       const page = layout();
       chart = page.chart;
       update = async () => {
@@ -87,6 +89,19 @@ export default function view(): View {
       chart?.destroy();
     },
   };
+}
+
+/** The overview of an evaluation's folder, which has no steps. */
+function evaluated(data: Overview, ctx: Ctx): HTMLElement {
+  const results = data.evaluations.length > 0 ? data.evaluations.map((one) => `Step ${number(one.step)}: reward ${fixed(one.mean)}${interval(one)}`) : data.summary;
+  const text = "The mean reward of the rollouts of each model and temperature, with its 95 % interval: with other problems the value would probably lie in it. Two models differ clearly where their intervals do not overlap.";
+  return el(
+    "div",
+    { class: "stack" },
+    data.warnings.map((warning) => notice("warn", "Warning", warning, "")),
+    card("Results", text, el("ul", { class: "sentences" }, results.map((line) => el("li", null, line)))),
+    card("Look at rollouts", "What the policy wrote, attempt by attempt.", el("ul", { class: "links" }, lookAt(data, ctx))),
+  );
 }
 
 const REWARDS = {
@@ -262,7 +277,6 @@ function learning(data: Overview): Answer {
     text.push(`Evaluation reward ${fixed(first.mean)} at step ${number(first.step)}, now ${fixed(last.mean)}${interval(last)}.`);
   else if (last) text.push(`Evaluation reward ${fixed(last.mean)}${interval(last)} at step ${number(last.step)}.`);
   if (data.reward) text.push(`Training reward ${fixed(data.reward.first)} at first, now ${fixed(data.reward.last)}.`);
-  if (data.kind === "eval") return { tone: "plain", short: last ? `Reward ${fixed(last.mean)}` : "Not yet known", text };
   if (data.step === 0) return { tone: "plain", short: "Not yet known", text: ["No training step has ended yet.", ...text] };
   switch (data.learns) {
     case "yes":
@@ -295,7 +309,7 @@ function faults(data: Overview): Answer {
   const more = data.found.length + data.warnings.length;
   if (first !== undefined) return { tone: "warn", short: sentence(first.cause), text: [more > 1 ? `The first of ${more} notes below.` : "See the note below for what to try first."] };
   if (more > 0) return { tone: "warn", short: count(more, "warning"), text: ["See below."] };
-  if (data.kind === "train" && data.step < 6) return { tone: "plain", short: "Nothing seen so far", text: ["Faults are looked for from step 6 on."] };
+  if (data.step < 6) return { tone: "plain", short: "Nothing seen so far", text: ["Faults are looked for from step 6 on."] };
   return { tone: "good", short: "Nothing found", text: ["No known fault shows in the numbers of this run."] };
 }
 
@@ -305,7 +319,7 @@ function remaining(data: Overview): Answer {
   if (!data.is_live) {
     const isDone = data.num_steps !== null && data.step >= data.num_steps;
     if (data.elapsed_s !== null) text.push(`It ran for ${duration(data.elapsed_s)}.`);
-    return { tone: "plain", short: isDone || data.kind === "eval" ? "It is finished" : "It has stopped", text };
+    return { tone: "plain", short: isDone ? "It is finished" : "It has stopped", text };
   }
   if (data.elapsed_s !== null) text.push(`Running for ${duration(data.elapsed_s)}.`);
   return { tone: "plain", short: data.eta_s === null ? "Not yet known" : data.eta_s < 1 ? "About to end" : `${duration(data.eta_s)} left`, text };
@@ -373,7 +387,7 @@ function lookAt(data: Overview, ctx: Ctx): HTMLElement[] {
   const found: [string, string, Params][] = [
     ["Worst rollouts", isTrain ? "of the last step, by reward" : "by reward", { ...split, ...step, sort: "reward" }],
     ["Best rollouts", isTrain ? "of the last step, by reward" : "by reward", { ...split, ...step, sort: "-reward" }],
-    ["Longest rollouts", "of the run, by tokens", { ...split, sort: "-tokens" }],
+    ["Longest rollouts", isTrain ? "of the run, by tokens" : "by tokens", { ...split, sort: "-tokens" }],
   ];
   if (isTrain) found.push(["Stale rollouts", "of the run, by the age of their tokens", { ...split, age_min: 1, sort: "-age" }]);
   return found.map(([label, what, query]) => el("li", null, el("a", { href: ctx.link("rollouts", query) }, label), el("span", { class: "muted small" }, ` ${what}`)));
@@ -381,16 +395,17 @@ function lookAt(data: Overview, ctx: Ctx): HTMLElement[] {
 
 function fates(data: Overview): HTMLElement {
   const { tokens } = data;
-  if (tokens === null || tokens.generated === 0) return later();
-  const causes = Object.entries(tokens.causes)
-    .filter(([, n]) => n > 0)
-    .map(([name, n]) => `${name.replaceAll("_", " ")} ${number(n)}`)
-    .join(", ");
+  if (!tokens.generated) return later();
+  const causes = (kind: string): string =>
+    Object.entries(tokens.causes)
+      .filter(([name]) => name.startsWith(`${kind}: `))
+      .map(([name, n]) => `${name.slice(kind.length + 2).replaceAll("_", " ")} ${number(n)}`)
+      .join(", ");
   const parts = [
-    { name: "trained on", value: tokens.trained },
-    { name: "left out of the loss by a rule", value: tokens.masked },
-    { name: "thrown away", value: tokens.discarded, note: causes ? `(${causes})` : "" },
-    { name: "in rollouts that are not trained yet", value: tokens.buffered },
+    { name: "trained on", value: tokens.trained ?? 0 },
+    { name: "left out of the loss by a rule:", value: tokens.masked ?? 0, note: causes("masked") },
+    { name: "thrown away:", value: tokens.discarded ?? 0, note: causes("discarded") },
+    { name: "in rollouts that are not trained yet", value: tokens.buffered ?? 0 },
   ];
   return el("div", null, el("p", { class: "muted small" }, `${number(tokens.generated)} tokens written so far`), shares(parts.filter((one) => one.value > 0).map((one) => ({ ...one, text: number(one.value) }))));
 }
