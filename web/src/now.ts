@@ -8,7 +8,7 @@ interface Now {
   phase: string | null;
   step: number;
   num_steps: number | null;
-  waits: { name: string; seconds: number; details: string[] }[];
+  waits: { name: string; seconds: number; details: string }[];
   chain: string;
   rollouts: {
     total: number;
@@ -20,13 +20,13 @@ interface Now {
     state: string;
     version: number | null;
     outstanding_tokens: number | null;
-    running: number | null;
-    waiting: number | null;
-    kv_use: number | null;
-    tokens_per_s: number | null;
+    running?: number;
+    waiting?: number;
+    kv_use?: number;
+    tokens_per_s?: number;
   }[];
   groups: { waiting: number; running: number; finished: number; batched: number; capacity: number } | null;
-  evaluation: { version: number | null; done: number; total: number } | null;
+  evaluation: { is_running: boolean } | null;
 }
 
 const PHASES: Record<string, string> = {
@@ -35,6 +35,7 @@ const PHASES: Record<string, string> = {
   rollout: "Waiting for rollouts",
   train: "Training",
   publish: "Publishing new weights",
+  sync: "Loading new weights into the engines",
   switch: "Switching the devices",
   checkpoint: "Saving a checkpoint",
   evaluation: "Evaluating",
@@ -96,7 +97,7 @@ function layout(ctx: Ctx, pause: HTMLElement): { element: HTMLElement; show: (no
     el(
       "div",
       { class: "now-grid" },
-      card("Who waits for what", "Read it from top to bottom: the first line waits for what the second one says, and so on. The last one is what the run is really waiting for.", waits),
+      card("Who waits for what", "Each loop of the run that waits says what it waits for, and since when. The grey lines follow the longest wait from the trainer to the rollout or process that everything waits for.", waits),
       card("Groups in the work buffer", "A group is the set of attempts at one problem. Groups wait to be started, run, are finished, and are then trained on as part of a batch. The buffer's size bounds how old the trained tokens get.", groups),
       card("What the running rollouts do", "A rollout is one attempt of the policy at a problem. It alternates between writing (generation) and the reply of its environment, and at last gets its reward.", phases),
     ),
@@ -137,15 +138,16 @@ function layout(ctx: Ctx, pause: HTMLElement): { element: HTMLElement; show: (no
 }
 
 function waiting(now: Now): HTMLElement {
-  if (now.waits.length === 0) return el("p", { class: "muted" }, now.chain ? sentence(now.chain) : "Nothing waits at the moment.");
+  if (now.waits.length === 0) return el("p", { class: "muted" }, "Nothing waits at the moment.");
+  const waits = [...now.waits].sort((a, b) => b.seconds - a.seconds);
   return el(
     "div",
     null,
     now.chain ? el("p", { class: "chain" }, sentence(now.chain)) : null,
     el(
-      "ol",
+      "ul",
       { class: "waits" },
-      now.waits.map((one) => el("li", null, el("span", null, sentence(one.name)), el("span", { class: "value" }, duration(one.seconds)), one.details.map((text) => el("span", { class: "muted small" }, text)))),
+      waits.map((one) => el("li", null, el("span", null, sentence(one.name)), el("span", { class: "value" }, duration(one.seconds)), one.details ? el("span", { class: "muted small" }, one.details) : null)),
     ),
   );
 }
@@ -169,7 +171,7 @@ function buffer(now: Now): HTMLElement {
       ),
     );
   }
-  if (evaluation !== null) parts.push(el("p", null, `Evaluation${evaluation.version === null ? "" : ` of version ${number(evaluation.version)}`}: ${number(evaluation.done)} of ${number(evaluation.total)} rollouts done.`));
+  if (evaluation?.is_running) parts.push(el("p", { class: "muted small" }, "An evaluation runs alongside."));
   if (parts.length === 0) parts.push(el("p", { class: "muted" }, "No groups yet."));
   return el("div", null, parts);
 }
@@ -178,7 +180,6 @@ const ROLLOUT_PHASES: Record<string, string> = {
   generation: "the policy writes",
   environment: "wait for their environment",
   reward: "wait for their reward",
-  queue: "wait for an engine",
 };
 
 function rolloutPhases(now: Now): HTMLElement {
@@ -202,7 +203,7 @@ function engines(now: Now): HTMLElement {
       number(one.running),
       number(one.waiting),
       number(one.outstanding_tokens),
-      one.kv_use === null ? "–" : el("span", { class: "in-cell" }, el("span", { class: "track", "aria-hidden": "true" }, el("i", { style: { width: `${100 * Math.min(1, one.kv_use)}%` } })), el("span", { class: "value" }, percent(one.kv_use))),
+      one.kv_use === undefined ? "–" : el("span", { class: "in-cell" }, el("span", { class: "track", "aria-hidden": "true" }, el("i", { style: { width: `${100 * Math.min(1, one.kv_use)}%` } })), el("span", { class: "value" }, percent(one.kv_use))),
       number(one.tokens_per_s),
     ]),
   );
