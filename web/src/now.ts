@@ -1,6 +1,6 @@
 // What runs at this moment, what it waits for, and how busy the engines are.
 import type { Changed, Ctx, View } from "./api";
-import { card, count, duration, el, empty, fill, keep, number, percent, scrollBox, sentence, shares } from "./dom";
+import { count, duration, el, empty, fill, hint, keep, number, percent, scrollBox, sentence, shares } from "./dom";
 
 interface Now {
   is_live: boolean;
@@ -86,6 +86,8 @@ function layout(ctx: Ctx, pause: HTMLElement): { element: HTMLElement; show: (no
   const title = el("h2", { class: "now-phase" });
   const since = el("p", { class: "muted" });
   const waits = el("div");
+  const chain = el("pre", { class: "chain" });
+  const report = el("details", { class: "data" }, el("summary", null, "As the watchdog reports it"), chain);
   const groups = el("div");
   const phases = el("div");
   const replicas = el("div");
@@ -97,7 +99,7 @@ function layout(ctx: Ctx, pause: HTMLElement): { element: HTMLElement; show: (no
     el(
       "div",
       { class: "now-grid" },
-      card("Who waits for what", "Each loop of the run that waits says what it waits for, and since when. The grey lines follow the longest wait from the trainer to the rollout or process that everything waits for.", waits),
+      card("Who waits for what", "Each loop of the run that waits says what it waits for, and since when. If nothing moves for long, the watchdog prints this list, and at last ends the run.", waits, report),
       card("Groups in the work buffer", "A group is the set of attempts at one problem. Groups wait to be started, run, are finished, and are then trained on as part of a batch. The buffer's size bounds how old the trained tokens get.", groups),
       card("What the running rollouts do", "A rollout is one attempt of the policy at a problem. It alternates between writing (generation) and the reply of its environment, and at last gets its reward.", phases),
     ),
@@ -128,7 +130,9 @@ function layout(ctx: Ctx, pause: HTMLElement): { element: HTMLElement; show: (no
     const phase = now.phase === null ? "Running" : (PHASES[now.phase] ?? sentence(now.phase));
     keep(title, [phase, now.step], () => [phase, el("span", { class: "muted" }, ` · ${number(now.step)}${of} steps done`)]);
     age();
-    keep(waits, [now.waits, now.chain], () => waiting(now));
+    keep(waits, now.waits, () => waiting(now));
+    fill(chain, now.chain);
+    report.hidden = now.chain === "";
     keep(groups, [now.groups, now.evaluation], () => buffer(now));
     keep(phases, now.rollouts.by_phase, () => rolloutPhases(now));
     keep(replicas, now.replicas, () => engines(now));
@@ -137,18 +141,21 @@ function layout(ctx: Ctx, pause: HTMLElement): { element: HTMLElement; show: (no
   return { element, show, age };
 }
 
+function card(title: string, text: string, ...body: HTMLElement[]): HTMLElement {
+  return el("section", { class: "card" }, el("h2", null, title, hint(title, text)), body);
+}
+
 function waiting(now: Now): HTMLElement {
   if (now.waits.length === 0) return el("p", { class: "muted" }, "Nothing waits at the moment.");
-  const waits = [...now.waits].sort((a, b) => b.seconds - a.seconds);
+  const byName = new Map<string, Now["waits"]>();
+  for (const one of [...now.waits].sort((a, b) => b.seconds - a.seconds)) byName.set(one.name, [...(byName.get(one.name) ?? []), one]);
   return el(
-    "div",
-    null,
-    now.chain ? el("p", { class: "chain" }, sentence(now.chain)) : null,
-    el(
-      "ul",
-      { class: "waits" },
-      waits.map((one) => el("li", null, el("span", null, sentence(one.name)), el("span", { class: "value" }, duration(one.seconds)), one.details ? el("span", { class: "muted small" }, one.details) : null)),
-    ),
+    "ul",
+    { class: "waits" },
+    [...byName].map(([name, waits]) => {
+      const details = [waits[0]?.details, waits.length > 1 ? `and ${number(waits.length - 1)} more` : ""].filter(Boolean).join("; ");
+      return el("li", null, el("span", null, sentence(name)), el("span", { class: "value" }, duration(waits[0]?.seconds)), details ? el("span", { class: "muted small" }, details) : null);
+    }),
   );
 }
 
