@@ -1,6 +1,6 @@
 // The list of recorded rollouts: filters, order and page are in the address; arrows move, Enter opens.
 import type { Ctx } from "./api";
-import { count, debounce, el, empty, fill, newId, number } from "./dom";
+import { count, el, empty, fill, newId, number } from "./dom";
 import {
   advantageMark,
   type Brief,
@@ -14,7 +14,7 @@ import {
   isFailure,
 } from "./rollouts_model";
 
-const PAGE = 100;
+const PAGE = 50;
 
 type Sort = "step" | "reward" | "advantage" | "age" | "tokens";
 
@@ -70,8 +70,9 @@ const COLUMNS: Column[] = [
 ];
 
 export class RolloutList {
-  private page: Page | null = null;
-  private asked = 0;
+  private isAsking = false;
+  private isWanted = false;
+  private hasChoices = false;
   private readonly presets = el("ul", { class: "presets", "aria-label": "Often asked" });
   private readonly total = el("p", { class: "total", role: "status" });
   private readonly body = el("div", { class: "list" });
@@ -94,20 +95,26 @@ export class RolloutList {
     await this.load();
   }
 
-  /** Asks again and shows the answer, unless a later question was asked meanwhile. */
+  /** Asks again and shows the answer. Questions that come meanwhile are one question after it. */
   async load(): Promise<void> {
-    this.asked += 1;
-    const mine = this.asked;
-    const query = new URLSearchParams(this.ctx.query);
-    query.delete("run");
-    if (!query.has("sort")) query.set("sort", "-step");
-    query.set("limit", String(PAGE));
-    const page = await this.ctx.get<Page>("rollouts", query);
-    if (mine !== this.asked) return;
-    const first = this.page === null;
-    this.page = page;
-    if (first) this.showChoices(page);
-    this.show(page);
+    this.isWanted = true;
+    if (this.isAsking) return;
+    this.isAsking = true;
+    try {
+      while (this.isWanted) {
+        this.isWanted = false;
+        const query = new URLSearchParams(this.ctx.query);
+        query.delete("run");
+        if (!query.has("sort")) query.set("sort", "-step");
+        query.set("limit", String(PAGE));
+        const page = await this.ctx.get<Page>("rollouts", query);
+        if (!this.hasChoices) this.showChoices(page);
+        this.hasChoices = true;
+        if (!this.isWanted) this.show(page);
+      }
+    } finally {
+      this.isAsking = false;
+    }
   }
 
   private showChoices(page: Page): void {
@@ -172,8 +179,7 @@ export class RolloutList {
       query.get("group") ? field("Group", text("group", {}), "wide") : null,
       this.clear,
     );
-    const changed = debounce(() => this.filter(), 120);
-    form.addEventListener("input", changed);
+    form.addEventListener("input", () => this.filter());
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.filter();

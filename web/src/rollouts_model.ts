@@ -183,7 +183,11 @@ function comparison(detail: Detail): string | null {
   const { brief } = detail;
   if (brief.reward === null) return "It has no reward, so it does not count for its group.";
   const rewards = groupOf(detail).map((row) => row.reward).filter((reward) => reward !== null);
-  if (rewards.length < 2) return `Its reward is ${fixed(brief.reward)}.`;
+  if (rewards.length < 2) {
+    const { advantage } = brief;
+    const than = advantage === null ? "" : advantage > 0 ? ", better than its group" : advantage < 0 ? ", worse than its group" : ", like its group";
+    return `Its reward is ${fixed(brief.reward)}${than}.`;
+  }
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
   const lower = rewards.filter((reward) => reward < (brief.reward ?? 0)).length;
   const higher = rewards.filter((reward) => reward > (brief.reward ?? 0)).length;

@@ -1,7 +1,7 @@
 // Shows each token of each turn: coloured by a scale, its values in a panel on hover and focus. Text is
 // drawn in chunks; a chunk is one text node until it comes near the screen, then a span for each token.
 import type { Ctx } from "./api";
-import { count, duration, el, fill, fixed, number, percent, visible } from "./dom";
+import { count, debounce, duration, el, fill, fixed, number, percent, visible } from "./dom";
 import { endWords } from "./rollouts_chat";
 import { advantageMark, type Detail, type Token, type Turn } from "./rollouts_model";
 import { BUCKETS, difference, pushOf, type Scale, scalesOf } from "./rollouts_scales";
@@ -33,6 +33,10 @@ export class TokenView {
   private readonly legend = el("div", { class: "token-legend" });
   private readonly panel = el("aside", { class: "token-panel", "aria-label": "The chosen token" });
   private pinned: Place | null = null;
+  // Browsers refuse many changes of the address in short time.
+  private readonly keepAddress = debounce(() => {
+    if (!this.ctx.signal.aborted) this.ctx.replaceQuery(this.ctx.query);
+  }, 200);
   private readonly near: IntersectionObserver;
 
   constructor(
@@ -235,7 +239,7 @@ export class TokenView {
       this.mark(place);
       this.ctx.query.set("turn", String(place.chunk.turn));
       this.ctx.query.set("token", String(place.chunk.start + place.at));
-      this.ctx.replaceQuery(this.ctx.query);
+      this.keepAddress();
     }
     this.showValues(place);
   }

@@ -1,5 +1,5 @@
 // Draws the part of a timeline between two moments, and finds what lies under a point.
-import { color, duration, number, visible } from "./dom";
+import { color, number, visible } from "./dom";
 import { type Idle, kindOf, KINDS, type Process, type Span, type Timeline, type Track, ticks } from "./timeline_model";
 
 const AXIS = 40;
@@ -56,12 +56,14 @@ export class Picture {
   private readonly context: CanvasRenderingContext2D;
   private readonly colors: Colors;
   private readonly widths = new Map<string, number>();
+  private readonly font: string;
   private hatch: CanvasPattern | null = null;
 
   constructor(readonly canvas: HTMLCanvasElement) {
     const context = canvas.getContext("2d");
     if (context === null) throw new Error("This browser cannot draw on a canvas.");
     this.context = context;
+    this.font = `12px ${getComputedStyle(document.body).fontFamily}`;
     const [text, muted, line, edge, accent, surface, raised] = ["text", "muted", "line", "edge", "accent", "surface", "raised"].map((name) => color(`--${name}`)) as [string, string, string, string, string, string, string];
     this.colors = { text, muted, line, edge, accent, surface, raised, kinds: KINDS.map((_, n) => color(`--c${n + 1}`)) };
   }
@@ -82,7 +84,7 @@ export class Picture {
     }
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, width, height);
-    context.font = `12px ${getComputedStyle(canvas).fontFamily}`;
+    context.font = this.font;
     context.textBaseline = "middle";
     const x = (ms: number) => ((ms - from) / (to - from)) * width;
     this.steps(data, from, to, x, height);
@@ -115,12 +117,17 @@ export class Picture {
 
   private steps(data: Timeline, from: number, to: number, x: (ms: number) => number, height: number): void {
     const { context, colors } = this;
-    for (const { step, from: begin, to: end } of data.steps) {
-      if (end < from || begin > to) continue;
+    const shown = data.steps.filter((one) => one.to >= from && one.from <= to);
+    const each = ticks(0, shown.length, this.width / 40)[1] ?? 1; // of many steps, only some have room for a name
+    for (const { step, from: begin, to: end } of shown) {
       const [left, right] = [x(begin), x(end)];
-      context.fillStyle = step % 2 === 0 ? colors.raised : colors.surface;
-      context.fillRect(left, 0, right - left, height);
-      this.text(right - left > 70 ? `step ${number(step)}` : number(step), Math.max(left, 0) + 4, 10, Math.min(right, this.width) - Math.max(left, 0) - 6, colors.muted);
+      if (right - left > 2 && step % 2 === 0) {
+        context.fillStyle = colors.raised;
+        context.fillRect(left, 0, right - left, height);
+      }
+      if (each > 1 && step % each !== 0) continue;
+      if (each > 1) this.text(number(step), left + 2, 10, 40, colors.muted);
+      else this.text(right - left > 70 ? `step ${number(step)}` : number(step), Math.max(left, 0) + 4, 10, Math.min(right, this.width) - Math.max(left, 0) - 6, colors.muted);
     }
   }
 
@@ -226,9 +233,13 @@ export class Picture {
   }
 }
 
-/** A moment since the start, as exact as the window needs. */
+/** A moment since the start, as exact as the window needs: `34.20 s`, `3:45`, `2:44:30`. */
 export function clock(ms: number, window: number): string {
   if (window < 20) return `${(ms / 1000).toFixed(4)} s`;
   if (window < 20_000) return `${(ms / 1000).toFixed(window < 2000 ? 2 : 1)} s`;
-  return duration(Math.round(ms / 1000));
+  const seconds = Math.round(ms / 1000);
+  if (seconds < 60) return `${seconds} s`;
+  const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
+  const pad = (value: number) => String(value).padStart(2, "0");
+  return hours > 0 ? `${hours}:${pad(minutes)}:${pad(seconds % 60)}` : `${minutes}:${pad(seconds % 60)}`;
 }
