@@ -31,7 +31,10 @@ export function conversation(detail: Detail, tokensLink: (turn: number) => strin
     const note = hasTurnEach && turn !== undefined ? turnNote(turn, answers - 1, tokensLink) : null;
     return bubble("assistant", hasTurnEach ? `model · turn ${answers}` : "model", parts, note);
   });
-  return el("ol", { class: "chat" }, items);
+  const chat = el("ol", { class: "chat" }, items);
+  if (hasTurnEach) return chat;
+  const note = `The model answered ${count(turns.length, "time")}; this conversation, as the agent handed it over, has ${number(assistants)} of the answers. `;
+  return el("div", null, el("p", { class: "muted chat-note" }, note, el("a", { href: tokensLink(0) }, "All turns and branches")), chat);
 }
 
 function bubble(role: string, title: string, parts: (Node | string)[], note: Node | null = null): HTMLElement {

@@ -229,11 +229,11 @@ export class RolloutList {
       fill(this.body, empty("No rollout matches", "Clear filters, or wait until the run has recorded some."));
       return;
     }
-    const focused = document.activeElement instanceof HTMLElement ? document.activeElement.dataset.n : undefined;
-    const pages = this.pager(page, offset);
-    fill(this.body, this.table(page), pages);
-    const again = focused === undefined ? null : this.body.querySelector<HTMLElement>(`a[data-n="${focused}"]`);
-    again?.focus();
+    const links = () => [...this.body.querySelectorAll<HTMLElement>("a[data-n]")];
+    const at = links().indexOf(document.activeElement as HTMLElement);
+    const focused = links()[at]?.dataset["n"];
+    fill(this.body, this.table(page), this.pager(page, offset));
+    if (at >= 0) (links().find((link) => link.dataset["n"] === focused) ?? links()[Math.min(at, shown - 1)])?.focus();
   }
 
   private table(page: Page): HTMLElement {
