@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.aio import background
 from torchtitan_rl.commands.console import DryRun, StopSignals, print_error, run_command
 from torchtitan_rl.commands.replicas import Generation, Replicas
+from torchtitan_rl.commands.view import PageAddress, page_of_run
 from torchtitan_rl.config.evaluate import (
     EvalConfig,
     EvalModel,
@@ -43,6 +47,7 @@ from torchtitan_rl.observability.evaluation import (
     result_table,
     results,
 )
+from torchtitan_rl.observability.page_files import NowFile, write_launch
 from torchtitan_rl.rollout.rollouter import describe_failures, finished_group, roll_out_problems
 from torchtitan_rl.types import Rollout, RolloutGroup
 
@@ -56,7 +61,8 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: the configuration is invalid.
     """
-    dry_run, rest = DryRun.of(words)
+    page, others = PageAddress.of(words)
+    dry_run, rest = DryRun.of(others)
     own, others = split_options(rest)
     options = parse_options(EvalConfig, own, prog=_PROG)
     with dry_run.planning():
@@ -65,7 +71,8 @@ def main(words: Sequence[str]) -> int:
         print(line, file=sys.stderr)
     if dry_run.is_wanted:
         return dry_run.show(_describe(prepared), _document(prepared))
-    with hold_run(prepared.folder):
+    with ExitStack() as stack:
+        stack.enter_context(hold_run(prepared.folder))
         log_dir = prepared.run.config.log_dir
         try:
             remove_manifest(prepared.folder)
@@ -73,8 +80,17 @@ def main(words: Sequence[str]) -> int:
             write_identity(prepared)
         except OSError as error:
             raise unwritable(prepared.folder, error) from error
+        command = shlex.join([*_PROG.split(), *words])
+        write_launch(
+            prepared.folder,
+            command=command,
+            resume_command=command,
+            plan=_describe(prepared).splitlines(),
+            policy_dir=prepared.run.policy_dir,
+        )
+        url = stack.enter_context(page_of_run(page, prepared.folder, log_dir))
         return run_command(
-            partial(_run, prepared), log_dir=log_dir, when_stopped="the same command continues"
+            partial(_run, prepared, url), log_dir=log_dir, when_stopped="the same command continues"
         )
 
 
@@ -132,19 +148,23 @@ class _Cell:
         return sum(len(group.rollouts) for group in self.groups)
 
 
-async def _run(prepared: PreparedEvaluation, _: StopSignals) -> int:
+async def _run(prepared: PreparedEvaluation, page: str, _: StopSignals) -> int:
     progress: Console | None = None
+    now: NowFile | None = None
     try:
         cells = await asyncio.to_thread(_cells, prepared)
         kept = sum(cell.num_kept for cell in cells)
         total = len(cells) * len(prepared.run.evaluation_problems) * prepared.samples
         state = EvaluationState(total, kept=kept)
         progress = Console(prepared.options.progress, total=total, done=kept)
+        if page:
+            progress.say(f"{prepared.folder.name}: {total} rollouts{page}")
+        now = NowFile(prepared.folder, state.now)
         if kept:
             progress.say(f"{kept} of {total} rollouts are in {prepared.folder} and are kept")
         evaluated: list[Evaluated] = []
         lost: dict[str, ModelLostError] = {}
-        async with Replicas(prepared.run) as replicas:
+        async with background(now.run()), Replicas(prepared.run) as replicas:
             for cell in cells:
                 try:
                     evaluated.append(await _evaluate(prepared, cell, replicas, state, progress))
@@ -157,6 +177,8 @@ async def _run(prepared: PreparedEvaluation, _: StopSignals) -> int:
     finally:
         if progress is not None:
             progress.close()
+        if now is not None:
+            now.close()
 
 
 def _cells(prepared: PreparedEvaluation) -> list[_Cell]:
@@ -250,9 +272,11 @@ async def _roll_out(
         state.end_rollout(rollout)
         state.show_on(progress)
 
+    rollouter = generation.rollouter()
+    state.activities = rollouter.activities
     try:
         return await roll_out_problems(
-            generation.rollouter(),
+            rollouter,
             problems,
             split=prepared.options.split,
             samples=prepared.samples,

@@ -19,7 +19,7 @@ import os
 import shlex
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from torchtitan_rl.aio import background
 from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
 from torchtitan_rl.commands.replicas import Generation, run_endpoint
+from torchtitan_rl.commands.view import PAGE_HELP, PageAddress, page_of_run
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
 from torchtitan_rl.config.machine import count, host_name
 from torchtitan_rl.config.model import read_architecture
@@ -48,6 +49,7 @@ from torchtitan_rl.files import last_lines
 from torchtitan_rl.launch.meeting import RESUME_COMMAND
 from torchtitan_rl.observability.console import STEP_WORDS, format_seconds, usual_step_s
 from torchtitan_rl.observability.engine import EngineSampler
+from torchtitan_rl.observability.page_files import write_launch
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher, GrammarReplay
 from torchtitan_rl.orchestration.checkpointing import choose_checkpoint
@@ -76,7 +78,7 @@ CONFIG is a Python file with a RunConfig named config, or one of
 Options: every field of the configuration, listed by torchtitan-rl train CONFIG --help
   --dry-run         check everything and print the plan, start nothing
   --dry-run --json  the plan and all fields of the configuration as JSON
-
+{PAGE_HELP}
 """
 _TAKEN_OVER_S = 5.0  # time for processes to end, before this controller ends without them
 
@@ -91,7 +93,8 @@ def main(words: Sequence[str]) -> int:
         print(_HELP + STEP_WORDS)
         return 0
     config_file, options = split_config(words, prog="torchtitan-rl train")
-    dry_run, overrides = DryRun.of(options)
+    page, others = PageAddress.of(options)
+    dry_run, overrides = DryRun.of(others)
     try:
         with dry_run.planning():
             config = load_config(config_file, overrides)
@@ -114,9 +117,18 @@ def main(words: Sequence[str]) -> int:
         resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
         own = shlex.join(["torchtitan-rl", "train", str(config_file), *options, *resume])
         resume_command = os.environ.get(RESUME_COMMAND, own)
-        with claim_run(prepared) as claim:
+        with ExitStack() as stack:
+            claim = stack.enter_context(claim_run(prepared))
             stay_on_cores(prepared.plan.controller_cores)
-            run = _Run.of(prepared, resume_command, claim, attached.hosts)
+            url = stack.enter_context(page_of_run(page, config.run_dir, config.log_dir))
+            run = _Run.of(prepared, resume_command, claim, attached.hosts, url)
+            write_launch(
+                config.run_dir,
+                command=shlex.join(["torchtitan-rl", "train", str(config_file), *options]),
+                resume_command=resume_command,
+                plan=prepared.describe().splitlines(),
+                policy_dir=prepared.policy_dir,
+            )
             return run_command(partial(_run, run), log_dir=config.log_dir)
 
 
@@ -133,7 +145,7 @@ def _show(prepared: PreparedRun, dry_run: DryRun) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """A run that is about to start. ``found`` is the checkpoint from which it continues; ``hosts``
-    is None if all processes run on this machine."""
+    is None if all processes run on this machine; ``page`` names its page in the first line."""
 
     prepared: PreparedRun
     hosts: Hosts | None
@@ -142,9 +154,12 @@ class _Run:
     checkpoints: CheckpointDirectory
     journal: Journal
     found: NewestCheckpoint
+    page: str
 
     @staticmethod
-    def of(prepared: PreparedRun, resume_command: str, claim: Claim, hosts: Hosts | None) -> _Run:
+    def of(
+        prepared: PreparedRun, resume_command: str, claim: Claim, hosts: Hosts | None, page: str
+    ) -> _Run:
         """Choose the checkpoint of a resumed run, and collect the parts of the run.
 
         Raises:
@@ -163,6 +178,7 @@ class _Run:
             checkpoints=checkpoints,
             journal=journal,
             found=choose_checkpoint(checkpoints, journal) if is_resumed else NewestCheckpoint(),
+            page=page,
         )
 
 
@@ -221,7 +237,8 @@ def _note_files(run: _Run) -> int:
 async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None:
     prepared, config, found = run.prepared, run.prepared.config, run.found
     steps = f"steps {(found.step or 0) + 1} to {config.num_steps}"
-    recorder.say(f"{config.name}: {steps}, {prepared.plan.summary()}; outputs in {config.run_dir}")
+    summary = f"{prepared.plan.summary()}; outputs in {config.run_dir}{run.page}"
+    recorder.say(f"{config.name}: {steps}, {summary}")
     for line in (*prepared.notes, *found.passed_over):
         recorder.say(line)
     if config.checkpoint.resume:
@@ -260,6 +277,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         )
         parts = _parts(run, processes.trainer, generation, ledger, recorder)
         controller = Controller(config, parts)
+        recorder.watch_controller(controller.now)
 
         def stop_cleanly() -> None:
             recorder.say(

@@ -1,4 +1,5 @@
-"""``torchtitan-rl view RUN_DIR...``: shows runs on a page in the browser, until it is stopped.
+"""``torchtitan-rl view RUN_DIR...``: shows runs on a page in the browser, until it is stopped. Also
+``--page`` of other commands, which shows their own run.
 
 The runs may be live, finished, or folders of evaluations (``outputs/eval/NAME``). Nothing is
 written into their folders. On an address that other machines can reach, the page needs a key in the
@@ -7,8 +8,14 @@ environment variable ``TORCHTITAN_RL_PAGE_KEY``.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,9 +24,18 @@ import tyro
 
 from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.errors import ConfigError, EndpointLostError
-from torchtitan_rl.serving.config import listen
+from torchtitan_rl.processes import end_with_parent
+from torchtitan_rl.serving.config import is_loopback, listen, reachable
 
 _FIRST_READ_S = 0.5  # before the address is printed
+PAGE_KEY = "TORCHTITAN_RL_PAGE_KEY"
+PAGE_HELP = """\
+  --page            show the run on a page in the browser (see torchtitan-rl view --help), on a free
+                    port of 127.0.0.1; --page=HOST:PORT listens there
+"""
+_OPTION = "--page"
+_NICENESS = 10
+_END_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +58,126 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is wrong, or the address is taken.
     """
-    from torchtitan_rl.page.app import PAGE_KEY, Page, page_url, serve_page
-
     options = parse_options(ViewOptions, words, prog="torchtitan-rl view")
     if not options.runs:
         raise ConfigError("RUN_DIR: give the folder of a run")
     if missing := [one for one in options.runs if not one.is_dir()]:
         raise ConfigError([f"{one}: no such folder" for one in missing])
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port is {options.port}: give 0 (a free one) to 65535")
-    try:
-        listening = listen(options.host, options.port, backlog=128)
-    except EndpointLostError as error:
-        cause = error.__cause__
-        raise ConfigError(f"--host {options.host} --port {options.port}: {cause}") from error
-    key = os.environ.get(PAGE_KEY, "")
-    page = Page([one.absolute() for one in options.runs])
-    page.read(seconds=_FIRST_READ_S)
-    print(page_url(options.host, listening.getsockname()[1]), flush=True)
-    serve_page(page, listening, host=options.host, key=key)
+    address = PageAddress(host=options.host, port=options.port)
+    with address.opened(f"--host {options.host} --port {options.port}") as listening:
+        _serve(address, listening, [one.absolute() for one in options.runs])
     return 0
+
+
+def _serve(address: PageAddress, listening: socket.socket, folders: Sequence[Path]) -> None:
+    from torchtitan_rl.page.app import Page, serve_page
+
+    page = Page(folders)
+    page.read(seconds=_FIRST_READ_S)
+    print(f"page: {address.url(listening)}", flush=True)
+    serve_page(page, listening, host=address.host, key=os.environ.get(PAGE_KEY, ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageAddress:
+    """Where a page listens; port 0 is a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> tuple[PageAddress | None, list[str]]:
+        """Take ``--page`` or ``--page=HOST:PORT`` from a command's words. Also returns the other
+        words; None if there is no such word.
+
+        Raises:
+            ConfigError: the address is wrong, or given twice.
+        """
+        given = [word for word in words if word.partition("=")[0] == _OPTION]
+        rest = [word for word in words if word not in given]
+        if not given:
+            return None, rest
+        if given == [_OPTION]:
+            return cls(), rest
+        host, _, port = given[0].partition("=")[2].rpartition(":")
+        if len(given) > 1 or not host or not port.isdecimal():
+            raise ConfigError(f"{_OPTION}: give it once, as {_OPTION} or {_OPTION}=HOST:PORT")
+        return cls(host=host.strip("[]"), port=int(port)), rest
+
+    def url(self, listening: socket.socket) -> str:
+        return f"http://{reachable(self.host)}:{listening.getsockname()[1]}/"
+
+    @contextmanager
+    def opened(self, option: str = _OPTION) -> Iterator[socket.socket]:
+        """Listen while the block is open.
+
+        Raises:
+            ConfigError: the address is taken or wrong, or needs a key; the message names
+                ``option``.
+        """
+        if not os.environ.get(PAGE_KEY) and not is_loopback(self.host):
+            raise ConfigError(
+                f"{option}: other machines can reach {self.host}: set {PAGE_KEY}, or listen on "
+                "127.0.0.1"
+            )
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"{option}: the port is {self.port}: give 0 (a free one) to 65535")
+        try:
+            listening = listen(self.host, self.port, backlog=128)
+        except EndpointLostError as error:
+            raise ConfigError(f"{option}: {error.__cause__}") from error
+        with listening:
+            yield listening
+
+
+@contextmanager
+def page_of_run(address: PageAddress | None, run_dir: Path, log_dir: Path) -> Iterator[str]:
+    """Serve the page of a run in a process of its own while the block is open. Yields the text for
+    the run's first line; empty without an address.
+
+    The run does not depend on this process; its messages are in ``page.log``.
+
+    Raises:
+        ConfigError: as `PageAddress.opened`.
+    """
+    if address is None:
+        yield ""
+        return
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with address.opened() as listening, (log_dir / "page.log").open("ab") as log:
+        number = listening.fileno()
+        process = subprocess.Popen(
+            [*_CHILD, address.host, str(number), str(run_dir.absolute())],
+            pass_fds=[number],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
+        )
+        url = address.url(listening)
+    try:
+        yield f"; page {url}"
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        process.kill()
+        process.wait()
+
+
+_CHILD = [sys.executable, "-P", "-m", "torchtitan_rl.commands.view"]
+
+
+def serve_child() -> None:
+    """Serve the page of a run on a socket that the run's process opened."""
+    from torchtitan_rl.launch.own_user import use_private_folder
+
+    host, number, folder = sys.argv[1:]
+    use_private_folder()
+    os.nice(_NICENESS)
+    _serve(PageAddress(host=host), socket.socket(fileno=int(number)), [Path(folder)])
+
+
+if __name__ == "__main__":
+    serve_child()

@@ -6,6 +6,7 @@ in a line of text; `Console` shows this line.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 import time
@@ -19,6 +20,8 @@ from typing import Any, Literal, TextIO
 from torchtitan_rl.observability.engine import Overlap
 from torchtitan_rl.observability.sinks import RowKind, read_rows
 from torchtitan_rl.orchestration.records import BufferStates
+from torchtitan_rl.orchestration.watchdog import activities_to_json
+from torchtitan_rl.rollout.run import RolloutActivity
 from torchtitan_rl.types import Rollout
 
 Choice = Literal["auto", "rich", "plain", "none"]
@@ -142,6 +145,17 @@ class EvaluationState:
         self._rewards: list[float] = []
         self._running_s = 0.0
         self._began: float | None = None
+        self.activities: Callable[[], Sequence[RolloutActivity]] = tuple
+
+    def now(self) -> dict[str, Any]:
+        """Describe what happens at this moment, as JSON types; called on the event loop."""
+        now_s = asyncio.get_running_loop().time()
+        return {
+            "phase": self.phase,
+            "step": self.done,
+            "num_steps": self.total,
+            "rollouts": activities_to_json(self.activities(), now_s),
+        }
 
     def begin(self, phase: str) -> None:
         """Begin ``phase``, in which rollouts run."""

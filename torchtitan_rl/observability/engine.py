@@ -53,6 +53,7 @@ class EngineSampler:
         self._timeout_s = timeout_s
         self._readings: list[StatsByReplica] = []
         self._num_failed = 0
+        self.newest: StatsByReplica = {}
 
     def take(self) -> dict[str, float]:
         """Return the metrics of the time since the last call."""
@@ -66,7 +67,8 @@ class EngineSampler:
             await asyncio.sleep(self._interval_s)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    self._readings.append(await self._read())
+                    self.newest = await self._read()
+                self._readings.append(self.newest)
             except (TorchtitanRLError, TimeoutError):
                 self._num_failed += 1
 

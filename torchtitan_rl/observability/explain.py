@@ -96,13 +96,40 @@ def diagnose(facts: RunFacts) -> list[Diagnosis]:
     return learning + next(([one] for rule in _SPEED for one in rule(facts)), [])
 
 
-def _describe_learning(facts: RunFacts) -> Iterator[str]:
+class Verdict(StrEnum):
+    """Whether a run learns."""
+
+    YES = "yes"
+    WORSE = "worse"
+    UNCLEAR = "unclear"
+
+
+def verdict(facts: RunFacts) -> Verdict | None:
+    """Judge by the first and the last evaluation, or else by the rewards of training; None if there
+    are too few of either."""
+    ends = _ends(facts)
+    if ends is not None:
+        return _compare(*ends)
+    reward = _Trend.of(facts.steps, "train/reward_mean")
+    if reward is None:
+        return None
+    if not reward.is_real:
+        return Verdict.UNCLEAR
+    return Verdict.YES if reward.last > reward.first else Verdict.WORSE
+
+
+def _ends(facts: RunFacts) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
     shown = [row for row in facts.evaluations if _value(row, "evaluation/reward_mean") is not None]
-    if len(shown) > 1:
-        first, last = shown[0], shown[-1]
+    return (shown[0], shown[-1]) if len(shown) > 1 else None
+
+
+def _describe_learning(facts: RunFacts) -> Iterator[str]:
+    ends = _ends(facts)
+    if ends is not None:
+        first, last = ends
         yield (
             f"evaluation: reward {_with_interval(first)} at step {first['step']}, "
-            f"{_with_interval(last)} at step {last['step']}: {_compared(first, last)}"
+            f"{_with_interval(last)} at step {last['step']}: {_WORDS[_compare(first, last)]}"
         )
     reward = _Trend.of(facts.steps, "train/reward_mean")
     if reward is not None:
@@ -128,14 +155,21 @@ def _with_interval(row: Mapping[str, Any]) -> str:
     return f"{row['evaluation/reward_mean']:.3f}{interval}"
 
 
-def _compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+_WORDS = {
+    Verdict.YES: "it learns",
+    Verdict.WORSE: "it gets worse",
+    Verdict.UNCLEAR: "the 95 % intervals overlap, so this shows no difference yet",
+}
+
+
+def _compare(first: Mapping[str, Any], last: Mapping[str, Any]) -> Verdict:
     low = [_value(row, "evaluation/reward_ci95_low") for row in (first, last)]
     high = [_value(row, "evaluation/reward_ci95_high") for row in (first, last)]
     if low[1] is not None and high[0] is not None and low[1] > high[0]:
-        return "it learns"
+        return Verdict.YES
     if low[0] is not None and high[1] is not None and high[1] < low[0]:
-        return "it gets worse"
-    return "the 95 % intervals overlap, so this shows no difference yet"
+        return Verdict.WORSE
+    return Verdict.UNCLEAR
 
 
 def _describe_time(facts: RunFacts) -> Iterator[str]:
@@ -165,7 +199,7 @@ def _failed_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
     failed = {
         name.removeprefix("train/ended_"): sum(_values(facts.steps, name))
         for name in {name for row in facts.steps for name in row}
-        if name.startswith("train/ended_") and name.removeprefix("train/ended_") in FAILURES
+        if name.startswith("train/ended_") and name.removeprefix("train/ended_") in _FAILURES
     }
     share = sum(failed.values()) / total if total else 0.0
     if share > _MOST_FAILED:
@@ -177,7 +211,7 @@ def _failed_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
         )
 
 
-FAILURES = (
+_FAILURES = (
     *("step_timeout", "rollout_timeout", "env_error", "generation_error", "reward_error"),
     "cancelled",
 )

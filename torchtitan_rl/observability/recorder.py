@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.aio import background
+from torchtitan_rl.aio import background, first_of
 from torchtitan_rl.config.machine import count
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import RunTakenOverError
 from torchtitan_rl.observability.console import (
     Console,
     ProgressState,
@@ -38,6 +39,7 @@ from torchtitan_rl.observability.metrics import (
     fetch_metrics,
     step_metrics,
 )
+from torchtitan_rl.observability.page_files import NowFile
 from torchtitan_rl.observability.rollouts import Decode, RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog, RowKind, Split
 from torchtitan_rl.observability.trace import Tracer, merge_traces
@@ -118,14 +120,17 @@ class RunRecorder:
         self._totals: Mapping[str, float] = {}
         self._phases: list[str] = []  # open phases of all loops
         self._seconds: defaultdict[str, float] = defaultdict(float)  # time by phase
+        self._take_now: Callable[[], dict[str, Any]] = dict
 
     async def __aenter__(self) -> RunRecorder:
-        self._sampling = background(self._lag.run())
+        self._now = NowFile(self._run_dir, self._describe_now)
+        self._sampling = background(first_of(self._lag.run(), self._now.run()))
         await self._sampling.__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
         await self._sampling.__aexit__(*error)
+        self._now.close(keep=isinstance(error[1], RunTakenOverError))
         if (text := self._advisor.conclude()) is not None:
             self.say(text)
         self._show()
@@ -138,6 +143,10 @@ class RunRecorder:
     def decode_by(self, decode: Decode) -> None:
         """Use ``decode`` for the text of turns whose environment does not provide a text."""
         self._rollouts.decode = decode
+
+    def watch_controller(self, take_now: Callable[[], dict[str, Any]]) -> None:
+        """Show what ``take_now`` returns (see `Controller.now`) on the page."""
+        self._take_now = take_now
 
     def watch_engines(self, sampler: EngineSampler) -> None:
         """Add this sampler's metrics to each step's row."""
@@ -303,6 +312,20 @@ class RunRecorder:
 
     def say(self, message: str) -> None:
         self._console.say(message)
+
+    def _describe_now(self) -> dict[str, Any]:
+        now: dict[str, Any] = {"phase": self._state.phase, "step": self._state.step}
+        now |= self._take_now()
+        for replica in now.get("replicas", ()):
+            stats = None if self._engines is None else self._engines.newest.get(replica["name"])
+            if stats is not None:
+                replica |= {
+                    "running": stats.running,
+                    "waiting": stats.waiting,
+                    "kv_use": stats.kv_use,
+                    "tokens_per_s": stats.tokens_per_second,
+                }
+        return now
 
     def _show(self) -> None:
         if self._phases:

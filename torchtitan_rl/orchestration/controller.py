@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from torchtitan_rl.aio import cancel_all, first_of, uninterrupted
 from torchtitan_rl.errors import (
@@ -40,9 +41,15 @@ from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.ledger import Reconciliation
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.run_state import Parts, RunState
-from torchtitan_rl.orchestration.watchdog import Watchdog, describe_replicas
+from torchtitan_rl.orchestration.watchdog import (
+    Watchdog,
+    activities_to_json,
+    describe_replicas,
+)
 from torchtitan_rl.orchestration.weights import DeviceSharing, WeightDelivery, during_step
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
+
+_MAX_SHOWN = 500  # waits in `Controller.now`
 
 
 class Controller:
@@ -65,6 +72,17 @@ class Controller:
         self._weights = WeightDelivery(
             config.weight_sync, state, evaluator=self._evaluator, devices=self._devices
         )
+        self._watchdog = Watchdog(
+            state.waits,
+            num_changes=lambda: state.num_changes,
+            report_wait_s=config.schedule.report_wait_s,
+            max_wait_s=config.schedule.max_wait_s,
+            activities=parts.rollouter.activities,
+            say=state.recorder.say,
+            notes=lambda: [
+                describe_replicas(parts.router.states(), parts.router.outstanding_tokens())
+            ],
+        )
 
     @property
     def step(self) -> int:
@@ -75,6 +93,33 @@ class Controller:
         """Stop cleanly: finish the optimizer step and save, including the rollouts so far."""
         self._state.is_stopping = True
         self._state.notify()
+
+    def now(self) -> dict[str, Any]:
+        """Describe what happens at this moment, as JSON types: waits, rollouts, replicas and the
+        groups in the buffer."""
+        state, router = self._state, self._parts.router
+        now_s, outstanding = state.waits.now_s(), router.outstanding_tokens()
+        versions = router.versions()
+        return {
+            "step": state.step,
+            "version": state.version,
+            "num_steps": self._config.num_steps,
+            "waits": [wait.to_json(now_s) for wait in state.waits.open()[:_MAX_SHOWN]],
+            "chain": self._watchdog.chain(),
+            "rollouts": activities_to_json(self._parts.rollouter.activities(), now_s),
+            "replicas": [
+                {
+                    "name": name,
+                    "state": phase.value,
+                    "version": versions.get(name),
+                    "outstanding_tokens": outstanding.get(name, 0),
+                }
+                for name, phase in router.states().items()
+            ],
+            "groups": {one.value: number for one, number in state.buffer.counts().items()}
+            | {"capacity": state.capacity.buffer},
+            "evaluation": self._evaluator.progress(),
+        }
 
     async def run(self, *, resume_from: NewestCheckpoint | None) -> None:
         """Take all remaining steps.
@@ -114,7 +159,7 @@ class Controller:
         others: list[asyncio.Task[None]] = [
             asyncio.create_task(self._weights.run(), name="weight delivery"),
             asyncio.create_task(producer.run(), name="producer"),
-            asyncio.create_task(self._watchdog().run(), name="watchdog"),
+            asyncio.create_task(self._watchdog.run(), name="watchdog"),
             asyncio.create_task(self._parts.router.wait_until_lost(), name="replicas"),
             asyncio.create_task(self._parts.claim.wait_until_lost(), name="run folder"),
         ]
@@ -187,18 +232,6 @@ class Controller:
         await producer.close()
         await self._evaluator.close()
         await self._reconciliation.close()
-
-    def _watchdog(self) -> Watchdog:
-        router = self._parts.router
-        return Watchdog(
-            self._state.waits,
-            num_changes=lambda: self._state.num_changes,
-            report_wait_s=self._config.schedule.report_wait_s,
-            max_wait_s=self._config.schedule.max_wait_s,
-            activities=self._parts.rollouter.activities,
-            say=self._state.recorder.say,
-            notes=lambda: [describe_replicas(router.states(), router.outstanding_tokens())],
-        )
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException:

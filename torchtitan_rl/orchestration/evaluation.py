@@ -18,7 +18,7 @@ from torchtitan_rl.orchestration.run_state import RunState
 from torchtitan_rl.rollout.rollouter import roll_out_problems
 from torchtitan_rl.routing.pausing import PinnedReplica
 from torchtitan_rl.routing.replicas import Phase
-from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.types import Rollout, RolloutGroup
 
 
 class Evaluator:
@@ -31,6 +31,7 @@ class Evaluator:
         self._problems = tuple(state.parts.evaluation_problems)
         self._running = BackgroundTask()
         self._is_pinned = False
+        self._version = self._num_done = 0  # of the running evaluation
 
     def is_due(self, step: int) -> bool:
         if not self._problems or self._state.evaluated_step == step:
@@ -41,6 +42,13 @@ class Evaluator:
     @property
     def is_running(self) -> bool:
         return self._running.is_running
+
+    def progress(self) -> dict[str, int] | None:
+        """Version and number of rollouts of the running evaluation."""
+        if not self.is_running:
+            return None
+        total = len(self._problems) * self._config.evaluation.samples_per_problem
+        return {"version": self._version, "done": self._num_done, "total": total}
 
     async def start(self, step: int, version: int) -> None:
         """Pin a replica that holds ``version``, the step's version, and evaluate in the background.
@@ -110,6 +118,11 @@ class Evaluator:
 
     async def _roll_out(self, pin: PinnedReplica) -> tuple[RolloutGroup, ...]:
         evaluation = self._config.evaluation
+        self._version, self._num_done = pin.version, 0
+
+        def count(_: Rollout) -> None:
+            self._num_done += 1
+
         return await roll_out_problems(
             self._state.parts.rollouter,
             self._problems,
@@ -118,4 +131,5 @@ class Evaluator:
             temperature=evaluation.temperature,
             generate=pin.generate,
             active_time=pin.active_time,
+            on_rollout=count,
         )

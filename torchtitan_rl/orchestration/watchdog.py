@@ -9,16 +9,18 @@ was stopped (Ctrl-Z, a debugger, a sleeping machine) does not count as quiet.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchtitan_rl.errors import DeadlineError
 from torchtitan_rl.rollout.run import Phase, RolloutActivity
 
 _MAX_TICK_S = 5.0
+_MAX_SHOWN = 500  # rollouts in `activities_to_json`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,10 @@ class Wait:
         text = f"{self.name} ({now_s - self.since_s:.0f} s)"
         details = self.details() if self.details is not None else ""
         return f"{text}: {details}" if details else text
+
+    def to_json(self, now_s: float) -> dict[str, Any]:
+        details = self.details() if self.details is not None else ""
+        return {"name": self.name, "seconds": now_s - self.since_s, "details": details}
 
 
 class WaitRegistry:
@@ -171,6 +177,25 @@ def describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> 
     counts = Counter(activity.phase.value for activity in activities)
     phases = ", ".join(f"{number} in {phase}" for phase, number in counts.most_common())
     return f"{len(activities)} rollouts run ({phases}); longest: {_longest(activities, now_s)}"
+
+
+def activities_to_json(activities: Sequence[RolloutActivity], now_s: float) -> dict[str, Any]:
+    """The number of rollouts in each phase, and those that have been in theirs for longest."""
+    longest = heapq.nsmallest(_MAX_SHOWN, activities, key=lambda activity: activity.since_s)
+    return {
+        "total": len(activities),
+        "by_phase": dict(Counter(activity.phase.value for activity in activities)),
+        "shown": [
+            {
+                "rollout_id": one.rollout_id,
+                "turn": one.turn,
+                "phase": one.phase.value,
+                "detail": one.detail,
+                "seconds": now_s - one.since_s,
+            }
+            for one in longest
+        ],
+    }
 
 
 def describe_group(group_id: str, activities: Sequence[RolloutActivity], now_s: float) -> str:

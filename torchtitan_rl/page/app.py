@@ -33,21 +33,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchtitan_rl.aio import background
-from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.own_user import accept_own_user
 from torchtitan_rl.observability.trace import merge_traces
 from torchtitan_rl.page import views
 from torchtitan_rl.page.index import RunIndex, parse_row
 from torchtitan_rl.page.rollouts import ParameterError, rollout_details
 from torchtitan_rl.page.tokens import token_texts
-from torchtitan_rl.serving.config import is_loopback, reachable
 
-PAGE_KEY = "TORCHTITAN_RL_PAGE_KEY"
 STATIC = {
     "index.html": "text/html; charset=utf-8",
     "app.js": "text/javascript; charset=utf-8",
     "app.css": "text/css; charset=utf-8",
-    "LICENSES.txt": "text/plain; charset=utf-8",
 }
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -323,16 +319,12 @@ async def _wrong_parameter(request: Request, error: Exception) -> Response:
 
 
 def serve_page(page: Page, listening: socket.socket, *, host: str, key: str) -> None:
-    """Serve until a signal ends it. Without a key, only processes of this user are served.
-
-    Raises:
-        ConfigError: other machines can reach the address, and there is no key.
+    """Serve until a signal ends it. Without a key, only processes of this user on this machine are
+    served, and those of other machines; so an address that other machines can reach needs a key.
     """
     import uvicorn
     import uvloop
 
-    if errors := key_errors(host, key):
-        raise ConfigError(errors)
     if not key:
         accept_own_user(uvloop.loop.__file__, "accept4")
 
@@ -356,14 +348,3 @@ def serve_page(page: Page, listening: socket.socket, *, host: str, key: str) -> 
         uvloop.run(serve())
     finally:
         page.close()
-
-
-def key_errors(host: str, key: str) -> list[str]:
-    """Why this key cannot protect a page on ``host``."""
-    if key or is_loopback(host):
-        return []
-    return [f"other machines can reach the page on {host}: set {PAGE_KEY}, or listen on 127.0.0.1"]
-
-
-def page_url(host: str, port: int) -> str:
-    return f"http://{reachable(host)}:{port}/"

@@ -27,12 +27,10 @@ import msgspec
 from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE
 from torchtitan_rl.files import parse_object
 from torchtitan_rl.observability.explain import finite
+from torchtitan_rl.observability.page_files import NOW_FILE
 from torchtitan_rl.observability.sinks import RowKind, row_files
 from torchtitan_rl.page.rollouts import RolloutTable
 from torchtitan_rl.page.timeline import TraceIndex
-
-NOW_FILE = "now.json"
-LAUNCH_FILE = "launch.json"
 
 MAX_LINE_BYTES = 64 << 20
 _MAX_NAMES = 5_000

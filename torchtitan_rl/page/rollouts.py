@@ -14,6 +14,7 @@ import re
 import shutil
 import sqlite3
 import tempfile
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,12 +53,10 @@ _COLUMNS = {
     "tokens": "INTEGER",
     "age_max": "INTEGER",
     "chosen": "TEXT",
-    "excerpt": "TEXT",
 }
-_PLACE = {"file": "INTEGER", "start": "INTEGER", "size": "INTEGER"}
-_ALL = {"n": "INTEGER PRIMARY KEY"} | _COLUMNS | _PLACE
-_BRIEF = ", ".join(["n", *_COLUMNS])
-_INDEXED = ("step", "group_id", "problem_id", "rollout_id", "reward", "tokens", "advantage")
+_DETAILS = {"excerpt": "TEXT", "file": "INTEGER", "start": "INTEGER", "size": "INTEGER"}
+_NAMES = ("n", *_COLUMNS, "excerpt")
+_INDEXED = ("step", "group_id", "problem_id", "reward", "tokens", "age_max", "advantage")
 _SORTS = {
     "step": "step",
     "reward": "reward",
@@ -73,6 +72,14 @@ Json = dict[str, Any]
 
 class ParameterError(ValueError):
     """A parameter of a request is wrong. The message names it."""
+
+
+def _columns(kinds: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+
+
+def _marks(number: int) -> str:
+    return ", ".join("?" * number)
 
 
 def _text(name: str, text: str) -> str:
@@ -117,18 +124,24 @@ class RolloutTable:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="page-"))
         self._db = sqlite3.connect(self._folder / "index.sqlite", isolation_level=None)
-        columns = ", ".join(f"{name} {kind}" for name, kind in _ALL.items())
         self._db.executescript(
             f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};"
-            f"CREATE TABLE rollouts ({columns});"
+            f"CREATE TABLE rollouts (n INTEGER PRIMARY KEY, {_columns(_COLUMNS)});"
+            f"CREATE TABLE details (n INTEGER PRIMARY KEY, {_columns(_DETAILS)});"
             "CREATE VIRTUAL TABLE texts USING fts5(text, content='');"
             + "".join(f"CREATE INDEX by_{one} ON rollouts ({one});" for one in _INDEXED)
         )
+        self._summary: Json | None = None
+        self._found: tuple[Any, array[int]] | None = None  # of the last search
         self._is_writing = False
         self._numbers: dict[str, int] = {}  # of the last rollout of a source
         self._turn_times: defaultdict[str, deque[tuple[int, float]]] = defaultdict(
             lambda: deque(maxlen=_MAX_TURN_TIMES)
         )
+
+    def __len__(self) -> int:
+        number: int = self._db.execute("SELECT count(*) FROM rollouts").fetchone()[0]
+        return number
 
     def put(self, source: str, file: int, start: int, size: int, step: int, row: Row) -> None:
         """Add the rollout of a row. If an evaluation repeats a rollout, the later one counts."""
@@ -137,11 +150,11 @@ class RolloutTable:
         n = self._numbers[source] = self._numbers.get(source, first) + 1
         brief = _brief(row, step) | {"source": source}
         if source:
-            where = "source = ? AND rollout_id = ?"
-            self._db.execute(f"DELETE FROM rollouts WHERE {where}", (source, brief["rollout_id"]))
-        values = (n, *(brief[name] for name in _COLUMNS), file, start, size)
-        marks = ", ".join("?" * len(values))
-        self._db.execute(f"INSERT INTO rollouts VALUES ({marks})", values)
+            self._remove_repeated(source, brief["rollout_id"])
+        values = [brief[name] for name in _COLUMNS]
+        self._db.execute(f"INSERT INTO rollouts VALUES ({_marks(1 + len(values))})", (n, *values))
+        details = (n, brief["excerpt"], file, start, size)
+        self._db.execute(f"INSERT INTO details VALUES ({_marks(len(details))})", details)
         self._db.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (n, _searched(row)))
         if brief["split"] == "train":
             self._note_turn_times(step, row)
@@ -173,38 +186,46 @@ class RolloutTable:
         order = _order(parameters.get("sort", "step"))
         limit = min(_integer("limit", parameters.get("limit", "100")), MAX_LIMIT)
         offset = _integer("offset", parameters.get("offset", "0"))
-        total = self._db.execute(f"SELECT count(*) FROM rollouts WHERE {where}", values)
-        return {
-            "total": total.fetchone()[0],
-            "rows": self._briefs(
-                f"WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?", values, limit, offset
-            ),
-            "statuses": [
-                one for (one,) in self._db.execute("SELECT DISTINCT status FROM rollouts")
-            ],
-            "steps": self._db.execute("SELECT min(step), max(step) FROM rollouts").fetchone(),
-        }
+        if limit < 0 or offset < 0:
+            raise ParameterError("limit, offset: give 0 or more")
+        if "q" in parameters:  # the text index is asked once for all pages
+            found = self._found_by_text(f"WHERE {where} ORDER BY {order}", values)
+            total, chosen = len(found), found[offset : offset + limit].tolist()
+        else:
+            counted = self._db.execute(f"SELECT count(*) FROM rollouts WHERE {where}", values)
+            total = counted.fetchone()[0]
+            chosen = self._chosen(
+                f"WHERE {where} ORDER BY {order} LIMIT {limit} OFFSET {offset}", values
+            )
+        return {"total": total, "rows": self._briefs(chosen)} | self._summarized()
 
     def place(self, n: int) -> tuple[str, int, int, int] | None:
         """Source, file, first byte and size of the row of a rollout."""
-        found = self._db.execute("SELECT source, file, start, size FROM rollouts WHERE n = ?", (n,))
+        found = self._db.execute(
+            "SELECT source, file, start, size FROM rollouts JOIN details USING (n) WHERE n = ?",
+            (n,),
+        )
         place: tuple[str, int, int, int] | None = found.fetchone()
         return place
 
     def related(self, n: int) -> Json | None:
         """A rollout's brief, its siblings in the group, and others of the same problem."""
-        found = self._briefs("WHERE n = ?", (n,))
-        if not found:
+        if not self._chosen("WHERE n = ?", (n,)):
             return None
-        brief = found[0]
+        (brief,) = self._briefs([n])
         group = brief["source"], brief["step"], brief["group_id"]
         of_group = "source = ? AND step = ? AND group_id = ?"
         limit = f"ORDER BY step, n LIMIT {_MAX_SIBLINGS}"
         return {
             "brief": brief,
-            "siblings": self._briefs(f"WHERE {of_group} AND n != ? {limit}", (*group, n)),
+            "siblings": self._briefs(
+                self._chosen(f"WHERE {of_group} AND n != ? {limit}", (*group, n))
+            ),
             "same_problem": self._briefs(
-                f"WHERE problem_id = ? AND NOT ({of_group}) {limit}", (brief["problem_id"], *group)
+                self._chosen(
+                    f"WHERE problem_id = ? AND NOT ({of_group}) {limit}",
+                    (brief["problem_id"], *group),
+                )
             ),
         }
 
@@ -213,14 +234,41 @@ class RolloutTable:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _begin(self) -> None:
+        self._summary = self._found = None
         if not self._is_writing:
             self._db.execute("BEGIN")
             self._is_writing = True
 
-    def _briefs(self, rest: str, values: Sequence[Any], *more: Any) -> list[Json]:
-        names = ["n", *_COLUMNS]
-        found = self._db.execute(f"SELECT {_BRIEF} FROM rollouts {rest}", (*values, *more))
-        return [dict(zip(names, row, strict=True)) for row in found]
+    def _remove_repeated(self, source: str, rollout_id: str) -> None:
+        self._db.execute("CREATE INDEX IF NOT EXISTS by_rollout ON rollouts (rollout_id)")
+        where = "source = ? AND rollout_id = ?"
+        self._db.execute(f"DELETE FROM rollouts WHERE {where}", (source, rollout_id))
+
+    def _summarized(self) -> Json:
+        """The statuses and the range of steps, computed again after a change."""
+        if self._summary is None:
+            statuses = self._db.execute("SELECT DISTINCT status FROM rollouts ORDER BY status")
+            steps = self._db.execute("SELECT min(step), max(step) FROM rollouts")
+            self._summary = {"statuses": [one for (one,) in statuses], "steps": steps.fetchone()}
+        return self._summary
+
+    def _found_by_text(self, rest: str, values: Sequence[Any]) -> array[int]:
+        key = rest, tuple(values)
+        if self._found is None or self._found[0] != key:
+            self._found = key, array("q", self._chosen(rest, values))
+        return self._found[1]
+
+    def _chosen(self, rest: str, values: Sequence[Any]) -> list[int]:
+        return [n for (n,) in self._db.execute(f"SELECT n FROM rollouts {rest}", values)]
+
+    def _briefs(self, chosen: Sequence[int]) -> list[Json]:
+        found = self._db.execute(
+            f"SELECT {', '.join(_NAMES)} FROM rollouts JOIN details USING (n) "
+            f"WHERE n IN ({_marks(len(chosen))})",
+            chosen,
+        )
+        by_number = {row[0]: dict(zip(_NAMES, row, strict=True)) for row in found}
+        return [by_number[n] for n in chosen]
 
     def _note_turn_times(self, step: int, row: Row) -> None:
         for turn in _dicts(row.get("turns")):
@@ -254,8 +302,9 @@ def _order(sort: str) -> str:
     column = _SORTS.get(sort.removeprefix("-"))
     if column is None:
         raise ParameterError(f"sort: give one of {', '.join(_SORTS)}, with - for descending")
-    direction = "DESC" if sort.startswith("-") else "ASC"
-    return f"{column} IS NULL, {column} {direction}, n {direction}"
+    if sort.startswith("-"):
+        return f"{column} DESC, n DESC"
+    return f"{column} ASC NULLS LAST, n"
 
 
 def _brief(row: Row, step: int) -> Json:
@@ -344,7 +393,7 @@ def _tokens(
     texts: Sequence[str | None] = [None] * len(ids)
     if decode is not None and all(_int(one) is not None for one in ids):
         texts = decode(ids)
-    names = ("logprobs", "trainer_logprobs", "versions", "loss_mask", "kept")
+    names = ("logprobs", "trainer_logprobs", "versions", "loss_mask", "num_kept")
     logprobs, trainer_logprobs, versions, mask, kept = (_list(turn.get(name)) for name in names)
     advantages = turn.get("advantage")
     newest = _int(row.get("version"))
@@ -363,7 +412,7 @@ def _tokens(
             "age": None if trained is None or version is None else trained - version,
             "mask": int(has_loss),
             "advantage": finite(advantages) if has_loss else None,
-            "kept": finite(_at(kept, at)),
+            "kept": _int(_at(kept, at)),
         }
 
 

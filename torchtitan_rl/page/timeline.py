@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -28,21 +28,28 @@ _MAX_NAMES = 2_000
 _MAX_TRACKS = 500  # of a process
 _MAX_LINE_BYTES = 1 << 20
 _MIN_IDLE_PIXELS = 3
-_WORKERS = ("trainer", "replica")  # first words of the processes that compute
-_WAITS_FOR = {
+_MIN_IDLE_MS = 50.0
+_WHY = {  # by the phase that the controller is in meanwhile
     "start": "the run is starting",
-    "rollout": "the controller waits for rollouts",
+    "restore": "a checkpoint is loaded",
     "train": "the trainer takes its step",
     "publish": "new weights are published",
     "sync": "replicas load new weights",
     "evaluation": "an evaluation runs",
     "checkpoint": "a checkpoint is written",
     "export": "the policy is exported",
-    "restore": "a checkpoint is loaded",
 }
+_WHY_OF = {
+    "trainer": {"rollout": "waits for rollouts", "train": "the batch is being packed"},
+    "replica": {"rollout": "has no request: environments and rewards are at work"},
+}
+_UNKNOWN = "no reason recorded"
+_CONTROLLER = "controller"
 
 Json = dict[str, Any]
 Floats = NDArray[np.float64]
+Spans = tuple[Floats, Floats, NDArray[np.int64]]  # starts, durations, names
+Union = tuple[Floats, Floats]  # starts and ends of spans that do not overlap
 
 
 @dataclass(slots=True)
@@ -60,7 +67,7 @@ class _Track:
         self.duration_ms.append(duration_ms)
         self.names.append(name)
 
-    def arrays(self, ahead_ms: float) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    def arrays(self, ahead_ms: float) -> Spans:
         """Starts, durations and names, by start."""
         starts = np.array(self.start_ms) - ahead_ms
         order = np.argsort(starts, kind="stable")
@@ -181,31 +188,37 @@ def timeline(
     high = last if end is None else min(end, last)
     high = max(high, low + 0.001)
     pixel = (high - low) / width
-    shown = []
-    busy: dict[str, tuple[Floats, Floats]] = {}
-    phases: list[tuple[str, Floats, Floats]] = []
-    for name, host, tracks in processes:
-        rows = []
-        parts = []
-        for track, (starts, lengths, names) in tracks.items():
-            starts = starts - zero
-            is_in = (starts < high) & (starts + lengths > low)
-            inside = starts[is_in], lengths[is_in], names[is_in]
-            union = _union(inside[0], inside[0] + inside[1])
-            parts.append(inside[:2])
-            rows.append(
-                {
-                    "name": track,
-                    "spans": _merged(*inside, low=low, pixel=pixel),
-                    "busy_share": _covered(union, low, high) / (high - low),
-                }
-            )
-            if name == "controller":
-                phases.append((track, *union))
-        shown.append({"name": name, "host": host, "tracks": rows})
-        if name.startswith(_WORKERS) and parts:
-            starts, lengths = (np.concatenate(one) for one in zip(*parts, strict=True))
-            busy[name] = _union(starts, starts + lengths)
+    inside = [
+        (name, host, {track: _cut(one, zero, low, high) for track, one in tracks.items()})
+        for name, host, tracks in processes
+    ]
+    phases = {
+        track: _union(starts, starts + lengths)
+        for name, _, tracks in inside
+        if name == _CONTROLLER
+        for track, (starts, lengths, _) in tracks.items()
+    }
+    shown, idle = [], []
+    for name, host, tracks in inside:
+        gaps = _gaps(name, _all_of(tracks), phases, low, high)
+        shown.append(
+            {
+                "name": name,
+                "host": host,
+                "busy_share": _covered(_all_of(tracks), low, high) / (high - low),
+                "idle_s": gaps.seconds(),
+                "tracks": [
+                    {
+                        "name": track,
+                        "spans": _merged(*spans, low=low, pixel=pixel),
+                        "busy_share": _covered(_union(spans[0], spans[0] + spans[1]), low, high)
+                        / (high - low),
+                    }
+                    for track, spans in tracks.items()
+                ],
+            }
+        )
+        idle += gaps.longer_than(max(_MIN_IDLE_MS, _MIN_IDLE_PIXELS * pixel))
     return {
         "begin_unix_s": zero / 1e3,
         "from": low,
@@ -216,13 +229,28 @@ def timeline(
         "steps": [
             {"step": step, "from": first - zero, "to": end - zero} for step, first, end in steps
         ],
-        "idle": list(_idle(busy, phases, low, high, _MIN_IDLE_PIXELS * pixel)),
+        "idle": idle,
     }
+
+
+def _cut(spans: Spans, zero: float, low: float, high: float) -> Spans:
+    """The spans that are at least partly within the times, which are relative to ``zero``."""
+    starts, lengths, names = spans
+    starts = starts - zero
+    is_in = (starts < high) & (starts + lengths > low)
+    return starts[is_in], lengths[is_in], names[is_in]
+
+
+def _all_of(tracks: Mapping[str, Spans]) -> Union:
+    if not tracks:
+        return np.zeros(0), np.zeros(0)
+    starts, lengths, _ = (np.concatenate(one) for one in zip(*tracks.values(), strict=True))
+    return _union(starts, starts + lengths)
 
 
 def _tracks(
     files: Sequence[tuple[_TraceFile, float]],
-) -> dict[str, tuple[Floats, Floats, NDArray[np.int64]]]:
+) -> dict[str, Spans]:
     """The spans of a process by track: the files of its lives and of a full trace in one."""
     parts: dict[str, list[Any]] = {}
     for one, ahead_ms in files:
@@ -259,7 +287,7 @@ def _merged(
     return spans
 
 
-def _union(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
+def _union(starts: Floats, ends: Floats) -> Union:
     """The time that is covered by any of the spans, as spans that do not overlap."""
     if not len(starts):
         return starts, ends
@@ -270,39 +298,65 @@ def _union(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
     return starts[begins], ends[lasts]
 
 
-def _covered(union: tuple[Floats, Floats], low: float, high: float) -> float:
+def _covered(union: Union, low: float, high: float) -> float:
     starts, ends = np.maximum(union[0], low), np.minimum(union[1], high)
     return float(np.maximum(ends - starts, 0.0).sum())
 
 
-def _idle(
-    busy: Mapping[str, tuple[Floats, Floats]],
-    phases: Sequence[tuple[str, Floats, Floats]],
-    low: float,
-    high: float,
-    shortest: float,
-) -> Iterator[Json]:
-    """The gaps of the processes that compute, with what the controller did meanwhile."""
-    for process, (starts, ends) in busy.items():
-        froms = np.concatenate([[low], ends])
-        tos = np.concatenate([starts, [high]])
-        for begin, end in zip(froms, tos, strict=True):
-            begin, end = max(float(begin), low), min(float(end), high)
-            if end - begin >= shortest:
-                yield {
-                    "process": process,
-                    "from": round(begin, 3),
-                    "to": round(end, 3),
-                    "why": _why(phases, begin, end),
-                }
+@dataclass(frozen=True, slots=True)
+class _Gaps:
+    """The times in which a process does nothing, each with its reason."""
+
+    process: str
+    begins: Floats
+    ends: Floats
+    reasons: Sequence[str]
+    reason_of: NDArray[np.int64]
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds of all gaps by reason."""
+        totals = np.bincount(self.reason_of, self.ends - self.begins, len(self.reasons)) / 1e3
+        return {why: round(float(s), 3) for why, s in zip(self.reasons, totals, strict=True) if s}
+
+    def longer_than(self, shortest_ms: float) -> list[Json]:
+        chosen = np.flatnonzero(self.ends - self.begins >= shortest_ms)
+        return [
+            {
+                "process": self.process,
+                "from": round(float(self.begins[at]), 3),
+                "to": round(float(self.ends[at]), 3),
+                "why": self.reasons[self.reason_of[at]],
+            }
+            for at in chosen
+        ]
 
 
-def _why(phases: Sequence[tuple[str, Floats, Floats]], begin: float, end: float) -> str:
-    shares = {name: _covered((starts, ends), begin, end) for name, starts, ends in phases}
-    name = max(shares, key=lambda one: shares[one], default="")
-    if not name or shares[name] <= 0.2 * (end - begin):
-        return "the controller records nothing here"
-    return _WAITS_FOR.get(name, f"the controller is in phase {name}")
+def _gaps(process: str, busy: Union, phases: Mapping[str, Union], low: float, high: float) -> _Gaps:
+    """The gaps of a trainer or a replica, each with the phase of the controller that covers most
+    of it; of other processes none."""
+    words = next((own for kind, own in _WHY_OF.items() if process.startswith(kind)), None)
+    begins = np.clip(np.concatenate([[low], busy[1]]), low, high)
+    ends = np.clip(np.concatenate([busy[0], [high]]), low, high)
+    if words is None:
+        begins = ends = np.zeros(0)
+    is_gap = ends > begins
+    begins, ends = begins[is_gap], ends[is_gap]
+    # The first row lets a gap of which no phase covers a fifth be without reason.
+    covered = [0.2 * (ends - begins), *(_covering(one, begins, ends) for one in phases.values())]
+    reasons = [_UNKNOWN]
+    reasons += [(_WHY | (words or {})).get(one, f"the controller is in {one}") for one in phases]
+    return _Gaps(process, begins, ends, reasons, np.argmax(np.array(covered), axis=0))
+
+
+def _covering(union: Union, begins: Floats, ends: Floats) -> Floats:
+    """How much of each span between ``begins`` and ``ends`` is covered."""
+    if not len(union[0]):
+        return np.zeros(len(begins))
+    times = np.ravel(np.column_stack(union))
+    lengths = np.ravel(np.column_stack([union[1] - union[0], np.zeros(len(union[0]))]))
+    before = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])
+    result: Floats = np.interp(ends, times, before) - np.interp(begins, times, before)
+    return result
 
 
 def step_times(steps: Sequence[int], wall_s: Sequence[float], step_s: Sequence[float]) -> list[Any]:

@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,15 +15,16 @@ from typing import Any
 
 from torchtitan_rl.observability.engine import advice
 from torchtitan_rl.observability.explain import (
-    FAILURES,
     RunFacts,
     diagnose,
     finite,
     mean_overlap,
     summarize,
+    verdict,
 )
+from torchtitan_rl.observability.page_files import LAUNCH_FILE
 from torchtitan_rl.observability.sinks import METRIC_TABLE, RowKind
-from torchtitan_rl.page.index import LAUNCH_FILE, Columns, RunIndex
+from torchtitan_rl.page.index import Columns, RunIndex
 from torchtitan_rl.page.rollouts import ParameterError, plain
 from torchtitan_rl.page.timeline import step_times, timeline
 
@@ -66,66 +68,91 @@ def catalogue() -> list[Json]:
 
 
 def describe_run(number: int, index: RunIndex) -> Json:
-    steps = index.columns[RowKind.STEP].steps
+    is_eval = index.kind == "eval"
+    step = len(index.rollouts) if is_eval else _last_step(index.columns[RowKind.STEP])
+    num_steps = index.now().get("num_steps") if is_eval else index.fields().get("num_steps")
     return {
         "run": number,
         "name": index.folder.name,
         "dir": str(index.folder),
         "kind": index.kind,
         "is_live": index.is_live,
-        "step": steps[-1] if steps else 0,
-        "num_steps": _whole(index.fields().get("num_steps")),
+        "step": step,
+        "num_steps": _whole(num_steps),
     }
 
 
 def overview(index: RunIndex) -> Json:
-    columns, now, fields = index.columns[RowKind.STEP], index.now(), index.fields()
-    rows, facts = _facts(index)
-    last = rows[-1] if rows else {}
-    overlap = mean_overlap(facts.steps)
+    columns, live = index.columns[RowKind.STEP], index.now()
     seconds = _recent(columns, "time/step_s")
-    step, num_steps = (columns.steps[-1] if columns.steps else 0), _whole(fields.get("num_steps"))
+    described = describe_run(0, index)
     begin_s = _begin_s(index)
-    end_s = time.time() if now else (columns.wall_s[-1] if columns.wall_s else None)
+    end_s = time.time() if live else max((one.wall_s[-1] for one in _filled(index)), default=None)
+    return (
+        described
+        | _of_rows(index)
+        | {
+            "phase": live.get("phase"),
+            "num_rows": len(columns),
+            "eta_s": _eta_s(columns, seconds, described["num_steps"]) if live else None,
+            "elapsed_s": None if begin_s is None or end_s is None else max(0.0, end_s - begin_s),
+            "seconds_per_step": seconds,
+            "tokens_per_s": _recent(columns, "tokens/generated_per_second"),
+            "warnings": _warnings(index),
+            "next": _next_commands(index, described),
+            "is_read": index.is_read,
+        }
+    )
+
+
+def _of_rows(index: RunIndex) -> Json:
+    """What the rows say, computed again when they have changed."""
+    key = index.counters["metrics"], index.is_read
+    if index.cached.get("key") != key:
+        index.cached = {"key": key, "overview": _describe_rows(index)}
+    described: Json = index.cached["overview"]
+    return described
+
+
+def _describe_rows(index: RunIndex) -> Json:
+    columns = index.columns[RowKind.STEP]
+    rows, fields = columns.rows(most=_FACT_STEPS), index.fields()
+    facts = RunFacts(
+        steps=rows,
+        evaluations=index.columns[RowKind.EVALUATION].rows(most=_FACT_STEPS),
+        fields=fields,
+        token_s=index.rollouts.token_s(after_step=_last_step(columns) - _TURN_STEPS),
+    )
+    last: Json = rows[-1] if rows else {}
+    overlap, cap = mean_overlap(rows), _whole(fields.get("schedule.staleness"))
     rewards = [one["train/reward_mean"] for one in rows if "train/reward_mean" in one]
-    staleness = [one for row in rows if (one := row.get("policy/staleness_max")) is not None]
-    cap = fields.get("schedule.staleness")
-    found = diagnose(facts)
-    return describe_run(0, index) | {
-        "phase": now.get("phase") if now else None,
+    ages = [one["policy/staleness_max"] for one in rows if "policy/staleness_max" in one]
+    return {
         "version": last.get("policy/version"),
-        "num_rows": len(columns),
-        "eta_s": _eta_s(columns, seconds, num_steps, is_live=bool(now)),
-        "elapsed_s": None if begin_s is None or end_s is None else max(0.0, end_s - begin_s),
-        "seconds_per_step": seconds,
+        "learns": verdict(facts),
         "reward": {"first": fmean(rewards[:_ENDS]), "last": fmean(rewards[-_ENDS:])}
         if rewards
         else None,
         "evaluations": _evaluations(index),
-        "tokens_per_s": _recent(columns, "tokens/generated_per_second"),
         "idle": None
         if overlap is None
-        else {
-            "trainer": overlap.trainer_idle_share,
-            "generator": overlap.generator_idle_share,
-        },
+        else {"trainer": overlap.trainer_idle_share, "generator": overlap.generator_idle_share},
         "shares_cores": facts.shares_cores,
         "advice": None
         if overlap is None or facts.shares_cores
-        else advice(overlap, staleness=_whole(cap) or 0),
+        else advice(overlap, staleness=cap or 0),
         "staleness": {
             "mean": last.get("policy/staleness_mean"),
-            "max": max(staleness, default=None),
-            "cap": _whole(cap),
+            "max": max(ages, default=None),
+            "cap": cap,
         },
-        "failures": _failures(rows),
+        "failures": _endings(rows),
         "tokens": _tokens(last),
         "times": _times(rows),
         "summary": _summary(index, facts),
-        "found": [{"cause": one.cause.value, "what": one.what, "fix": one.fix} for one in found],
-        "warnings": _warnings(index),
-        "next": _next_commands(index, is_live=bool(now), step=step, num_steps=num_steps),
-        "is_read": index.is_read,
+        "found": [
+            {"cause": one.cause.value, "what": one.what, "fix": one.fix} for one in diagnose(facts)
+        ],
     }
 
 
@@ -191,30 +218,19 @@ def policy_dir(index: RunIndex) -> Path:
     return own if (own / "tokenizer.json").is_file() or not launched else Path(str(launched))
 
 
-def _facts(index: RunIndex) -> tuple[list[Json], RunFacts]:
-    """The rows of steps and what `explain` reads, made again when the metrics have changed."""
-    columns = index.columns[RowKind.STEP]
-    kept = index.cached.get("facts")
-    key = index.counters["metrics"], index.is_read
-    if kept is None or kept[0] != key:
-        rows = columns.rows(most=_FACT_STEPS)
-        after = (columns.steps[-1] if columns.steps else 0) - _TURN_STEPS
-        facts = RunFacts(
-            steps=rows,
-            evaluations=index.columns[RowKind.EVALUATION].rows(most=_FACT_STEPS),
-            fields=index.fields(),
-            token_s=index.rollouts.token_s(after_step=after),
-        )
-        kept = index.cached["facts"] = (key, (rows, facts))
-    found: tuple[list[Json], RunFacts] = kept[1]
-    return found
-
-
 def _begin_s(index: RunIndex) -> float | None:
     """When the run began: when it was launched first, or else when its first row was written."""
     begun = finite(index.document(LAUNCH_FILE).get("begun_unix_s"))
-    firsts = [one.wall_s[0] for one in index.columns.values() if len(one)]
+    firsts = [one.wall_s[0] for one in _filled(index)]
     return min([*firsts, *([] if begun is None else [begun])], default=None)
+
+
+def _filled(index: RunIndex) -> list[Columns]:
+    return [one for one in index.columns.values() if len(one)]
+
+
+def _last_step(columns: Columns) -> int:
+    return columns.steps[-1] if columns.steps else 0
 
 
 def _recent(columns: Columns, name: str) -> float | None:
@@ -222,10 +238,8 @@ def _recent(columns: Columns, name: str) -> float | None:
     return median(values) if values else None
 
 
-def _eta_s(
-    columns: Columns, step_s: float | None, num_steps: int | None, *, is_live: bool
-) -> float | None:
-    if not is_live or step_s is None or num_steps is None:
+def _eta_s(columns: Columns, step_s: float | None, num_steps: int | None) -> float | None:
+    if step_s is None or num_steps is None:
         return None
     since_s = time.time() - columns.wall_s[-1]
     return max(0.0, (num_steps - columns.steps[-1]) * step_s - since_s)
@@ -245,10 +259,13 @@ def _evaluations(index: RunIndex) -> list[Json]:
     return [one for one in found if one["mean"] is not None]
 
 
-def _failures(rows: Sequence[Json]) -> dict[str, int]:
-    counts = {
-        status: sum(int(row.get(f"train/ended_{status}", 0)) for row in rows) for status in FAILURES
-    }
+def _endings(rows: Sequence[Json]) -> dict[str, int]:
+    """How many rollouts of the training ended in which way."""
+    prefix = "train/ended_"
+    counts: Counter[str] = Counter()
+    for row in rows:
+        ended = {name: value for name, value in row.items() if name.startswith(prefix)}
+        counts.update({name.removeprefix(prefix): int(value) for name, value in ended.items()})
     return {status: count for status, count in counts.items() if count}
 
 
@@ -297,12 +314,10 @@ def _warnings(index: RunIndex) -> list[str]:
     return [f"{index.num_passed_over} lines cannot be read and are passed over: {lines}"]
 
 
-def _next_commands(
-    index: RunIndex, *, is_live: bool, step: int, num_steps: int | None
-) -> list[str]:
-    folder = str(index.folder)
+def _next_commands(index: RunIndex, described: Json) -> list[str]:
+    folder, step, num_steps = str(index.folder), described["step"], described["num_steps"]
     commands: list[str] = []
-    if is_live or index.kind != "train":
+    if described["is_live"] or described["kind"] != "train":
         return commands
     resume = index.document(LAUNCH_FILE).get("resume_command")
     if num_steps is not None and step < num_steps and isinstance(resume, str):
