@@ -1,6 +1,6 @@
 // What a run was started with: fields, differences between runs, machine, versions, commands.
 import type { Ctx, View } from "./api";
-import { bytes, command, count, debounce, el, empty, fill, hint, number, scrollBox } from "./dom";
+import { bytes, card, command, count, debounce, el, empty, fill, number, scrollBox } from "./dom";
 
 interface Config {
   fields: Record<string, unknown>;
@@ -28,10 +28,6 @@ export default function view(): View {
       );
     },
   };
-}
-
-function card(title: string, text: string, ...children: (Node | null)[]): HTMLElement {
-  return el("section", { class: "card" }, el("h2", null, title, hint(title, text)), ...children);
 }
 
 function show(value: unknown): HTMLElement {

@@ -294,3 +294,8 @@ export function shares(parts: Part[], hasShares = true): HTMLElement {
 export function scrollBox(label: string, ...children: Child[]): HTMLElement {
   return el("div", { class: "table-box", tabindex: "0", role: "region", "aria-label": label }, children);
 }
+
+/** A titled part of a view, with an explanation. */
+export function card(title: string, text: string, ...children: Child[]): HTMLElement {
+  return el("section", { class: "card" }, el("div", { class: "card-head" }, el("h2", null, title), hint(title, text)), children);
+}

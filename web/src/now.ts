@@ -1,6 +1,6 @@
 // What runs at this moment, what it waits for, and how busy the engines are.
 import type { Changed, Ctx, View } from "./api";
-import { count, duration, el, empty, fill, hint, keep, number, percent, scrollBox, sentence, shares } from "./dom";
+import { card, count, duration, el, empty, fill, keep, number, percent, scrollBox, sentence, shares } from "./dom";
 
 interface Now {
   is_live: boolean;
@@ -139,10 +139,6 @@ function layout(ctx: Ctx, pause: HTMLElement): { element: HTMLElement; show: (no
     keep(rollouts, now.rollouts.shown, () => running(now));
   }
   return { element, show, age };
-}
-
-function card(title: string, text: string, ...body: HTMLElement[]): HTMLElement {
-  return el("section", { class: "card" }, el("h2", null, title, hint(title, text)), body);
 }
 
 function waiting(now: Now): HTMLElement {

@@ -1,7 +1,7 @@
 // Answers at a glance: does it learn, what limits its speed, is anything wrong, how long will it take.
 import type { Changed, Ctx, Params, View } from "./api";
 import { Chart, type Line } from "./charts";
-import { command, count, duration, el, empty, fill, fixed, hint, keep, key, number, percent, sentence, shares } from "./dom";
+import { card, command, count, duration, el, empty, fill, fixed, hint, keep, key, number, percent, sentence, shares } from "./dom";
 import { metricsOf, points } from "./metrics";
 
 interface Overview {
@@ -240,11 +240,9 @@ function layout(): {
 
 function question(title: string, text: string): { element: HTMLElement; body: HTMLElement } {
   const body = el("div", { class: "answer" });
-  return { element: el("div", { class: "card question" }, el("h2", null, title, hint(title, text)), body), body };
-}
-
-function card(title: string, text: string, ...children: Node[]): HTMLElement {
-  return el("section", { class: "card" }, el("h2", null, title, hint(title, text)), ...children);
+  const element = card(title, text, body);
+  element.classList.add("question");
+  return { element, body };
 }
 
 function answer({ tone, short, text }: Answer): HTMLElement[] {
