@@ -70,7 +70,9 @@ export class TokenView {
         this.showTurn(turn, false);
         const token = this.ctx.query.get("token");
         const place = token === null ? null : this.placeOf(turn, Number(token));
-        if (place !== null) this.choose(place, false, true);
+        if (place === null) return;
+        this.choose(place, false, true);
+        requestAnimationFrame(() => this.mark(place)); // what is above has its real height only now
       });
   }
 
