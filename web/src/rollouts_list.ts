@@ -221,10 +221,11 @@ export class RolloutList {
   private show(page: Page): void {
     const offset = Number(this.ctx.query.get("offset") ?? 0);
     const shown = page.rows.length;
+    const part = page.details === undefined ? "" : `; this report holds the conversations of ${number(page.details.length)}, which are links`;
     this.total.textContent =
       page.total > shown && shown > 0
-        ? `${number(offset + 1)} to ${number(offset + shown)} of ${count(page.total, "rollout")}`
-        : count(page.total, "rollout");
+        ? `${number(offset + 1)} to ${number(offset + shown)} of ${count(page.total, "rollout")}${part}`
+        : `${count(page.total, "rollout")}${part}`;
     if (shown === 0) {
       fill(this.body, empty("No rollout matches", "Clear filters, or wait until the run has recorded some."));
       return;
@@ -238,7 +239,8 @@ export class RolloutList {
 
   private table(page: Page): HTMLElement {
     const range = rewardRange(page.rows);
-    const rows = page.rows.map((row) => this.row(row, range));
+    const whole = page.details === undefined ? null : new Set(page.details);
+    const rows = page.rows.map((row) => this.row(row, range, whole === null || whole.has(row.n)));
     const table = el(
       "table",
       { class: "rollouts", "aria-label": "Recorded rollouts" },
@@ -273,12 +275,17 @@ export class RolloutList {
     return el("th", { scope: "col", class: column.kind, "aria-sort": order }, button);
   }
 
-  private row(row: Brief, range: [number, number]): HTMLElement {
+  private row(row: Brief, range: [number, number], isWhole: boolean): HTMLElement {
+    const name = row.source ? `${row.source} ${row.rollout_id}` : row.rollout_id;
     return el(
       "tr",
       null,
       COLUMNS.map((column) => el("td", { class: column.kind, data: { title: column.title } }, column.cell(row, range))),
-      el("th", { scope: "row", class: "problem" }, el("a", { href: rolloutLink(this.ctx, row.n), data: { n: String(row.n) } }, row.source ? `${row.source} ` : null, row.rollout_id)),
+      el(
+        "th",
+        { scope: "row", class: "problem" },
+        isWhole ? el("a", { href: rolloutLink(this.ctx, row.n), data: { n: String(row.n) } }, name) : el("span", { class: "muted", title: "Its conversation is not in this report" }, name),
+      ),
     );
   }
 

@@ -28,6 +28,8 @@ export interface Page {
   rows: Brief[];
   statuses: string[];
   steps: [number, number] | null;
+  /** In a report: the rollouts that it holds whole. */
+  details?: number[];
 }
 
 export interface Token {
