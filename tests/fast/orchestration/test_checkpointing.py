@@ -187,6 +187,17 @@ def test_recorded_turns_of_groups_that_were_not_admitted_again_outlive_a_second_
     assert {name: found[name].turns for name in later} == {n: before[n].turns for n in later}
 
 
+def test_recorded_turns_outlive_a_run_that_is_resumed_with_no_steps_left(tmp_path: Path) -> None:
+    plan = replace(PLAN, staleness=2, env_delay_s=1.0)
+    before = newest(live(plan, tmp_path, kill_after=15.0)[0])
+    second = run(replace(plan, num_steps=before.position.step), tmp_path, resume=True)
+    after = newest(second)
+    assert after.position.journal_mark == 1
+    turns = {name: rollout.turns for name, rollout in before.rollouts.items()}
+    assert any(turns.values())
+    assert {name: after.rollouts[name].turns[: len(turns[name])] for name in turns} == turns
+
+
 class NothingToTrain:
     """A batcher that finds no token to train on, without an await of the consumer's."""
 
