@@ -36,13 +36,14 @@ async def test_a_request_goes_only_to_replicas_that_hold_its_version():
     old, new = GatedReplica("old"), GatedReplica("new")
     old.stage_gate.clear()
     router = GeneratorRouter([old, new])
-    await router.generate(request("a", session="s"))
+    await router.generate(request("a", session="s", prompt="p"))
     assert old.served == ["a"]
     report = await router.sync_weights(handle(1), mode="hot_swap", lag_timeout_s=0.01)
     assert report.lagging == ("old",)
     assert router.versions() == {"old": 0, "new": 1}
-    fresh = await router.generate(request("b", session="s", min_version=1))
-    assert (fresh.replica, fresh.versions[0]) == ("new", 1)
+    for where in ({"prompt": "p"}, {"session": "s"}):  # as a sibling, and as a further turn
+        fresh = await router.generate(request("b", min_version=1, **where))
+        assert (fresh.replica, fresh.versions[0]) == ("new", 1)
 
 
 @on_virtual_clock
