@@ -36,16 +36,24 @@ async def test_an_idle_session_is_abandoned_and_its_turns_are_freed():
     await sessions.complete(asked((1,), "s", max_tokens=3))
     await asyncio.sleep(TIMEOUT_S - 1)
     assert sessions.read("s").ending is None
-    await sessions.complete(asked((1,), "s", max_tokens=3))  # used again: time starts anew
+    longer = int(TIMEOUT_S) + 9
+    await sessions.complete(asked((1,), "s", max_tokens=longer))  # used again: time starts anew
     await asyncio.sleep(TIMEOUT_S - 1)
     assert sessions.read("s").ending is None
     await asyncio.sleep(2)
     assert sessions.read("s").ending == "abandoned"
-    assert sessions.read("s").tokens_discarded == {"abandoned": 6}
+    assert sessions.read("s").tokens_discarded == {"abandoned": 3 + longer}
     assert sessions.counts()["sessions_abandoned"] == 1
     assert not sessions._open
     assert await refused(sessions.complete(asked((1,), "s"))) == CLOSED
     assert await refused(sessions.close("s", 1.0)) == CLOSED  # the reward comes too late
+
+
+@on_virtual_clock
+async def test_a_session_that_a_rollout_had_before_a_resume_is_closed():
+    sessions = make()
+    assert await refused(sessions.complete(asked((1,), "torchtitan-rollout-1"))) == CLOSED
+    assert not sessions._open
 
 
 @on_virtual_clock
