@@ -22,7 +22,7 @@ from torchtitan_rl.orchestration.checkpointing import SavedRun, read_saved_run
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal, JournalError
 from torchtitan_rl.orchestration.records import TokenCounts
-from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.types import FinishReason, RolloutGroup
 
 PLAN = Plan(num_steps=6, turns=3, checkpoint_every=2)
 
@@ -158,6 +158,18 @@ def test_a_run_that_stops_after_a_checkpoint_saves_what_its_rollouts_have_sample
     saved = newest(simulation)
     assert saved.position.journal_mark == 1  # the second checkpoint of its step
     assert any(rollout.partial for rollout in saved.rollouts.values())
+
+
+@pytest.mark.parametrize(("staleness", "is_cut"), [(0, False), (2, True)])
+def test_running_turns_are_saved_unless_they_have_to_be_sampled_again_bit_for_bit(
+    tmp_path: Path, staleness: int, is_cut: bool
+) -> None:
+    simulation, error = live(replace(PLAN, staleness=staleness), tmp_path, stop_after=1.0)
+    assert isinstance(error, StopRequested)
+    partials = [rollout.partial for rollout in newest(simulation).rollouts.values()]
+    found = [one.finish_reason is FinishReason.ABORT for one in partials if one is not None]
+    assert found
+    assert any(found) == is_cut
 
 
 def test_a_run_whose_checkpoints_all_fail_ends_after_so_many(tmp_path: Path) -> None:
