@@ -6,7 +6,15 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_rl import Completion, Observation, Problem, RolloutConfig, Terminal, TokenEnv
+from torchtitan_rl import (
+    Completion,
+    Observation,
+    Problem,
+    RolloutConfig,
+    RolloutStatus,
+    Terminal,
+    TokenEnv,
+)
 from torchtitan_rl.configs.alphabet_sort_tiny import config as tiny
 from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
 
@@ -25,6 +33,12 @@ class SlowEnv:
     async def step(self, completion: Completion) -> Observation | Terminal:
         await asyncio.sleep(STEP_S)
         return await self._env.step(completion)
+
+    async def finish(self, status: RolloutStatus) -> Terminal:
+        return await self._env.finish(status)
+
+    async def close(self) -> None:
+        await self._env.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,12 @@
-"""``torchtitan-rl explain`` on real runs with one planted fault each, and on healthy ones."""
+"""``torchtitan-rl explain`` on real runs with one planted fault each, and on healthy ones.
+
+UPDATE_GOLDEN=1 records them for `tests/fast/observability/test_explain.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +17,9 @@ import psutil
 import pytest
 
 from tests.real.runs import TINY, Run, printing_to
+from tests.support.recorded_runs import record
+from torchtitan_rl.commands.explain import read_facts
+from torchtitan_rl.observability.explain import Cause
 
 pytestmark = pytest.mark.soak
 
@@ -21,34 +28,47 @@ LEVELS = ("--trainer.optimizer.decay-steps", "0")
 ONE_CORE_EACH = ("--generator.replicas", "1", "--trainer.threads", "1")
 ASYNCHRONOUS = ("--schedule.staleness", "2", *ONE_CORE_EACH)
 SICK = {
-    "learning rate too high": ("--trainer.optimizer.learning-rate", "0.02", *LEVELS),
-    "groups without variance": (
-        *("--task.min-names", "4", "--task.max-names", "4", "--task.min-turns", "3"),
-        *("--task.power", "200"),
+    Cause.LEARNING_RATE: ("--trainer.optimizer.learning-rate", "0.02", *LEVELS),
+    Cause.ZERO_VARIANCE: (  # all turns right or no reward, and too many names for max_tokens
+        *("--task.min-names", "8", "--task.max-names", "8", "--task.min-turns", "3"),
+        *("--task.power", "1e5"),
     ),
-    "sampling temperature": ("--rollout.sampling.temperature", "0.05"),
-    "answers get shorter and worse": (
+    Cause.TEMPERATURE: ("--rollout.sampling.temperature", "0.05"),
+    Cause.LENGTH_COLLAPSE: (
         *("--rollout.overlong.buffer-tokens", "36", "--rollout.overlong.penalty", "50"),
     ),
-    "generation is too slow for the trainer": (
+    Cause.STARVING_TRAINER: (
         *ASYNCHRONOUS,
         *("--trainer.optimizer.learning-rate", "1e-5", "--rollout.group-size", "16"),
         *("--generator.max-running-requests", "4"),
     ),
-    "buffer too small": (
+    Cause.SMALL_BUFFER: (
         *("--schedule.staleness", "1", *ONE_CORE_EACH, "--rollout.groups-per-step", "1"),
+        *("--num-steps", "80"),  # of a fraction of a second each
     ),
+    Cause.SLOW_ENVIRONMENT: (),
 }
-HEALTHY = {"synchronous": (), "asynchronous": ("--schedule.staleness", "1")}
+CONFIGS = {Cause.SLOW_ENVIRONMENT: Path(__file__).with_name("slow_env_config.py")}
+HEALTHY = {
+    "synchronous": (TINY, ()),
+    "asynchronous": (TINY, ("--schedule.staleness", "1")),
+    **{
+        name: (TINY.with_name(f"{name}.py"), ("--num-steps", "25"))
+        for name in ("calculator_agent_tiny", "gsm8k_tiny", "reasoning_gym_tiny")
+    },
+}
 
 
-def explained(run_dir: Path) -> tuple[int, list[str]]:
-    """The exit code of ``explain``, and the causes that it found."""
+def require_found(planted: list[Cause], run_dir: Path, name: str) -> None:
+    """``explain`` names exactly the planted causes."""
+    if os.environ.get("UPDATE_GOLDEN"):
+        record(name, planted, read_facts(run_dir))
     command = [sys.executable, "-m", "torchtitan_rl.commands.cli", "explain", str(run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr)
     found = [line for line in done.stdout.splitlines() if line.startswith("found: ")]
-    return done.returncode, [line.removeprefix("found: ").partition(":")[0] for line in found]
+    assert [line.removeprefix("found: ").partition(":")[0] for line in found] == planted
+    assert done.returncode == bool(planted)
 
 
 def run_to_the_end(folder: Path, *options: str, config: Path = TINY) -> Path:
@@ -60,14 +80,9 @@ def run_to_the_end(folder: Path, *options: str, config: Path = TINY) -> Path:
 
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("cause", SICK)
-def test_the_planted_cause_of_a_sick_run_is_named(tmp_path: Path, cause: str) -> None:
-    assert explained(run_to_the_end(tmp_path, *SICK[cause])) == (1, [cause])
-
-
-@pytest.mark.timeout(660)
-def test_a_slow_environment_is_named(tmp_path: Path) -> None:
-    config = Path(__file__).with_name("slow_env_config.py")
-    assert explained(run_to_the_end(tmp_path, config=config)) == (1, ["slow environment"])
+def test_the_planted_cause_of_a_sick_run_is_named(tmp_path: Path, cause: Cause) -> None:
+    run_dir = run_to_the_end(tmp_path, *SICK[cause], config=CONFIGS.get(cause, TINY))
+    require_found([cause], run_dir, cause.name.lower())
 
 
 @pytest.mark.timeout(660)
@@ -96,10 +111,11 @@ def test_a_slow_replica_is_named(tmp_path: Path) -> None:
     finally:
         is_over.set()
         thread.join()
-    assert explained(tmp_path / "run") == (1, ["one slow replica"])
+    require_found([Cause.SLOW_REPLICA], tmp_path / "run", "slow_replica")
 
 
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_nothing_is_found_in_a_healthy_run(tmp_path: Path, kind: str) -> None:
-    assert explained(run_to_the_end(tmp_path, *HEALTHY[kind])) == (0, [])
+    config, options = HEALTHY[kind]
+    require_found([], run_to_the_end(tmp_path, *options, config=config), kind)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from torchtitan_rl.bounds import is_line
 from torchtitan_rl.config.resume import read_run_identity
@@ -68,17 +69,21 @@ def read_facts(run_dir: Path) -> RunFacts:
     )
 
 
-def _token_s(path: Path, after_step: int) -> dict[str, list[float]]:
-    """The seconds per token of each logged turn after ``after_step``, by replica."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
+def _token_s(path: Path, after_step: int) -> dict[str, dict[int, float]]:
+    """The seconds per token by replica and step: the median of its logged turns."""
+    found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     if not path.exists():
         return {}
     for row, rollout in read_rollouts(path):
-        if step_in(rollout.rollout_id, row) <= after_step or row.get("split") != Split.TRAIN:
+        step = step_in(rollout.rollout_id, row)
+        if step <= after_step or row.get("split") != Split.TRAIN:
             continue
         for turn in rollout.turns:
             metrics, name = turn.completion.metrics, turn.completion.replica
             seconds = None if metrics is None else finite(metrics.inter_token_latency_s)
             if seconds and seconds > 0 and isinstance(name, str) and is_line(name):
-                found[name].append(seconds)
-    return dict(found)
+                found[name, step].append(seconds)
+    by_replica: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for (name, step), all_s in found.items():
+        by_replica[name][step] = median(all_s)
+    return dict(by_replica)

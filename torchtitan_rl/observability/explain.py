@@ -15,18 +15,18 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from torchtitan_rl.observability.engine import (
+    GENERATOR_IDLE,
     SHARES_CORES,
+    TRAINER_IDLE,
     Bottleneck,
     Overlap,
     advice,
-    overlap_of,
 )
 
 _MIN_STEPS = 6  # fewer steps show no trend
 _SIGNIFICANT = 3.0
 _MUCH = 0.5  # a share from which something is the main cause
 _SLOW_REPLICA = 1.5  # times as long for a token as the median of the other replicas
-_MIN_TURNS = 20  # of a replica, to judge its speed
 _USUAL_TEMPERATURES = (0.5, 1.3)
 _MOST_FAILED = 0.1
 
@@ -66,13 +66,13 @@ class RunFacts:
     """What is read of a run.
 
     ``steps`` and ``evaluations`` are rows of ``metrics.jsonl``. ``fields`` is the configuration by
-    name. ``token_s`` has the seconds per token of single turns, by replica.
+    name. ``token_s`` has the seconds per token, by replica and step.
     """
 
     steps: Sequence[Mapping[str, Any]]
     evaluations: Sequence[Mapping[str, Any]] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
-    token_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    token_s: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     @property
     def shares_cores(self) -> bool:
@@ -93,7 +93,9 @@ def diagnose(facts: RunFacts) -> list[Diagnosis]:
     if len(facts.steps) < _MIN_STEPS:
         return []
     learning = [found for rule in _LEARNING for found in rule(facts)]
-    return learning + next(([one] for rule in _SPEED for one in rule(facts)), [])
+    effects = {effect for found in learning for effect in _EFFECTS.get(found.cause, ())}
+    causes = [found for found in learning if found.cause not in effects]
+    return causes + next(([one] for rule in _SPEED for one in rule(facts)), [])
 
 
 class Verdict(StrEnum):
@@ -207,7 +209,7 @@ def _failed_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             cause=Cause.FAILED_ROLLOUTS,
             what=f"{share:.0%} of the rollouts failed, most of them with {worst}",
-            fix="look at the field cause in rollouts.jsonl; they are not trained on",
+            fix="read the field cause in rollouts.jsonl; failed rollouts are not trained on",
         )
 
 
@@ -218,21 +220,18 @@ _FAILURES = (
 
 
 def _learning_rate(facts: RunFacts) -> Iterator[Diagnosis]:
-    reward = _Trend.of(facts.steps, "train/reward_mean")
-    entropy = _Trend.of(facts.steps, "trainer/entropy")
-    if reward is None or entropy is None:
-        return
-    thirds = _thirds(_values(facts.steps, "train/reward_mean"))
-    best = max(map(fmean, thirds[:2]))
-    has_fallen = best - reward.last > _SIGNIFICANT * _error(thirds[-1], thirds[0])
-    ratio = entropy.last / entropy.first if entropy.first else math.inf
-    if has_fallen and not 0.4 < ratio < 2.0:
-        moved = "fell" if ratio < 1 else "rose"
+    first, middle, last = map(_Level.of, _thirds(facts.steps))
+    # Far too large an update destroys the policy at once: then only the first step was good.
+    before = [one for one in (_Level.of(facts.steps[:1]), first, middle) if one is not None]
+    broken = [one for one in before if last is not None and last.is_broken_since(one)]
+    if last is not None and broken:
+        best = max(broken, key=lambda one: one.reward)
         yield Diagnosis(
             cause=Cause.LEARNING_RATE,
-            what=f"the reward fell from {best:.3f} to {reward.last:.3f}, while the entropy {moved} "
-            f"from {entropy.first:.3g} to {entropy.last:.3g} nats",
-            fix="try trainer.optimizer.learning_rate "
+            what=f"the reward fell from {best.reward:.3f} to {last.reward:.3f}, while the entropy "
+            f"{'fell' if last.entropy < best.entropy else 'rose'} from {best.entropy:.3g} to "
+            f"{last.entropy:.3g} nats: the updates destroyed what the policy could do",
+            fix="start again from the initial policy, with trainer.optimizer.learning_rate "
             f"{_number(facts, 'trainer.optimizer.learning_rate', 10.0)}",
         )
 
@@ -249,22 +248,26 @@ def _temperature(facts: RunFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         cause=Cause.TEMPERATURE,
         what=f"rollout.sampling.temperature is {value:g} ({', '.join(filter(None, figures))}): "
-        + ("siblings are nearly equal" if value < low else "answers are nearly random"),
-        fix="try 1.0",
+        + (
+            "the rollouts of a problem are nearly equal, so there is little to compare"
+            if value < low
+            else "tokens are drawn nearly at random, so good answers are rare"
+        ),
+        fix="try 1.0, at which the policy is sampled as it is",
     )
 
 
 def _zero_variance(facts: RunFacts) -> Iterator[Diagnosis]:
     flat = _Trend.of(facts.steps, "train/groups_without_variance_share")
-    if flat is None or flat.last < 0.8 or any(_temperature(facts)):
+    if flat is None or flat.last < 0.8:
         return
     mean = fmean(_values(facts.steps, "train/reward_mean") or [0.0])
     top = max(_values(facts.steps, "train/reward_max") or [0.0])
     is_solved = top > 0 and mean > 0.9 * top
     yield Diagnosis(
         cause=Cause.ZERO_VARIANCE,
-        what=f"the rewards of {flat.last:.0%} of the groups are all equal (mean {mean:.3f}), so "
-        "these groups teach nothing",
+        what=f"the rewards of {flat.last:.0%} of the groups are all equal (mean {mean:.3f}); "
+        "only differences between the rewards of a group teach the policy anything",
         fix="the problems are too easy: give harder ones, or schedule.zero_variance skip"
         if is_solved
         else "the problems are too hard, or the reward is too coarse: give easier problems, "
@@ -301,9 +304,10 @@ def _mismatch(facts: RunFacts) -> Iterator[Diagnosis]:
     if values and median(values) > 0.1:
         yield Diagnosis(
             cause=Cause.MISMATCH,
-            what=f"logprobs of trainer and engine differ by {median(values):.2g} nats on average "
-            "for tokens of the same weights",
-            fix="see docs/debugging.md",
+            what=f"with the same weights, trainer and engine give a token logprobs that differ by "
+            f"{median(values):.2g} nats on average: the gradient is not that of the policy that "
+            "sampled",
+            fix="see the table of docs/debugging.md",
         )
 
 
@@ -318,8 +322,8 @@ def _slow_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
             cause=Cause.SLOW_ENVIRONMENT,
             what=f"rollouts spend {phases['environment']:.0%} of their time in the environment, "
             f"and the trainer waits for rollouts {share:.0%} of the time",
-            fix="make the environment's calls faster or concurrent; more rollouts at the same time "
-            "hide the wait",
+            fix="make the environment's calls faster, or let more rollouts run at the same time; "
+            "with schedule.staleness 1 or more, the trainer works meanwhile",
         )
     elif phases.get("reward", 0.0) >= _MUCH:
         yield Diagnosis(
@@ -331,16 +335,23 @@ def _slow_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
 
 
 def _slow_replica(facts: RunFacts) -> Iterator[Diagnosis]:
-    medians = {name: median(s) for name, s in facts.token_s.items() if len(s) >= _MIN_TURNS}
-    if len(medians) < 2:
+    if len(facts.token_s) < 2:
         return
-    slowest = max(medians, key=lambda name: medians[name])
-    usual = median(value for name, value in medians.items() if name != slowest)
-    if medians[slowest] > _SLOW_REPLICA * usual:
+    slowest = max(facts.token_s, key=lambda name: median(facts.token_s[name].values()))
+    logs, own_s, usual_s = [], [], []
+    for step, seconds in facts.token_s[slowest].items():  # of one step: the machine's load varies
+        others = [of.get(step) for name, of in facts.token_s.items() if name != slowest]
+        if usual := [other for other in others if other is not None]:
+            own_s.append(seconds)
+            usual_s.append(median(usual))
+            logs.append(math.log(own_s[-1] / usual_s[-1]))
+    if len(logs) < _MIN_STEPS or fmean(logs) < math.log(_SLOW_REPLICA):
+        return
+    if fmean(logs) > _SIGNIFICANT * stdev(logs) / math.sqrt(len(logs)):
         yield Diagnosis(
             cause=Cause.SLOW_REPLICA,
-            what=f"{slowest} takes {1000 * medians[slowest]:.1f} ms for a token, the others "
-            f"{1000 * usual:.1f} ms",
+            what=f"{slowest} takes {1000 * median(own_s):.1f} ms for a token, the others "
+            f"{1000 * median(usual_s):.1f} ms in the same steps",
             fix="look for other work on its device or cores",
         )
 
@@ -349,21 +360,48 @@ def _overlapping(facts: RunFacts) -> Iterator[Diagnosis]:
     overlap, staleness = mean_overlap(facts.steps), _staleness(facts)
     if overlap is None or staleness == 0 or facts.shares_cores:
         return
-    causes = {
-        Bottleneck.GENERATOR: Cause.STARVING_TRAINER,
-        Bottleneck.TRAINER: Cause.SLOW_TRAINER,
-        Bottleneck.WAITING: Cause.SMALL_BUFFER,
-    }
-    idle = max(overlap.trainer_idle_share, overlap.generator_idle_share)
-    if overlap.bottleneck in causes and idle > 0.4:
-        what, _, fix = advice(overlap, staleness=staleness).partition("; ")
-        yield Diagnosis(cause=causes[overlap.bottleneck], what=what, fix=fix)
+    trainer, generator = overlap.trainer_idle_share, overlap.generator_idle_share
+    if max(trainer, generator) <= 0.4:
+        return
+    match overlap.bottleneck:
+        case Bottleneck.GENERATOR:
+            queued, running = (
+                fmean(_values(facts.steps, f"engine/{name}_mean") or [0.0])
+                for name in ("waiting", "running")
+            )
+            is_queue_long = queued > _MUCH * running
+            yield Diagnosis(
+                cause=Cause.STARVING_TRAINER,
+                what=f"the trainer waits {trainer:.0%} of the time, while the replicas are busy",
+                fix="give generation more devices (generator.replicas)"
+                + f", or raise generator.max_running_requests: {queued:.0f} requests wait in the "
+                f"engines' queues, {running:.0f} run" * is_queue_long,
+            )
+        case Bottleneck.TRAINER:
+            yield Diagnosis(
+                cause=Cause.SLOW_TRAINER,
+                what=f"replicas have nothing to do {generator:.0%} of the time, while the trainer "
+                "is busy",
+                fix="give the trainer more devices (trainer.data_parallel_shard)",
+            )
+        case Bottleneck.WAITING:
+            yield Diagnosis(
+                cause=Cause.SMALL_BUFFER,
+                what=f"the trainer waits {trainer:.0%} of the time and the replicas "
+                f"{generator:.0%}: neither may work far enough ahead of the other",
+                fix=f"raise schedule.staleness ({staleness}) or rollout.groups_per_step; if a few "
+                "long rollouts hold up each step, raise schedule.max_overtaking_share",
+            )
 
 
 _LEARNING = (
     *(_failed_rollouts, _learning_rate, _temperature, _zero_variance, _lengths, _mismatch),
 )
 _SPEED = (_slow_rollouts, _slow_replica, _overlapping)
+_EFFECTS = {
+    Cause.LEARNING_RATE: {Cause.ZERO_VARIANCE, Cause.CUT_ANSWERS},
+    Cause.TEMPERATURE: {Cause.ZERO_VARIANCE, Cause.CUT_ANSWERS},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,6 +429,37 @@ class _Trend:
         return f"{self.last:.3f} in the last: it {'rises' if self.last > self.first else 'falls'}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Level:
+    """The reward and the entropy of some steps. ``error`` is the standard error of the reward."""
+
+    reward: float
+    error: float
+    entropy: float
+
+    @staticmethod
+    def of(steps: Sequence[Mapping[str, Any]]) -> _Level | None:
+        rewards, entropies = (
+            _values(steps, name) for name in ("train/reward_mean", "trainer/entropy")
+        )
+        if not rewards or not entropies:
+            return None
+        if len(rewards) > 1:
+            error = stdev(rewards) / math.sqrt(len(rewards))
+        else:  # siblings are alike, so a step has no more independent rewards than groups
+            spread, groups = (
+                _value(steps[0], f"train/{name}") for name in ("reward_std", "groups")
+            )
+            is_known = spread is not None and groups is not None and groups > 0
+            error = spread / math.sqrt(groups) if is_known else math.inf
+        return _Level(reward=fmean(rewards), error=error, entropy=fmean(entropies))
+
+    def is_broken_since(self, before: _Level) -> bool:
+        ratio = self.entropy / before.entropy if before.entropy else math.inf
+        fall = before.reward - self.reward
+        return fall > _SIGNIFICANT * math.hypot(before.error, self.error) and not 0.4 < ratio < 2.0
+
+
 def _thirds(values: Sequence[float]) -> list[Sequence[float]]:
     size = len(values) // 3
     return [values[:size], values[size:-size], values[-size:]]
@@ -414,13 +483,15 @@ def _phases(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def mean_overlap(steps: Sequence[Mapping[str, Any]]) -> Overlap | None:
-    """The mean idle shares, without the first step, in which engines warm up."""
-    found = [one for row in steps[1:] if (one := overlap_of(row)) is not None]
-    if not found:
+    """The idle shares of all steps' time, without the first step, in which engines warm up."""
+    names = ("time/step_s", TRAINER_IDLE, GENERATOR_IDLE)
+    rows = [[_value(row, name) for name in names] for row in steps[1:]]
+    known = [[value for value in row if value is not None] for row in rows if None not in row]
+    step_s, trainer, generator = zip(*known, strict=True) if known else ((), (), ())
+    if not sum(step_s) > 0:
         return None
     return Overlap(
-        trainer_idle_share=fmean(one.trainer_idle_share for one in found),
-        generator_idle_share=fmean(one.generator_idle_share for one in found),
+        trainer_idle_share=fmean(trainer, step_s), generator_idle_share=fmean(generator, step_s)
     )
 
 

@@ -1,4 +1,4 @@
-"""What is said of sick and of healthy runs, from rows made by hand; `tests/real` has real ones."""
+"""What is said of sick and of healthy runs: of recorded ones, and of rows made by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.recorded_runs import RUNS, recorded
 from torchtitan_rl.observability.explain import Cause, RunFacts, diagnose, summarize
 
 NUM_STEPS = 30
@@ -20,6 +21,8 @@ def row(step: int, **changes: float) -> dict[str, Any]:
     values = {
         "train/reward_mean": 0.3 + 0.5 * done + noise.gauss(0.0, 0.03),
         "train/reward_max": 1.0,
+        "train/reward_std": 0.3,
+        "train/groups": 16.0,
         "train/response_length_mean": 40.0 + noise.gauss(0.0, 2.0),
         "train/groups_without_variance_share": 0.1,
         "train/rollouts": 64.0,
@@ -49,7 +52,24 @@ def causes(run: RunFacts) -> list[Cause]:
 
 
 ASYNCHRONOUS = {"schedule.staleness": 2}
-TOKENS = {"replica0": [0.01] * 30, "replica1": [0.011] * 30, "replica2": [0.012] * 30}
+
+
+def tokens(**seconds: float) -> dict[str, dict[int, float]]:
+    """A token takes so long on each replica; every fifth step is slow on all of them."""
+    return {
+        name: {step: one_s * (1 if step % 5 else 9) for step in range(1, NUM_STEPS + 1)}
+        for name, one_s in seconds.items()
+    }
+
+
+TOKENS = tokens(replica0=0.01, replica1=0.011, replica2=0.012)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RUNS.glob("*.json")))
+def test_of_a_recorded_run_exactly_the_planted_causes_are_named(name: str) -> None:
+    run = recorded(name)
+    assert [str(found) for found in causes(run.facts)] == run.planted
+    assert summarize(run.facts)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +80,15 @@ TOKENS = {"replica0": [0.01] * 30, "replica1": [0.011] * 30, "replica2": [0.012]
             lambda step: {
                 "train__reward_mean": 0.5 - 0.4 * step / NUM_STEPS,
                 "trainer__entropy": 1.0 / step,
+            },
+            {},
+        ),
+        (
+            Cause.LEARNING_RATE,  # all after the first step
+            lambda step: {
+                "train__reward_mean": 0.4 if step == 1 else 0.0,
+                "train__groups_without_variance_share": 0.0 if step == 1 else 1.0,
+                "trainer__entropy": 0.8 if step == 1 else 0.001,
             },
             {},
         ),
@@ -83,7 +112,7 @@ TOKENS = {"replica0": [0.01] * 30, "replica1": [0.011] * 30, "replica2": [0.012]
             {},
         ),
         (Cause.SLOW_REWARD, lambda step: {"train__phase_s__reward_mean": 3.0}, {}),
-        (Cause.SLOW_REPLICA, lambda step: {}, {"token_s": TOKENS | {"replica3": [0.03] * 30}}),
+        (Cause.SLOW_REPLICA, lambda step: {}, {"token_s": TOKENS | tokens(replica3=0.03)}),
         (
             Cause.STARVING_TRAINER,
             lambda step: {
