@@ -1,4 +1,4 @@
-"""The demo's configuration with an environment that takes 0.5 s for a turn."""
+"""The demo's configuration with an environment that takes a second for a turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchtitan_rl import (
 from torchtitan_rl.configs.alphabet_sort_tiny import config as tiny
 from torchtitan_rl.experiments.alphabet_sort.task import AlphabetSortTask
 
-STEP_S = 0.5
+STEP_S = 1.0
 
 
 class SlowEnv:

@@ -36,6 +36,7 @@ SICK = {
     Cause.TEMPERATURE: ("--rollout.sampling.temperature", "0.05"),
     Cause.LENGTH_COLLAPSE: (
         *("--rollout.overlong.buffer-tokens", "36", "--rollout.overlong.penalty", "50"),
+        *("--rollout.groups-per-step", "48", "--num-steps", "12"),
     ),
     Cause.STARVING_TRAINER: (
         *ASYNCHRONOUS,

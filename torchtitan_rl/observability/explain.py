@@ -26,6 +26,7 @@ from torchtitan_rl.observability.engine import (
 _MIN_STEPS = 6  # fewer steps show no trend
 _SIGNIFICANT = 3.0
 _MUCH = 0.5  # a share from which something is the main cause
+_WORTH = 0.2  # a share of the steps' time from which saving it is worth a change
 _SLOW_REPLICA = 1.5  # times as long for a token as the median of the other replicas
 _USUAL_TEMPERATURES = (0.5, 1.3)
 _MOST_FAILED = 0.1
@@ -220,20 +221,18 @@ _FAILURES = (
 
 
 def _learning_rate(facts: RunFacts) -> Iterator[Diagnosis]:
-    first, middle, last = map(_Level.of, _thirds(facts.steps))
-    # Far too large an update destroys the policy at once: then only the first step was good.
-    before = [one for one in (_Level.of(facts.steps[:1]), first, middle) if one is not None]
-    broken = [one for one in before if last is not None and last.is_broken_since(one)]
-    if last is not None and broken:
-        best = max(broken, key=lambda one: one.reward)
-        yield Diagnosis(
-            cause=Cause.LEARNING_RATE,
-            what=f"the reward fell from {best.reward:.3f} to {last.reward:.3f}, while the entropy "
-            f"{'fell' if last.entropy < best.entropy else 'rose'} from {best.entropy:.3g} to "
-            f"{last.entropy:.3g} nats: the updates destroyed what the policy could do",
-            fix="start again from the initial policy, with trainer.optimizer.learning_rate "
-            f"{_number(facts, 'trainer.optimizer.learning_rate', 10.0)}",
-        )
+    for best, last in _falls(facts.steps):
+        if last.entropy < 0.4 * best.entropy or last.entropy > 2.0 * best.entropy:
+            yield Diagnosis(
+                cause=Cause.LEARNING_RATE,
+                what=f"the reward fell from {best.reward:.3f} to {last.reward:.3f}, while the "
+                f"entropy {'fell' if last.entropy < best.entropy else 'rose'} from "
+                f"{best.entropy:.3g} to {last.entropy:.3g} nats: the updates destroyed what the "
+                "policy could do",
+                fix="start again from the initial policy, with trainer.optimizer.learning_rate "
+                f"{_number(facts, 'trainer.optimizer.learning_rate', 10.0)}",
+            )
+            return
 
 
 def _temperature(facts: RunFacts) -> Iterator[Diagnosis]:
@@ -275,20 +274,21 @@ def _zero_variance(facts: RunFacts) -> Iterator[Diagnosis]:
     )
 
 
-def _lengths(facts: RunFacts) -> Iterator[Diagnosis]:
-    length = _Trend.of(facts.steps, "train/response_length_mean")
-    reward = _Trend.of(facts.steps, "train/reward_mean")
-    if length is None or reward is None:
-        return
-    is_better = reward.is_real and reward.last > reward.first
-    if length.is_real and length.last < 0.5 * length.first and not is_better:
-        yield Diagnosis(
-            cause=Cause.LENGTH_COLLAPSE,
-            what=f"answers have {length.last:.0f} tokens instead of {length.first:.0f}, and the "
-            f"reward did not rise ({reward.first:.3f} -> {reward.last:.3f})",
-            fix="look for a penalty or loss that favours short answers (rollout.overlong, "
-            "trainer.loss), and for a reward that an empty answer gets",
-        )
+def _length_collapse(facts: RunFacts) -> Iterator[Diagnosis]:
+    for best, last in _falls(facts.steps):
+        if last.length < 0.5 * best.length:
+            yield Diagnosis(
+                cause=Cause.LENGTH_COLLAPSE,
+                what=f"answers have {last.length:.0f} tokens instead of {best.length:.0f}, and the "
+                f"reward fell from {best.reward:.3f} to {last.reward:.3f}",
+                fix="look for a penalty or loss that favours short answers (rollout.overlong, "
+                "trainer.loss), and for a reward that an empty answer gets; if there is none, "
+                "lower trainer.optimizer.learning_rate",
+            )
+            return
+
+
+def _cut_answers(facts: RunFacts) -> Iterator[Diagnosis]:
     cut = sum(_values(facts.steps, "train/ended_max_tokens"))
     total = sum(_values(facts.steps, "train/rollouts"))
     if total and cut / total > _MUCH:
@@ -312,46 +312,53 @@ def _mismatch(facts: RunFacts) -> Iterator[Diagnosis]:
 
 
 def _slow_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
-    waiting = sum(_values(facts.steps, "time/rollout_s"))
-    share = waiting / (sum(_values(facts.steps, "time/step_s")) or math.inf)
-    phases = _phases(facts.steps)
-    if share < 0.4:
-        return
-    if phases.get("environment", 0.0) >= _MUCH:
-        yield Diagnosis(
-            cause=Cause.SLOW_ENVIRONMENT,
-            what=f"rollouts spend {phases['environment']:.0%} of their time in the environment, "
-            f"and the trainer waits for rollouts {share:.0%} of the time",
-            fix="make the environment's calls faster, or let more rollouts run at the same time; "
-            "with schedule.staleness 1 or more, the trainer works meanwhile",
-        )
-    elif phases.get("reward", 0.0) >= _MUCH:
-        yield Diagnosis(
-            cause=Cause.SLOW_REWARD,
-            what=f"rollouts wait {phases['reward']:.0%} of their time for their reward, and the "
-            f"trainer waits for rollouts {share:.0%} of the time",
-            fix="make the reward faster or concurrent",
-        )
+    waiting_s = sum(_values(facts.steps, "time/rollout_s"))
+    waiting = waiting_s / (sum(_values(facts.steps, "time/step_s")) or math.inf)
+    fixes = {
+        "environment": (
+            Cause.SLOW_ENVIRONMENT,
+            "make the environment's calls faster, or let more rollouts run at the same time; with "
+            "schedule.staleness 1 or more, the trainer works meanwhile",
+        ),
+        "reward": (Cause.SLOW_REWARD, "make the reward faster or concurrent"),
+    }
+    for phase, share in _phases(facts.steps).items():
+        if phase in fixes and share >= _MUCH and share * waiting >= _WORTH:
+            cause, fix = fixes[phase]
+            yield Diagnosis(
+                cause=cause,
+                what=f"the trainer waits for rollouts {waiting:.0%} of the time, and rollouts wait "
+                f"{share:.0%} of their time for the {phase}: without it, steps would be up to "
+                f"{share * waiting:.0%} shorter",
+                fix=fix,
+            )
 
 
 def _slow_replica(facts: RunFacts) -> Iterator[Diagnosis]:
     if len(facts.token_s) < 2:
         return
     slowest = max(facts.token_s, key=lambda name: median(facts.token_s[name].values()))
-    logs, own_s, usual_s = [], [], []
-    for step, seconds in facts.token_s[slowest].items():  # of one step: the machine's load varies
-        others = [of.get(step) for name, of in facts.token_s.items() if name != slowest]
-        if usual := [other for other in others if other is not None]:
-            own_s.append(seconds)
-            usual_s.append(median(usual))
-            logs.append(math.log(own_s[-1] / usual_s[-1]))
+    # Of the same steps, because the load of the machine varies.
+    pairs = [
+        (own_s, median(others_s))
+        for step, own_s in facts.token_s[slowest].items()
+        if (
+            others_s := [
+                by_step[step]
+                for name, by_step in facts.token_s.items()
+                if name != slowest and step in by_step
+            ]
+        )
+    ]
+    logs = [math.log(own_s / usual_s) for own_s, usual_s in pairs]
     if len(logs) < _MIN_STEPS or fmean(logs) < math.log(_SLOW_REPLICA):
         return
     if fmean(logs) > _SIGNIFICANT * stdev(logs) / math.sqrt(len(logs)):
+        own_ms, usual_ms = (1000 * median(all_s) for all_s in zip(*pairs, strict=True))
         yield Diagnosis(
             cause=Cause.SLOW_REPLICA,
-            what=f"{slowest} takes {1000 * median(own_s):.1f} ms for a token, the others "
-            f"{1000 * median(usual_s):.1f} ms in the same steps",
+            what=f"{slowest} takes {own_ms:.1f} ms for a token, the others {usual_ms:.1f} ms in "
+            "the same steps",
             fix="look for other work on its device or cores",
         )
 
@@ -395,11 +402,13 @@ def _overlapping(facts: RunFacts) -> Iterator[Diagnosis]:
 
 
 _LEARNING = (
-    *(_failed_rollouts, _learning_rate, _temperature, _zero_variance, _lengths, _mismatch),
+    *(_failed_rollouts, _learning_rate, _temperature, _zero_variance),
+    *(_length_collapse, _cut_answers, _mismatch),
 )
 _SPEED = (_slow_rollouts, _slow_replica, _overlapping)
 _EFFECTS = {
     Cause.LEARNING_RATE: {Cause.ZERO_VARIANCE, Cause.CUT_ANSWERS},
+    Cause.LENGTH_COLLAPSE: {Cause.LEARNING_RATE, Cause.ZERO_VARIANCE},
     Cause.TEMPERATURE: {Cause.ZERO_VARIANCE, Cause.CUT_ANSWERS},
 }
 
@@ -431,36 +440,44 @@ class _Trend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Level:
-    """The reward and the entropy of some steps. ``error`` is the standard error of the reward."""
+    """Means over some steps, NaN if unknown. ``error`` is the standard error of the reward."""
 
     reward: float
     error: float
     entropy: float
+    length: float
 
     @staticmethod
-    def of(steps: Sequence[Mapping[str, Any]]) -> _Level | None:
-        rewards, entropies = (
-            _values(steps, name) for name in ("train/reward_mean", "trainer/entropy")
+    def of(steps: Sequence[Mapping[str, Any]]) -> _Level:
+        rewards, *others = (
+            _values(steps, name)
+            for name in ("train/reward_mean", "trainer/entropy", "train/response_length_mean")
         )
-        if not rewards or not entropies:
-            return None
         if len(rewards) > 1:
             error = stdev(rewards) / math.sqrt(len(rewards))
         else:  # siblings are alike, so a step has no more independent rewards than groups
-            spread, groups = (
-                _value(steps[0], f"train/{name}") for name in ("reward_std", "groups")
-            )
-            is_known = spread is not None and groups is not None and groups > 0
-            error = spread / math.sqrt(groups) if is_known else math.inf
-        return _Level(reward=fmean(rewards), error=error, entropy=fmean(entropies))
-
-    def is_broken_since(self, before: _Level) -> bool:
-        ratio = self.entropy / before.entropy if before.entropy else math.inf
-        fall = before.reward - self.reward
-        return fall > _SIGNIFICANT * math.hypot(before.error, self.error) and not 0.4 < ratio < 2.0
+            spread, groups = (_values(steps, f"train/{name}") for name in ("reward_std", "groups"))
+            error = spread[0] / math.sqrt(groups[0]) if spread and sum(groups) > 0 else math.nan
+        reward, entropy, length = (fmean(of or [math.nan]) for of in (rewards, *others))
+        return _Level(reward=reward, error=error, entropy=entropy, length=length)
 
 
-def _thirds(values: Sequence[float]) -> list[Sequence[float]]:
+def _falls(steps: Sequence[Mapping[str, Any]]) -> list[tuple[_Level, _Level]]:
+    """What the policy was like before its reward really fell, the best first, and in the last third
+    of the steps.
+
+    The first step is looked at alone: far too large an update destroys the policy at once.
+    """
+    first, middle, last = map(_Level.of, _thirds(steps))
+    found = [
+        before
+        for before in (_Level.of(steps[:1]), first, middle)
+        if before.reward - last.reward > _SIGNIFICANT * math.hypot(before.error, last.error)
+    ]
+    return [(one, last) for one in sorted(found, key=lambda one: one.reward, reverse=True)]
+
+
+def _thirds(values: Sequence[Any]) -> list[Sequence[Any]]:
     size = len(values) // 3
     return [values[:size], values[size:-size], values[-size:]]
 

@@ -141,7 +141,7 @@ def test_of_a_recorded_run_exactly_the_planted_causes_are_named(name: str) -> No
             Cause.LENGTH_COLLAPSE,
             lambda step: {
                 "train__response_length_mean": 40.0 - step,
-                "train__reward_mean": 0.3,
+                "train__reward_mean": 0.5 - 0.01 * step,
             },
             {},
         ),
