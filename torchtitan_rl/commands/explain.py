@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 from torchtitan_rl.bounds import is_line
 from torchtitan_rl.config.resume import read_run_identity
 from torchtitan_rl.errors import ConfigError
-from torchtitan_rl.observability.explain import RunFacts, diagnose, finite, summarize
+from torchtitan_rl.observability.explain import (
+    RunFacts,
+    diagnose,
+    finite,
+    median_by_step,
+    summarize,
+)
 from torchtitan_rl.observability.rollouts import read_rollouts
 from torchtitan_rl.observability.sinks import Row, RowKind, Split, read_rows, step_in
 
@@ -70,8 +75,8 @@ def read_facts(run_dir: Path) -> RunFacts:
 
 
 def _token_s(path: Path, after_step: int) -> dict[str, dict[int, float]]:
-    """The seconds per token by replica and step: the median of its logged turns."""
-    found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    """The seconds per token of the logged turns after ``after_step``, by replica and step."""
+    found: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
     if not path.exists():
         return {}
     for row, rollout in read_rollouts(path):
@@ -82,8 +87,5 @@ def _token_s(path: Path, after_step: int) -> dict[str, dict[int, float]]:
             metrics, name = turn.completion.metrics, turn.completion.replica
             seconds = None if metrics is None else finite(metrics.inter_token_latency_s)
             if seconds and seconds > 0 and isinstance(name, str) and is_line(name):
-                found[name, step].append(seconds)
-    by_replica: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for (name, step), all_s in found.items():
-        by_replica[name][step] = median(all_s)
-    return dict(by_replica)
+                found[name].append((step, seconds))
+    return {name: median_by_step(times) for name, times in found.items()}

@@ -8,6 +8,7 @@ real if it is larger than `_SIGNIFICANT` standard errors of the difference of tw
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -67,7 +68,7 @@ class RunFacts:
     """What is read of a run.
 
     ``steps`` and ``evaluations`` are rows of ``metrics.jsonl``. ``fields`` is the configuration by
-    name. ``token_s`` has the seconds per token, by replica and step.
+    name. ``token_s`` has the seconds per token, by replica and step (`median_by_step`).
     """
 
     steps: Sequence[Mapping[str, Any]]
@@ -335,21 +336,14 @@ def _slow_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
 
 
 def _slow_replica(facts: RunFacts) -> Iterator[Diagnosis]:
-    if len(facts.token_s) < 2:
+    token_s = {name: of for name, of in facts.token_s.items() if len(of) >= _MIN_STEPS}
+    if len(token_s) < 2:
         return
-    slowest = max(facts.token_s, key=lambda name: median(facts.token_s[name].values()))
+    slowest = max(token_s, key=lambda name: median(token_s[name].values()))
+    own = token_s.pop(slowest)
     # Of the same steps, because the load of the machine varies.
-    pairs = [
-        (own_s, median(others_s))
-        for step, own_s in facts.token_s[slowest].items()
-        if (
-            others_s := [
-                by_step[step]
-                for name, by_step in facts.token_s.items()
-                if name != slowest and step in by_step
-            ]
-        )
-    ]
+    others = {step: [of[step] for of in token_s.values() if step in of] for step in own}
+    pairs = [(own[step], median(all_s)) for step, all_s in others.items() if all_s]
     logs = [math.log(own_s / usual_s) for own_s, usual_s in pairs]
     if len(logs) < _MIN_STEPS or fmean(logs) < math.log(_SLOW_REPLICA):
         return
@@ -528,6 +522,14 @@ def _values(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
 
 def _value(row: Mapping[str, Any], name: str) -> float | None:
     return finite(row.get(name))
+
+
+def median_by_step(values: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The median of the values of each step, from pairs of a step and a value."""
+    found: defaultdict[int, list[float]] = defaultdict(list)
+    for step, value in values:
+        found[step].append(value)
+    return {step: median(all_of) for step, all_of in found.items()}
 
 
 def finite(value: object) -> float | None:

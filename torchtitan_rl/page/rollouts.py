@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.bounds import is_line
-from torchtitan_rl.observability.explain import finite
+from torchtitan_rl.observability.explain import finite, median_by_step
 
 MAX_TEXT = 20_000  # characters of one text in an answer
 MAX_TOKEN_TEXT = 200
@@ -169,10 +169,10 @@ class RolloutTable:
             self._db.execute("COMMIT")
             self._is_writing = False
 
-    def token_s(self, *, after_step: int) -> dict[str, list[float]]:
-        """The seconds per token of turns after a step, by replica."""
+    def token_s(self, *, after_step: int) -> dict[str, dict[int, float]]:
+        """The seconds per token of turns after a step, by replica and step."""
         return {
-            name: [seconds for step, seconds in times if step > after_step]
+            name: median_by_step(one for one in times if one[0] > after_step)
             for name, times in self._turn_times.items()
         }
 
