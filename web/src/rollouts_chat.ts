@@ -3,7 +3,16 @@ import { count, el, fixed, number } from "./dom";
 import type { Detail, Turn } from "./rollouts_model";
 
 const LONG = 3000; // characters of a text that are shown at first
-const KNOWN = new Set(["role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking", "tool_call_id", "name"]);
+const KNOWN = new Set([
+  "role",
+  "content",
+  "tool_calls",
+  "reasoning_content",
+  "reasoning",
+  "thinking",
+  "tool_call_id",
+  "name",
+]);
 
 /** The conversation of a rollout; of one without messages, its turns' texts. */
 export function conversation(detail: Detail, tokensLink: (turn: number) => string): HTMLElement {
@@ -14,7 +23,9 @@ export function conversation(detail: Detail, tokensLink: (turn: number) => strin
     return el(
       "ol",
       { class: "chat" },
-      turns.map((turn, n) => bubble("assistant", `Answer ${n + 1}`, [longText(turn.text ?? "")], turnNote(turn, n, tokensLink))),
+      turns.map((turn, n) =>
+        bubble("assistant", `Answer ${n + 1}`, [longText(turn.text ?? "")], turnNote(turn, n, tokensLink)),
+      ),
     );
   const assistants = messages.filter((message) => message.role === "assistant").length;
   const hasTurnEach = assistants === turns.length;
@@ -24,7 +35,12 @@ export function conversation(detail: Detail, tokensLink: (turn: number) => strin
     const role = typeof message.role === "string" ? message.role : "message";
     for (const call of toolCalls(message)) calls.set(call.id, call.name);
     if (role === "tool") return bubble("tool", "tool", [toolResult(message, calls)]);
-    const parts = [...thinking(message), ...content(message.content), ...toolCalls(message).map(toolCall), ...others(message)];
+    const parts = [
+      ...thinking(message),
+      ...content(message.content),
+      ...toolCalls(message).map(toolCall),
+      ...others(message),
+    ];
     if (role !== "assistant") return bubble(role, role, parts);
     const turn = turns[answers];
     answers += 1;
@@ -34,7 +50,12 @@ export function conversation(detail: Detail, tokensLink: (turn: number) => strin
   const chat = el("ol", { class: "chat" }, items);
   if (hasTurnEach) return chat;
   const note = `The model answered ${count(turns.length, "time")}; this conversation, as the agent handed it over, has ${number(assistants)} of the answers. `;
-  return el("div", null, el("p", { class: "muted chat-note" }, note, el("a", { href: tokensLink(0) }, "All turns and branches")), chat);
+  return el(
+    "div",
+    null,
+    el("p", { class: "muted chat-note" }, note, el("a", { href: tokensLink(0) }, "All turns and branches")),
+    chat,
+  );
 }
 
 function bubble(role: string, title: string, parts: (Node | string)[], note: Node | null = null): HTMLElement {
@@ -44,12 +65,18 @@ function bubble(role: string, title: string, parts: (Node | string)[], note: Nod
 }
 
 function turnNote(turn: Turn, n: number, tokensLink: (turn: number) => string): HTMLElement {
-  const facts = [turn.reward === null ? null : `reward ${fixed(turn.reward)}`, endWords(turn)].filter((fact) => fact !== null);
+  const facts = [turn.reward === null ? null : `reward ${fixed(turn.reward)}`, endWords(turn)].filter(
+    (fact) => fact !== null,
+  );
   return el(
     "span",
     { class: "note" },
     facts.length > 0 ? `${facts.join(" · ")} · ` : null,
-    el("a", { href: tokensLink(n), "aria-label": `${count(turn.num_tokens, "token")} of turn ${n + 1}` }, count(turn.num_tokens, "token")),
+    el(
+      "a",
+      { href: tokensLink(n), "aria-label": `${count(turn.num_tokens, "token")} of turn ${n + 1}` },
+      count(turn.num_tokens, "token"),
+    ),
   );
 }
 
@@ -74,7 +101,14 @@ function thinking(message: Record<string, unknown>): HTMLElement[] {
   const text = message.reasoning_content ?? message.reasoning ?? message.thinking;
   if (text === null || text === undefined || text === "") return [];
   const words = typeof text === "string" ? text : json(text);
-  return [el("details", { class: "fold" }, el("summary", null, `Thinking (${count(words.length, "character")})`), longText(words))];
+  return [
+    el(
+      "details",
+      { class: "fold" },
+      el("summary", null, `Thinking (${count(words.length, "character")})`),
+      longText(words),
+    ),
+  ];
 }
 
 interface Call {
@@ -87,7 +121,11 @@ function toolCalls(message: Record<string, unknown>): Call[] {
   if (!Array.isArray(message.tool_calls)) return [];
   return message.tool_calls.map((call: unknown) => {
     const of = field(call, "function") ?? call;
-    return { id: String(field(call, "id") ?? ""), name: String(field(of, "name") ?? "tool"), arguments: field(of, "arguments") };
+    return {
+      id: String(field(call, "id") ?? ""),
+      name: String(field(of, "name") ?? "tool"),
+      arguments: field(of, "arguments"),
+    };
   });
 }
 

@@ -55,18 +55,37 @@ export class RolloutDetail {
       el(
         "div",
         { class: "card" },
-      el(
-        "dl",
-        { class: "facts" },
-        fact("Ended", statusChip(brief.status)),
-        fact("Reward", rewardBar(brief.reward, rewardRange(groupOf(detail)))),
-        fact("Advantage", advantageMark(brief.advantage)),
-        brief.split === "train" ? fact("Age", brief.age_max === null ? "–" : brief.age_max === 0 ? "0, fresh" : el("span", { class: "age" }, count(brief.age_max, "step"))) : null,
-        fact("Tokens", number(brief.tokens)),
-        fact("Turns", number(brief.turns)),
-        brief.source ? fact("Evaluation of", brief.source) : null,
-          brief.chosen === null ? null : fact("Picked as", brief.chosen === "random" ? "random" : `${brief.chosen} of its step`),
-        fact("Step", el("span", null, `${stepWords(brief)} · `, el("a", { href: ctx.link("timeline", { step: brief.step }) }, "on the timeline"))),
+        el(
+          "dl",
+          { class: "facts" },
+          fact("Ended", statusChip(brief.status)),
+          fact("Reward", rewardBar(brief.reward, rewardRange(groupOf(detail)))),
+          fact("Advantage", advantageMark(brief.advantage)),
+          brief.split === "train"
+            ? fact(
+                "Age",
+                brief.age_max === null
+                  ? "–"
+                  : brief.age_max === 0
+                    ? "0, fresh"
+                    : el("span", { class: "age" }, count(brief.age_max, "step")),
+              )
+            : null,
+          fact("Tokens", number(brief.tokens)),
+          fact("Turns", number(brief.turns)),
+          brief.source ? fact("Evaluation of", brief.source) : null,
+          brief.chosen === null
+            ? null
+            : fact("Picked as", brief.chosen === "random" ? "random" : `${brief.chosen} of its step`),
+          fact(
+            "Step",
+            el(
+              "span",
+              null,
+              `${stepWords(brief)} · `,
+              el("a", { href: ctx.link("timeline", { step: brief.step }) }, "on the timeline"),
+            ),
+          ),
         ),
         el("p", { class: "story" }, story(detail).join(" ")),
         detail.cause === null ? null : el("div", { class: "cause" }, el("b", null, "Cause: "), longText(detail.cause)),
@@ -86,7 +105,11 @@ export class RolloutDetail {
       "nav",
       { class: "tabs", "aria-label": "Parts of this rollout" },
       tabs.map(([name, words]) =>
-        el("a", { href: rolloutLink(this.ctx, this.n, { show: name }), "aria-current": name === part ? "page" : null }, words),
+        el(
+          "a",
+          { href: rolloutLink(this.ctx, this.n, { show: name }), "aria-current": name === part ? "page" : null },
+          words,
+        ),
       ),
     );
   }
@@ -98,7 +121,11 @@ export class RolloutDetail {
       this.tokens.render(section);
     } else if (part === "group") {
       section.append(
-        el("p", { class: "muted" }, "Rollouts of one problem at one time. Each is compared with the mean of its group: better ones are pushed up, worse ones down."),
+        el(
+          "p",
+          { class: "muted" },
+          "Rollouts of one problem at one time. Each is compared with the mean of its group: better ones are pushed up, worse ones down.",
+        ),
         cards(this.ctx, byReward(groupOf(detail)), detail.brief, "group"),
       );
     } else if (part === "problem") {
@@ -107,13 +134,26 @@ export class RolloutDetail {
         el(
           "p",
           { class: "muted" },
-          detail.same_problem.length === 0 ? "No rollout of this problem was recorded at another step. " : "How the model answered the same problem as training went on. ",
-          el("a", { href: this.ctx.link("rollouts", { problem: detail.brief.problem_id, sort: "step" }) }, "All its recorded rollouts"),
+          detail.same_problem.length === 0
+            ? "No rollout of this problem was recorded at another step. "
+            : "How the model answered the same problem as training went on. ",
+          el(
+            "a",
+            { href: this.ctx.link("rollouts", { problem: detail.brief.problem_id, sort: "step" }) },
+            "All its recorded rollouts",
+          ),
         ),
         cards(this.ctx, rows, detail.brief, "problem"),
       );
     } else {
-      section.append(el("div", { class: "with-aside" }, conversation(detail, (turn) => rolloutLink(this.ctx, this.n, { show: "tokens", turn })), about(detail)));
+      section.append(
+        el(
+          "div",
+          { class: "with-aside" },
+          conversation(detail, (turn) => rolloutLink(this.ctx, this.n, { show: "tokens", turn })),
+          about(detail),
+        ),
+      );
     }
     return section;
   }
@@ -130,7 +170,14 @@ function about(detail: Detail): HTMLElement {
     card("Problem", "What the task knows of the problem, the right answer often included.", entries(detail.problem)),
     metrics.length === 0
       ? null
-      : card("Reward and metrics", "What the task measured. The reward is made of some of these.", table([["reward", fixed(detail.brief.reward)], ...metrics.map(([name, value]): [string, string] => [name, number(value)])])),
+      : card(
+          "Reward and metrics",
+          "What the task measured. The reward is made of some of these.",
+          table([
+            ["reward", fixed(detail.brief.reward)],
+            ...metrics.map(([name, value]): [string, string] => [name, number(value)]),
+          ]),
+        ),
     phases.length === 0
       ? null
       : card(
@@ -147,7 +194,15 @@ function about(detail: Detail): HTMLElement {
                   null,
                   el("th", { scope: "row" }, name),
                   el("td", { class: "num" }, duration(seconds)),
-                  el("td", { class: "bar-cell" }, el("span", { class: "share", "aria-hidden": "true", style: { "--share": `${total > 0 ? (100 * seconds) / total : 0}%` } })),
+                  el(
+                    "td",
+                    { class: "bar-cell" },
+                    el("span", {
+                      class: "share",
+                      "aria-hidden": "true",
+                      style: { "--share": `${total > 0 ? (100 * seconds) / total : 0}%` },
+                    }),
+                  ),
                 ),
               ),
           ),
@@ -161,7 +216,11 @@ function entries(problem: Record<string, unknown>): HTMLElement {
     { class: "entries" },
     Object.entries(problem).map(([name, value]) => [
       el("dt", null, name),
-      el("dd", null, longText(typeof value === "string" ? value : isShort(value) ? JSON.stringify(value) : json(value))),
+      el(
+        "dd",
+        null,
+        longText(typeof value === "string" ? value : isShort(value) ? JSON.stringify(value) : json(value)),
+      ),
     ]),
   );
 }
@@ -171,7 +230,11 @@ function isShort(value: unknown): boolean {
 }
 
 function table(rows: [string, string][]): HTMLElement {
-  return el("table", null, rows.map(([name, value]) => el("tr", null, el("th", { scope: "row" }, name), el("td", { class: "num" }, value))));
+  return el(
+    "table",
+    null,
+    rows.map(([name, value]) => el("tr", null, el("th", { scope: "row" }, name), el("td", { class: "num" }, value))),
+  );
 }
 
 function card(title: string, meaning: string, body: HTMLElement): HTMLElement {
@@ -192,9 +255,21 @@ function cards(ctx: Ctx, rows: Brief[], current: Brief, show: string): HTMLEleme
         { class: `card${isThis ? " current" : ""}` },
         el("h3", null, isThis ? `${name} · this one` : el("a", { href: rolloutLink(ctx, row.n, { show }) }, name)),
         el("div", { class: "card-facts" }, rewardBar(row.reward, range), advantageMark(row.advantage)),
-        el("div", { class: "muted small" }, statusChip(row.status), ` · ${count(row.turns, "turn")} · ${count(row.tokens, "token")}`, row.age_max ? ` · age ${row.age_max}` : null),
-        el("div", { class: "answer text", tabindex: row.excerpt.length > 300 ? 0 : null }, row.excerpt || "(no answer)"),
-        isThis ? null : el("a", { class: "small", href: rolloutLink(ctx, row.n), "aria-label": `Read ${name}` }, "Read it"),
+        el(
+          "div",
+          { class: "muted small" },
+          statusChip(row.status),
+          ` · ${count(row.turns, "turn")} · ${count(row.tokens, "token")}`,
+          row.age_max ? ` · age ${row.age_max}` : null,
+        ),
+        el(
+          "div",
+          { class: "answer text", tabindex: row.excerpt.length > 300 ? 0 : null },
+          row.excerpt || "(no answer)",
+        ),
+        isThis
+          ? null
+          : el("a", { class: "small", href: rolloutLink(ctx, row.n), "aria-label": `Read ${name}` }, "Read it"),
       );
     }),
   );

@@ -33,7 +33,9 @@ const COLUMNS: Column[] = [
     sort: "step",
     kind: "number",
     cell: (row) =>
-      row.split === "evaluation" ? el("span", null, el("span", { class: "tag" }, "eval"), ` ${row.step}`) : `${row.step}`,
+      row.split === "evaluation"
+        ? el("span", null, el("span", { class: "tag" }, "eval"), ` ${row.step}`)
+        : `${row.step}`,
   },
   {
     title: "Reward",
@@ -49,7 +51,11 @@ const COLUMNS: Column[] = [
     kind: "number",
     cell: (row) => advantageMark(row.advantage),
   },
-  { title: "Ended", meaning: "How it ended: completed, cut at a limit, or failed.", cell: (row) => statusChip(row.status) },
+  {
+    title: "Ended",
+    meaning: "How it ended: completed, cut at a limit, or failed.",
+    cell: (row) => statusChip(row.status),
+  },
   {
     title: "Age",
     meaning:
@@ -59,7 +65,13 @@ const COLUMNS: Column[] = [
     cell: (row) => (row.age_max ? el("span", { class: "age" }, number(row.age_max)) : number(row.age_max)),
   },
   { title: "Turns", meaning: "Answers that the model gave in it.", kind: "number", cell: (row) => number(row.turns) },
-  { title: "Tokens", meaning: "Tokens that the model sampled.", sort: "tokens", kind: "number", cell: (row) => number(row.tokens) },
+  {
+    title: "Tokens",
+    meaning: "Tokens that the model sampled.",
+    sort: "tokens",
+    kind: "number",
+    cell: (row) => number(row.tokens),
+  },
   {
     title: "Picked as",
     meaning: "Why it was recorded: the best or worst of its step, or drawn at random.",
@@ -86,10 +98,20 @@ export class RolloutList {
 
   async render(root: HTMLElement): Promise<void> {
     root.append(
-      el("p", { class: "lead" }, "Conversations of the model with its task, as recorded at each step. Open one to read it, token by token."),
+      el(
+        "p",
+        { class: "lead" },
+        "Conversations of the model with its task, as recorded at each step. Open one to read it, token by token.",
+      ),
       this.presets,
       this.form,
-      el("div", { class: "list-head" }, this.total, el("span", { class: "muted keys" }, "Arrow keys move from row to row, Enter opens"), explanations()),
+      el(
+        "div",
+        { class: "list-head" },
+        this.total,
+        el("span", { class: "muted keys" }, "Arrow keys move from row to row, Enter opens"),
+        explanations(),
+      ),
       this.body,
     );
     await this.load();
@@ -126,13 +148,21 @@ export class RolloutList {
     const links: [string, Record<string, string | number>][] = [
       ["All, newest first", {}],
       ["Worst rewards", { split: "train", sort: "reward" }],
-      ...(last ? ([[`Worst of step ${last}`, { split: "train", step: last, sort: "reward" }]] as [string, Record<string, string | number>][]) : []),
+      ...(last
+        ? ([[`Worst of step ${last}`, { split: "train", step: last, sort: "reward" }]] as [
+            string,
+            Record<string, string | number>,
+          ][])
+        : []),
       ["Best rewards", { split: "train", sort: "-reward" }],
       ["Stale", { split: "train", age_min: 1, sort: "-age" }],
       ...failed.map((status): [string, Record<string, string>] => [`Failed: ${statusWords(status)}`, { status }]),
       ["Evaluations", { split: "evaluation" }],
     ];
-    fill(this.presets, links.map(([words, query]) => el("li", null, el("a", { href: this.ctx.link("rollouts", query) }, words))));
+    fill(
+      this.presets,
+      links.map(([words, query]) => el("li", null, el("a", { href: this.ctx.link("rollouts", query) }, words))),
+    );
     this.clear.href = this.ctx.link("rollouts");
     this.mark();
   }
@@ -221,7 +251,10 @@ export class RolloutList {
   private show(page: Page): void {
     const offset = Number(this.ctx.query.get("offset") ?? 0);
     const shown = page.rows.length;
-    const part = page.details === undefined ? "" : `; this report holds the conversations of ${number(page.details.length)}, which are links`;
+    const part =
+      page.details === undefined
+        ? ""
+        : `; this report holds the conversations of ${number(page.details.length)}, which are links`;
     this.total.textContent =
       page.total > shown && shown > 0
         ? `${number(offset + 1)} to ${number(offset + shown)} of ${count(page.total, "rollout")}${part}`
@@ -244,7 +277,16 @@ export class RolloutList {
     const table = el(
       "table",
       { class: "rollouts", "aria-label": "Recorded rollouts" },
-      el("thead", null, el("tr", null, COLUMNS.map((column) => this.header(column)), el("th", { scope: "col" }, "Problem"))),
+      el(
+        "thead",
+        null,
+        el(
+          "tr",
+          null,
+          COLUMNS.map((column) => this.header(column)),
+          el("th", { scope: "col" }, "Problem"),
+        ),
+      ),
       el("tbody", null, rows),
     );
     roving(table, "a[data-n]");
@@ -284,7 +326,9 @@ export class RolloutList {
       el(
         "th",
         { scope: "row", class: "problem" },
-        isWhole ? el("a", { href: rolloutLink(this.ctx, row.n), data: { n: String(row.n) } }, name) : el("span", { class: "muted", title: "Its conversation is not in this report" }, name),
+        isWhole
+          ? el("a", { href: rolloutLink(this.ctx, row.n), data: { n: String(row.n) } }, name)
+          : el("span", { class: "muted", title: "Its conversation is not in this report" }, name),
       ),
     );
   }
@@ -348,6 +392,10 @@ function explanations(): HTMLElement {
     "details",
     { class: "columns-help" },
     el("summary", null, "What the columns mean"),
-    el("dl", null, COLUMNS.map(({ title, meaning }) => [el("dt", null, title), el("dd", null, meaning)])),
+    el(
+      "dl",
+      null,
+      COLUMNS.map(({ title, meaning }) => [el("dt", null, title), el("dd", null, meaning)]),
+    ),
   );
 }

@@ -184,10 +184,19 @@ function ending({ brief }: Detail): string {
 function comparison(detail: Detail): string | null {
   const { brief } = detail;
   if (brief.reward === null) return "It has no reward, so it does not count for its group.";
-  const rewards = groupOf(detail).map((row) => row.reward).filter((reward) => reward !== null);
+  const rewards = groupOf(detail)
+    .map((row) => row.reward)
+    .filter((reward) => reward !== null);
   if (rewards.length < 2) {
     const { advantage } = brief;
-    const than = advantage === null ? "" : advantage > 0 ? ", better than its group" : advantage < 0 ? ", worse than its group" : ", like its group";
+    const than =
+      advantage === null
+        ? ""
+        : advantage > 0
+          ? ", better than its group"
+          : advantage < 0
+            ? ", worse than its group"
+            : ", like its group";
     return `Its reward is ${fixed(brief.reward)}${than}.`;
   }
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
@@ -233,7 +242,8 @@ function push({ brief, turns }: Detail): string {
 function ageSentence({ brief, turns }: Detail): string | null {
   if (brief.split === "evaluation" || brief.age_max === null) return null;
   const versions = new Set(turns.flatMap((turn) => turn.tokens.map((token) => token.version)));
-  const mixed = versions.size > 1 ? ` Its tokens come from ${versions.size} versions, as weights changed while it ran.` : "";
+  const mixed =
+    versions.size > 1 ? ` Its tokens come from ${versions.size} versions, as weights changed while it ran.` : "";
   if (brief.age_max === 0) return `It is fresh: sampled by the very weights that were then trained.${mixed}`;
   const old = turns.reduce((sum, turn) => sum + turn.tokens.filter((token) => (token.age ?? 0) > 0).length, 0);
   const share = brief.tokens > 0 && old > 0 ? ` (${percent(old / brief.tokens)} of its tokens)` : "";

@@ -35,20 +35,71 @@ export function scalesOf(detail: Detail): Scale[] {
   const most = groupOf(detail).map((row) => Math.abs(row.advantage ?? 0));
   const size = tokens.reduce((found, token) => Math.max(found, Math.abs(token.advantage ?? 0)), Math.max(...most)) || 1;
   const scales = [
-    signed("push", "Push of the gradient", "What this update does with each token: advantage × (1 − its probability). A line above: made more likely, a line below: less likely. A token that was certain is hardly pushed.", size, pushOf),
-    signed("advantage", "Advantage", "How much better (line above) or worse (line below) the rollout was than its group: the weight of the token in the loss. The scale's ends are the group's largest.", size, (token) => (token.mask ? token.advantage : null)),
-    surprise("logprob", "Probability when sampled", "How likely the model that wrote the token found it. Marked tokens were a surprise even to it.", (token) => token.logprob),
+    signed(
+      "push",
+      "Push of the gradient",
+      "What this update does with each token: advantage × (1 − its probability). A line above: made more likely, a line below: less likely. A token that was certain is hardly pushed.",
+      size,
+      pushOf,
+    ),
+    signed(
+      "advantage",
+      "Advantage",
+      "How much better (line above) or worse (line below) the rollout was than its group: the weight of the token in the loss. The scale's ends are the group's largest.",
+      size,
+      (token) => (token.mask ? token.advantage : null),
+    ),
+    surprise(
+      "logprob",
+      "Probability when sampled",
+      "How likely the model that wrote the token found it. Marked tokens were a surprise even to it.",
+      (token) => token.logprob,
+    ),
   ];
   if (has((token) => token.trainer_logprob))
     scales.push(
-      surprise("trainer", "Probability for the trainer", "How likely the trainer, just before its update, found the token.", (token) => token.trainer_logprob),
-      gap("difference", "Trainer minus sampler", "The difference of the two logprobs. Far from 0, the two engines disagree, or the token is stale.", (token) => difference(token)),
+      surprise(
+        "trainer",
+        "Probability for the trainer",
+        "How likely the trainer, just before its update, found the token.",
+        (token) => token.trainer_logprob,
+      ),
+      gap(
+        "difference",
+        "Trainer minus sampler",
+        "The difference of the two logprobs. Far from 0, the two engines disagree, or the token is stale.",
+        (token) => difference(token),
+      ),
     );
   if (has((token) => token.ratio))
-    scales.push(gap("ratio", "Ratio trainer / sampler", "The importance ratio of the loss: how much likelier the trainer finds the token than its sampler did. 1 is no difference.", (token) => logOf(token.ratio), true));
-  scales.push(steps("version", "Policy version", "The number of training steps behind the weights that sampled the token.", tokens, (token) => token.version));
+    scales.push(
+      gap(
+        "ratio",
+        "Ratio trainer / sampler",
+        "The importance ratio of the loss: how much likelier the trainer finds the token than its sampler did. 1 is no difference.",
+        (token) => logOf(token.ratio),
+        true,
+      ),
+    );
+  scales.push(
+    steps(
+      "version",
+      "Policy version",
+      "The number of training steps behind the weights that sampled the token.",
+      tokens,
+      (token) => token.version,
+    ),
+  );
   if (has((token) => token.age))
-    scales.push(steps("age", "Age (staleness)", "Steps between the weights that sampled the token and those that were trained. 0 is fresh.", tokens, (token) => token.age));
+    scales.push(
+      steps(
+        "age",
+        "Age (staleness)",
+        "Steps between the weights that sampled the token and those that were trained. 0 is fresh.",
+        tokens,
+        (token) => token.age,
+      ),
+    );
   scales.push({
     id: "mask",
     label: "Trained or masked",
@@ -63,7 +114,8 @@ export function scalesOf(detail: Detail): Scale[] {
       label: "Kept share",
       meaning: "The probability of all tokens that sampling kept (top-p, top-k, min-p). Marked: much was cut.",
       kind: "sequential",
-      bucket: (token) => (token.kept === null ? null : KEPT.filter((bound) => token.kept !== null && token.kept < bound).length),
+      bucket: (token) =>
+        token.kept === null ? null : KEPT.filter((bound) => token.kept !== null && token.kept < bound).length,
       legend: between(KEPT, percent),
     });
   return scales;
@@ -96,7 +148,8 @@ function between(bounds: number[], words: (value: number) => string): Entry[] {
 }
 
 function gap(id: string, label: string, meaning: string, of: (token: Token) => number | null, isRatio = false): Scale {
-  const words = (bound: number, sign: number) => (isRatio ? number(Number(Math.exp(sign * bound).toPrecision(3))) : `${sign < 0 ? "−" : "+"}${bound}`);
+  const words = (bound: number, sign: number) =>
+    isRatio ? number(Number(Math.exp(sign * bound).toPrecision(3))) : `${sign < 0 ? "−" : "+"}${bound}`;
   return {
     id,
     label,
@@ -149,11 +202,18 @@ function signed(id: string, label: string, meaning: string, most: number, of: (t
 }
 
 /** A scale of whole numbers: each its own bucket, as far as there are buckets. */
-function steps(id: string, label: string, meaning: string, tokens: Token[], of: (token: Token) => number | null): Scale {
+function steps(
+  id: string,
+  label: string,
+  meaning: string,
+  tokens: Token[],
+  of: (token: Token) => number | null,
+): Scale {
   const values = [...new Set(tokens.map(of).filter((value) => value !== null))].sort((a, b) => a - b);
   const low = id === "age" ? 0 : (values[0] ?? 0);
   const span = Math.max((values.at(-1) ?? 0) - low, 1);
-  const bucketOf = (value: number) => (span <= 5 ? 2 * (value - low) : Math.round(((value - low) / span) * (BUCKETS - 1)));
+  const bucketOf = (value: number) =>
+    span <= 5 ? 2 * (value - low) : Math.round(((value - low) / span) * (BUCKETS - 1));
   const legend = new Map<number, number[]>();
   for (const value of values) legend.set(bucketOf(value), [...(legend.get(bucketOf(value)) ?? []), value]);
   return {

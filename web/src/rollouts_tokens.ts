@@ -1,10 +1,11 @@
 // Shows each token of each turn: coloured by a scale, its values in a panel on hover and focus. Text is
 // drawn in chunks; a chunk is one text node until it comes near the screen, then a span for each token.
 import type { Ctx } from "./api";
-import { count, debounce, duration, el, fill, fixed, number, percent, visible } from "./dom";
+import { count, debounce, duration, el, fill, fixed, number, visible } from "./dom";
 import { endWords } from "./rollouts_chat";
 import { advantageMark, type Detail, type Token, type Turn } from "./rollouts_model";
-import { BUCKETS, difference, pushOf, type Scale, scalesOf } from "./rollouts_scales";
+import { noToken, tokenValues } from "./rollouts_panel";
+import { BUCKETS, type Scale, scalesOf } from "./rollouts_scales";
 import { turnTree } from "./rollouts_tree";
 
 const CHUNK = 400; // tokens, if no line ends before
@@ -59,9 +60,16 @@ export class TokenView {
 
   render(root: HTMLElement): void {
     const { turns } = this.detail;
-    const text = el("div", { class: "token-turns" }, turns.map((turn, n) => this.turn(turn, n)));
+    const text = el(
+      "div",
+      { class: "token-turns" },
+      turns.map((turn, n) => this.turn(turn, n)),
+    );
     const tree = turns.length > 1 ? turnTree(turns, (n) => this.showTurn(n, true)) : null;
-    root.append(el("div", { class: "token-tools" }, this.chooser(), this.legend), el("div", { class: `token-layout${tree ? " with-tree" : ""}` }, tree, text, this.panel));
+    root.append(
+      el("div", { class: "token-tools" }, this.chooser(), this.legend),
+      el("div", { class: `token-layout${tree ? " with-tree" : ""}` }, tree, text, this.panel),
+    );
     this.showLegend();
     this.showNothing();
     const turn = Number(this.ctx.query.get("turn") ?? "-1");
@@ -101,17 +109,29 @@ export class TokenView {
       this.showLegend();
       this.recolour();
     });
-    return el("div", { class: "chooser" }, el("label", { class: "field" }, el("span", null, "Colour by"), select), meaning);
+    return el(
+      "div",
+      { class: "chooser" },
+      el("label", { class: "field" }, el("span", null, "Colour by"), select),
+      meaning,
+    );
   }
 
   private showLegend(): void {
-    const masked = el("li", null, el("span", { class: "token masked", "aria-hidden": "true" }, "ab"), " masked: not trained");
+    const masked = el(
+      "li",
+      null,
+      el("span", { class: "token masked", "aria-hidden": "true" }, "ab"),
+      " masked: not trained",
+    );
     fill(
       this.legend,
       el(
         "ul",
         { class: this.scale.kind, "aria-label": `Legend: ${this.scale.label}` },
-        this.scale.legend.map(({ bucket, words }) => el("li", null, el("span", { class: `token k${bucket}`, "aria-hidden": "true" }, "ab"), ` ${words}`)),
+        this.scale.legend.map(({ bucket, words }) =>
+          el("li", null, el("span", { class: `token k${bucket}`, "aria-hidden": "true" }, "ab"), ` ${words}`),
+        ),
         masked,
       ),
     );
@@ -132,7 +152,12 @@ export class TokenView {
     this.ofTurn[n] = chunks;
     const text = el(
       "div",
-      { class: `tokens ${this.scale.kind}`, tabindex: turn.tokens.length > 0 ? 0 : null, role: "group", "aria-label": `Tokens of turn ${n + 1}. Arrow keys go from token to token, Home and End to the first and last.` },
+      {
+        class: `tokens ${this.scale.kind}`,
+        tabindex: turn.tokens.length > 0 ? 0 : null,
+        role: "group",
+        "aria-label": `Tokens of turn ${n + 1}. Arrow keys go from token to token, Home and End to the first and last.`,
+      },
       chunks.map((chunk) => chunk.box),
     );
     text.addEventListener("pointerover", (event) => this.hover(event));
@@ -147,7 +172,12 @@ export class TokenView {
       const place = this.pinned?.chunk.turn === n ? this.pinned : this.placeOf(n, 0);
       if (place !== null) this.choose(place, true, true);
     });
-    const box = el("section", { class: "turn", id: `turn-${n}`, "aria-label": `Turn ${n + 1}` }, turnHead(turn, n), turn.tokens.length > 0 ? text : el("p", { class: "muted" }, "No tokens."));
+    const box = el(
+      "section",
+      { class: "turn", id: `turn-${n}`, "aria-label": `Turn ${n + 1}` },
+      turnHead(turn, n),
+      turn.tokens.length > 0 ? text : el("p", { class: "muted" }, "No tokens."),
+    );
     this.turnBoxes[n] = box;
     return box;
   }
@@ -314,19 +344,12 @@ export class TokenView {
 
   private showNothing(): void {
     this.panel.classList.remove("has-token");
-    const strongest = strongestPushes(this.detail.turns);
     fill(
       this.panel,
-      el("p", { class: "muted" }, "Point at a token, or go through them with Tab and the arrow keys: its values show here."),
-      strongest.length === 0 ? null : el("h3", null, "Strongest pushes"),
-      el("ul", { class: "strongest" }, strongest.map(({ turn, at, token, push }) => {
-        const button = el("button", { type: "button", class: "quiet" }, advantageMark(push), el("code", null, pieces(token.text ?? String(token.id)).slice(0, 24)), el("span", { class: "muted small" }, `turn ${turn + 1}`));
-        button.addEventListener("click", () => {
-          const place = this.placeOf(turn, at);
-          if (place !== null) this.choose(place, true, true);
-        });
-        return el("li", null, button);
-      })),
+      noToken(this.detail.turns, (turn, at) => {
+        const place = this.placeOf(turn, at);
+        if (place !== null) this.choose(place, true, true);
+      }),
     );
   }
 
@@ -335,54 +358,9 @@ export class TokenView {
     const turn = this.detail.turns[chunk.turn];
     if (token === undefined || turn === undefined) return;
     this.panel.classList.add("has-token");
-    fill(
-      this.panel,
-      this.closer(),
-      el("p", { class: "token-text" }, token.text === null ? el("span", { class: "muted" }, "text unknown") : pieces(token.text)),
-      el("p", { class: "muted small" }, `token ${number(chunk.start + at + 1)} of ${number(turn.num_tokens)} in turn ${chunk.turn + 1}, id ${token.id}`),
-      el("dl", null, values(token, turn).map(([name, value]) => [el("dt", null, name), el("dd", null, value)])),
-    );
+    const where = `token ${number(chunk.start + at + 1)} of ${number(turn.num_tokens)} in turn ${chunk.turn + 1}`;
+    fill(this.panel, this.closer(), tokenValues(token, turn, where));
   }
-}
-
-const STRONGEST = 8;
-
-/** The tokens that the gradient pushes most, the strongest first. */
-function strongestPushes(turns: Turn[]): { turn: number; at: number; token: Token; push: number }[] {
-  const found: { turn: number; at: number; token: Token; push: number }[] = [];
-  turns.forEach((turn, n) =>
-    turn.tokens.forEach((token, at) => {
-      const push = pushOf(token);
-      const weakest = found.length < STRONGEST ? 0 : Math.abs(found.at(-1)?.push ?? 0);
-      if (push === null || Math.abs(push) <= weakest) return;
-      found.push({ turn: n, at, token, push });
-      found.sort((a, b) => Math.abs(b.push) - Math.abs(a.push));
-      found.length = Math.min(found.length, STRONGEST);
-    }),
-  );
-  return found;
-}
-
-function values(token: Token, turn: Turn): [string, Node | string][] {
-  const advantage = token.mask ? (token.advantage ?? turn.advantage) : null;
-  const kept = token.kept === null ? "all tokens" : percent(token.kept);
-  return [
-    ["Training", token.mask ? el("span", null, "trained on") : el("span", null, "masked: not trained on")],
-    ["Advantage", advantageMark(advantage)],
-    ["Push", advantageMark(pushOf(token))],
-    ["Sampler’s probability", likely(token.logprob)],
-    ["Trainer’s probability", likely(token.trainer_logprob)],
-    ["Trainer minus sampler", token.trainer_logprob === null ? "not recorded" : fixed(difference(token), 4)],
-    ["Ratio", token.ratio === null ? "not recorded" : fixed(token.ratio, 4)],
-    ["Policy version", number(token.version)],
-    ["Age", token.age === null ? "not trained" : token.age === 0 ? "0, fresh" : count(token.age, "step")],
-    ["Sampled from", kept],
-  ];
-}
-
-function likely(logprob: number | null): Node | string {
-  if (logprob === null) return "not recorded";
-  return el("span", null, percent(Math.exp(logprob)), el("span", { class: "muted" }, ` log ${fixed(logprob, 3)}`));
 }
 
 function turnHead(turn: Turn, n: number): HTMLElement {
@@ -397,13 +375,13 @@ function turnHead(turn: Turn, n: number): HTMLElement {
     turn.replica,
     turn.metrics?.decode_s == null ? null : `decoded in ${duration(turn.metrics.decode_s)}`,
   ].filter((fact) => fact !== null && fact !== "");
-  return el("header", { class: "turn-head" }, el("h3", null, `Turn ${n + 1}`), advantageMark(turn.advantage), el("span", { class: "muted small" }, facts.join(" · ")));
-}
-
-/** A token's text with its white space visible. */
-function pieces(text: string): string {
-  if (text === "") return "∅";
-  return visible(text).replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥");
+  return el(
+    "header",
+    { class: "turn-head" },
+    el("h3", null, `Turn ${n + 1}`),
+    advantageMark(turn.advantage),
+    el("span", { class: "muted small" }, facts.join(" · ")),
+  );
 }
 
 function shown(token: Token): string {
@@ -425,4 +403,3 @@ function chunked(tokens: Token[]): Token[][] {
   }
   return chunks;
 }
-

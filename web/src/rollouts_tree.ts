@@ -36,9 +36,21 @@ export function turnTree(turns: Turn[], choose: (turn: number) => void): HTMLEle
   const node = el("nav", { class: "turn-tree", "aria-label": title }, el("h3", null, title));
   if (!isChain)
     node.append(
-      el("p", { class: "muted small" }, "A branch begins where the agent changed or dropped what was said before: it is a training sequence of its own."),
+      el(
+        "p",
+        { class: "muted small" },
+        "A branch begins where the agent changed or dropped what was said before: it is a training sequence of its own.",
+      ),
     );
-  node.append(isChain ? items(roots[0]) : el("ul", { class: "branches" }, roots.map((chain, n) => branch(chain, n, roots.length))));
+  node.append(
+    isChain
+      ? items(roots[0])
+      : el(
+          "ul",
+          { class: "branches" },
+          roots.map((chain, n) => branch(chain, n, roots.length)),
+        ),
+  );
   node.addEventListener("click", (event) => {
     const button = event.target instanceof Element ? event.target.closest<HTMLElement>("[data-turn]") : null;
     if (button !== null) choose(Number(button.dataset.turn));
@@ -48,7 +60,14 @@ export function turnTree(turns: Turn[], choose: (turn: number) => void): HTMLEle
 
   function branch(chain: Chain, n: number, of: number): HTMLElement {
     const label = of > 1 ? el("span", { class: "branch-name" }, `Branch ${n + 1} of ${of}`) : null;
-    const below = chain.branches.length > 0 ? el("ul", { class: "branches" }, chain.branches.map((one, k) => branch(one, k, chain.branches.length))) : null;
+    const below =
+      chain.branches.length > 0
+        ? el(
+            "ul",
+            { class: "branches" },
+            chain.branches.map((one, k) => branch(one, k, chain.branches.length)),
+          )
+        : null;
     return el("li", null, label, items(chain), below);
   }
 

@@ -2,9 +2,9 @@
 import type { Ctx, View } from "./api";
 import { debounce, duration, el, empty, fill, number, percent } from "./dom";
 import { clock, heightOf, type Hit, Picture, type Row, rowsOf } from "./timeline_canvas";
-import { KINDS, longest, type Span, stepAt, type Timeline, type Use, usesOf } from "./timeline_model";
+import { KINDS, type Span, stepAt, type Timeline } from "./timeline_model";
+import { nameOf, spansTable, usesList, waitsTable } from "./timeline_tables";
 
-const LISTED = 20;
 const SHORTEST_MS = 0.05; // window
 const MANY_STEPS = 40;
 const SHOWN_STEPS = 20; // at first, of many
@@ -38,7 +38,6 @@ class TimelinePanel {
   private readonly labels = el("ul", { class: "track-labels", "aria-hidden": "true" });
   private readonly details = el("div", { class: "span-details", role: "status" });
   private readonly uses = el("div", { class: "uses" });
-  private readonly usesWindow = el("p", { class: "muted small" });
   private readonly tables = el("div", { class: "span-tables" });
   private readonly window = el("span", { class: "muted small", role: "status" });
   private readonly stage: HTMLElement;
@@ -71,12 +70,19 @@ class TimelinePanel {
     const query = this.ctx.query;
     const first = await this.ask(query.get("from"), query.get("to"));
     if (first.processes.length === 0) {
-      root.append(empty("No trace yet", "The processes of a run write when they are busy. Nothing was recorded so far."));
+      root.append(
+        empty("No trace yet", "The processes of a run write when they are busy. Nothing was recorded so far."),
+      );
       return;
     }
     this.data = first;
     root.append(
-      el("section", { class: "card", "aria-labelledby": "uses-title" }, el("h2", { id: "uses-title" }, "Who works, who waits"), this.uses, this.usesWindow),
+      el(
+        "section",
+        { class: "card", "aria-labelledby": "uses-title" },
+        el("h2", { id: "uses-title" }, "Who works, who waits"),
+        this.uses,
+      ),
       this.tools(),
       el("div", { class: "timeline" }, this.labels, this.stage),
       this.details,
@@ -139,12 +145,15 @@ class TimelinePanel {
     this.from = from;
     this.to = to;
     if (chosen !== null) {
-      const row = this.rows.find((one) => one.process.name === chosen.row.process.name && one.track?.name === chosen.row.track?.name);
+      const row = this.rows.find(
+        (one) => one.process.name === chosen.row.process.name && one.track?.name === chosen.row.track?.name,
+      );
       this.chosen = row === undefined ? null : { ...chosen, row };
     }
     this.showLabels();
-    this.showUses();
-    this.showTables();
+    const show = (begin: number, end: number) => this.goTo(begin, end);
+    fill(this.uses, usesList(data));
+    fill(this.tables, waitsTable(data, from, to, show), spansTable(data, from, to, show));
     this.redraw();
   }
 
@@ -217,8 +226,13 @@ class TimelinePanel {
       "wheel",
       (event) => {
         const sideways = event.shiftKey ? event.deltaY : event.deltaX;
-        if (event.ctrlKey || event.metaKey) this.zoom(Math.exp(event.deltaY * 0.002), this.from + ((event.offsetX / canvas.clientWidth) * (this.to - this.from)));
-        else if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) this.pan(sideways / canvas.clientWidth);
+        if (event.ctrlKey || event.metaKey)
+          this.zoom(
+            Math.exp(event.deltaY * 0.002),
+            this.from + (event.offsetX / canvas.clientWidth) * (this.to - this.from),
+          );
+        else if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY))
+          this.pan(sideways / canvas.clientWidth);
         else return; // scrolls the page
         event.preventDefault();
       },
@@ -257,7 +271,8 @@ class TimelinePanel {
 
   /** Goes to the next row up or down that has something in the window. */
   private row(by: number): void {
-    const at = this.chosen === null ? (by > 0 ? -1 : this.rows.length) : this.rows.findIndex((row) => row === this.chosen?.row);
+    const at =
+      this.chosen === null ? (by > 0 ? -1 : this.rows.length) : this.rows.findIndex((row) => row === this.chosen?.row);
     for (let next = at + by; next >= 0 && next < this.rows.length; next += by) {
       const row = this.rows[next];
       const hit = row === undefined ? null : this.firstOf(row, this.momentOf(this.chosen));
@@ -288,13 +303,16 @@ class TimelinePanel {
     if (chosen === null) return this.row(1);
     const spans: { at: number; hit: Hit }[] =
       chosen.row.track === null
-        ? (this.data?.idle ?? []).filter((one) => one.process === chosen.row.process.name).map((idle) => ({ at: idle.from, hit: { row: chosen.row, span: null, idle } }))
+        ? (this.data?.idle ?? [])
+            .filter((one) => one.process === chosen.row.process.name)
+            .map((idle) => ({ at: idle.from, hit: { row: chosen.row, span: null, idle } }))
         : chosen.row.track.spans.map((span) => ({ at: span[0], hit: { row: chosen.row, span, idle: null } }));
     const now = chosen.span?.[0] ?? chosen.idle?.from ?? this.from;
     const other = by > 0 ? spans.find(({ at }) => at > now) : spans.findLast(({ at }) => at < now);
     if (other === undefined) return;
     this.choose(other.hit);
-    if (other.at < this.from || other.at > this.to) this.set(other.at - (this.to - this.from) / 2, other.at + (this.to - this.from) / 2);
+    if (other.at < this.from || other.at > this.to)
+      this.set(other.at - (this.to - this.from) / 2, other.at + (this.to - this.from) / 2);
   }
 
   private choose(hit: Hit | null): void {
@@ -314,6 +332,12 @@ class TimelinePanel {
     this.set(from - room, to + room);
   }
 
+  private goTo(from: number, to: number): void {
+    this.zoomTo(from, to);
+    this.stage.scrollIntoView({ block: "center" });
+    this.stage.focus({ preventScroll: true });
+  }
+
   private all(): void {
     this.set(0, this.data?.total_ms ?? 1);
   }
@@ -321,9 +345,16 @@ class TimelinePanel {
   // ---- What stands around the picture
 
   private tools(): HTMLElement {
-    const button = (words: string, label: string, action: () => void) => el("button", { type: "button", "aria-label": label, title: label, on: { click: action } }, words);
+    const button = (words: string, label: string, action: () => void) =>
+      el("button", { type: "button", "aria-label": label, title: label, on: { click: action } }, words);
     const steps = () => this.data?.steps ?? [];
-    const choice = el("input", { type: "number", min: steps()[0]?.step ?? 1, max: steps().at(-1)?.step ?? 1, value: this.ctx.query.get("step") ?? "", "aria-label": "Step to show" });
+    const choice = el("input", {
+      type: "number",
+      min: steps()[0]?.step ?? 1,
+      max: steps().at(-1)?.step ?? 1,
+      value: this.ctx.query.get("step") ?? "",
+      "aria-label": "Step to show",
+    });
     choice.addEventListener("change", () => {
       const step = steps().find((one) => one.step === Number(choice.value));
       if (step !== undefined) this.zoomTo(step.from, step.to);
@@ -336,11 +367,33 @@ class TimelinePanel {
       button("←", "Earlier", () => this.pan(-0.4)),
       button("→", "Later", () => this.pan(0.4)),
       button("Whole run", "Show the whole run", () => this.all()),
-      steps().length > 0 ? button("All steps", "Show the steps, without the start", () => this.set(steps()[0]?.from ?? 0, this.data?.total_ms ?? 1)) : null,
+      steps().length > 0
+        ? button("All steps", "Show the steps, without the start", () =>
+            this.set(steps()[0]?.from ?? 0, this.data?.total_ms ?? 1),
+          )
+        : null,
       steps().length > 0 ? el("label", { class: "step-choice" }, "Step ", choice) : null,
       this.window,
-      this.ctx.frozen ? null : el("a", { class: "download", href: `/api/runs/${this.ctx.run}/trace.json`, download: "trace.json", title: "Open it at ui.perfetto.dev or in chrome://tracing" }, "Download for Perfetto"),
-      el("ul", { class: "kinds", "aria-label": "Colours" }, KINDS.map(([words, meaning], n) => el("li", { title: meaning }, el("i", { class: `kind kind-${n + 1}`, "aria-hidden": "true" }), words)), el("li", null, el("i", { class: "kind waiting", "aria-hidden": "true" }), "Waiting")),
+      this.ctx.frozen
+        ? null
+        : el(
+            "a",
+            {
+              class: "download",
+              href: `/api/runs/${this.ctx.run}/trace.json`,
+              download: "trace.json",
+              title: "Open it at ui.perfetto.dev or in chrome://tracing",
+            },
+            "Download for Perfetto",
+          ),
+      el(
+        "ul",
+        { class: "kinds", "aria-label": "Colours" },
+        KINDS.map(([words, meaning], n) =>
+          el("li", { title: meaning }, el("i", { class: `kind kind-${n + 1}`, "aria-hidden": "true" }), words),
+        ),
+        el("li", null, el("i", { class: "kind waiting", "aria-hidden": "true" }), "Waiting"),
+      ),
     );
   }
 
@@ -363,66 +416,26 @@ class TimelinePanel {
       this.labels,
       this.rows.map((row) =>
         row.track === null
-          ? el("li", { class: "process", style: { top: `${row.top}px`, height: `${row.height}px` }, title: row.process.host ? `on ${row.process.host}` : null }, row.process.name, row.process.host ? el("span", { class: "muted" }, ` ${row.process.host}`) : null)
-          : el("li", { style: { top: `${row.top}px`, height: `${row.height}px` }, title: `busy ${small(row.track.busy_share)} of the window` }, el("span", null, row.track.name), el("span", { class: "muted" }, small(row.track.busy_share))),
-      ),
-    );
-  }
-
-  private showUses(): void {
-    if (this.data === null) return;
-    const { from, to } = this.data;
-    fill(this.usesWindow, `Between ${clock(from, to - from)} and ${clock(to, to - from)} after the start of the run.`);
-    const uses = usesOf(this.data).filter(({ waits, process }) => waits.length > 0 || process !== "controller");
-    fill(
-      this.uses,
-      el(
-        "dl",
-        null,
-        uses.map(({ process, working, waits }) => [
-          el("dt", null, process),
-          el(
-            "dd",
-            null,
-            el(
-              "div",
-              { class: "use-bar", "aria-hidden": "true" },
-              el("span", { class: "working", style: { "flex-grow": String(working) } }),
-              waits.map(({ share }) => el("span", { class: "waiting", style: { "flex-grow": String(share) } })),
+          ? el(
+              "li",
+              {
+                class: "process",
+                style: { top: `${row.top}px`, height: `${row.height}px` },
+                title: row.process.host ? `on ${row.process.host}` : null,
+              },
+              row.process.name,
+              row.process.host ? el("span", { class: "muted" }, ` ${row.process.host}`) : null,
+            )
+          : el(
+              "li",
+              {
+                style: { top: `${row.top}px`, height: `${row.height}px` },
+                title: `busy ${small(row.track.busy_share)} of the window`,
+              },
+              el("span", null, row.track.name),
+              el("span", { class: "muted" }, small(row.track.busy_share)),
             ),
-            el("p", null, el("b", null, `works ${percent(working)}`), reasons(waits, working)),
-          ),
-        ]),
       ),
-    );
-  }
-
-  private showTables(): void {
-    const { data } = this;
-    if (data === null) return;
-    const { from, to } = this;
-    const spans = longest(data, from, to, LISTED);
-    const waits = data.idle
-      .filter((one) => one.to > from && one.from < to)
-      .sort((a, b) => b.to - b.from - (a.to - a.from))
-      .slice(0, LISTED);
-    const at = (begin: number, end: number) => {
-      const button = el("button", { type: "button", class: "quiet", "aria-label": `Show ${clock(begin, end - begin)} on the timeline` }, clock(begin, to - from));
-      button.addEventListener("click", () => {
-        this.zoomTo(begin, end);
-        this.stage.scrollIntoView({ block: "center" });
-        this.stage.focus({ preventScroll: true });
-      });
-      return el("td", null, button);
-    };
-    const step = (ms: number) => {
-      const found = stepAt(data, ms);
-      return el("td", { class: "num" }, found === undefined ? "–" : number(found.step));
-    };
-    fill(
-      this.tables,
-      box("Longest waits in this window", ["Process", "What for", "Takes", "Step", "Begins"], waits.map((one) => [el("td", null, one.process), el("td", null, one.why), el("td", { class: "num" }, duration((one.to - one.from) / 1000)), step((one.from + one.to) / 2), at(one.from, one.to)])),
-      box("Longest spans in this window", ["Process", "Does", "Takes", "Step", "Begins"], spans.map(({ process, span }) => [el("td", null, process.name), el("td", null, nameOf(data, span)), el("td", { class: "num" }, duration(span[1] / 1000)), step(span[0] + span[1] / 2), at(span[0], span[0] + span[1])])),
     );
   }
 
@@ -432,7 +445,10 @@ class TimelinePanel {
     const { data } = this;
     this.details.classList.toggle("has-span", hit !== null);
     if (hit === null || data === null) {
-      fill(this.details, el("span", { class: "muted" }, "Point at a span, or choose one with the arrow keys: what it is shows here."));
+      fill(
+        this.details,
+        el("span", { class: "muted" }, "Point at a span, or choose one with the arrow keys: what it is shows here."),
+      );
       return;
     }
     const where = `${hit.row.process.name}${hit.row.track === null ? "" : `, ${hit.row.track.name}`}`;
@@ -448,7 +464,11 @@ class TimelinePanel {
       el("b", null, words),
       el("span", null, where),
       el("span", null, `${span[3] > 1 ? "in " : ""}${duration(span[1] / 1000)}`),
-      el("span", { class: "muted" }, `from ${clock(span[0], Math.max(span[1], 20))}${step === undefined ? "" : `, step ${number(step.step)}`}`),
+      el(
+        "span",
+        { class: "muted" },
+        `from ${clock(span[0], Math.max(span[1], 20))}${step === undefined ? "" : `, step ${number(step.step)}`}`,
+      ),
     );
   }
 }
@@ -456,30 +476,4 @@ class TimelinePanel {
 /** A share without digits that nobody needs. */
 function small(share: number): string {
   return share > 0 && share < 0.001 ? "<0.1\u202f%" : percent(share);
-}
-
-/** `, waits 44 %: for rollouts 40 % (6.5 s), an evaluation runs 3 % (1 s)` */
-function reasons(waits: Use["waits"], working: number): (string | HTMLElement)[] {
-  const said = waits.filter(({ share }) => share >= 0.005).slice(0, 3);
-  return said.flatMap(({ why, share, seconds }, n) => [
-    n === 0 ? `, waits ${percent(1 - working)}: ` : ", ",
-    `${why.replace(/^waits /, "")} `,
-    el("span", { class: "nowrap" }, `${percent(share)} (${duration(seconds)})`),
-  ]);
-}
-
-function nameOf(data: Timeline, [, , name, merged]: Span): string {
-  const words = data.names[name] ?? "";
-  return merged > 1 ? `${number(merged)} spans, mostly ${words}` : words;
-}
-
-function box(title: string, heads: string[], rows: HTMLElement[][]): HTMLElement {
-  return el(
-    "section",
-    { class: "card" },
-    el("h2", null, title),
-    rows.length === 0
-      ? el("p", { class: "muted" }, "None.")
-      : el("div", { class: "table-box" }, el("table", null, el("thead", null, el("tr", null, heads.map((head) => el("th", { scope: "col", class: head === "Takes" || head === "Step" ? "num" : null }, head)))), el("tbody", null, rows.map((row) => el("tr", null, row))))),
-  );
 }

@@ -64,8 +64,25 @@ export class Picture {
     if (context === null) throw new Error("This browser cannot draw on a canvas.");
     this.context = context;
     this.font = `12px ${getComputedStyle(document.body).fontFamily}`;
-    const [text, muted, line, edge, accent, surface, raised] = ["text", "muted", "line", "edge", "accent", "surface", "raised"].map((name) => color(`--${name}`)) as [string, string, string, string, string, string, string];
-    this.colors = { text, muted, line, edge, accent, surface, raised, kinds: KINDS.map((_, n) => color(`--c${n + 1}`)) };
+    const [text, muted, line, edge, accent, surface, raised] = [
+      "text",
+      "muted",
+      "line",
+      "edge",
+      "accent",
+      "surface",
+      "raised",
+    ].map((name) => color(`--${name}`)) as [string, string, string, string, string, string, string];
+    this.colors = {
+      text,
+      muted,
+      line,
+      edge,
+      accent,
+      surface,
+      raised,
+      kinds: KINDS.map((_, n) => color(`--c${n + 1}`)),
+    };
   }
 
   get width(): number {
@@ -92,7 +109,8 @@ export class Picture {
     for (const row of rows) {
       if (row.track === null) this.waits(data, row, from, to, x);
       else
-        for (const span of row.track.spans) if (span[0] + span[1] >= from && span[0] <= to) this.span(data, row, span, x);
+        for (const span of row.track.spans)
+          if (span[0] + span[1] >= from && span[0] <= to) this.span(data, row, span, x);
     }
     if (chosen?.span != null) this.outline(chosen.row, chosen.span[0], chosen.span[0] + chosen.span[1], x);
     else if (chosen?.idle != null) this.outline(chosen.row, chosen.idle.from, chosen.idle.to, x);
@@ -109,8 +127,15 @@ export class Picture {
     if (row === undefined) return null;
     const pixel = (to - from) / this.width;
     const at = from + left * pixel;
-    if (row.track === null) return { row, span: null, idle: data.idle.find((one) => one.process === row.process.name && at >= one.from && at <= one.to) ?? null };
-    const near = row.track.spans.filter(([start, length]) => at >= start - 2 * pixel && at <= start + length + 2 * pixel);
+    if (row.track === null)
+      return {
+        row,
+        span: null,
+        idle: data.idle.find((one) => one.process === row.process.name && at >= one.from && at <= one.to) ?? null,
+      };
+    const near = row.track.spans.filter(
+      ([start, length]) => at >= start - 2 * pixel && at <= start + length + 2 * pixel,
+    );
     near.sort((a, b) => a[1] - b[1]); // of nested spans, the inner one
     return { row, span: near[0] ?? null, idle: null };
   }
@@ -127,7 +152,14 @@ export class Picture {
       }
       if (each > 1 && step % each !== 0) continue;
       if (each > 1) this.text(number(step), left + 2, 10, 40, colors.muted);
-      else this.text(right - left > 70 ? `step ${number(step)}` : number(step), Math.max(left, 0) + 4, 10, Math.min(right, this.width) - Math.max(left, 0) - 6, colors.muted);
+      else
+        this.text(
+          right - left > 70 ? `step ${number(step)}` : number(step),
+          Math.max(left, 0) + 4,
+          10,
+          Math.min(right, this.width) - Math.max(left, 0) - 6,
+          colors.muted,
+        );
     }
   }
 
@@ -178,7 +210,14 @@ export class Picture {
     context.fillRect(left, row.top + 2, size, row.height - 4);
     context.globalAlpha = 1;
     if (size >= 4) context.fillRect(left, row.top + 2, 2, row.height - 4);
-    if (count === 1 || size > 60) this.text(count > 1 ? `${number(count)} × ${words}` : words, Math.max(left, 0) + 6, row.top + row.height / 2 + 0.5, size - 10 + Math.min(left, 0), colors.text);
+    if (count === 1 || size > 60)
+      this.text(
+        count > 1 ? `${number(count)} × ${words}` : words,
+        Math.max(left, 0) + 6,
+        row.top + row.height / 2 + 0.5,
+        size - 10 + Math.min(left, 0),
+        colors.text,
+      );
   }
 
   private outline(row: Row, begin: number, end: number, x: (ms: number) => number): void {
