@@ -42,6 +42,7 @@ export interface Token {
   age: number | null;
   mask: 0 | 1;
   advantage: number | null;
+  /** From how many tokens it was sampled; null if from all. */
   kept: number | null;
 }
 

@@ -68,7 +68,7 @@ function strongestPushes(turns: Turn[]): { turn: number; at: number; token: Toke
 
 function values(token: Token, turn: Turn): [string, Node | string][] {
   const advantage = token.mask ? (token.advantage ?? turn.advantage) : null;
-  const kept = token.kept === null ? "all tokens" : percent(token.kept);
+  const kept = token.kept === null ? "all tokens" : count(token.kept, "token");
   return [
     ["Training", token.mask ? el("span", null, "trained on") : el("span", null, "masked: not trained on")],
     ["Advantage", advantageMark(advantage)],

@@ -26,7 +26,7 @@ export interface Scale {
 const SURE = [0.99, 0.95, 0.9, 0.75, 0.6, 0.4, 0.25, 0.1, 0.05, 0.01];
 const LOG_SURE = SURE.map(Math.log);
 const GAPS = [0.01, 0.03, 0.1, 0.3, 1]; // bounds of |difference of logprobs|
-const KEPT = [0.999, 0.99, 0.97, 0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.1];
+const KEPT = [10_000, 3000, 1000, 300, 100, 30, 10, 5, 3, 2]; // bounds of the number of tokens
 
 /** The scales for which this rollout has values. */
 export function scalesOf(detail: Detail): Scale[] {
@@ -111,12 +111,12 @@ export function scalesOf(detail: Detail): Scale[] {
   if (has((token) => token.kept))
     scales.push({
       id: "kept",
-      label: "Kept share",
-      meaning: "The probability of all tokens that sampling kept (top-p, top-k, min-p). Marked: much was cut.",
+      label: "Kept tokens",
+      meaning:
+        "From how many tokens of the vocabulary sampling could choose, after top-p, top-k or min-p. Marked: few were left. Unmarked: all.",
       kind: "sequential",
-      bucket: (token) =>
-        token.kept === null ? null : KEPT.filter((bound) => token.kept !== null && token.kept < bound).length,
-      legend: between(KEPT, percent),
+      bucket: ({ kept }) => (kept === null ? null : KEPT.filter((bound) => kept < bound).length),
+      legend: between(KEPT, number),
     });
   return scales;
 }
