@@ -26,7 +26,7 @@ interface Now {
     tokens_per_s?: number;
   }[];
   groups: { waiting: number; running: number; finished: number; batched: number; capacity: number } | null;
-  evaluation: { is_running: boolean } | null;
+  evaluation: { version: number; done: number; total: number } | null;
 }
 
 const PHASES: Record<string, string> = {
@@ -174,7 +174,7 @@ function buffer(now: Now): HTMLElement {
       ),
     );
   }
-  if (evaluation?.is_running) parts.push(el("p", { class: "muted small" }, "An evaluation runs alongside."));
+  if (evaluation !== null) parts.push(el("p", { class: "muted small" }, `An evaluation of version ${number(evaluation.version)} runs alongside: ${number(evaluation.done)} of ${count(evaluation.total, "rollout")} done.`));
   if (parts.length === 0) parts.push(el("p", { class: "muted" }, "No groups yet."));
   return el("div", null, parts);
 }

@@ -347,7 +347,7 @@ function keyNumbers(data: Overview): HTMLElement[] {
     ["Phase", data.is_live ? (data.phase ?? "–") : "ended", "What the run does at the moment."],
     ["Time of a step", duration(data.seconds_per_step), "The usual time from the end of one step to the end of the next."],
     ["Throughput", data.tokens_per_s === null ? "–" : `${number(data.tokens_per_s)} tokens/s`, "Tokens that the policy wrote for a step, divided by the time of the whole step."],
-    ["Age of the trained tokens", number(staleness?.mean), "How many weight updates ago the tokens of a step were written, on average (staleness). 0: by the newest weights. Older tokens fit the trained policy less."],
+    ["Age of the trained tokens", staleness?.mean == null ? "–" : number(Math.round(staleness.mean * 100) / 100), "How many weight updates ago the tokens of a step were written, on average (staleness). 0: by the newest weights. Older tokens fit the trained policy less."],
     ["Oldest trained token", staleness?.cap == null ? number(staleness?.max) : `${number(staleness.max)} (${number(staleness.cap)} allowed)`, "The same for the oldest token of a step. The option schedule.staleness is the bound."],
     ["Version of the weights", number(data.version), "The number of optimizer steps that the newest weights have behind them."],
     ["Run time", duration(data.elapsed_s), "Since the start of the run."],
