@@ -31,6 +31,7 @@ _WORTH = 0.2  # a share of the steps' time from which saving it is worth a chang
 _SLOW_REPLICA = 1.5  # times as long for a token as the median of the other replicas
 _USUAL_TEMPERATURES = (0.5, 1.3)
 _MOST_FAILED = 0.1
+_LARGEST = 1e100
 
 
 class Cause(StrEnum):
@@ -533,8 +534,6 @@ def median_by_step(values: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def finite(value: object) -> float | None:
-    """A value of a file as a finite float, or ``None`` if it is not a number that has one."""
-    try:
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-    except OverflowError:  # an integer beyond all floats
-        return None
+    """A value of a file as a float, or ``None`` if it is not a number, or so large that the square
+    of it would not be finite."""
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None

@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import hmac
 import os
+import re
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -54,6 +55,7 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::\d*)?")
 _POLL_S = 0.5
 _PIECE_S = 0.02  # reading between two answers
 _SILENCE_S = 15.0  # between two lines of an event stream
@@ -272,10 +274,8 @@ class _Guard:
 def _host_of(request: Request) -> str:
     """The name in the ``Host`` header, without port and brackets; empty if it is not there once."""
     values = request.headers.getlist("host")
-    if len(values) != 1:
-        return ""
-    name = values[0].lower()
-    return name.partition("]")[0].lstrip("[") if name.startswith("[") else name.partition(":")[0]
+    found = _HOST.fullmatch(values[0].lower()) if len(values) == 1 else None
+    return "" if found is None else found[1].strip("[]")
 
 
 def _parameters(request: Request, *known: str) -> Mapping[str, str]:

@@ -273,15 +273,13 @@ class RunIndex:
     def _read_metrics(self, end_s: float) -> bool:
         for line in self._metrics.lines():
             self._count("metrics")
-            row = self._parsed("metrics.jsonl", line)
-            step = None if row is None else _step(row)
-            if row is None or step is None:
-                self._pass_over("metrics.jsonl", line.number, "no step")
-            elif row.get("kind") == "resumed":
-                for columns in self.columns.values():
-                    columns.cut(step)
-            elif isinstance(kind := row.get("kind"), str) and kind in self.columns:
-                self.columns[kind].put(step, row)
+            for step, row in self._parsed("metrics.jsonl", line):
+                kind = row.get("kind")
+                if kind == "resumed":
+                    for columns in self.columns.values():
+                        columns.cut(step)
+                elif isinstance(kind, str) and kind in self.columns:
+                    self.columns[kind].put(step, row)
             if time.monotonic() > end_s:
                 return False
         return True
@@ -292,14 +290,11 @@ class RunIndex:
             for line in rows.lines():
                 self._count("rollouts")
                 where = f"{source}/rollouts.jsonl" if source else "rollouts.jsonl"
-                row = self._parsed(where, line)
-                step = None if row is None else _step(row)
-                if row is None or step is None:
-                    self._pass_over(where, line.number, "no step")
-                elif row.get("kind") == "resumed":
-                    self.rollouts.cut(step)
-                else:
-                    self.rollouts.put(source, line.file, line.start, len(line.data), step, row)
+                for step, row in self._parsed(where, line):
+                    if row.get("kind") == "resumed":
+                        self.rollouts.cut(step)
+                    else:
+                        self.rollouts.put(source, line.file, line.start, len(line.data), step, row)
                 if time.monotonic() > end_s:
                     is_done = False
                     break
@@ -325,18 +320,15 @@ class RunIndex:
             self._count("trace")
         return is_done
 
-    def _parsed(self, where: str, line: PlacedLine) -> dict[str, Any] | None:
+    def _parsed(self, where: str, line: PlacedLine) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The step and the row of a line; nothing for a line that cannot be read."""
         try:
-            return parse_row(line.data)
+            row = parse_row(line.data)
+            yield _step(row), row
         except ValueError as error:
-            self._pass_over(where, line.number, str(error))
-            return None
-
-    def _pass_over(self, where: str, number: int, why: str) -> None:
-        self.num_passed_over += 1
-        text = f"{where}, line {number}: {why}"
-        if len(self.passed_over) < _MAX_PASSED_OVER:
-            self.passed_over.append(text)
+            self.num_passed_over += 1
+            if len(self.passed_over) < _MAX_PASSED_OVER:
+                self.passed_over.append(f"{where}, line {line.number}: {error}")
 
     def _count(self, *names: str) -> None:
         for name in names:
@@ -361,7 +353,9 @@ def parse_row(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _step(row: Mapping[str, Any]) -> int | None:
+def _step(row: Mapping[str, Any]) -> int:
+    """Raises ValueError if the row has no step."""
     step = row.get("step")
-    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MAX_STEP
-    return step if is_step else None
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
+        raise ValueError("no step")
+    return step
