@@ -3,6 +3,9 @@ import { ApiError, type View } from "./api";
 import { RolloutDetail } from "./rollouts_detail";
 import { RolloutList } from "./rollouts_list";
 
+/** The rollout that was open last: going back to the list goes back to its row. */
+let opened: number | null = null;
+
 export default function view(): View {
   let list: RolloutList | null = null;
   let detail: RolloutDetail | null = null;
@@ -13,10 +16,14 @@ export default function view(): View {
       const one = ctx.parts[0];
       if (one === undefined || one === "") {
         list = new RolloutList(ctx);
-        return list.render(root);
+        await list.render(root);
+        if (opened !== null) list.focus(opened);
+        opened = null;
+        return;
       }
       if (!/^\d+$/.test(one)) throw new ApiError(`There is no rollout “${one}”.`);
-      detail = new RolloutDetail(ctx, Number(one));
+      opened = Number(one);
+      detail = new RolloutDetail(ctx, opened);
       return detail.render(root);
     },
     onChange(changed) {

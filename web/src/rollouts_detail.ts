@@ -1,6 +1,6 @@
 // One rollout: what happened in words, then its conversation, its tokens, its group, its problem's others.
 import type { Ctx } from "./api";
-import { count, duration, el, fixed, number } from "./dom";
+import { count, duration, el, fixed, number, visible } from "./dom";
 import { conversation, json, longText } from "./rollouts_chat";
 import {
   advantageMark,
@@ -51,7 +51,7 @@ export class RolloutDetail {
         " › ",
         el("span", { class: "mono" }, brief.rollout_id),
       ),
-      el("h2", { title: brief.problem_id }, "Problem ", el("span", { class: "mono" }, brief.problem_id)),
+      el("h2", { title: visible(brief.problem_id) }, "Problem ", el("span", { class: "mono" }, brief.problem_id)),
       el(
         "div",
         { class: "card" },

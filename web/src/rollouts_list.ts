@@ -117,6 +117,13 @@ export class RolloutList {
     await this.load();
   }
 
+  /** Goes to the row of a rollout, if it is on this page. */
+  focus(n: number): void {
+    const link = this.body.querySelector<HTMLElement>(`a[data-n="${n}"]`);
+    link?.focus({ preventScroll: true });
+    link?.scrollIntoView({ block: "center" });
+  }
+
   /** Asks again and shows the answer. Questions that come meanwhile are one question after it. */
   async load(): Promise<void> {
     this.isWanted = true;
