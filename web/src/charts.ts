@@ -231,12 +231,14 @@ function sameShape(a: Line, b: Line | undefined): boolean {
   );
 }
 
-/** The words of an axis, with the same number of decimals. */
+/** The words of an axis: as many decimals as the steps between them need. */
 function even(splits: number[], text: (value: number) => string): string[] {
-  const words = splits.map(text);
-  if (!words.every((word) => /^.?\d+(\.\d+)?$/.test(word))) return words;
-  const decimals = Math.max(...words.map((word) => word.split(".")[1]?.length ?? 0));
-  return splits.map((value, i) => (value === 0 || decimals === 0 ? (words[i] ?? "") : fixed(value, decimals)));
+  const step = (splits[1] ?? 0) - (splits[0] ?? 0);
+  const largest = Math.max(...splits.map(Math.abs));
+  if (step <= 0 || largest < 1e-3 || largest >= 1000) return splits.map(text);
+  let decimals = 0;
+  while (decimals < 9 && Math.abs(Math.round(step * 10 ** decimals) / (step * 10 ** decimals) - 1) > 1e-3) decimals += 1;
+  return splits.map((value) => (Math.abs(value) < step / 2 ? "0" : fixed(value, decimals)));
 }
 
 /** A little more than the values take; a constant gets a scale around it. */
