@@ -109,6 +109,7 @@ function errorBox(error: unknown): HTMLElement {
 const nav = el("nav", { "aria-label": "Views" });
 const who = el("div", { class: "who" });
 const status = el("div", { class: "status", role: "status" });
+const spoken = el("p", { class: "sr-only", role: "status" });
 const main = el("main", { id: "main", "aria-busy": "true" });
 
 function showHeader(): void {
@@ -235,12 +236,22 @@ function changeAll(): void {
   for (const { run } of runs) visit?.view.onChange?.({ run, metrics: true, rollouts: true, now: true, trace: true });
 }
 
+let spokenAt = 0;
+
+/** Shows the state of the run, and says it aloud at most once a minute. */
+function tell(shown: HTMLElement): void {
+  who.querySelector(".state")?.replaceWith(shown);
+  if (Date.now() - spokenAt < 60_000) return;
+  spokenAt = Date.now();
+  fill(spoken, shown.textContent);
+}
+
 const refreshRuns = debounce(() => {
   void get<Run[]>("/api/runs", {}, new AbortController().signal).then(
     (found) => {
       runs.splice(0, runs.length, ...found);
       const run = runs.find((one) => one.run === visit?.ctx.run);
-      if (run !== undefined) who.querySelector(".state")?.replaceWith(state(run));
+      if (run !== undefined) tell(state(run));
     },
     () => undefined, // the line about the lost connection says it
   );
@@ -253,7 +264,7 @@ async function start(): Promise<void> {
     main.querySelector<HTMLElement>("h1")?.focus();
   });
   const brand = el("span", { class: "brand", "aria-hidden": "true" }, "torchtitan-rl");
-  document.body.append(skip, el("header", { class: "top" }, el("div", { class: "bar" }, brand, who, status, theme()), nav), main);
+  document.body.append(skip, el("header", { class: "top" }, el("div", { class: "bar" }, brand, who, status, theme()), nav), spoken, main);
   try {
     runs = await get<Run[]>("/api/runs", {}, new AbortController().signal);
   } catch (error) {

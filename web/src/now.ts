@@ -29,7 +29,7 @@ interface Now {
   evaluation: { version: number; done: number; total: number } | null;
 }
 
-const PHASES: Record<string, string> = {
+export const PHASES: Record<string, string> = {
   start: "Starting processes",
   restore: "Restoring the checkpoint",
   rollout: "Waiting for rollouts",
@@ -103,7 +103,7 @@ function layout(ctx: Ctx, pause: HTMLElement): { element: HTMLElement; show: (no
       card("Groups in the work buffer", "A group is the set of attempts at one problem. Groups wait to be started, run, are finished, and are then trained on as part of a batch. The buffer's size bounds how old the trained tokens get.", groups),
       card("What the running rollouts do", "A rollout is one attempt of the policy at a problem. It alternates between writing (generation) and the reply of its environment, and at last gets its reward.", phases),
     ),
-    card("Engines", "A replica is one vLLM engine, which writes tokens. Its version is that of its weights; its memory for prompts (KV cache) limits how many requests run at once. Requests that wait have no room yet.", replicas),
+    card("Engines", "A replica is one vLLM engine, which writes tokens. Its version is that of its weights; its memory for prompts (KV cache) limits how many requests run at once. Requests that wait have no room yet. Tokens to write: how many the requests given to it may still write at most.", replicas),
     card("Running rollouts", "Those that have been in their present phase for longest come first.", rollouts),
   );
   const none = el("div");

@@ -3,6 +3,7 @@ import type { Changed, Ctx, Params, View } from "./api";
 import { Chart, type Line } from "./charts";
 import { card, command, count, duration, el, empty, fill, fixed, hint, keep, key, number, percent, sentence, shares } from "./dom";
 import { metricsOf, points } from "./metrics";
+import { PHASES } from "./now";
 
 interface Overview {
   name: string;
@@ -110,7 +111,7 @@ const REWARDS = {
   low: "evaluation/reward_ci95_low",
   high: "evaluation/reward_ci95_high",
 };
-const PHASES = { generation: "the policy writes", environment: "the environment replies", reward: "the reward is computed" };
+const ROLLOUT_PHASES = { generation: "the policy writes", environment: "the environment replies", reward: "the reward is computed" };
 
 interface Curves {
   lines: Line[];
@@ -120,8 +121,8 @@ interface Curves {
 
 async function curvesOf(ctx: Ctx): Promise<Curves> {
   const phaseName = (name: string): string => `train/phase_s/${name}_mean`;
-  const metrics = await metricsOf(ctx, ctx.run, [...Object.values(REWARDS), ...Object.keys(PHASES).map(phaseName)]);
-  const phases = Object.entries(PHASES).map(([name, label]) => {
+  const metrics = await metricsOf(ctx, ctx.run, [...Object.values(REWARDS), ...Object.keys(ROLLOUT_PHASES).map(phaseName)]);
+  const phases = Object.entries(ROLLOUT_PHASES).map(([name, label]) => {
     const { y } = points(metrics, phaseName(name), "step");
     return { name: label, seconds: y.reduce((sum, value) => sum + value, 0) / Math.max(1, y.length) };
   });
@@ -344,7 +345,7 @@ function idleness(data: Overview): HTMLElement | null {
 function keyNumbers(data: Overview): HTMLElement[] {
   const { staleness } = data;
   const rows: [string, string, string][] = [
-    ["Phase", data.is_live ? (data.phase ?? "–") : "ended", "What the run does at the moment."],
+    ["Phase", data.is_live ? (PHASES[data.phase ?? ""] ?? data.phase ?? "–").toLowerCase() : "ended", "What the run does at the moment."],
     ["Time of a step", duration(data.seconds_per_step), "The usual time from the end of one step to the end of the next."],
     ["Throughput", data.tokens_per_s === null ? "–" : `${number(data.tokens_per_s)} tokens/s`, "Tokens that the policy wrote for a step, divided by the time of the whole step."],
     ["Age of the trained tokens", staleness?.mean == null ? "–" : number(Math.round(staleness.mean * 100) / 100), "How many weight updates ago the tokens of a step were written, on average (staleness). 0: by the newest weights. Older tokens fit the trained policy less."],
