@@ -20,7 +20,10 @@ export interface Scale {
   /** The bucket of a token; null if the token lacks the value. */
   bucket(token: Token): number | null;
   legend: Entry[];
+  isKnown: boolean;
 }
+
+type Made = Omit<Scale, "isKnown">;
 
 // Bounds between the buckets of a logprob, as probabilities: surprise grows by about a half each.
 const SURE = [0.99, 0.95, 0.9, 0.75, 0.6, 0.4, 0.25, 0.1, 0.05, 0.01];
@@ -28,10 +31,9 @@ const LOG_SURE = SURE.map(Math.log);
 const GAPS = [0.01, 0.03, 0.1, 0.3, 1]; // bounds of |difference of logprobs|
 const KEPT = [10_000, 3000, 1000, 300, 100, 30, 10, 5, 3, 2]; // bounds of the number of tokens
 
-/** The scales for which this rollout has values. */
+/** All scales; `isKnown` tells for which of them the rollout has values. */
 export function scalesOf(detail: Detail): Scale[] {
   const tokens = detail.turns.flatMap((turn) => turn.tokens);
-  const has = (value: (token: Token) => number | null) => tokens.some((token) => value(token) !== null);
   const most = groupOf(detail).map((row) => Math.abs(row.advantage ?? 0));
   const size = tokens.reduce((found, token) => Math.max(found, Math.abs(token.advantage ?? 0)), Math.max(...most)) || 1;
   const scales = [
@@ -51,37 +53,29 @@ export function scalesOf(detail: Detail): Scale[] {
     ),
     surprise(
       "logprob",
-      "Probability when sampled",
+      "Probability when sampled (logprob)",
       "How likely the model that wrote the token found it. Marked tokens were a surprise even to it.",
       (token) => token.logprob,
     ),
-  ];
-  if (has((token) => token.trainer_logprob))
-    scales.push(
-      surprise(
-        "trainer",
-        "Probability for the trainer",
-        "How likely the trainer, just before its update, found the token.",
-        (token) => token.trainer_logprob,
-      ),
-      gap(
-        "difference",
-        "Trainer minus sampler",
-        "The difference of the two logprobs. Far from 0, the two engines disagree, or the token is stale.",
-        (token) => difference(token),
-      ),
-    );
-  if (has((token) => token.ratio))
-    scales.push(
-      gap(
-        "ratio",
-        "Ratio trainer / sampler",
-        "The importance ratio of the loss: how much likelier the trainer finds the token than its sampler did. 1 is no difference.",
-        (token) => logOf(token.ratio),
-        true,
-      ),
-    );
-  scales.push(
+    surprise(
+      "trainer",
+      "Probability for the trainer (logprob)",
+      "How likely the trainer, just before its update, found the token.",
+      (token) => token.trainer_logprob,
+    ),
+    gap(
+      "difference",
+      "Trainer minus sampler",
+      "The difference of the two logprobs. Far from 0, the two engines disagree, or the token is stale.",
+      difference,
+    ),
+    gap(
+      "ratio",
+      "Ratio trainer / sampler",
+      "The importance ratio of the loss: how much likelier the trainer finds the token than its sampler did. 1 is no difference.",
+      (token) => logOf(token.ratio),
+      true,
+    ),
     steps(
       "version",
       "Policy version",
@@ -89,43 +83,39 @@ export function scalesOf(detail: Detail): Scale[] {
       tokens,
       (token) => token.version,
     ),
-  );
-  if (has((token) => token.age))
-    scales.push(
-      steps(
-        "age",
-        "Age (staleness)",
-        "Steps between the weights that sampled the token and those that were trained. 0 is fresh.",
-        tokens,
-        (token) => token.age,
-      ),
-    );
-  scales.push({
-    id: "mask",
-    label: "Trained or masked",
-    meaning: "Masked tokens have no part in the loss. They are hatched in each colouring.",
-    kind: "sequential",
-    bucket: (token) => (token.mask ? MIDDLE : 0),
-    legend: [{ bucket: MIDDLE, words: "trained" }],
-  });
-  if (has((token) => token.kept))
-    scales.push({
+    steps(
+      "age",
+      "Age (staleness)",
+      "Steps between the weights that sampled the token and those that were trained. 0 is fresh.",
+      tokens,
+      (token) => token.age,
+    ),
+    {
+      id: "mask",
+      label: "Trained or masked",
+      meaning: "Masked tokens have no part in the loss. They are hatched in each colouring.",
+      kind: "sequential" as const,
+      bucket: (token: Token) => (token.mask ? MIDDLE : 0),
+      legend: [{ bucket: MIDDLE, words: "trained" }],
+    },
+    {
       id: "kept",
       label: "Kept tokens",
       meaning:
         "From how many tokens of the vocabulary sampling could choose, after top-p, top-k or min-p. Marked: few were left. Unmarked: all.",
-      kind: "sequential",
-      bucket: ({ kept }) => (kept === null ? null : KEPT.filter((bound) => kept < bound).length),
+      kind: "sequential" as const,
+      bucket: ({ kept }: Token) => (kept === null ? null : KEPT.filter((bound) => kept < bound).length),
       legend: between(KEPT, number),
-    });
-  return scales;
+    },
+  ];
+  return scales.map((scale) => ({ ...scale, isKnown: tokens.some((token) => scale.bucket(token) !== null) }));
 }
 
 export function difference(token: Token): number | null {
   return token.trainer_logprob === null || token.logprob === null ? null : token.trainer_logprob - token.logprob;
 }
 
-function surprise(id: string, label: string, meaning: string, of: (token: Token) => number | null): Scale {
+function surprise(id: string, label: string, meaning: string, of: (token: Token) => number | null): Made {
   return {
     id,
     label,
@@ -147,7 +137,7 @@ function between(bounds: number[], words: (value: number) => string): Entry[] {
   }));
 }
 
-function gap(id: string, label: string, meaning: string, of: (token: Token) => number | null, isRatio = false): Scale {
+function gap(id: string, label: string, meaning: string, of: (token: Token) => number | null, isRatio = false): Made {
   const words = (bound: number, sign: number) =>
     isRatio ? number(Number(Math.exp(sign * bound).toPrecision(3))) : `${sign < 0 ? "−" : "+"}${bound}`;
   return {
@@ -180,7 +170,7 @@ export function pushOf(token: Token): number | null {
 }
 
 /** A scale around 0 whose ends are `most`; a value that is not 0 is at least in the first bucket. */
-function signed(id: string, label: string, meaning: string, most: number, of: (token: Token) => number | null): Scale {
+function signed(id: string, label: string, meaning: string, most: number, of: (token: Token) => number | null): Made {
   const size = (value: number) => Math.ceil(Math.min(1, Math.abs(value) / most - 1e-9) * 5);
   const bound = (level: number) => fixed((level / 5) * most);
   return {
@@ -202,13 +192,7 @@ function signed(id: string, label: string, meaning: string, most: number, of: (t
 }
 
 /** A scale of whole numbers: each its own bucket, as far as there are buckets. */
-function steps(
-  id: string,
-  label: string,
-  meaning: string,
-  tokens: Token[],
-  of: (token: Token) => number | null,
-): Scale {
+function steps(id: string, label: string, meaning: string, tokens: Token[], of: (token: Token) => number | null): Made {
   const values = [...new Set(tokens.map(of).filter((value) => value !== null))].sort((a, b) => a - b);
   const low = id === "age" ? 0 : (values[0] ?? 0);
   const span = Math.max((values.at(-1) ?? 0) - low, 1);

@@ -46,7 +46,7 @@ export class TokenView {
   ) {
     this.scales = scalesOf(detail);
     const wanted = ctx.query.get("colour");
-    this.scale = this.scales.find((scale) => scale.id === wanted) ?? this.firstScale();
+    this.scale = this.scales.find((scale) => scale.id === wanted && scale.isKnown) ?? this.firstScale();
     this.near = new IntersectionObserver(
       (entries) => {
         for (const entry of entries) {
@@ -79,7 +79,7 @@ export class TokenView {
         const token = this.ctx.query.get("token");
         const place = token === null ? null : this.placeOf(turn, Number(token));
         if (place === null) return;
-        this.choose(place, false, true);
+        this.choose(place, false);
         requestAnimationFrame(() => this.mark(place)); // what is above has its real height only now
       });
   }
@@ -89,16 +89,20 @@ export class TokenView {
   }
 
   private firstScale(): Scale {
-    const isTrained = this.detail.turns.some((turn) => turn.tokens.some((token) => token.mask));
-    const scale = this.scales.find((one) => one.id === (isTrained ? "push" : "logprob"));
-    return scale ?? this.scales[0]!; // scalesOf always gives some
+    return this.scales.find((scale) => scale.isKnown) ?? this.scales[0]!; // scalesOf always gives some
   }
 
   private chooser(): HTMLElement {
     const select = el(
       "select",
       { "aria-describedby": "scale-meaning" },
-      this.scales.map((scale) => el("option", { value: scale.id, selected: scale === this.scale }, scale.label)),
+      this.scales.map((scale) =>
+        el(
+          "option",
+          { value: scale.id, selected: scale === this.scale, disabled: !scale.isKnown },
+          scale.isKnown ? scale.label : `${scale.label}: not recorded`,
+        ),
+      ),
     );
     const meaning = el("p", { id: "scale-meaning", class: "muted small" }, this.scale.meaning);
     select.addEventListener("change", () => {
@@ -164,13 +168,13 @@ export class TokenView {
     text.addEventListener("pointerleave", () => this.back());
     text.addEventListener("click", (event) => {
       const place = this.placeAt(event.target);
-      if (place !== null) this.choose(place, false, true);
+      if (place !== null) this.choose(place, false);
     });
     text.addEventListener("keydown", (event) => this.key(event, n));
     text.addEventListener("focus", () => {
       if (!text.matches(":focus-visible")) return;
       const place = this.pinned?.chunk.turn === n ? this.pinned : this.placeOf(n, 0);
-      if (place !== null) this.choose(place, true, true);
+      if (place !== null) this.choose(place, true);
     });
     const box = el(
       "section",
@@ -263,16 +267,14 @@ export class TokenView {
     else this.showNothing();
   }
 
-  private choose(place: Place, isSpoken: boolean, isPinned: boolean): void {
+  private choose(place: Place, isSpoken: boolean): void {
     this.panel.setAttribute("aria-live", isSpoken ? "polite" : "off");
-    if (isPinned) {
-      for (const span of document.querySelectorAll(".token.active")) span.classList.remove("active");
-      this.pinned = place;
-      this.mark(place);
-      this.ctx.query.set("turn", String(place.chunk.turn));
-      this.ctx.query.set("token", String(place.chunk.start + place.at));
-      this.keepAddress();
-    }
+    for (const span of document.querySelectorAll(".token.active")) span.classList.remove("active");
+    this.pinned = place;
+    this.mark(place);
+    this.ctx.query.set("turn", String(place.chunk.turn));
+    this.ctx.query.set("token", String(place.chunk.start + place.at));
+    this.keepAddress();
     this.showValues(place);
   }
 
@@ -301,7 +303,7 @@ export class TokenView {
     if (to === undefined) return;
     event.preventDefault();
     const place = this.placeOf(turn, Math.max(0, Math.min(length - 1, to)));
-    if (place !== null) this.choose(place, true, true);
+    if (place !== null) this.choose(place, true);
   }
 
   /** The token that lies on the next line (by = 1) or the line before, at about the same height. */
@@ -348,7 +350,7 @@ export class TokenView {
       this.panel,
       noToken(this.detail.turns, (turn, at) => {
         const place = this.placeOf(turn, at);
-        if (place !== null) this.choose(place, true, true);
+        if (place !== null) this.choose(place, true);
       }),
     );
   }
