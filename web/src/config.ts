@@ -53,6 +53,7 @@ function differences(ctx: Ctx, all: (Config | null | undefined)[]): HTMLElement 
             el("tbody", null, differing.map((name) => el("tr", null, el("th", { scope: "row" }, el("code", null, name)), all.map((one) => el("td", null, show(one?.fields[name])))))),
           ),
         );
+  body.classList.add("differences");
   return card("Differences between the runs", "The fields that do not have the same value in all runs of this page.", body);
 }
 
