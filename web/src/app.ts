@@ -25,7 +25,7 @@ let visit: { ctx: Ctx; view: View; end: AbortController } | null = null;
 function parse(hash: string): { view: string; parts: string[]; query: URLSearchParams } {
   const [path = "", query = ""] = hash.replace(/^#\/?/, "").split("?", 2);
   const [view = "", ...parts] = path.split("/").map(decode);
-  return { view: view in VIEWS ? view : "overview", parts, query: new URLSearchParams(query) };
+  return { view: Object.hasOwn(VIEWS, view) ? view : "overview", parts, query: new URLSearchParams(query) };
 }
 
 function decode(part: string): string {

@@ -54,7 +54,7 @@ function readState(ctx: Ctx): State {
     names,
     group: query.get("group") ?? (names.length > 0 ? PINNED : ESSENTIALS),
     q: query.get("q") ?? "",
-    x: x in X_NAMES ? (x as XName) : "step",
+    x: Object.hasOwn(X_NAMES, x) ? (x as XName) : "step",
     smooth: Number.isFinite(smooth) ? Math.min(0.99, Math.max(0, smooth)) : 0,
     runs: runs.length > 0 ? runs : [ctx.run],
   };
