@@ -95,7 +95,7 @@ function fields(ctx: Ctx, config: Config): HTMLElement {
     else query.delete("q");
     ctx.replaceQuery(query);
     draw();
-  }, 60));
+  }, 20));
   draw();
   return card("Configuration", "Every field of the configuration, after files and options were applied. Each is an option of the command line: --rollout.group_size 16.", el("div", { class: "toolbar" }, el("label", null, "Filter", filter), found), body);
 }

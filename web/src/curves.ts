@@ -116,7 +116,7 @@ class Page {
       state.q = filter.value.trim();
       this.save();
       this.draw();
-    }, 60));
+    }, 20));
     const x = el("select", null, Object.entries(X_NAMES).map(([name, label]) => el("option", { value: name, selected: name === state.x }, label)));
     x.addEventListener("change", () => {
       state.x = x.value as XName;
