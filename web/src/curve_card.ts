@@ -1,7 +1,7 @@
 // A metric as a card: its last values, its curve while it is near the window, its explanation and table.
 import type { Ctx } from "./api";
 import { Chart, type Line, type Point } from "./charts";
-import { duration, el, fill, newId, number, scrollBox } from "./dom";
+import { duration, el, fill, newId, number, scrollBox, sentence } from "./dom";
 import { ESSENTIAL, metricsOf, points, type Meaning, type Metrics, type XName } from "./metrics";
 
 const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
@@ -72,7 +72,7 @@ export class Card {
       plain ? el("p", { class: "sub" }, el("code", null, breakable(name))) : null,
       this.values,
       this.place,
-      el("p", { class: "explain" }, plain?.text ?? explanation(meaning)),
+      el("p", { class: "explain" }, plain?.text ?? explanation(name, meaning)),
       this.table,
     );
     this.readdress();
@@ -205,11 +205,25 @@ function breakable(name: string): (string | Node)[] {
   return name.split(/(?<=[/_])/).flatMap((part, i) => (i === 0 ? [part] : [document.createElement("wbr"), part]));
 }
 
-function explanation(meaning: Meaning | null): string {
+/** The words of the table of metrics, after what the name says about the split and the reduction. */
+function explanation(name: string, meaning: Meaning | null): string {
   if (meaning === null) return "A metric of this task; it has no description.";
-  const text = meaning.meaning.replaceAll("`", "").replaceAll("\\|", "|");
-  return `${text.charAt(0).toUpperCase()}${text.slice(1)}${text.endsWith(".") ? "" : "."}`;
+  const split = name.startsWith("train/") ? "training" : name.startsWith("evaluation/") ? "evaluation" : "";
+  const ending = /_(mean|max|min|std|low|high)$/.exec(name)?.[1] ?? (meaning.reduction === "sum" || meaning.reduction === "mean" ? meaning.reduction : "");
+  const start = [split, ENDINGS[ending] ?? ""].filter(Boolean).join(", ");
+  const text = sentence(meaning.meaning.replaceAll("`", "").replaceAll("\\|", "|"));
+  return `${start ? `${sentence(start)}. ` : ""}${text}${text.endsWith(".") ? "" : "."}`;
 }
+
+const ENDINGS: Record<string, string> = {
+  mean: "mean",
+  max: "largest value",
+  min: "smallest value",
+  std: "standard deviation",
+  low: "lower end",
+  high: "upper end",
+  sum: "sum",
+};
 
 function xText(x: XName, value: number): string {
   if (x === "seconds") return duration(value);
