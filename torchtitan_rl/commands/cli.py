@@ -31,6 +31,7 @@ COMMANDS = {
     "env check": ("CONFIG [options]", "find mistakes of an environment", "commands.env"),
     "doctor": ("[CONFIG [options]]", "check this machine", "commands.doctor"),
     "view": ("RUN_DIR... [options]", "show runs on a page in the browser", "commands.view"),
+    "report": ("RUN_DIR [options]", "write the page of a run into one file", "commands.report"),
     "explain": ("RUN_DIR", "say in words what a run shows", "commands.explain"),
     "audit": ("RUN_DIR", "check that what a run wrote adds up", "audit.run"),
     "worker": ("--address ADDRESS", "make this machine a host of runs", "commands.worker"),

@@ -169,6 +169,7 @@ WRONG_COMMANDS = {
     "worker --nosuch": "Unrecognized options: --nosuch",
     "view": "RUN_DIR: give the folder of a run",
     "view nowhere": "nowhere: no such folder",
+    "report nowhere": "nowhere: no such folder",
     "keys": "--hosts: give the machines of a run",
     "keys foo": "Unrecognized options: foo",
     "launch-script": "KIND is missing: give one of slurm, kubernetes, ssh, docker-compose",
