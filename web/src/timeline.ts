@@ -412,6 +412,8 @@ class TimelinePanel {
   }
 
   private showLabels(): void {
+    const { from, to } = this.data ?? { from: 0, to: 0 };
+    const between = `from ${clock(from, to - from)} to ${clock(to, to - from)}`;
     fill(
       this.labels,
       this.rows.map((row) =>
@@ -430,7 +432,7 @@ class TimelinePanel {
               "li",
               {
                 style: { top: `${row.top}px`, height: `${row.height}px` },
-                title: `busy ${small(row.track.busy_share)} of the window`,
+                title: `busy ${small(row.track.busy_share)} of the time ${between}`,
               },
               el("span", null, row.track.name),
               el("span", { class: "muted" }, small(row.track.busy_share)),
