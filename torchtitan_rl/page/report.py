@@ -30,6 +30,7 @@ _BRIEF_BYTES = 450  # of a usual rollout in the list
 _MAX_SAMPLED_STEPS = 20
 _MAX_LAST = 100  # rollouts of the last step
 _SHARE = 0.25  # of the size, for the curves and for the timeline
+_FILLED = 0.95  # of the size; escaped characters need the rest
 _WIDTH = 1_500
 
 Json = dict[str, Any]
@@ -48,7 +49,7 @@ async def make_report(run: RunIndex, *, max_bytes: int) -> bytes:
         "/api/runs/0/metrics": _curves(run, round(_SHARE * max_bytes)),
         "/api/runs/0/timeline": _timeline(run, round(_SHARE * max_bytes)),
     }
-    left = max_bytes - _size(answers) - sum(map(len, page.values()))
+    left = round(_FILLED * max_bytes) - _size(answers) - sum(map(len, page.values()))
     answers |= await _rollouts(run, left)
     return _inlined(page, answers).encode()
 
