@@ -24,6 +24,8 @@ PLANNED = ("train", "serve", "eval")  # have --dry-run
 NOT_RUN = {
     r"torchrun ": "starts a run or an engine: tests/real/hosts/test_launchers.py, "
     "tests/real/test_generate_cli.py",
+    r"torchtitan-rl view ": "serves until it is stopped: tests/fast/page/test_security.py",
+    r"torchtitan-rl report ": "needs a run's files: tests/fast/page/test_report.py",
     r"torchtitan-rl worker ": "listens until it is stopped: tests/real/test_tls_workers.py",
     r"torchtitan-rl train .*--launch\.attach": "needs workers: tests/real/test_tls_workers.py",
     r"torchtitan-rl (audit|explain) ": "needs a run's files: tests/real/test_main_job.py, "
