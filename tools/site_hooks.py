@@ -85,6 +85,9 @@ class Docstrings(griffe.Extension):
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.markdown_extensions.insert(0, ShortIndent())
+    names = (path.name for path in (ROOT / "docs").glob("*.md"))
+    if more := sorted(name for name in names if name not in str(config.nav)):
+        config.nav.append({"More": more})  # new pages, until `mkdocs.yml` names them
     return config
 
 

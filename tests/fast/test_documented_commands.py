@@ -21,6 +21,7 @@ from torchtitan_rl.experiments.gsm8k.make_file import MakeFile
 from torchtitan_rl.experiments.gsm8k.make_file import main as make_file
 
 PLANNED = ("train", "serve", "eval")  # have --dry-run
+RUN = ("data", "doctor", "env", "keys", "launch-script", "new")
 NOT_RUN = {
     r"torchrun ": "starts a run or an engine: tests/real/hosts/test_launchers.py, "
     "tests/real/test_generate_cli.py",
@@ -28,8 +29,8 @@ NOT_RUN = {
     r"torchtitan-rl report ": "needs a run's files: tests/fast/page/test_report.py",
     r"torchtitan-rl worker ": "listens until it is stopped: tests/real/test_tls_workers.py",
     r"torchtitan-rl train .*--launch\.attach": "needs workers: tests/real/test_tls_workers.py",
-    r"torchtitan-rl (audit|explain) ": "needs a run's files: tests/real/test_main_job.py, "
-    "tests/real/test_explain.py",
+    r"torchtitan-rl (audit|explain|replay|report|view) ": "needs a run's files: "
+    "tests/real/test_main_job.py, tests/real/test_explain.py",
     r"torchtitan-rl generate ": "starts an engine: tests/real/test_generate_cli.py",
     r"torchtitan-rl env check .*--policy real": "starts an engine: tests/real/test_new_task.py",
     r"(torchtitan-rl data preview|python) lake_": "needs a server: "
@@ -69,6 +70,7 @@ def run(command: Command) -> int:
     words = command.words
     if words[0] == "python":
         return subprocess.run([sys.executable, *words[1:]], check=False).returncode
+    assert words[1] in (*PLANNED, *RUN), "give in RUN or NOT_RUN whether this command runs here"
     if words[1] in PLANNED and not {"--dry-run", "--help"} & {*words}:
         words.append("--dry-run")
     if words[1] == "keys":
