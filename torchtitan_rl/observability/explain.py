@@ -28,6 +28,7 @@ _MIN_STEPS = 6  # fewer steps show no trend
 _SIGNIFICANT = 3.0
 _MUCH = 0.5  # a share from which something is the main cause
 _WORTH = 0.2  # a share of the steps' time from which saving it is worth a change
+_REPLICA_STEPS = 10  # in which replicas are compared: the few logged turns of a step vary much
 _SLOW_REPLICA = 1.5  # times as long for a token as the median of the other replicas
 _USUAL_TEMPERATURES = (0.5, 1.3)
 _MOST_FAILED = 0.1
@@ -260,17 +261,20 @@ def _temperature(facts: RunFacts) -> Iterator[Diagnosis]:
 
 def _zero_variance(facts: RunFacts) -> Iterator[Diagnosis]:
     flat = _Trend.of(facts.steps, "train/groups_without_variance_share")
-    if flat is None or flat.last < 0.8:
+    reward = _Trend.of(facts.steps, "train/reward_mean")
+    if flat is None or reward is None or flat.last < 0.8:
         return
-    mean = fmean(_values(facts.steps, "train/reward_mean") or [0.0])
     top = max(_values(facts.steps, "train/reward_max") or [0.0])
-    is_solved = top > 0 and mean > 0.9 * top
+    is_learned = reward.last > max(0.0, 0.9 * top) or (
+        reward.is_real and reward.last > reward.first
+    )
     yield Diagnosis(
         cause=Cause.ZERO_VARIANCE,
-        what=f"the rewards of {flat.last:.0%} of the groups are all equal (mean {mean:.3f}); "
-        "only differences between the rewards of a group teach the policy anything",
-        fix="the problems are too easy: give harder ones, or schedule.zero_variance skip"
-        if is_solved
+        what=f"the rewards of {flat.last:.0%} of the groups are all equal (mean "
+        f"{reward.last:.3f}); only differences between the rewards of a group teach the policy "
+        "anything",
+        fix="it has learned what these problems teach: end the run, or give harder ones"
+        if is_learned
         else "the problems are too hard, or the reward is too coarse: give easier problems, "
         "rewards for partial success, or a larger rollout.group_size",
     )
@@ -319,8 +323,8 @@ def _slow_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
     fixes = {
         "environment": (
             Cause.SLOW_ENVIRONMENT,
-            "make the environment's calls faster, or let more rollouts run at the same time; with "
-            "schedule.staleness 1 or more, the trainer works meanwhile",
+            "make the calls of the environment or agent faster, or let more rollouts run at the "
+            "same time; with schedule.staleness 1 or more, the trainer works meanwhile",
         ),
         "reward": (Cause.SLOW_REWARD, "make the reward faster or concurrent"),
     }
@@ -337,7 +341,7 @@ def _slow_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
 
 
 def _slow_replica(facts: RunFacts) -> Iterator[Diagnosis]:
-    token_s = {name: of for name, of in facts.token_s.items() if len(of) >= _MIN_STEPS}
+    token_s = {name: of for name, of in facts.token_s.items() if len(of) >= _REPLICA_STEPS}
     if len(token_s) < 2:
         return
     slowest = max(token_s, key=lambda name: median(token_s[name].values()))
@@ -346,7 +350,7 @@ def _slow_replica(facts: RunFacts) -> Iterator[Diagnosis]:
     others = {step: [of[step] for of in token_s.values() if step in of] for step in own}
     pairs = [(own[step], median(all_s)) for step, all_s in others.items() if all_s]
     logs = [math.log(own_s / usual_s) for own_s, usual_s in pairs]
-    if len(logs) < _MIN_STEPS or fmean(logs) < math.log(_SLOW_REPLICA):
+    if len(logs) < _REPLICA_STEPS or fmean(logs) < math.log(_SLOW_REPLICA):
         return
     if fmean(logs) > _SIGNIFICANT * stdev(logs) / math.sqrt(len(logs)):
         own_ms, usual_ms = (1000 * median(all_s) for all_s in zip(*pairs, strict=True))
