@@ -1,9 +1,8 @@
 """The training side: takes full batches, trains on them and publishes the weights.
 
-Invariants: a batch is trained at the version for which its age was checked. If the step fails, its
-batch goes back into the buffer. Step, version, ledger, buffer and metrics row change together,
-without an await between them, as soon as the optimizer step has ended. Weights are published before
-anything can change them.
+Invariants: a batch is trained at the version for which its age was checked. Step, version, ledger,
+buffer and metrics row change together, without an await between them, as soon as the optimizer step
+has ended. Weights are published before anything can change them.
 """
 
 from __future__ import annotations
@@ -119,12 +118,8 @@ class Consumer:
         state = self._state
         counts = {one.value: number for one, number in state.buffer.counts().items()}
         states = BufferStates(capacity=state.capacity.buffer, **counts)
-        try:
-            with self._times.measure("train"):
-                batched, output = await self._train_on(groups)
-        except BaseException:
-            state.buffer.put_back()
-            raise
+        with self._times.measure("train"):
+            batched, output = await self._train_on(groups)
         self._commit(groups, batched, output, states)
         state.notify()  # new groups can reset their environments while the weights are published
         handle: WeightHandle | None = None

@@ -5,10 +5,10 @@
 | WAITING | admitted; no replica holds its version yet | RUNNING by `start` |
 | RUNNING | its rollouts run | FINISHED by `finish` |
 | FINISHED | all its rollouts have ended | BATCHED by `take` |
-| BATCHED | in the optimizer step | FINISHED by `put_back`; leaves, trained, by `finish_batch` |
+| BATCHED | in the optimizer step | leaves, trained, by `finish_batch` |
 
 `discard` removes a group from any state. `restart` moves a group from any state but BATCHED to
-WAITING.
+WAITING. A step that fails ends the run, and its batch is saved as FINISHED groups.
 
 Invariants:
 - every group is in exactly one state. A group enters buffer and ledger in the same call, and leaves
@@ -142,12 +142,6 @@ class WorkBuffer:
         for entry in chosen:
             self._move(entry, GroupState.BATCHED)
         return tuple(entry.group for entry in chosen if entry.group is not None)
-
-    def put_back(self) -> None:
-        """Undo the last `take` because its batch was not trained; no effect without a batch."""
-        for entry in self._entries.values():
-            if entry.state is GroupState.BATCHED:
-                self._move(entry, GroupState.FINISHED)
 
     def overtaken_in_batch(self) -> frozenset[str]:
         """Return the ids of groups in the batch that were overtaken by younger groups."""

@@ -22,6 +22,7 @@ from torchtitan_rl.orchestration.checkpointing import SavedRun, read_saved_run
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal, JournalError
 from torchtitan_rl.orchestration.records import TokenCounts
+from torchtitan_rl.orchestration.work_buffer import GroupState
 from torchtitan_rl.types import FinishReason, RolloutGroup
 
 PLAN = Plan(num_steps=6, turns=3, checkpoint_every=2)
@@ -170,6 +171,17 @@ def test_running_turns_are_saved_unless_they_have_to_be_sampled_again_bit_for_bi
     found = [one.finish_reason is FinishReason.ABORT for one in partials if one is not None]
     assert found
     assert any(found) == is_cut
+
+
+def test_the_batch_of_a_failed_step_is_saved_and_trained_by_the_resumed_run(tmp_path: Path) -> None:
+    plan = replace(PLAN, staleness=1)
+    first, error = live(plan, tmp_path, prepare=failing("train_step", 4, ValueError("a loss")))
+    assert isinstance(error, ValueError)
+    saved = newest(first)
+    batch = [one.group_id for one in saved.entries if one.state is GroupState.FINISHED]
+    assert saved.position.step == 3
+    second = run(plan, tmp_path, resume=True)
+    assert {group.group_id for group in second.recorder.steps[0].groups} <= set(batch)
 
 
 def test_a_run_whose_checkpoints_all_fail_ends_after_so_many(tmp_path: Path) -> None:

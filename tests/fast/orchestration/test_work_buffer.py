@@ -161,19 +161,3 @@ def test_whatever_happens_the_bound_holds_the_counts_add_up_and_nothing_gets_stu
         held = work._ledger.state_dict()["tokens_of"].keys()
         assert held == {entry.group_id for entry in work.entries}
         require_sums(work._ledger.totals())
-
-
-def test_a_batch_that_was_put_back_is_taken_again_and_nothing_was_overtaken():
-    work = buffer(groups_per_step=4, staleness=1, max_share=0.5)
-    names = fill(work)
-    for name in names[1:]:
-        work.finish(group(name))
-    assert taken(work) is None
-    work.finish(group(names[0]))
-    before = [(entry.group_id, entry.overtaken) for entry in work.entries]
-    batch = taken(work)
-    assert batch == names[:4]
-    work.put_back()
-    assert [(entry.group_id, entry.overtaken) for entry in work.entries] == before
-    assert work.counts()[GroupState.FINISHED] == len(names)
-    assert taken(work) == batch
