@@ -6,12 +6,14 @@ import errno
 import io
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +135,16 @@ def test_a_write_that_fails_is_told_once_and_leaves_the_checkpoint_before(
                 policy_trainer.finish_checkpoint()
             assert checkpoints.steps() == [1]
             assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+        with monkeypatch.context() as patch:  # what torch makes of a full disk
+
+            def out_of_place(*_: Any) -> None:
+                raise RuntimeError("unexpected pos 704 vs 598")
+
+            patch.setattr(FileSystemWriter, "write_data", out_of_place)
+            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+            policy_trainer.save_checkpoint(checkpoints.path(2), {})
+            with pytest.raises(CheckpointError, match=r"no space left on the disk: .*unexpected"):
+                policy_trainer.finish_checkpoint()
         policy_trainer.save_checkpoint(checkpoints.path(2), {"a/b": b""})
         with pytest.raises(CheckpointError, match="plain file name"):
             policy_trainer.save_checkpoint(checkpoints.path(2), {})

@@ -137,12 +137,16 @@ class RunCheckpointer:
 
     async def _begin(self) -> None:
         step = self._state.step
+        self._check_failures()
         try:
             moment = await self._copy(step)
         except CheckpointError as error:
             self._record_failure(step, error)
+            self._check_failures()
         else:
             self._writing.start(f"checkpoint {step}", self._complete, moment)
+
+    def _check_failures(self) -> None:
         if len(self._failures) >= self._max_failures:
             raise CheckpointError(
                 f"{len(self._failures)} checkpoints in a row could not be written "

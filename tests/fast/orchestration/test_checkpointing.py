@@ -184,12 +184,17 @@ def test_the_batch_of_a_failed_step_is_saved_and_trained_by_the_resumed_run(tmp_
     assert {group.group_id for group in second.recorder.steps[0].groups} <= set(batch)
 
 
-def test_a_run_whose_checkpoints_all_fail_ends_after_so_many(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "last"), [("save_checkpoint", 3), ("finish_checkpoint", 4)])
+def test_a_run_whose_checkpoints_all_fail_ends_after_so_many(
+    tmp_path: Path, method: str, last: int
+) -> None:
     plan = replace(PLAN, num_steps=20, checkpoint_every=1)
-    simulation, error = live(plan, tmp_path, prepare=fail_every_save)
+    prepare = failing(method, 1, CheckpointError("no space"), forever=True)
+    simulation, error = live(plan, tmp_path, prepare=prepare)
     assert isinstance(error, CheckpointError)
     assert "3 checkpoints in a row" in str(error)
-    assert simulation.controller.step == 3
+    assert sum("NO CHECKPOINT" in text for text in simulation.recorder.said) == 3
+    assert simulation.controller.step == last
 
 
 def test_recorded_turns_of_groups_that_were_not_admitted_again_outlive_a_second_checkpoint(

@@ -51,6 +51,7 @@ from torchtitan_rl.training.checkpoint_files import (
 )
 
 _T = TypeVar("_T")
+_FULL_BYTES = 1 << 20  # a disk with less room is full
 
 
 class CheckpointWriter:
@@ -141,7 +142,14 @@ class CheckpointWriter:
         temporary, rank = temporary_path(path), dist.get_rank()
 
         def write() -> None:
-            tensors.result()
+            try:
+                tensors.result()
+            except CheckpointException as error:  # of a full disk, torch reports only a position
+                if shutil.disk_usage(temporary).free < _FULL_BYTES:
+                    raise CheckpointError(
+                        f"no space left on the disk: {_message(error)}"
+                    ) from error
+                raise
             write_file(temporary / f"random-{rank}.pt", random)
             write_attachments(temporary, attachments)
 
