@@ -43,6 +43,15 @@ def pack_kept(kept_V: npt.NDArray[np.bool_]) -> bytes:
     return _ALL_BUT + np.flatnonzero(~kept_V).astype(_INT32).tobytes()
 
 
+def num_kept(packed: bytes, vocab_size: int) -> int:
+    """Return the number of tokens in a set."""
+    if packed[:4] == _BITS:
+        return int.from_bytes(packed[4:]).bit_count()
+    if packed[:4] == _ALL_BUT:
+        return vocab_size - (len(packed) // 4 - 1)
+    return len(packed) // 4 or vocab_size
+
+
 def kept_bits(sets: Sequence[bytes], vocab_size: int) -> npt.NDArray[np.uint8]:
     """Return [D, B]: one bit for each token of the vocabulary, lowest bit first; 1 means kept.
 

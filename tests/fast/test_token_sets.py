@@ -12,6 +12,7 @@ from torchtitan_rl.token_sets import (
     join_kept,
     kept_bits,
     kept_to_json,
+    num_kept,
     pack_kept,
 )
 from torchtitan_rl.types import Grammar, KeptRun
@@ -35,6 +36,7 @@ def test_a_set_comes_back_from_the_shortest_of_its_forms(sets: list[np.ndarray])
     for kept, one, row in zip(sets, packed, bits, strict=True):
         assert (np.unpackbits(row, count=size, bitorder="little") == kept).all()
         num_cut = size - int(kept.sum())
+        assert num_kept(one, size) == kept.sum()
         assert len(one) <= min(4 * kept.sum(), 4 * (num_cut + 1), 4 + (size + 7) // 8)
         match kept_to_json(one):
             case None:

@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.real.models import hf_tensors, tiny_model
 from tests.real.trainer_helpers import ROW_LEN, hf_packed_logprobs, random_batch, trainer
+from torchtitan_rl.backends.titan.model import weighted_sum, weights_digest
 from torchtitan_rl.errors import ConfigError, DivergedError
+from torchtitan_rl.training.batch import trained_mask
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -247,3 +249,36 @@ def test_an_architecture_that_is_not_supported_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="'mamba' is not supported"), trainer(tmp_path):
         pass
+
+
+def test_a_step_tells_the_logprob_and_the_part_of_the_loss_of_each_token(checkpoint: Path) -> None:
+    batch = random_batch(cuts_tokens=True)
+    selected_N = trained_mask(batch)
+    digests = []
+    for _ in range(2):
+        with trainer(checkpoint) as policy:
+            expected_N = policy.logprobs(batch)
+            output = policy.train_step(batch)
+        tokens = output.tokens
+        assert tokens is not None
+        digests.append(output.metrics["weights_digest"])
+        for values_N in (tokens.logprobs, tokens.losses, tokens.gradients):
+            assert (np.isfinite(values_N) == selected_N).all()
+        assert (tokens.logprobs == expected_N)[selected_N].all()
+        assert np.nansum(tokens.losses) == pytest.approx(output.metrics["loss"], rel=1e-4)
+        # On policy the loss is linear in the ratio: its derivative by the logprob is its value.
+        ratios_N = np.exp(tokens.logprobs - batch.logprobs)
+        is_kept_N = selected_N & (np.abs(ratios_N - 1) < 0.2)
+        assert tokens.gradients[is_kept_N] == pytest.approx(tokens.losses[is_kept_N], rel=1e-4)
+    assert digests[0] == digests[1]
+
+
+def test_a_digest_sees_every_bit_of_the_weights_on_each_kind_of_device(checkpoint: Path) -> None:
+    with trainer(checkpoint) as policy:
+        first = weights_digest(policy.state_tensors())
+        next(policy.state_tensors()).data.view(-1).view(torch.int32)[7] ^= 1
+        assert weights_digest(policy.state_tensors()) != first
+    values = torch.randn(1000)
+    swapped = values[torch.randperm(1000)]
+    assert weighted_sum(values) != weighted_sum(swapped)
+    assert weighted_sum(values) == weighted_sum(values.clone())

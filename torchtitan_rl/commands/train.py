@@ -246,7 +246,8 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
     replicas = count(len(prepared.plan.replicas), "replica")
     recorder.say(f"starting {replicas} and the trainer; logs in {config.log_dir}")
     tokenizer = await asyncio.to_thread(load_tokenizer, prepared.policy_dir)
-    recorder.decode_by(tokenizer.decode)
+    vocab_size = read_architecture(prepared.policy_dir).vocab_size
+    recorder.decode_by(tokenizer.decode, vocab_size=vocab_size)
     losses = FailureHandling(prepared, run.hosts, recorder)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(losses.watching())

@@ -104,6 +104,7 @@ class PreparedRun:
             f"training: {self._describe_training()}",
             f"weights: at most {config.num_published_versions} versions published at a time",
             f"evaluation: {self._describe_evaluation()}",
+            self._describe_recording(),
             f"start: {self.describe_start(self._checkpoint_step)}",
             *self.notes,
         ]
@@ -121,6 +122,7 @@ class PreparedRun:
             "capacity": self.config.capacity,
             "max_rollouts": self.config.max_rollouts,
             "published_versions": self.config.num_published_versions,
+            "recorded_bytes_per_step": recorded_bytes(self.config),
             "first_step": 1 + (self.resume_point.step if self.resume_point else 0),
             "notes": self.notes,
         }
@@ -151,6 +153,18 @@ class PreparedRun:
         rollouts = count(evaluation.samples_per_problem, "rollout")
         return f"{problems}, {rollouts} each, before the first step{every} and after the last"
 
+    def _describe_recording(self) -> str:
+        size = recorded_bytes(self.config)
+        if not size:
+            return ""
+        sampling = self.config.rollout.sampling
+        is_cut = sampling.top_p < 1.0 or sampling.top_k or sampling.min_p
+        return (
+            f"recording: every rollout, at most {size / 2**20:,.1f} MiB a step and "
+            f"{size * self.config.num_steps / 2**30:,.2f} GiB in all"
+            + (", without the sets of tokens that top_p, top_k and min_p keep" if is_cut else "")
+        )
+
     def describe_start(self, step: int | None) -> str:
         """Describe where the run starts. ``step`` is the step of the checkpoint from which the run
         continues; None if there is no checkpoint."""
@@ -167,6 +181,20 @@ class PreparedRun:
     def _checkpoint_step(self) -> int | None:
         point = self.resume_point
         return None if point is None or point.checkpoint is None else point.step
+
+
+_SAMPLED_BYTES, _PROMPT_BYTES = 80, 7  # of a token in rollouts.jsonl
+
+
+def recorded_bytes(config: RunConfig) -> int:
+    """The most bytes that a step adds to ``rollouts.jsonl`` with ``metrics.rollouts_per_step``
+    ``all``; 0 without it. Each turn repeats the tokens of the turns before it in its prompt."""
+    if config.metrics.rollouts_per_step != "all":
+        return 0
+    rollout = config.rollout
+    token_bytes = _SAMPLED_BYTES + _PROMPT_BYTES * (rollout.max_turns + 1) // 2
+    num_rollouts = rollout.groups_per_step * rollout.group_size
+    return num_rollouts * rollout.max_total_tokens * token_bytes
 
 
 AskHosts = Callable[[Path], tuple[HostFacts, ...]]

@@ -104,9 +104,9 @@ class MetricsConfig:
     ``trackio``. A tracker that fails does not stop the run."""
     trace: bool = True
     """Write a trace of all processes for Perfetto or chrome://tracing."""
-    rollouts_per_step: Count = 3
+    rollouts_per_step: Count | Literal["all"] = 3
     """Number of rollouts of each step that are written to ``rollouts.jsonl``: the best, the worst
-    and random ones."""
+    and random ones. ``all`` writes all of them, so that a step can be computed again."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """Console output; ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere."""
 

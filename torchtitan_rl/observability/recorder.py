@@ -140,9 +140,10 @@ class RunRecorder:
         await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._trackers))
         self._tracer.close()
 
-    def decode_by(self, decode: Decode) -> None:
-        """Use ``decode`` for the text of turns whose environment does not provide a text."""
-        self._rollouts.decode = decode
+    def decode_by(self, decode: Decode, *, vocab_size: int) -> None:
+        """Use ``decode`` for the text of turns whose environment does not provide a text.
+        ``vocab_size`` is the policy's."""
+        self._rollouts.decode, self._rollouts.vocab_size = decode, vocab_size
 
     def watch_controller(self, take_now: Callable[[], dict[str, Any]]) -> None:
         """Show what ``take_now`` returns (see `Controller.now`) on the page."""
@@ -222,7 +223,12 @@ class RunRecorder:
                 self.say(text)
         # The row is written last, because it describes the rollouts in the other file.
         metrics |= self._rollouts.record(
-            record.step, record.version, record.groups, Split.TRAIN, record.episodes
+            record.step,
+            record.version,
+            record.groups,
+            Split.TRAIN,
+            record.episodes,
+            record.trainer_logprobs,
         )
         self._record(RowKind.STEP, record, metrics, Split.TRAIN)
         self._totals = metrics

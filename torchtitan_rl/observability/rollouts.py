@@ -1,26 +1,41 @@
-"""Writes ``rollouts.jsonl``: a few whole rollouts of each step for a person to read.
+"""Writes ``rollouts.jsonl``: whole rollouts of each step, for a person to read and for replays.
 
 Each row is one rollout, with text, tokens, logprobs, versions, advantages and masks of each turn.
 The best, the worst and random rollouts are chosen. The random choice depends only on seed and step.
+
+With ``metrics.rollouts_per_step all`` the rows of a step are all its rollouts, in the order of the
+batch. From these rows `read_groups` makes the same groups again. Floats are read exactly as they
+were written, except that NaN and infinite ones become NaN.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import random
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from torchtitan_rl.observability.sinks import Row, RowLog, Split, read_rows
 from torchtitan_rl.rollout.episodes import turns_by_episode
+from torchtitan_rl.token_sets import kept_of_each, num_kept
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
     Episode,
     FinishReason,
+    Grammar,
+    KeptRun,
+    KeptTokens,
+    Problem,
     Rollout,
     RolloutGroup,
     RolloutStatus,
@@ -32,12 +47,18 @@ LOGGED = "logged"
 """The first part of the names of the metrics that describe ``rollouts.jsonl``."""
 
 Decode = Callable[[Sequence[int]], str]
+PerStep = int | Literal["all"]
+Logprobs = npt.NDArray[np.float32] | None
+"""The trainer's logprobs of an episode's tokens."""
+
+_NUM_EXAMPLES = 3  # rows of a step for the console and trackers, where all are written
 
 
 class RolloutLog:
     """Appends rollouts to ``path``.
 
     Args:
+        per_step: the number of rollouts of a step to write.
         resume_step: the step after which the run continues; None for a new run.
 
     If an environment does not work in text, ``decode`` converts the tokens of its turns to text;
@@ -45,14 +66,15 @@ class RolloutLog:
     """
 
     def __init__(
-        self, path: Path, *, per_step: int, seed: int, resume_step: int | None = None
+        self, path: Path, *, per_step: PerStep, seed: int, resume_step: int | None = None
     ) -> None:
         self._rows = RowLog.of_run(path, resume_step=resume_step)
         self._per_step = per_step
         self._seed = seed
         self._last: tuple[int, Split, dict[str, float]] | None = None
-        self.last_rows: dict[Split, list[Row]] = {}  # rows of the last training step, evaluation
+        self.last_rows: dict[Split, list[Row]] = {}  # examples: last training step, evaluation
         self.decode: Decode | None = None
+        self.vocab_size = 0
 
     def record(
         self,
@@ -61,6 +83,7 @@ class RolloutLog:
         groups: Sequence[RolloutGroup],
         split: Split,
         episodes: Sequence[Episode] | None = None,
+        trainer_logprobs: Sequence[Logprobs] = (),
     ) -> dict[str, float]:
         """Write up to ``per_step`` rollouts of these groups, and return their `logged_metrics` for
         the step's row in ``metrics.jsonl``.
@@ -70,6 +93,7 @@ class RolloutLog:
 
         Args:
             episodes: the groups' episodes as trained; None if the groups were not trained on.
+            trainer_logprobs: the trainer's logprobs of each episode; empty without a training step.
 
         Raises:
             OutputError: the rollouts cannot be written.
@@ -77,13 +101,26 @@ class RolloutLog:
         if self._last is None or self._last[:2] != (step, split):
             rng = random.Random(f"{self._seed}/{split.value}/{step}")
             head = {"step": step, "version": version, "split": split.value}
+            is_whole = self._per_step == "all"
+            count = _NUM_EXAMPLES if self._per_step == "all" else self._per_step
+            chosen = choose_rollouts(groups, count, rng)
+            if is_whole:
+                reasons = {id(rollout): why for why, _, rollout in chosen}
+                pairs = ((group, rollout) for group in groups for rollout in group.rollouts)
+                chosen = [(reasons.get(id(one), "all"), group, one) for group, one in pairs]
+            trained = _by_rollout(episodes, trainer_logprobs)
             rows = [
                 head
-                | {"chosen": chosen}
-                | rollout_to_json(group, rollout, episodes, decode=self.decode)
-                for chosen, group, rollout in choose_rollouts(groups, self._per_step, rng)
+                | {"chosen": why, "vocab_size": self.vocab_size}
+                | rollout_to_json(group, rollout, decode=self.decode, is_whole=is_whole)
+                for why, group, rollout in chosen
             ]
-            self.last_rows[split] = rows
+            if trained is not None:
+                for row, (_, _, rollout) in zip(rows, chosen, strict=True):
+                    of_turns = _trained(rollout, trained[rollout.rollout_id], self.vocab_size)
+                    for turn, of_turn in zip(row["turns"], of_turns, strict=True):
+                        turn |= of_turn
+            self.last_rows[split] = [row for row in rows if row["chosen"] != "all"]
             self._last = step, split, logged_metrics(split, rows, self._rows.append(*rows))
         return self._last[2]
 
@@ -128,21 +165,19 @@ def choose_rollouts(
 
 
 def rollout_to_json(
-    group: RolloutGroup,
-    rollout: Rollout,
-    episodes: Sequence[Episode] | None = None,
-    *,
-    decode: Decode | None = None,
+    group: RolloutGroup, rollout: Rollout, *, decode: Decode | None = None, is_whole: bool = False
 ) -> dict[str, Any]:
-    """Convert a whole rollout to JSON types; ``episodes`` and ``decode`` as in `RolloutLog`."""
+    """Convert a rollout to JSON types; ``decode`` as in `RolloutLog`. With ``is_whole``, the sets
+    of tokens that the sampler kept are included."""
     turns = [_turn_to_json(turn, decode) for turn in rollout.turns]
-    if episodes is not None:
-        trained = _trained(rollout, episodes)
-        turns = [turn | trained[n] for n, turn in enumerate(turns)]
+    if is_whole:
+        for turn, of_turn in zip(rollout.turns, turns, strict=True):
+            of_turn["kept_sets"] = [_kept_to_json(run) for run in turn.completion.kept_tokens]
     return {
         "group_id": rollout.group_id,
         "rollout_id": rollout.rollout_id,
         "problem_id": rollout.problem_id,
+        "task": group.problem.task,
         "problem": dict(group.problem.data),
         "status": rollout.status.value,
         "cause": rollout.cause,
@@ -163,6 +198,7 @@ def _turn_to_json(turn: Turn, decode: Decode | None) -> dict[str, Any]:
         "reward": turn.reward,
         "branch_reward": turn.branch_reward,
         "is_seen": turn.is_seen,
+        "request_key": turn.request_key,
         "prompt_token_ids": list(turn.prompt_token_ids),
         "token_ids": list(completion.token_ids),
         "logprobs": list(completion.logprobs),
@@ -174,26 +210,83 @@ def _turn_to_json(turn: Turn, decode: Decode | None) -> dict[str, Any]:
     }
 
 
-def _trained(rollout: Rollout, episodes: Sequence[Episode]) -> list[dict[str, Any]]:
-    """The advantage and the mask of each turn; None and zeros if the turn is not trained on."""
-    own = [episode for episode in episodes if episode.rollout_id == rollout.rollout_id]
+def _kept_to_json(run: KeptRun) -> list[Any]:
+    match run.kept:
+        case Grammar(data=data, stop_token_ids=stop_token_ids):
+            kept: Any = {"grammar": _to_text(data), "stop_token_ids": list(stop_token_ids)}
+        case packed:
+            kept = None if packed is None else _to_text(packed)
+    return [run.start, kept]
+
+
+def _kept_from_json(start: int, kept: Any) -> KeptRun:
+    found: KeptTokens = None
+    if isinstance(kept, dict):
+        stop_token_ids = tuple(kept["stop_token_ids"])
+        found = Grammar(data=base64.b64decode(kept["grammar"]), stop_token_ids=stop_token_ids)
+    elif kept is not None:
+        found = base64.b64decode(kept)
+    return KeptRun(start, found)
+
+
+def _to_text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+_Trained = defaultdict[str, list[tuple[Episode, Logprobs]]]
+
+
+def _by_rollout(
+    episodes: Sequence[Episode] | None, logprobs: Sequence[Logprobs]
+) -> _Trained | None:
+    """Return the episodes of each rollout, with the trainer's logprobs; None without episodes."""
+    if episodes is None:
+        return None
+    found: _Trained = defaultdict(list)
+    for episode, of_episode in zip_longest(episodes, logprobs):
+        found[episode.rollout_id].append((episode, of_episode))
+    return found
+
+
+def _trained(
+    rollout: Rollout, own: Sequence[tuple[Episode, Logprobs]], vocab_size: int
+) -> list[dict[str, Any]]:
+    """What each turn became in the batch. A turn that is not trained on has None and zeros."""
     episode_of = {
-        id(turn): episode
-        for turns, episode in zip(turns_by_episode(rollout) if own else (), own, strict=True)
+        id(turn): one
+        for turns, one in zip(turns_by_episode(rollout) if own else (), own, strict=True)
         for turn in turns
     }
-    return [_trained_of(turn, episode_of.get(id(turn))) for turn in rollout.turns]
+    return [_trained_of(turn, episode_of.get(id(turn)), vocab_size) for turn in rollout.turns]
 
 
-def _trained_of(turn: Turn, episode: Episode | None) -> dict[str, Any]:
+def _trained_of(
+    turn: Turn, found: tuple[Episode, Logprobs] | None, vocab_size: int
+) -> dict[str, Any]:
     start, size = len(turn.prompt_token_ids), len(turn.completion.token_ids)
-    if episode is None:
-        return {"advantage": None, "loss_mask": [0] * size}
+    if found is None:
+        return {
+            "advantage": None,
+            "loss_mask": [0] * size,
+            "trainer_logprobs": None,
+            "num_kept": None,
+        }
+    episode, logprobs = found
     own = slice(start, start + size)
     tokens = zip(episode.loss_mask[own], episode.logprobs[own], strict=True)
     mask = [int(has_loss and math.isfinite(logprob)) for has_loss, logprob in tokens]
-    advantage = episode.advantages[start + mask.index(1)] if any(mask) else None
-    return {"advantage": advantage, "loss_mask": mask}
+    kept = kept_of_each(episode.kept_tokens, len(episode.token_ids))[own]
+    is_cut = bool(turn.completion.kept_tokens)
+    return {
+        "advantage": episode.advantages[start + mask.index(1)] if any(mask) else None,
+        "loss_mask": mask,
+        "trainer_logprobs": None if logprobs is None else logprobs[own].tolist(),
+        "num_kept": [_num_kept(one, vocab_size) for one in kept] if is_cut else None,
+    }
+
+
+def _num_kept(kept: KeptTokens, vocab_size: int) -> int | None:
+    return num_kept(kept, vocab_size) if isinstance(kept, bytes) else None
 
 
 def read_rollouts(path: Path) -> Iterator[tuple[Row, Rollout]]:
@@ -212,8 +305,8 @@ def read_rollouts(path: Path) -> Iterator[tuple[Row, Rollout]]:
 
 
 def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
-    """Read a rollout that `rollout_to_json` wrote. The turns of the result lack the fields that
-    `rollout_to_json` does not write.
+    """Read a rollout that `rollout_to_json` wrote. Only a whole rollout has its sets of kept
+    tokens.
 
     Raises:
         KeyError, TypeError, ValueError, OverflowError: the object is not a rollout.
@@ -242,16 +335,50 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
     completion = Completion(
         request_id=request_id,
         token_ids=tuple(turn["token_ids"]),
-        logprobs=tuple(turn["logprobs"]),
+        logprobs=tuple(math.nan if one is None else one for one in turn["logprobs"]),
         version_runs=tuple(VersionRun(*run) for run in runs),
         finish_reason=FinishReason(turn["finish_reason"]),
         replica=turn["replica"],
         stop_reason=turn.get("stop_reason"),
         metrics=None if metrics is None else CompletionMetrics(**metrics),
+        kept_tokens=tuple(_kept_from_json(*run) for run in turn.get("kept_sets") or ()),
     )
     return Turn(
         prompt_token_ids=tuple(turn["prompt_token_ids"]),
         completion=completion,
         reward=turn["reward"],
         text=turn["text"],
+        is_seen=turn.get("is_seen", True),  # earlier versions did not write this and the next two
+        branch_reward=turn.get("branch_reward"),
+        request_key=turn.get("request_key"),
+    )
+
+
+def read_groups(path: Path) -> Iterator[tuple[int, list[RolloutGroup]]]:
+    """Yield the steps that trained, ascending, each with the groups of its batch, from rows that
+    were written with ``per_step`` ``all``.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a row is not a whole rollout; the message says which.
+    """
+    step, rows = 0, dict[str, list[tuple[Row, Rollout]]]()
+    for row, rollout in read_rollouts(path):
+        if row.get("split") != Split.TRAIN:
+            continue
+        if row["step"] != step:
+            if rows:
+                yield step, list(map(_group, rows.values()))
+            step, rows = row["step"], {}
+        rows.setdefault(rollout.group_id, []).append((row, rollout))
+    if rows:
+        yield step, list(map(_group, rows.values()))
+
+
+def _group(rows: Sequence[tuple[Row, Rollout]]) -> RolloutGroup:
+    row, first = rows[0]
+    return RolloutGroup(
+        group_id=first.group_id,
+        problem=Problem(problem_id=first.problem_id, data=row["problem"], task=row["task"]),
+        rollouts=tuple(rollout for _, rollout in rows),
     )

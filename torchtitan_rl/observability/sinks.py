@@ -28,6 +28,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.files import append_line, open_for_append, parse_object, whole_lines
 
@@ -162,14 +164,11 @@ def _index(path: Path, file: Path) -> int:
 
 def _line(row: Mapping[str, Any]) -> bytes:
     try:
-        text = _dumps(row)
-    except (ValueError, TypeError):  # a number that is not finite, or a mapping that is no dict
-        text = _dumps(_finite(row))
-    return text.encode(errors="backslashreplace") + b"\n"
-
-
-def _dumps(row: Any) -> str:
-    return json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return msgspec.json.encode(row) + b"\n"  # ten times as fast as json; NaN becomes null
+    except (OverflowError, TypeError, ValueError):
+        # a large integer, a number of another type, a lone surrogate
+        text = json.dumps(_finite(row), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return text.encode(errors="backslashreplace") + b"\n"
 
 
 def _finite(value: Any) -> Any:

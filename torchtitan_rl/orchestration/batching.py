@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.records import TokenCounts
@@ -123,11 +124,19 @@ def _replayed(
 class Batched(NamedTuple):
     """The result of `EpisodeBatcher`. ``batch`` is None if the groups have no token to train on.
     ``episodes`` are the episodes of all groups; in an episode longer than ``row_len`` no token is
-    in the loss."""
+    in the loss. ``oversized`` has the indices of these episodes."""
 
     batch: TrainingBatch | None
     tokens: TokenCounts
     episodes: tuple[Episode, ...]
+    oversized: frozenset[int] = frozenset()
+
+    def by_episode(self, values_N: npt.NDArray[Any]) -> list[npt.NDArray[Any] | None]:
+        """Split values of the batch's tokens by episode; None for an oversized episode."""
+        assert self.batch is not None
+        parts = iter(np.split(values_N, self.batch.episode_starts[1:]))
+        indices = range(len(self.episodes))
+        return [None if index in self.oversized else next(parts) for index in indices]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +196,8 @@ class EpisodeBatcher:
             rollout.num_sampled_tokens for group in groups for rollout in group.rollouts
         )
         tokens = TokenCounts(generated=generated, trained=trained, discarded=+discarded)
-        return Batched(batch if trained else None, tokens, tuple(episodes))
+        oversized = frozenset(packing.oversized)
+        return Batched(batch if trained else None, tokens, tuple(episodes), oversized)
 
     def _shaped(self, rollout: Rollout) -> Rollout:
         """Return the rollout with the reward to train on, after the overlong penalty."""

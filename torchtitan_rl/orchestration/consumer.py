@@ -205,6 +205,7 @@ class Consumer:
         state, tokens, config = self._state, batched.tokens, self._config.rollout
         flat = frozenset(one.group_id for one in groups if not has_signal(one.rollouts, config))
         metrics = {} if output is None else output.metrics
+        terms = None if output is None else output.tokens
         masked = round(metrics.get("masked_share", 0.0) * tokens.trained)
         overtaken = state.buffer.overtaken_in_batch()
         too_old = state.buffer.finish_batch(
@@ -223,6 +224,7 @@ class Consumer:
                 groups=groups,
                 tokens=tokens,
                 episodes=batched.episodes,
+                trainer_logprobs=() if terms is None else batched.by_episode(terms.logprobs),
                 trainer=metrics,
                 syncs=self._weights.pop_syncs(),
                 publish_s=seconds["publish"],

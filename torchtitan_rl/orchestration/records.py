@@ -10,10 +10,13 @@ group ``e0/p12``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.routing.router import SyncReport
@@ -71,7 +74,9 @@ class StepRecord:
     publishing the previous step's weights, ``trainer_busy_s`` training, publishing and saving.
     ``syncs`` are the weight syncs that ended in this time.
 
-    ``episodes`` are the groups' episodes as they were trained on. ``overtaken`` has the ids of
+    ``episodes`` are the groups' episodes as they were trained on; ``trainer_logprobs`` has for each
+    of them the logprobs of its tokens in the trainer (NaN where not trained on), or None. It is
+    empty if the step did not train. ``overtaken`` has the ids of
     groups in the batch that were trained after younger groups; ``flat`` has the ids of groups whose
     advantages are all 0. ``dataset`` has the dataset's metrics after the outcomes of the previous
     step.
@@ -82,6 +87,7 @@ class StepRecord:
     groups: tuple[RolloutGroup, ...]
     tokens: TokenCounts
     episodes: tuple[Episode, ...] = ()
+    trainer_logprobs: Sequence[npt.NDArray[np.float32] | None] = ()
     trainer: Mapping[str, float]
     syncs: tuple[SyncReport, ...] = ()
     publish_s: float

@@ -82,8 +82,20 @@ def cut_share(batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTerms:
+    """What a step computed for each of the batch's N tokens; NaN for tokens that are not trained
+    on."""
+
+    logprobs: npt.NDArray[np.float32]  # [N], under the weights before the token's update
+    losses: npt.NDArray[np.float32]  # [N], parts of the loss; NaN if the loss does not tell them
+    gradients: npt.NDArray[np.float32]  # [N], derivative of the loss by the token's logprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Result of a training step; ``metrics`` are reduced over all trainer ranks."""
+    """Result of a training step; ``metrics`` are reduced over all trainer ranks, ``tokens`` has the
+    tokens of all ranks."""
 
     version: int  # version of the weights after the step
     metrics: dict[str, float] = field(default_factory=dict)
+    tokens: TokenTerms | None = None

@@ -273,7 +273,7 @@ def rewarded(kind="mean"):
     group = RolloutGroup(
         group_id="g", problem=PROBLEM, rollouts=roll_out(hosted, size=2, generate=SlowGenerate())
     )
-    batch, _, _ = EpisodeBatcher(config=RolloutConfig(advantage=kind), row_len=512)([group])
+    batch, *_ = EpisodeBatcher(config=RolloutConfig(advantage=kind), row_len=512)([group])
     return group, batch
 
 

@@ -4,13 +4,16 @@ import random
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
-from tests.support.turns import group, rollout, turn
-from torchtitan_rl.observability.rollouts import RolloutLog, choose_rollouts
+from tests.support.turns import group, rollout, turn, with_kept
+from torchtitan_rl.observability.rollouts import RolloutLog, choose_rollouts, read_groups
 from torchtitan_rl.observability.sinks import Row, Split, read_rows
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.types import RolloutStatus
+from torchtitan_rl.token_sets import pack_kept
+from torchtitan_rl.types import Grammar, RolloutStatus
 
 FAILED = make_rollout(None, status=RolloutStatus.ENV_ERROR)
 
@@ -90,3 +93,35 @@ def test_a_resumed_run_chooses_the_rollouts_that_one_without_an_interruption_cho
 
     whole = record(range(1, 6), None)
     assert record(range(4, 6), 3) == whole
+
+
+def test_groups_that_are_recorded_whole_make_the_same_batch_again(tmp_path: Path) -> None:
+    """Also sets of kept tokens, logprobs that are not finite, unseen turns and branch rewards."""
+    kept = (pack_kept(np.arange(9) < 3), Grammar(data=b"\0g", stop_token_ids=(2,)), None)
+    cut = with_kept(turn([1, 2], [3, 4, 5], logprobs=[-0.1, math.nan, -1 / 3]), kept)
+    agent = replace(turn([8], [7, 7], versions=[0, 1]), branch_reward=0.25, request_key="a")
+    unseen = replace(turn([7], [8]), is_seen=False)
+    groups = [
+        group(rollout(cut, unseen, reward=1 / 7), rollout(agent, rollout_id="g/r1", reward=0.0)),
+        group(rollout(turn([1], [2]), rollout_id="h/r0"), group_id="h"),
+    ]
+    batcher = EpisodeBatcher(config=RolloutConfig(advantage="std"), row_len=32)
+    batched = batcher(groups)
+    log = RolloutLog(tmp_path / "rollouts.jsonl", per_step="all", seed=0)
+    log.vocab_size = 9
+    assert batched.batch is not None
+    logprobs = batched.by_episode(np.arange(batched.batch.num_tokens, dtype=np.float32))
+    for step in (1, 2):
+        log.record(step, step, groups, Split.TRAIN, batched.episodes, logprobs)
+        log.record(step, step, groups[:1], Split.EVALUATION)
+    log.close()
+    found = list(read_groups(tmp_path / "rollouts.jsonl"))
+    assert [step for step, _ in found] == [1, 2]
+    for _, again in found:
+        assert repr(batcher(again)) == repr(batched)
+        assert [one.problem for one in again] == [one.problem for one in groups]
+    rows = [line.row for line in read_rows(tmp_path / "rollouts.jsonl")]
+    assert rows[0]["turns"][0]["num_kept"] == [3, None, None]
+    assert rows[0]["turns"][0]["trainer_logprobs"] == [2.0, 3.0, 4.0]
+    assert rows[1]["turns"][0]["num_kept"] is None
+    assert len(log.last_rows[Split.TRAIN]) == 3

@@ -37,7 +37,7 @@ def test_turns_that_no_agent_saw_are_masked_by_name_unless_their_rollout_failed(
     half = rollout(0, 1.0, num_sampled=5)
     unseen = replace(half, turns=(replace(half.turns[0], is_seen=False),))
     failed = replace(unseen, rollout_id="r2", reward=None, status=RolloutStatus.ENV_ERROR)
-    _, tokens, _ = BATCHER([group(unseen, rollout(1, 0.0), failed)])
+    _, tokens, *_ = BATCHER([group(unseen, rollout(1, 0.0), failed)])
     assert tokens.discarded == {"unseen_turn": 5, "env_error": 5}
     assert (tokens.generated, tokens.trained) == (12, 2)
     assert "unseen_turn" in MASKED_CAUSES
@@ -53,7 +53,7 @@ def test_tokens_of_which_it_is_not_known_what_they_were_sampled_from_are_masked_
         rollout_id="g/r1",
         reward=0.0,
     )
-    batch, tokens, _ = BATCHER([group(cut, grammar)])
+    batch, tokens, *_ = BATCHER([group(cut, grammar)])
     assert tokens.discarded == {"truncated_sampling": 4}
     assert (tokens.generated, tokens.trained) == (7, 3)
     assert batch is not None
@@ -66,7 +66,7 @@ def test_tokens_of_which_it_is_not_known_what_they_were_sampled_from_are_masked_
 
 def test_trap_18_a_failed_sibling_is_discarded_alone_and_named():
     failed = rollout(2, None, status=RolloutStatus.ENV_ERROR, num_sampled=5)
-    batch, tokens, _ = BATCHER([group(rollout(0, 1.0), rollout(1, 0.0), failed)])
+    batch, tokens, *_ = BATCHER([group(rollout(0, 1.0), rollout(1, 0.0), failed)])
     assert batch is not None
     assert sorted(batch.advantages[batch.loss_mask].tolist()) == [-0.5, -0.5, 0.5, 0.5]
     assert tokens.discarded == {"env_error": 5}
@@ -74,14 +74,14 @@ def test_trap_18_a_failed_sibling_is_discarded_alone_and_named():
 
 def test_trap_20_an_episode_longer_than_a_row_is_counted_not_lost():
     long = rollout(1, 0.0, prompt_len=30, num_sampled=6)
-    batch, tokens, _ = BATCHER([group(rollout(0, 1.0), long)])
+    batch, tokens, *_ = BATCHER([group(rollout(0, 1.0), long)])
     assert batch is not None
     assert tokens.discarded == {"oversized_episode": 6}
 
 
 def test_trap_15_tokens_with_a_logprob_that_is_not_finite_are_counted_as_masked():
     bad = rollout(1, 0.0, logprob=math.nan, num_sampled=3)
-    _, tokens, _ = BATCHER([group(rollout(0, 1.0), bad)])
+    _, tokens, *_ = BATCHER([group(rollout(0, 1.0), bad)])
     assert tokens.discarded == {"nonfinite_logprob": 3}
     assert tokens.trained == 2
 
@@ -108,7 +108,7 @@ some_rollouts = st.builds(
 @given(st.lists(st.lists(some_rollouts, min_size=1, max_size=4), max_size=4))
 def test_generated_tokens_are_trained_or_discarded_by_name(groups):
     healthy = rollout(0, 1.0)
-    _, tokens, _ = BATCHER([group(*rollouts) for rollouts in [*groups, [healthy]]])
+    _, tokens, *_ = BATCHER([group(*rollouts) for rollouts in [*groups, [healthy]]])
     assert tokens.generated == tokens.trained + sum(tokens.discarded.values())
 
 
@@ -127,7 +127,7 @@ def test_an_answer_near_the_limit_loses_reward_in_proportion(num_sampled, is_cut
     """With a limit of 10 and a buffer of 4; both siblings are right."""
     batcher = replace(BATCHER, config=replace(CONFIG, overlong=OverlongConfig(buffer_tokens=4)))
     long = rollout(0, 1.0, num_sampled=num_sampled)
-    batch, _, _ = batcher([group(cut(long) if is_cut else long, rollout(1, 1.0, num_sampled=2))])
+    batch, *_ = batcher([group(cut(long) if is_cut else long, rollout(1, 1.0, num_sampled=2))])
     assert batch is not None
     values = batch.advantages[batch.loss_mask].tolist()
     assert min(values) == pytest.approx(advantage)
@@ -136,7 +136,7 @@ def test_an_answer_near_the_limit_loses_reward_in_proportion(num_sampled, is_cut
 
 def test_a_cut_answer_can_be_masked_and_still_counts_in_the_baseline():
     batcher = replace(BATCHER, config=replace(CONFIG, overlong=OverlongConfig(mask=True)))
-    batch, tokens, _ = batcher([group(cut(rollout(0, 0.0, num_sampled=5)), rollout(1, 1.0))])
+    batch, tokens, *_ = batcher([group(cut(rollout(0, 0.0, num_sampled=5)), rollout(1, 1.0))])
     assert batch is not None
     assert batch.advantages[batch.loss_mask].tolist() == [0.5, 0.5]
     assert (tokens.trained, tokens.discarded) == (2, {"overlong": 5})

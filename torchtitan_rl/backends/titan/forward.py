@@ -199,6 +199,30 @@ class PolicyObjective:
         return self._function(tokens, totals=self._totals, config=self._config)
 
 
+class TokenColumns:
+    """Values of a batch's N tokens, collected from microbatches and ranks."""
+
+    def __init__(self, num_columns: int, num_tokens: int, layout: Layout) -> None:
+        self._layout = layout
+        self._values_CN = torch.zeros(num_columns, num_tokens, device=layout.device)
+
+    def add(self, output: ForwardOutput, *columns_E: torch.Tensor | None) -> None:
+        """Add the values of a microbatch's entries. None stands for unknown values (NaN)."""
+        unknown_E = torch.full_like(output.logprobs_E, torch.nan)
+        values = [unknown_E if one is None else one.detach().float() for one in columns_E]
+        # A placeholder writes to the first token, which is never selected.
+        self._values_CN[:, to_device(output.sources_E, self._layout)] = torch.stack(values)
+
+    def of_all_ranks(
+        self, selected_N: npt.NDArray[np.bool_], *, missing: float
+    ) -> tuple[npt.NDArray[np.float32], ...]:
+        """Return each column, with ``missing`` for tokens that are not selected. Collective."""
+        if self._layout.data_group is not None:
+            dist.all_reduce(self._values_CN, group=self._layout.data_group)
+        values_CN = self._values_CN.cpu().numpy()
+        return tuple(np.where(selected_N, values_N, np.float32(missing)) for values_N in values_CN)
+
+
 @dataclass(slots=True)
 class StepSums:
     """Sums and maxima of any shapes, over one or more microbatches."""

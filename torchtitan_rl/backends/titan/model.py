@@ -19,13 +19,15 @@ pass, in one row; in layers, H elements normalized or rotated together, F hidden
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import xxhash
 from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
@@ -379,3 +381,42 @@ class _SwiGLU(torch.autograd.Function):
         grad_x_TD = grad_gate_TF.mm(w1_FD).addmm_(grad_up_TF, w3_FD)
         grad_w1_FD, grad_w3_FD = grad_gate_TF.T.mm(x_TD), grad_up_TF.T.mm(x_TD)
         return grad_x_TD.view(grads[0].shape), grad_w1_FD, grad_w2_DF, grad_w3_FD
+
+
+_DIGEST_BITS = 52  # a float holds such integers exactly
+_DIGEST_CHUNK = 1 << 24  # elements
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # a multiplier that spreads positions over 64 bits
+
+
+def weights_digest(parameters: Iterable[torch.Tensor]) -> int:
+    """Return a digest of the weights of all ranks, of 52 bits. Equal weights in the same parallel
+    layout and on the same kind of device have the same digest. Collective."""
+    digest = xxhash.xxh3_64()
+    on_device: list[torch.Tensor] = []
+    for parameter in parameters:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local.detach().contiguous()
+        if local.device.type == "cpu":
+            digest.update(local.view(-1).view(torch.uint8).numpy().data)
+        else:
+            on_device.append(weighted_sum(local))
+    if on_device:
+        digest.update(torch.stack(on_device).cpu().numpy().data)
+    own = torch.tensor([digest.intdigest() >> 1])
+    of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, own)
+    together = xxhash.xxh3_64_intdigest(torch.cat(of_ranks).numpy().data)
+    return together >> (64 - _DIGEST_BITS)
+
+
+def weighted_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the elements of their bits times an odd number that depends on the
+    position, modulo 2^64. Copies nothing from the device; its result does not depend on the order
+    of the additions."""
+    bits = values.view(-1).view({2: torch.int16, 4: torch.int32}[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, len(bits), _DIGEST_CHUNK):
+        chunk = bits[start : start + _DIGEST_CHUNK].long()
+        positions = torch.arange(start, start + len(chunk), device=values.device)
+        total += (chunk * (positions.mul_(_ODD).bitwise_or_(1))).sum()
+    return total

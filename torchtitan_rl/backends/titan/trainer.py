@@ -31,17 +31,19 @@ from torchtitan_rl.backends.titan.forward import (
     ForwardOutput,
     PolicyObjective,
     StepSums,
+    TokenColumns,
     forward,
     load_reference,
 )
 from torchtitan_rl.backends.titan.hf import hf_parts, hf_state, load_hf, write_hf
-from torchtitan_rl.backends.titan.model import build_policy
+from torchtitan_rl.backends.titan.model import build_policy, weights_digest
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.bounds import load_function
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.training.batch import (
     StepOutput,
+    TokenTerms,
     TrainingBatch,
     cut_share,
     num_masked_nonfinite,
@@ -178,17 +180,13 @@ class PolicyTrainer:
     ) -> npt.NDArray[np.float32]:
         """Compute logprobs [N]; 0 for tokens that are not selected."""
         self._require()
-        logprobs_N = torch.zeros(batch.num_tokens)
+        columns = TokenColumns(1, batch.num_tokens, self._layout)
         for part in self._share(batch, selected_N).parts:
             with torch.no_grad():
                 output = forward(self._model, batch, part, self._layout)
-            num_entries = len(part.sources_E)  # a placeholder does not count
-            logprobs_N[output.sources_E[:num_entries]] = output.logprobs_E[:num_entries].cpu()
-        if self._layout.data_group is not None:
-            reduced_N = logprobs_N.to(self._layout.device)
-            dist.all_reduce(reduced_N, group=self._layout.data_group)
-            logprobs_N = reduced_N.cpu()
-        return logprobs_N.numpy()
+            columns.add(output, output.logprobs_E)
+        (logprobs_N,) = columns.of_all_ranks(selected_N, missing=0.0)
+        return logprobs_N
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole weights under Hugging Face names on rank 0, and nothing on other ranks.
@@ -285,14 +283,17 @@ class PolicyTrainer:
         if num_trained == 0:
             raise ValueError(f"version {self._version}: the batch has no token to train on")
         total, shares, of_updates = StepSums(), [], []
+        columns = TokenColumns(3, batch.num_tokens, self._layout)
         learning_rate = self._optimizer.learning_rate
         for number, (selected_N, objective) in enumerate(updates, start=1):
             shares.append(self._share(batch, selected_N))
             own = StepSums()
             for part in shares[-1].parts:
                 output = forward(self._model, batch, part, self._layout)
+                output.logprobs_E.retain_grad()
                 loss = objective(part, output)
                 loss.loss.backward()  # type: ignore[no-untyped-call]
+                columns.add(output, output.logprobs_E, loss.terms_T, output.logprobs_E.grad)
                 own.add_microbatch(loss, (output.entropy_E * output.is_entry_E).sum())
             update = own.of_all_ranks(self._layout.data_group)
             total.add(update)
@@ -324,7 +325,11 @@ class PolicyTrainer:
             "step_s": step_s,
             "tokens_per_second": batch.num_tokens / step_s,
         }
-        return StepOutput(version=self._version, metrics=metrics)
+        metrics["weights_digest"] = float(weights_digest(self._model.parameters()))
+        selected_N = np.logical_or.reduce([one for one, _ in updates])
+        logprobs_N, losses_N, gradients_N = columns.of_all_ranks(selected_N, missing=math.nan)
+        tokens = TokenTerms(logprobs=logprobs_N, losses=losses_N, gradients=gradients_N)
+        return StepOutput(version=self._version, metrics=metrics, tokens=tokens)
 
     def _share(self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> Share:
         """Return this rank's microbatches. All ranks have the same number of microbatches."""

@@ -107,6 +107,8 @@ def loss_problem(function: LossFunction, config: LossConfig, updates: int) -> st
 def _problem(function: LossFunction, config: LossConfig, tokens: LossTokens) -> str | None:
     whole, gradient_T = _call(function, tokens, config)
     usual, _ = _call(policy_loss, tokens, config)
+    if whole.terms_T is not None and whole.terms_T.shape != gradient_T.shape:
+        return f"terms_T has the shape {tuple(whole.terms_T.shape)}: give each token's part"
     parts = [_call(function, _part(tokens, part), config) for part in _PARTS]
     if not whole.loss.isfinite() or not gradient_T.isfinite().all():
         return (

@@ -212,13 +212,15 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """The result of a loss. ``loss`` is a scalar with a graph; the other tensors are detached and
-    have any shape. Over the parts of a step, ``sums`` are added and ``maxima`` maximized;
-    `loss_metrics` reads the totals."""
+    """The result of a loss. ``loss`` is a scalar with a graph; the other tensors are detached.
+    ``sums`` and ``maxima`` have any shape. Over the parts of a step, ``sums`` are added and
+    ``maxima`` maximized; `loss_metrics` reads the totals. ``terms_T`` has each token's part of the
+    loss, for ``torchtitan-rl replay``; None: the loss does not tell."""
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor]
+    terms_T: torch.Tensor | None = None
 
 
 def cross_entropy_loss(

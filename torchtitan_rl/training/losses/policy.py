@@ -62,7 +62,13 @@ def policy_loss(tokens: LossTokens, *, totals: StepTotals, config: LossConfig) -
         weights_T=weights_T,
         kl_T=kl_T,
     )
-    return LossOutput(loss=-aggregate(terms_T, tokens, totals, config), sums=sums, maxima=maxima)
+    terms_T, divisor = aggregate(terms_T, tokens, totals, config)
+    return LossOutput(
+        loss=-(terms_T.sum() / divisor),
+        sums=sums,
+        maxima=maxima,
+        terms_T=-terms_T.detach() / divisor,
+    )
 
 
 def reference_kl(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None:
@@ -228,8 +234,9 @@ def within_mask_bounds(tokens: LossTokens, config: LossConfig) -> torch.Tensor |
 
 def aggregate(
     terms_T: torch.Tensor, tokens: LossTokens, totals: StepTotals, config: LossConfig
-) -> torch.Tensor:
-    """Return this part's share of the step's scalar. ``terms_T`` must be 0 for untrained tokens.
+) -> tuple[torch.Tensor, int]:
+    """Return terms [T] and a divisor: the sum of these terms, divided by the divisor, is this
+    part's share of the step's scalar. ``terms_T`` must be 0 for untrained tokens.
 
     `token_mean`: every token of the step counts the same (DAPO: Yu et al. 2025, 2503.14476).
     `sequence_mean`: every sequence counts the same (GRPO: Shao et al. 2024, 2402.03300).
@@ -238,10 +245,10 @@ def aggregate(
     """
     match config.aggregation:
         case "token_mean":
-            return terms_T.sum() / totals.num_tokens
+            return terms_T, totals.num_tokens
         case "sequence_mean":
-            return (terms_T / tokens.sequence_lengths()).sum() / totals.num_sequences
+            return terms_T / tokens.sequence_lengths(), totals.num_sequences
         case "constant":
-            return terms_T.sum() / (totals.num_sequences * config.constant_length)
+            return terms_T, totals.num_sequences * config.constant_length
         case _:
             assert_never(config.aggregation)
