@@ -118,7 +118,7 @@ class RunTakenOverError(OutputError):
 
 
 class DivergedError(TorchtitanRLError):
-    """Loss or gradient is NaN or Inf; the weights were not updated."""
+    """Loss or gradient is NaN or Inf; no weights of this step are published or saved."""
 
 
 class NothingTrainedError(TorchtitanRLError):

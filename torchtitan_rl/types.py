@@ -235,13 +235,13 @@ def spans(runs: Sequence[tuple[int, _T]], length: int) -> Iterator[tuple[int, in
 class Completion:
     """The tokens sampled for one request, with the logprob and the policy version of each token.
 
-    ``logprobs`` belong to the processed distribution: after the temperature, and renormalized over
-    the kept tokens. A completion that was aborted before its first token is empty. If a stop token
-    ended the completion, it is the last token. ``stop_reason`` is the stop string or the stop token
-    that ended the completion; None for the model's own end-of-sequence tokens. ``top_logprobs`` is
-    empty unless the request asked for alternatives. ``kept_tokens`` is empty if no token was
-    excluded. ``version_runs`` is empty in an engine's own outputs; `generation/requests.py` fills
-    it in.
+    ``logprobs``, as the engine computed them, belong to the processed distribution: after the
+    temperature, and renormalized over the kept tokens. A completion that was aborted before its
+    first token is empty. If a stop token ended the completion, it is the last token.
+    ``stop_reason`` is the stop string or the stop token that ended the completion; None for the
+    model's own end-of-sequence tokens. ``top_logprobs`` is empty unless the request asked for
+    alternatives. ``kept_tokens`` is empty if no token was excluded. ``version_runs`` is empty in an
+    engine's own outputs; `generation/requests.py` fills it in.
     """
 
     request_id: str

@@ -50,6 +50,15 @@ def pages_without(*names: str) -> list[str]:
     return [page for page in PAGES if page not in {f"docs/{name}.md" for name in names}]
 
 
+def test_the_main_path_is_12_files_of_less_than_4000_lines_together():
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.split("## The main path in files")[1].split("\n#")[0]
+    files = re.findall(r"^\d+\. `(?:torchtitan_rl/)?([\w./]+)`", section, re.MULTILINE)
+    sizes = [len((ROOT / "torchtitan_rl" / file).read_text().splitlines()) for file in files]
+    assert len(sizes) == 12
+    assert sum(sizes) < 4000
+
+
 # Pages with files of a run, or prefixes of metrics.
 @pytest.mark.parametrize("page", pages_without("training", "metrics", "security"))
 def test_every_file_that_is_named_exists(page):

@@ -68,12 +68,14 @@ class Producer:
                     self._launch(entry)
         while True:
             await self._state.wait_until(
-                lambda: self._failure is not None or self._must_tell() or self._may_admit(),
+                lambda: (
+                    self._failure is not None or self._must_report_outcomes() or self._may_admit()
+                ),
                 "the dataset waits for room in the buffer",
             )
             if self._failure is not None:
                 raise self._failure
-            if self._must_tell():
+            if self._must_report_outcomes():
                 self._state.record_outcomes([])
                 continue
             while self._has_room():
@@ -110,7 +112,7 @@ class Producer:
     def _may_admit(self) -> bool:
         return self._has_room() and (not self._state.skipped or self._may_replace())
 
-    def _must_tell(self) -> bool:
+    def _must_report_outcomes(self) -> bool:
         """Whether to report outcomes now, because a whole batch of groups was skipped.
 
         True only for a dataset that chooses by earlier outcomes. Without these reports, a dataset
@@ -202,10 +204,10 @@ class Producer:
             on_turn=self._write_turn,
             on_discard=partial(self._discard_tokens, asyncio.current_task()),
         )
-        self._sort(entry, group)
+        self._keep_or_drop(entry, group)
         self._state.notify()
 
-    def _sort(self, entry: Entry, group: RolloutGroup) -> None:
+    def _keep_or_drop(self, entry: Entry, group: RolloutGroup) -> None:
         """Keep the group for a batch, skip it or resample it."""
         schedule = self._config.schedule
         is_resampled = schedule.zero_variance == "resample"

@@ -27,7 +27,8 @@ _MAX_UNWRITTEN = 64  # each record keeps the groups of its step in memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """The tokens of a batch: ``generated = trained + sum(discarded)``."""
+    """The tokens of a batch: ``generated = trained + sum(discarded)``. Masked tokens (by one of
+    `MASKED_CAUSES`, see `ledger.py`) are in ``discarded``."""
 
     generated: int
     trained: int

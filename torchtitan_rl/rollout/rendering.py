@@ -71,8 +71,10 @@ class ChatRenderer(Protocol):
     def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
         """Convert the completion to an assistant message. Never raises.
 
-        The message has ``reasoning_content``, ``tool_calls`` and ``invalid_tool_calls`` (as raw
-        text) only if the model wrote any.
+        The message has ``content`` (a text, maybe empty). It has ``reasoning_content``,
+        ``tool_calls`` and ``invalid_tool_calls`` (as raw text) only if the model wrote any. A tool
+        call is ``{"type": "function", "function": {"name": ..., "arguments": ...}}``; its arguments
+        are a dict, or a text if the model wrote one.
         """
         ...
 

@@ -23,7 +23,7 @@ from torchtitan_rl.generation.commands import EngineCommand, Pause, PauseMode, R
 from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.routing.replicas import NO_WEIGHTS, Halt, Phase, ReplicaPool, ReplicaState
 from torchtitan_rl.routing.requests import RequestTracker
-from torchtitan_rl.routing.weights import LOSSES, WeightSync
+from torchtitan_rl.routing.weights import PULL_FAILURES, WeightSync
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 
 _RESUME_TIMEOUT_S = 60.0
@@ -282,7 +282,7 @@ async def _prepare(pool: ReplicaPool, weights: WeightSync, state: ReplicaState) 
     state.pinned_weights = newest
     try:
         await weights.load(state, newest)
-    except LOSSES as error:
+    except PULL_FAILURES as error:
         pool.mark_dead(state, error)
         raise WeightSyncError(
             f"{state.name} could not be brought to version {newest.version} for a pin: {error}"
@@ -303,5 +303,5 @@ async def _restore(pool: ReplicaPool, weights: WeightSync, state: ReplicaState) 
                 "because they were not the newest published ones"
             )
         await weights.load(state, state.pinned_weights)
-    except LOSSES as error:
+    except PULL_FAILURES as error:
         pool.mark_dead(state, error)

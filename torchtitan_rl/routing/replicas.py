@@ -265,7 +265,7 @@ class ReplicaPool:
             if task.done() and not task.cancelled():
                 task.exception()  # retrieved: a cancelled caller does not retrieve it
         if task.cancelled() and not state.is_live:
-            raise loss_of(state)
+            raise lost_error(state)
         return task.result()
 
     async def ask(
@@ -348,7 +348,7 @@ class ReplicaPool:
         )
 
 
-def loss_of(state: ReplicaState) -> ReplicaError:
+def lost_error(state: ReplicaState) -> ReplicaError:
     """Return the error for a call to a dead replica."""
     if isinstance(state.failure, ReplicaError):
         return copy_of(state.failure)

@@ -37,7 +37,7 @@ from torchtitan_rl.routing.continuation import (
     used_up,
 )
 from torchtitan_rl.routing.placement import Placement
-from torchtitan_rl.routing.replicas import ReplicaPool, ReplicaState, loss_of
+from torchtitan_rl.routing.replicas import ReplicaPool, ReplicaState, lost_error
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
@@ -316,7 +316,7 @@ class RequestTracker:
             state.work.discard(sampling)
             self._pool.release_request(state, num_tokens)
         if sampling.cancelled() and not state.is_live:
-            raise loss_of(state)
+            raise lost_error(state)
         sampling.result()
 
     async def _sample(

@@ -32,7 +32,7 @@ from torchtitan_rl.weights.distribution import WeightHandle
 SyncMode = Literal["hot_swap", "drain"]
 SyncOrder = Literal["together", "one_by_one"]
 
-LOSSES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
+PULL_FAILURES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
 """The errors of a fetch or a swap after which the replica is marked dead."""
 
 
@@ -230,7 +230,7 @@ class WeightSync:
                     continue
                 self._pool.mark_dead(state, error)
                 return
-            except LOSSES as error:
+            except PULL_FAILURES as error:
                 self._pool.mark_dead(state, error)
                 return
             if self._order == "one_by_one":
@@ -239,7 +239,7 @@ class WeightSync:
                 return  # a new puller starts at the end of the pin, or after the wake-up
             try:
                 await self._swap(state, handle, stage_s)
-            except LOSSES as error:
+            except PULL_FAILURES as error:
                 self._pool.mark_dead(state, error)
 
     async def _stage(self, state: ReplicaState, handle: WeightHandle) -> float:
