@@ -9,7 +9,7 @@ SEED ?= 0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
 
-.PHONY: setup demo test test-fast soak lint page docs clean
+.PHONY: setup demo test test-fast browser soak lint page docs clean
 
 setup: $(STAMP)
 
@@ -25,8 +25,11 @@ demo: setup
 # that take minutes first.
 PYTEST_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: setup
-	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" tests/real tests/fast
+test: setup browser
+	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" tests/real tests/fast tests/browser
+
+browser:
+	@bash tools/browser.sh
 
 test-fast: setup
 	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak and not slow" tests/fast
