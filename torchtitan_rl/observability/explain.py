@@ -323,8 +323,9 @@ def _slow_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
     fixes = {
         "environment": (
             Cause.SLOW_ENVIRONMENT,
-            "make the calls of the environment or agent faster, or let more rollouts run at the "
-            "same time; with schedule.staleness 1 or more, the trainer works meanwhile",
+            "make the calls and the scoring of the environment or agent faster, or let more "
+            "rollouts run at the same time; with schedule.staleness 1 or more, the trainer works "
+            "meanwhile",
         ),
         "reward": (Cause.SLOW_REWARD, "make the reward faster or concurrent"),
     }
