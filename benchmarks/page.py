@@ -3,8 +3,8 @@
     python -m benchmarks.page [--config NAME] [--steps 160] [--block 8]
 
 One run with ``--page``. In every other block of steps a reader has the page open: it listens to the
-events, and after each change asks for what the overview, the curves, the rollouts and the view Now
-ask for, all four at once. In the blocks between, the page's process is stopped. So both sides
+events, and after each change asks for what one view asks for (in turn the overview, what runs now,
+the rollouts, the curves). In the blocks between, the page's process is stopped. So both sides
 alternate under the same conditions. The first step of each block is left out.
 
 Two figures say what the page costs: the ratio of throughputs, with its standard error, and the CPU
@@ -54,7 +54,6 @@ class Reader(threading.Thread):
         super().__init__(daemon=True)
         self._url = url
         self.is_on = threading.Event()
-        self.num_answers = 0
         self.answer_s: list[float] = []
 
     def run(self) -> None:
@@ -71,10 +70,10 @@ class Reader(threading.Thread):
                         self._ask()
 
     def _ask(self) -> None:
-        for view in _VIEWS:
-            start_s = time.perf_counter()
-            urllib.request.urlopen(f"{self._url}api/runs/0/{view}", timeout=30).read()
-            self.answer_s.append(time.perf_counter() - start_s)
+        view = _VIEWS[len(self.answer_s) % len(_VIEWS)]
+        start_s = time.perf_counter()
+        urllib.request.urlopen(f"{self._url}api/runs/0/{view}", timeout=30).read()
+        self.answer_s.append(time.perf_counter() - start_s)
 
 
 def main() -> None:

@@ -33,13 +33,13 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchtitan_rl.aio import background
+from torchtitan_rl.aio import first_of
 from torchtitan_rl.launch.own_user import accept_own_user
 from torchtitan_rl.observability.trace import merge_traces
 from torchtitan_rl.page import views
+from torchtitan_rl.page.details import rollout_details, token_texts
 from torchtitan_rl.page.index import RunIndex, parse_row
-from torchtitan_rl.page.rollouts import ParameterError, rollout_details
-from torchtitan_rl.page.tokens import token_texts
+from torchtitan_rl.page.rollouts import ParameterError
 
 STATIC = {
     "index.html": "text/html; charset=utf-8",
@@ -341,8 +341,7 @@ def serve_page(page: Page, listening: socket.socket, *, host: str, key: str) -> 
             limit_concurrency=_MAX_REQUESTS,
             timeout_graceful_shutdown=1,
         )
-        async with background(page.follow()):
-            await uvicorn.Server(config).serve(sockets=[listening])
+        await first_of(uvicorn.Server(config).serve(sockets=[listening]), page.follow())
 
     try:
         uvloop.run(serve())

@@ -1,10 +1,9 @@
-"""The rollouts of a run: `RolloutTable` finds them, `rollout_details` shows one.
+"""Finds the rollouts of a run: `RolloutTable`.
 
 Only what is needed to find a rollout is kept, in a private temporary SQLite file: the place of its
 row, what is sorted and filtered by, and a text index. The row itself is read again from its file.
 
-What rows contain is hostile: values of any type, of any size. A value of an unexpected type counts
-as missing, and texts are cut.
+What rows contain may be anything, see `values.py`.
 """
 
 from __future__ import annotations
@@ -16,21 +15,16 @@ import sqlite3
 import tempfile
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.bounds import is_line
 from torchtitan_rl.observability.explain import finite, median_by_step
+from torchtitan_rl.page.values import clean, dicts, integer, integers, items, name_of
 
-MAX_TEXT = 20_000  # characters of one text in an answer
-MAX_TOKEN_TEXT = 200
-MAX_TOKENS = 20_000  # of one rollout in an answer
 MAX_LIMIT = 1_000
-_MAX_NAME = 500
 _MAX_EXCERPT = 240
-_MAX_ITEMS = 2_000  # entries of a list or an object in an answer
-_MAX_DEPTH = 8
 _MAX_SIBLINGS = 256
 _MAX_SEARCHED = 10_000  # characters of a rollout in the text index
 _MAX_TURN_TIMES = 2_000  # of a replica
@@ -271,7 +265,7 @@ class RolloutTable:
         return [by_number[n] for n in chosen]
 
     def _note_turn_times(self, step: int, row: Row) -> None:
-        for turn in _dicts(row.get("turns")):
+        for turn in dicts(row.get("turns")):
             name, metrics = turn.get("replica"), turn.get("metrics")
             latency = metrics.get("inter_token_latency_s") if isinstance(metrics, dict) else None
             seconds = finite(latency)
@@ -308,10 +302,10 @@ def _order(sort: str) -> str:
 
 
 def _brief(row: Row, step: int) -> Json:
-    turns = _dicts(row.get("turns"))
-    version = _int(row.get("version"))
-    split = _name(row.get("split"))
-    versions = [one for turn in turns for one in _ints(turn.get("versions"))]
+    turns = dicts(row.get("turns"))
+    version = integer(row.get("version"))
+    split = name_of(row.get("split"))
+    versions = [one for turn in turns for one in integers(turn.get("versions"))]
     age = None
     if split == "train" and version is not None and versions:
         age = version - 1 - min(versions)  # a step trains the version before its own
@@ -320,16 +314,16 @@ def _brief(row: Row, step: int) -> Json:
         "step": step,
         "version": version,
         "split": split,
-        "group_id": _name(row.get("group_id")),
-        "rollout_id": _name(row.get("rollout_id")),
-        "problem_id": _name(row.get("problem_id")),
-        "status": _name(row.get("status")),
+        "group_id": name_of(row.get("group_id")),
+        "rollout_id": name_of(row.get("rollout_id")),
+        "problem_id": name_of(row.get("problem_id")),
+        "status": name_of(row.get("status")),
         "reward": finite(row.get("reward")),
         "advantage": advantages[0] if advantages else None,
         "turns": len(turns),
-        "tokens": sum(len(_list(turn.get("token_ids"))) for turn in turns),
+        "tokens": sum(len(items(turn.get("token_ids"))) for turn in turns),
         "age_max": age,
-        "chosen": _name(row.get("chosen")),
+        "chosen": name_of(row.get("chosen")),
         "excerpt": _excerpt(row, turns),
     }
 
@@ -337,160 +331,13 @@ def _brief(row: Row, step: int) -> Json:
 def _excerpt(row: Row, turns: Sequence[Row]) -> str:
     """The beginning of the last answer."""
     texts = [turn.get("text") for turn in turns[-1:]]
-    texts += [one.get("content") for one in _dicts(row.get("messages"))[-1:]]
+    texts += [one.get("content") for one in dicts(row.get("messages"))[-1:]]
     text = next((one for one in texts if isinstance(one, str)), "")
     return " ".join(clean(text[:_MAX_EXCERPT]).split())
 
 
 def _searched(row: Row) -> str:
-    texts = [one.get("content") for one in _dicts(row.get("messages"))]
-    texts = texts or [turn.get("text") for turn in _dicts(row.get("turns"))]
+    texts = [one.get("content") for one in dicts(row.get("messages"))]
+    texts = texts or [turn.get("text") for turn in dicts(row.get("turns"))]
     parts = [row.get("problem_id"), row.get("cause"), *texts]
     return clean("\n".join(one for one in parts if isinstance(one, str))[:_MAX_SEARCHED])
-
-
-def rollout_details(row: Row, decode: Callable[[Sequence[int]], list[str]] | None) -> Json:
-    """What the page shows of one rollout's row.
-
-    Args:
-        decode: the text of each token; None if there is no tokenizer.
-    """
-    turns = _dicts(row.get("turns"))
-    left = MAX_TOKENS
-    shown = []
-    for turn in turns:
-        shown.append(_turn(row, turn, decode, left))
-        left -= len(shown[-1]["tokens"])
-    for parent, turn in zip(_parents(turns), shown, strict=True):
-        turn["parent"] = parent
-    return {
-        "cause": plain(row.get("cause")),
-        "problem": plain(row.get("problem")),
-        "metrics": plain(row.get("metrics")),
-        "phase_s": plain(row.get("phase_s")),
-        "messages": plain(_dicts(row.get("messages"))),
-        "turns": shown,
-    }
-
-
-def _turn(
-    row: Row, turn: Row, decode: Callable[[Sequence[int]], list[str]] | None, most_tokens: int
-) -> Json:
-    ids = _list(turn.get("token_ids"))
-    names = ("reward", "branch_reward", "is_seen", "finish_reason", "stop_reason", "replica")
-    return {
-        "text": plain(turn.get("text")),
-        **{name: plain(turn.get(name)) for name in (*names, "metrics", "advantage")},
-        "prompt_tokens": len(_list(turn.get("prompt_token_ids"))),
-        "num_tokens": len(ids),
-        "tokens": list(_tokens(row, turn, ids[: max(0, most_tokens)], decode)),
-    }
-
-
-def _tokens(
-    row: Row, turn: Row, ids: Sequence[Any], decode: Callable[[Sequence[int]], list[str]] | None
-) -> Iterator[Json]:
-    texts: Sequence[str | None] = [None] * len(ids)
-    if decode is not None and all(_int(one) is not None for one in ids):
-        texts = decode(ids)
-    names = ("logprobs", "trainer_logprobs", "versions", "loss_mask", "num_kept")
-    logprobs, trainer_logprobs, versions, mask, kept = (_list(turn.get(name)) for name in names)
-    advantages = turn.get("advantage")
-    newest = _int(row.get("version"))
-    trained = newest - 1 if newest is not None and row.get("split") == "train" else None
-    for at, (token, text) in enumerate(zip(ids, texts, strict=True)):
-        logprob, of_trainer = (finite(_at(values, at)) for values in (logprobs, trainer_logprobs))
-        version = _int(_at(versions, at))
-        has_loss = _at(mask, at) == 1
-        yield {
-            "text": None if text is None else cut(text, MAX_TOKEN_TEXT),
-            "id": _int(token),
-            "logprob": logprob,
-            "trainer_logprob": of_trainer,
-            "ratio": _ratio(of_trainer, logprob),
-            "version": version,
-            "age": None if trained is None or version is None else trained - version,
-            "mask": int(has_loss),
-            "advantage": finite(advantages) if has_loss else None,
-            "kept": _int(_at(kept, at)),
-        }
-
-
-def _ratio(of_trainer: float | None, logprob: float | None) -> float | None:
-    if of_trainer is None or logprob is None:
-        return None
-    return math.exp(max(-50.0, min(50.0, of_trainer - logprob)))
-
-
-def _parents(turns: Sequence[Row]) -> list[int | None]:
-    """For each turn, the earlier turn whose prompt and completion its prompt extends; the longest
-    of several."""
-    wholes = [_list(turn.get("prompt_token_ids")) + _list(turn.get("token_ids")) for turn in turns]
-    parents: list[int | None] = []
-    for index, turn in enumerate(turns[:_MAX_ITEMS]):
-        prompt = _list(turn.get("prompt_token_ids"))
-        extended = [
-            earlier
-            for earlier in range(index)
-            if wholes[earlier] and prompt[: len(wholes[earlier])] == wholes[earlier]
-        ]
-        parents.append(max(extended, key=lambda one: len(wholes[one]), default=None))
-    return parents + [None] * (len(turns) - len(parents))
-
-
-# Values of any kind, made harmless.
-
-
-def clean(text: str) -> str:
-    """Without lone surrogates, which neither SQLite nor UTF-8 can hold."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def cut(text: str, most: int) -> str:
-    """Cut a text, and say its length if it was longer."""
-    if len(text) <= most:
-        return clean(text)
-    return f"{clean(text[:most])}… [cut: {len(text):,} characters]"
-
-
-def plain(value: Any, depth: int = 0) -> Any:
-    """A value for an answer: JSON types, finite numbers, bounded in size and depth."""
-    if isinstance(value, str):
-        return cut(value, MAX_TEXT)
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int | float):
-        return value if finite(value) is not None and abs(value) < 1 << 53 else finite(value)
-    if depth == _MAX_DEPTH:
-        return "…"
-    if isinstance(value, Mapping):
-        items = list(value.items())[:_MAX_ITEMS]
-        return {cut(str(key), _MAX_NAME): plain(one, depth + 1) for key, one in items}
-    if isinstance(value, list | tuple):
-        return [plain(one, depth + 1) for one in value[:_MAX_ITEMS]]
-    return cut(str(value), _MAX_NAME)
-
-
-def _name(value: Any) -> str:
-    return cut(value, _MAX_NAME) if isinstance(value, str) else ""
-
-
-def _int(value: Any) -> int | None:
-    is_int = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53
-    return value if is_int else None
-
-
-def _ints(value: Any) -> list[int]:
-    return [one for one in _list(value) if _int(one) is not None]
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _dicts(value: Any) -> list[Json]:
-    return [one for one in _list(value) if isinstance(one, dict)]
-
-
-def _at(values: Sequence[Any], index: int) -> Any:
-    return values[index] if index < len(values) else None

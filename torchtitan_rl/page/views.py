@@ -25,8 +25,9 @@ from torchtitan_rl.observability.explain import (
 from torchtitan_rl.observability.page_files import LAUNCH_FILE
 from torchtitan_rl.observability.sinks import METRIC_TABLE, RowKind
 from torchtitan_rl.page.index import Columns, RunIndex
-from torchtitan_rl.page.rollouts import ParameterError, plain
+from torchtitan_rl.page.rollouts import ParameterError
 from torchtitan_rl.page.timeline import step_times, timeline
+from torchtitan_rl.page.values import plain
 
 _RECENT_STEPS = 10
 _ENDS = 5  # steps whose mean is the first or the last reward

@@ -16,7 +16,8 @@ from tests.support.made_run import BEGIN_S, GROUP_SIZE, STALENESS, STEP_S, made_
 from torchtitan_rl.observability.explain import diagnose, summarize
 from torchtitan_rl.observability.rollouts import RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog, RowKind, is_known
-from torchtitan_rl.page.rollouts import MAX_TEXT, MAX_TOKEN_TEXT
+from torchtitan_rl.page.details import MAX_TOKEN_TEXT
+from torchtitan_rl.page.values import MAX_TEXT
 
 STEPS, ROLLOUTS = 20, 10
 

@@ -1,0 +1,174 @@
+"""What the page shows of one rollout: `rollout_details`, with the text of each token."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan_rl.observability.explain import finite
+from torchtitan_rl.page.values import (
+    MAX_ITEMS,
+    MAX_TEXT,
+    Json,
+    at,
+    cut,
+    dicts,
+    integer,
+    integers,
+    items,
+    plain,
+)
+
+MAX_TOKEN_TEXT = 200
+MAX_TOKENS = 20_000  # of one rollout in an answer
+_MAX_TEXTS = 2_000_000  # characters of all turns, and of all messages
+_FACTOR = 6_364_136_223_846_793_005  # odd; of the hashes of beginnings
+
+Row = Mapping[str, Any]
+Decode = Callable[[Sequence[int]], list[str]]
+
+
+def rollout_details(row: Row, decode: Decode | None) -> Json:
+    """What the page shows of one rollout's row.
+
+    Args:
+        decode: the text of each token; None if there is no tokenizer.
+    """
+    turns, messages = dicts(row.get("turns"))[:MAX_ITEMS], dicts(row.get("messages"))
+    most = min(MAX_TEXT, _MAX_TEXTS // max(1, len(turns), len(messages)))
+    left = MAX_TOKENS
+    shown = []
+    for turn in turns:
+        shown.append(_turn(row, turn, decode, left, most))
+        left -= len(shown[-1]["tokens"])
+    for parent, turn in zip(_parents(turns), shown, strict=True):
+        turn["parent"] = parent
+    return {
+        "cause": plain(row.get("cause")),
+        "problem": plain(row.get("problem")),
+        "metrics": plain(row.get("metrics")),
+        "phase_s": plain(row.get("phase_s")),
+        "messages": plain(messages, most=most),
+        "turns": shown,
+    }
+
+
+def _turn(row: Row, turn: Row, decode: Decode | None, most_tokens: int, most: int) -> Json:
+    ids = items(turn.get("token_ids"))
+    names = ("reward", "branch_reward", "is_seen", "finish_reason", "stop_reason", "replica")
+    return {
+        "text": plain(turn.get("text"), most=most),
+        **{name: plain(turn.get(name)) for name in (*names, "metrics", "advantage")},
+        "prompt_tokens": len(items(turn.get("prompt_token_ids"))),
+        "num_tokens": len(ids),
+        "tokens": list(_tokens(row, turn, ids[: max(0, most_tokens)], decode)),
+    }
+
+
+def _tokens(row: Row, turn: Row, ids: Sequence[Any], decode: Decode | None) -> Iterator[Json]:
+    texts: Sequence[str | None] = [None] * len(ids)
+    if decode is not None and all(integer(one) is not None for one in ids):
+        texts = decode(ids)
+    names = ("logprobs", "trainer_logprobs", "versions", "loss_mask", "num_kept")
+    logprobs, trainer_logprobs, versions, mask, kept = (items(turn.get(name)) for name in names)
+    advantages = turn.get("advantage")
+    newest = integer(row.get("version"))
+    trained = newest - 1 if newest is not None and row.get("split") == "train" else None
+    for index, (token, text) in enumerate(zip(ids, texts, strict=True)):
+        logprob, of_trainer = (finite(at(values, index)) for values in (logprobs, trainer_logprobs))
+        version = integer(at(versions, index))
+        has_loss = at(mask, index) == 1
+        yield {
+            "text": None if text is None else cut(text, MAX_TOKEN_TEXT),
+            "id": integer(token),
+            "logprob": logprob,
+            "trainer_logprob": of_trainer,
+            "ratio": _ratio(of_trainer, logprob),
+            "version": version,
+            "age": None if trained is None or version is None else trained - version,
+            "mask": int(has_loss),
+            "advantage": finite(advantages) if has_loss else None,
+            "kept": integer(at(kept, index)),
+        }
+
+
+def _ratio(of_trainer: float | None, logprob: float | None) -> float | None:
+    if of_trainer is None or logprob is None:
+        return None
+    return math.exp(max(-50.0, min(50.0, of_trainer - logprob)))
+
+
+def _parents(turns: Sequence[Row]) -> list[int | None]:
+    """For each turn, the earlier turn whose prompt and completion its prompt extends; the longest
+    of several. Beginnings are compared by hashes, because a rollout may have many long prompts."""
+    prompts = [_token_ids(turn, "prompt_token_ids") for turn in turns]
+    wholes = [
+        np.concatenate([prompt, _token_ids(turn, "token_ids")])
+        for prompt, turn in zip(prompts, turns, strict=True)
+    ]
+    ends = [_hashes(whole)[-1:] for whole in wholes]
+    parents: list[int | None] = []
+    for index, prompt in enumerate(prompts):
+        hashes, parent = _hashes(prompt), None
+        for earlier in range(index):
+            length = len(wholes[earlier])
+            is_longer = parent is None or length > len(wholes[parent])
+            if is_longer and 0 < length <= len(prompt) and hashes[length - 1] == ends[earlier][0]:
+                parent = earlier
+        parents.append(parent)
+    return parents
+
+
+def _token_ids(turn: Row, name: str) -> NDArray[np.uint64]:
+    ids = integers(turn.get(name))
+    return np.array(ids, dtype=np.int64).astype(np.uint64)
+
+
+def _hashes(ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The hash of each beginning of ``ids``."""
+    factors = np.cumprod(np.full(len(ids), _FACTOR, dtype=np.uint64), dtype=np.uint64)
+    hashes: NDArray[np.uint64] = np.cumsum((ids + np.uint64(1)) * factors, dtype=np.uint64)
+    return hashes
+
+
+# The texts of tokens.
+
+
+async def token_texts(policy_dir: Path) -> Decode | None:
+    """A function from token ids to the text of each; None if the tokenizer cannot be loaded.
+
+    A character of several tokens is the text of the last of them; the others are empty.
+    """
+    try:
+        changed_ns = (policy_dir / "tokenizer.json").stat().st_mtime_ns
+        return await asyncio.to_thread(_load, policy_dir / "tokenizer.json", changed_ns)
+    except Exception:  # the tokenizers package raises plain exceptions
+        return None
+
+
+@lru_cache(maxsize=4)
+def _load(file: Path, changed_ns: int) -> Decode:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda token_ids: _texts(tokenizer, token_ids)
+
+
+def _texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    from tokenizers.decoders import DecodeStream
+
+    stream, texts = DecodeStream(skip_special_tokens=False), []
+    for token in token_ids:
+        try:
+            texts.append(stream.step(tokenizer, token) or "")
+        except Exception:  # an id that the tokenizer does not have
+            stream = DecodeStream(skip_special_tokens=False)
+            texts.append(f"[{token}]")
+    return texts
