@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torchtitan_rl.files import parse_object
 from torchtitan_rl.observability.explain import finite
 from torchtitan_rl.observability.trace import HOST_EVENT, read_clocks
+from torchtitan_rl.page.values import name_of
 
 _MAX_SPANS = 400_000  # of a track; beyond, the older half is dropped
 _MAX_NAMES = 2_000
@@ -143,11 +144,11 @@ class TraceIndex:
         args = args if isinstance(args, dict) else {}
         if event.get("ph") == "M":
             if name == "process_name":
-                one.process = str(args.get("name"))[:200]
+                one.process = name_of(args.get("name"))
             elif name == HOST_EVENT:
-                one.host = str(args.get("labels"))[:200]
+                one.host = name_of(args.get("labels"))
             elif name == "thread_name" and len(one.tracks) < _MAX_TRACKS:
-                one.tracks.setdefault(tid, _Track(str(args.get("name"))[:200]))
+                one.tracks.setdefault(tid, _Track(name_of(args.get("name"))))
             return
         start_us, duration_us = finite(event.get("ts")), finite(event.get("dur"))
         track = one.tracks.get(tid)
@@ -155,7 +156,7 @@ class TraceIndex:
             return
         if name not in self._names and len(self._names) >= _MAX_NAMES:
             name = "other"
-        index = self._names.setdefault(name[:200], len(self._names))
+        index = self._names.setdefault(name_of(name), len(self._names))
         track.put(start_us / 1e3, max(0.0, duration_us / 1e3), index)
         self.num_spans += 1
 

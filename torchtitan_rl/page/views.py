@@ -93,7 +93,7 @@ def overview(index: RunIndex) -> Json:
         described
         | _of_rows(index)
         | {
-            "phase": live.get("phase"),
+            "phase": plain(live.get("phase")),
             "num_rows": len(columns),
             "eta_s": _eta_s(columns, seconds, described["num_steps"]) if live else None,
             "elapsed_s": None if begin_s is None or end_s is None else max(0.0, end_s - begin_s),
@@ -216,7 +216,9 @@ def policy_dir(index: RunIndex) -> Path:
     """The folder of the run's tokenizer."""
     launched = index.document(LAUNCH_FILE).get("policy_dir")
     own = index.folder / "policy"
-    return own if (own / "tokenizer.json").is_file() or not launched else Path(str(launched))
+    if isinstance(launched, str) and not (own / "tokenizer.json").is_file():
+        return Path(launched)
+    return own
 
 
 def _begin_s(index: RunIndex) -> float | None:

@@ -375,6 +375,36 @@ def test_values_of_any_kind_count_as_missing(own_run: Path) -> None:
                 page.get(f"rollouts/{one['n']}")
 
 
+def test_damaged_traces_are_shown_as_far_as_they_can_be_read(own_run: Path) -> None:
+    odd: list[Any] = [None, 7, -1, 10**400, 1e300, "x", [], {}, [[["x"]]], HOSTILE]
+    with (own_run / "traces" / "odd.1.jsonl").open("a") as file:
+        for value in odd:
+            named = {"name": "thread_name", "ph": "M", "tid": 1, "args": {"name": value}}
+            span = {"name": "s", "ph": "X", "ts": 1.8e15, "dur": 5.0, "tid": 1}
+            for event in (value, named, span, *(span | {name: value} for name in span)):
+                file.write(json.dumps(event) + "\n")
+        file.write("[" * 100_000 + "\n" + "x" * 3_000_000 + "\n" + json.dumps(span) + "\n")
+    (own_run / "traces" / "clocks.json").write_text("[" * 100_000)
+    with asked(own_run) as page:
+        shown = page.get("timeline")
+        assert {"controller", "odd"} <= {one["name"] for one in shown["processes"]}
+        page.get("trace.json")
+
+
+def test_a_line_that_is_too_long_for_the_memory_is_passed_over(
+    own_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_rl.page.index.MAX_LINE_BYTES", 100_000)
+    row = rows_of(own_run / "rollouts.jsonl")[-1]
+    with asked(own_run) as page:
+        before = page.get("rollouts")["total"]
+        append(own_run / "rollouts.jsonl", row | {"cause": "x" * 350_000})
+        append(own_run / "rollouts.jsonl", row | {"cause": "found"})
+        assert page.get("rollouts")["total"] == before + 1
+        assert page.get("rollouts", q="found")["total"] == 1
+        assert page.get("overview")["warnings"][0].startswith("1 lines cannot be read")
+
+
 def test_hostile_text_is_text_and_bounded(own_run: Path) -> None:
     row = rows_of(own_run / "rollouts.jsonl")[-1]
     long = HOSTILE + "x" * 1_000_000
