@@ -195,12 +195,23 @@ type Counters = Record<"metrics" | "rollouts" | "now" | "trace", number>;
 const KINDS = ["metrics", "rollouts", "now", "trace"] as const;
 
 /** Listens for changes. `ready` is called once the present state of every run is known: what is asked
- * for after that misses no change. */
+ * for after that misses no change. A hidden tab does not listen: a browser opens only six connections to
+ * one address, and each tab that listens has one of them. */
 function listen(ready: () => void): void {
   const seen = new Map<number, Counters>();
   let lost = 0;
   let wasLost = false;
   const source = new EventSource("/api/events");
+  const onVisibility = (): void => {
+    if (document.hidden) return stop();
+    document.removeEventListener("visibilitychange", onVisibility);
+    listen(changeAll);
+  };
+  const stop = (): void => {
+    source.close();
+    window.clearTimeout(lost);
+  };
+  document.addEventListener("visibilitychange", onVisibility);
   source.addEventListener("open", () => {
     window.clearTimeout(lost);
     lost = 0;
@@ -211,7 +222,7 @@ function listen(ready: () => void): void {
     wasLost = true;
     if (lost === 0) lost = window.setTimeout(() => fill(status, "Connection lost. Reconnecting …"), 1500);
     if (source.readyState === EventSource.CLOSED) {
-      source.close();
+      document.removeEventListener("visibilitychange", onVisibility);
       window.setTimeout(() => listen(changeAll), 3000);
     }
   });
@@ -221,6 +232,7 @@ function listen(ready: () => void): void {
     seen.set(data.run, data);
     if (before === undefined && !wasLost) {
       if (seen.size === runs.length) ready();
+      if (seen.size === runs.length && document.hidden) stop();
       return;
     }
     const changed: Changed = { run: data.run, metrics: false, rollouts: false, now: false, trace: false };
