@@ -18,6 +18,8 @@ from torchtitan_rl.commands.generate import GenerateOptions
 from torchtitan_rl.commands.keys import KeysConfig
 from torchtitan_rl.commands.launch_script import LaunchScriptOptions
 from torchtitan_rl.commands.new import NewTaskConfig
+from torchtitan_rl.commands.report import ReportOptions
+from torchtitan_rl.commands.view import ViewOptions
 from torchtitan_rl.commands.worker import WorkerOptions
 from torchtitan_rl.config.evaluate import EvalConfig
 from torchtitan_rl.config.loader import load_config
@@ -33,7 +35,7 @@ from torchtitan_rl.launch.scripts import (
 
 ROOT = Path(__file__).parents[3]
 OPTIONS_OF_KINDS = (SlurmOptions, KubernetesOptions, SshOptions, ComposeOptions)
-FLAGS = {"--dry-run", "--json", "--help", "--no-pin-cores"}
+FLAGS = {"--dry-run", "--json", "--help", "--no-pin-cores", "--page"}
 NOT_OURS = re.compile(
     r"git |pip |pytest|py-spy|torchrun|-m (tests|benchmarks)|python3? -m|sbatch |kubectl |docker "
 )
@@ -53,7 +55,7 @@ def fields(kind: Any, prefix: str = "") -> frozenset[str]:
 def known() -> frozenset[str]:
     commands = (
         *(ServeConfig, GenerateOptions, EvalConfig, EnvCheckConfig, NewTaskConfig),
-        PreviewConfig,
+        *(PreviewConfig, ReportOptions, ViewOptions),
         *(WorkerOptions, KeysConfig, LaunchScriptOptions, *OPTIONS_OF_KINDS),
     )
     return fields(RunConfig).union(*(fields(kind) for kind in commands))
@@ -93,7 +95,7 @@ def test_every_option_that_a_page_names_exists(page: str) -> None:
     # A flag has two forms: --section.name and --section.no-name.
     named = {re.sub(r"\.no-", ".", flag[2:]).replace("-", "_") for flag in flags - FLAGS}
     sections = {name.partition(".")[0] for name in known() if "." in name}
-    dotted = re.compile(rf"`((?:{'|'.join(sections)})\.\w+(?:\.\w+)*)(?<!jsonl)`")
+    dotted = re.compile(rf"`((?:{'|'.join(sections)})\.\w+(?:\.\w+)*)(?<!jsonl)(?<!json)`")
     named |= set(dotted.findall("\n".join(lines)))
     assert {name for name in named if not name.startswith("task.")} - known() == set()
 
