@@ -29,8 +29,11 @@ NOT_RUN = {
     r"torchtitan-rl report ": "needs a run's files: tests/fast/page/test_report.py",
     r"torchtitan-rl worker ": "listens until it is stopped: tests/real/test_tls_workers.py",
     r"torchtitan-rl train .*--launch\.attach": "needs workers: tests/real/test_tls_workers.py",
-    r"torchtitan-rl (audit|explain|replay|report|view) ": "needs a run's files: "
+    r"torchtitan-rl (audit|explain|report|view) ": "needs a run's files: "
     "tests/real/test_main_job.py, tests/real/test_explain.py",
+    r"torchtitan-rl (replay |train .*--mode train)": (
+        "needs a recorded run: tests/real/test_replay.py"
+    ),
     r"torchtitan-rl generate ": "starts an engine: tests/real/test_generate_cli.py",
     r"torchtitan-rl env check .*--policy real": "starts an engine: tests/real/test_new_task.py",
     r"(torchtitan-rl data preview|python) lake_": "needs a server: "

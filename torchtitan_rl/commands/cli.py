@@ -33,6 +33,7 @@ COMMANDS = {
     "view": ("RUN_DIR... [options]", "show runs on a page in the browser", "commands.view"),
     "report": ("RUN_DIR [options]", "write the page of a run into one file", "commands.report"),
     "explain": ("RUN_DIR", "say in words what a run shows", "commands.explain"),
+    "replay": ("RUN_DIR [options]", "compute a step of a run again", "commands.replay"),
     "audit": ("RUN_DIR", "check that what a run wrote adds up", "audit.run"),
     "worker": ("--address ADDRESS", "make this machine a host of runs", "commands.worker"),
     "keys": ("--hosts HOST... [options]", "make TLS keys for a run's machines", "commands.keys"),

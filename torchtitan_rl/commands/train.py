@@ -28,6 +28,7 @@ from torchtitan_rl.aio import background
 from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
 from torchtitan_rl.commands.replicas import Generation, run_endpoint
+from torchtitan_rl.commands.train_only import recorded_rollouts, train_on_recorded
 from torchtitan_rl.commands.view import PAGE_HELP, PageAddress, page_of_run
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
 from torchtitan_rl.config.machine import count, host_name
@@ -50,11 +51,13 @@ from torchtitan_rl.launch.meeting import RESUME_COMMAND
 from torchtitan_rl.observability.console import STEP_WORDS, format_seconds, usual_step_s
 from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.observability.page_files import write_launch
+from torchtitan_rl.observability.recorded import RecordedRun
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher, GrammarReplay
 from torchtitan_rl.orchestration.checkpointing import choose_checkpoint
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.controller import Controller
+from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.run_state import Claim, Parts, Trainer
@@ -109,6 +112,7 @@ def main(words: Sequence[str]) -> int:
     with attachment(config) as attached:
         with dry_run.planning():
             prepared = attached.prepare()
+        recorded = recorded_rollouts(prepared)
         if dry_run.is_wanted:
             return _show(prepared, dry_run)
         if prepared.is_complete:
@@ -121,7 +125,7 @@ def main(words: Sequence[str]) -> int:
             claim = stack.enter_context(claim_run(prepared))
             stay_on_cores(prepared.plan.controller_cores)
             url = stack.enter_context(page_of_run(page, config.run_dir, config.log_dir))
-            run = _Run.of(prepared, resume_command, claim, attached.hosts, url)
+            run = _Run.of(prepared, resume_command, claim, attached.hosts, url, recorded)
             write_launch(
                 config.run_dir,
                 command=shlex.join(["torchtitan-rl", "train", str(config_file), *options]),
@@ -145,7 +149,8 @@ def _show(prepared: PreparedRun, dry_run: DryRun) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """A run that is about to start. ``found`` is the checkpoint from which it continues; ``hosts``
-    is None if all processes run on this machine; ``page`` names its page in the first line."""
+    is None if all processes run on this machine; ``page`` names its page in the first line;
+    ``recorded`` is the run whose rollouts are trained on, in a run that only trains."""
 
     prepared: PreparedRun
     hosts: Hosts | None
@@ -155,10 +160,16 @@ class _Run:
     journal: Journal
     found: NewestCheckpoint
     page: str
+    recorded: RecordedRun | None
 
     @staticmethod
     def of(
-        prepared: PreparedRun, resume_command: str, claim: Claim, hosts: Hosts | None, page: str
+        prepared: PreparedRun,
+        resume_command: str,
+        claim: Claim,
+        hosts: Hosts | None,
+        page: str,
+        recorded: RecordedRun | None,
     ) -> _Run:
         """Choose the checkpoint of a resumed run, and collect the parts of the run.
 
@@ -179,6 +190,7 @@ class _Run:
             journal=journal,
             found=choose_checkpoint(checkpoints, journal) if is_resumed else NewestCheckpoint(),
             page=page,
+            recorded=recorded,
         )
 
 
@@ -243,8 +255,9 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         recorder.say(line)
     if config.checkpoint.resume:
         recorder.say(f"start: {prepared.describe_start(found.step)}")
-    replicas = count(len(prepared.plan.replicas), "replica")
-    recorder.say(f"starting {replicas} and the trainer; logs in {config.log_dir}")
+    starting = [count(len(prepared.plan.replicas), "replica")] if prepared.plan.replicas else []
+    starting += [] if prepared.plan.trainer is None else ["the trainer"]
+    recorder.say(f"starting {' and '.join(starting)}; logs in {config.log_dir}")
     tokenizer = await asyncio.to_thread(load_tokenizer, prepared.policy_dir)
     vocab_size = read_architecture(prepared.policy_dir).vocab_size
     recorder.decode_by(tokenizer.decode, vocab_size=vocab_size)
@@ -258,6 +271,11 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
                 run_processes(prepared, trace_dir=recorder.trace_dir, hosts=run.hosts)
             )
         collect_less()
+        if run.recorded is not None:
+            trainer = processes.trainer
+            await train_on_recorded(run.recorded, prepared, trainer, recorder, signals)
+            await _export(run, processes, recorder)
+            return
         recorder.watch_weights(processes.weights.take_fetches)
         ledger = TokenLedger()
         router = _router(config, processes, ledger)
@@ -290,14 +308,15 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         training = controller.run(resume_from=found if config.checkpoint.resume else None)
         try:
             await generation.with_endpoint(training)
-            if config.checkpoint.export_hf:
-                await _export(run, processes, recorder)
+            await _export(run, processes, recorder)
         except RunTakenOverError as error:
             end_within(_TAKEN_OVER_S, print_error(error))
             raise
 
 
 async def _export(run: _Run, processes: RunProcesses, recorder: RunRecorder) -> None:
+    if not run.prepared.config.checkpoint.export_hf:
+        return
     run.claim.check()
     with recorder.phase("export"):
         await processes.trainer.export_hf(run.prepared.config.run_dir.absolute() / "policy")
@@ -416,6 +435,7 @@ class FailureHandling:
         router.give_up(lambda name: first_name(name) in names, ReplicaError(message))
         trainer = self._plan.trainer
         if trainer is not None and host in {part.host for part in trainer.on_each_host()}:
+            assert not isinstance(processes.trainer, FixedPolicy)
             processes.trainer.lose(message)
 
     async def _start(self, lost: str, name: str) -> Replica:

@@ -160,6 +160,16 @@ def _relation_errors(config: RunConfig) -> list[str]:
         ]
         if broken:
             errors.append(f"{name} is {value}: give {words} {' and '.join(broken)}{reason}")
+    if config.mode == "generate" and config.is_colocated:
+        errors.append(
+            "placement is colocated: with mode generate there is no trainer to share devices with; "
+            "give separate"
+        )
+    if (config.mode == "train") != (config.rollouts is not None):
+        errors.append(
+            f"rollouts is {config.rollouts}: it is the folder of the recorded run with mode train "
+            f"and nothing otherwise, and mode is {config.mode}"
+        )
     for name in ("max_episode_tokens", "max_tokens_per_microbatch"):
         tokens, ranks = getattr(config.trainer, name), config.trainer.tensor_parallel
         if tokens % ranks:

@@ -101,16 +101,18 @@ class ProcessPlan:
                 for index in range(len(self.hosts))
                 if (names := self._names_on(index))
             )
-        number = len(self.replicas)
-        replicas = replace(
-            self.replicas[0],
-            name=f"{number} replicas" if number > 1 else "1 replica",
-            devices=tuple(device for group in self.replicas for device in group.devices),
-            cores=tuple(core for group in self.replicas for core in group.cores),
-        )
+        replicas = [
+            replace(
+                group,
+                name=count(len(self.replicas), "replica"),
+                devices=tuple(device for group in self.replicas for device in group.devices),
+                cores=tuple(core for group in self.replicas for core in group.cores),
+            )
+            for group in self.replicas[:1]
+        ]
         return ", ".join(
             f"{group.name}{f' of {group.ranks} ranks' if group.ranks > 1 else ''} on {group.place}"
-            for group in (replicas, *self._others())
+            for group in (*replicas, *self._others())
         )
 
     def describe(self) -> str:
@@ -168,9 +170,9 @@ def plan_processes(
         trainer_hosts=(0,) * config.trainer.world_size,
     )
     plan = _plan(config, [here], placement, cores if config.pin_cores and not devices else ())
-    assert plan.trainer is not None
-    others = tuple(core for core in cores if core not in plan.trainer.cores)
-    return replace(plan, hosts=(), controller_cores=others if plan.trainer.cores else ())
+    taken = () if plan.trainer is None else plan.trainer.cores
+    others = tuple(core for core in cores if core not in taken)
+    return replace(plan, hosts=(), controller_cores=others if taken else ())
 
 
 def plan_on_hosts(config: RunConfig, hosts: Sequence[HostFacts]) -> ProcessPlan:
@@ -225,6 +227,7 @@ def _plan(
     replicas = [
         _replica(config.generator, config.seed, index, devices[host], free_cores, host=host)
         for index, host in enumerate(placement.replica_hosts)
+        if config.mode != "train"
     ]
     if config.is_colocated:
         devices, free_cores = _free_devices(hosts), list(cores)
@@ -236,6 +239,7 @@ def _plan(
         at_once = generating | training if are_alternating else generating + training
         crowded = _crowded_hosts(at_once, hosts)
         shared = _crowded_hosts(generating + training, hosts) & {*generating} & {*training}
+    has_endpoint = config.endpoint.enabled and config.mode != "train"
     trainer = ProcessGroup(
         name="trainer",
         ranks=config.trainer.world_size,
@@ -252,9 +256,9 @@ def _plan(
         device=device,
         hosts=tuple(hosts),
         replicas=tuple(replace(one, yields_cores=one.host in crowded) for one in replicas),
-        trainer=trainer,
-        endpoint=_endpoint(config.endpoint) if config.endpoint.enabled else None,
-        is_shared=config.is_colocated,
+        trainer=None if config.mode == "generate" else trainer,
+        endpoint=_endpoint(config.endpoint) if has_endpoint else None,
+        is_shared=config.is_colocated and config.mode == "both",
         shares_cores=bool(shared),
     )
 

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -93,6 +93,7 @@ class PreparedRun:
             f"outputs: {config.run_dir}",
             self.plan.describe(),
             self._describe_memory(),
+            self._describe_mode(),
             f"steps: {config.num_steps} of {rollout.groups_per_step} groups of "
             f"{rollout.group_size} rollouts, each of at most {count(rollout.max_turns, 'turn')} "
             f"and {rollout.max_total_tokens} tokens; learning rate "
@@ -101,8 +102,10 @@ class PreparedRun:
             f"rollouts: at most {config.max_rollouts} at once, "
             f"{config.request_timeout_s:g} s for a request, "
             f"{rollout.rollout_timeout_s:g} s for a rollout",
-            f"training: {self._describe_training()}",
-            f"weights: at most {config.num_published_versions} versions published at a time",
+            "" if config.mode == "generate" else f"training: {self._describe_training()}",
+            f"weights: at most {config.num_published_versions} versions published at a time"
+            if config.mode == "both"
+            else "",
             f"evaluation: {self._describe_evaluation()}",
             self._describe_recording(),
             f"start: {self.describe_start(self._checkpoint_step)}",
@@ -135,6 +138,15 @@ class PreparedRun:
         parts = [f"{name} {size / 2**30:.1f}" for name, size in sizes if size >= 2**27]
         total = sum(self.memory_bytes.values()) / 2**30
         return f"memory: about {total:.1f} GiB ({', '.join(parts)})" if parts else ""
+
+    def _describe_mode(self) -> str:
+        match self.config.mode:
+            case "both":
+                return ""
+            case "generate":
+                return "mode: generate; the policy does not change"
+            case "train":
+                return f"mode: train, on the rollouts of {self.config.rollouts}"
 
     def _describe_training(self) -> str:
         trainer = self.config.trainer
@@ -189,7 +201,7 @@ _SAMPLED_BYTES, _PROMPT_BYTES = 80, 7  # of a token in rollouts.jsonl
 def recorded_bytes(config: RunConfig) -> int:
     """The most bytes that a step adds to ``rollouts.jsonl`` with ``metrics.rollouts_per_step``
     ``all``; 0 without it. Each turn repeats the tokens of the turns before it in its prompt."""
-    if config.metrics.rollouts_per_step != "all":
+    if config.rollouts_per_step != "all":
         return 0
     rollout = config.rollout
     token_bytes = _SAMPLED_BYTES + _PROMPT_BYTES * (rollout.max_turns + 1) // 2
@@ -217,6 +229,10 @@ def prepare_run(
             there are none, all other errors.
     """
     check_fields(config)
+    if config.mode != "both":  # nothing to compare before and after
+        config = replace(config, evaluation=replace(config.evaluation, num_problems=0))
+    if config.mode == "generate":  # no new policy
+        config = replace(config, checkpoint=replace(config.checkpoint, export_hf=False))
     machine, keys = machine or machine_facts(), Keys.of()
     notes = [*_own_functions(config), *agent_notes(config.task, config.endpoint)]
     policy_dir: Path | None = None

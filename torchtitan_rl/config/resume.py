@@ -440,7 +440,9 @@ def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
 def is_complete(saved: ResumePoint, config: RunConfig) -> bool:
     """Whether nothing is left to do: all steps, the last evaluation, the export and the manifest
     are done. A run in which no step trained is never complete."""
-    if saved.checkpoint is None or saved.step < config.num_steps or saved.version == 0:
+    if saved.checkpoint is None or saved.step < config.num_steps:
+        return False
+    if saved.version == 0 and config.mode != "generate":
         return False
     if not (config.run_dir / MANIFEST).is_file():
         return False

@@ -138,11 +138,14 @@ def serving_errors(
 
 def memory_use(config: RunConfig, policy: PolicyFacts) -> dict[str, int]:
     """The memory that a run on a CPU needs, in bytes, by part."""
-    return {
-        "replicas": config.generator.replicas * replica_bytes(config.generator, policy),
-        "trainer": trainer_bytes(config, policy),
-        "published weights": published_bytes(config, policy),
-    }
+    parts = {}
+    if config.mode != "train":
+        parts["replicas"] = config.generator.replicas * replica_bytes(config.generator, policy)
+    if config.mode != "generate":
+        parts["trainer"] = trainer_bytes(config, policy)
+    if config.mode == "both":
+        parts["published weights"] = published_bytes(config, policy)
+    return parts
 
 
 def trainer_bytes(config: RunConfig, policy: PolicyFacts) -> int:

@@ -140,6 +140,11 @@ class RunConfig:
     num_steps: Positive = 50
     """Number of training steps in the whole run. Each step trains on one batch and ends with a new
     policy version."""
+    mode: Literal["both", "generate", "train"] = "both"
+    """What the run does. ``generate`` only writes rollouts, all of them. ``train`` only trains, on
+    the recorded rollouts of another run (``rollouts``)."""
+    rollouts: File | None = None
+    """With ``mode`` ``train``: folder of a run that has recorded all of its rollouts."""
     pin_cores: bool = False
     """Give each replica and the trainer cores of their own. Only on a CPU of this machine."""
     placement: Literal["separate", "colocated"] = "separate"
@@ -183,9 +188,16 @@ class RunConfig:
     def is_colocated(self) -> bool:
         return self.placement == "colocated"
 
+    @property
+    def rollouts_per_step(self) -> int | Literal["all"]:
+        """The number of rollouts of each step that are written."""
+        return "all" if self.mode == "generate" else self.metrics.rollouts_per_step
+
     def together(self, generating: int, training: int) -> int:
         """The amount of a resource that generation and training need together. If they are
         colocated, they use the resource in turns, so the amount is the larger of the two."""
+        generating = 0 if self.mode == "train" else generating
+        training = 0 if self.mode == "generate" else training
         return max(generating, training) if self.is_colocated else generating + training
 
     @property

@@ -92,7 +92,7 @@ class RunRecorder:
         )
         self._rollouts = RolloutLog(
             run_dir / "rollouts.jsonl",
-            per_step=metrics.rollouts_per_step,
+            per_step=config.rollouts_per_step,
             seed=config.seed,
             resume_step=resume_step,
         )

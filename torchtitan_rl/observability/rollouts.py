@@ -4,8 +4,8 @@ Each row is one rollout, with text, tokens, logprobs, versions, advantages and m
 The best, the worst and random rollouts are chosen. The random choice depends only on seed and step.
 
 With ``metrics.rollouts_per_step all`` the rows of a step are all its rollouts, in the order of the
-batch. From these rows `read_groups` makes the same groups again. Floats are read exactly as they
-were written, except that NaN and infinite ones become NaN.
+batch. From these rows `groups_from_rows` makes the same groups again. Floats are read exactly as
+they were written, except that NaN and infinite ones become NaN.
 """
 
 from __future__ import annotations
@@ -101,31 +101,38 @@ class RolloutLog:
         if self._last is None or self._last[:2] != (step, split):
             rng = random.Random(f"{self._seed}/{split.value}/{step}")
             head = {"step": step, "version": version, "split": split.value}
-            is_whole = self._per_step == "all"
-            count = _NUM_EXAMPLES if self._per_step == "all" else self._per_step
-            chosen = choose_rollouts(groups, count, rng)
-            if is_whole:
-                reasons = {id(rollout): why for why, _, rollout in chosen}
-                pairs = ((group, rollout) for group in groups for rollout in group.rollouts)
-                chosen = [(reasons.get(id(one), "all"), group, one) for group, one in pairs]
             trained = _by_rollout(episodes, trainer_logprobs)
             rows = [
-                head
-                | {"chosen": why, "vocab_size": self.vocab_size}
-                | rollout_to_json(group, rollout, decode=self.decode, is_whole=is_whole)
-                for why, group, rollout in chosen
+                head | {"chosen": why} | self._row(group, rollout, trained)
+                for why, group, rollout in self._choose(groups, rng)
             ]
-            if trained is not None:
-                for row, (_, _, rollout) in zip(rows, chosen, strict=True):
-                    of_turns = _trained(rollout, trained[rollout.rollout_id], self.vocab_size)
-                    for turn, of_turn in zip(row["turns"], of_turns, strict=True):
-                        turn |= of_turn
             self.last_rows[split] = [row for row in rows if row["chosen"] != "all"]
             self._last = step, split, logged_metrics(split, rows, self._rows.append(*rows))
         return self._last[2]
 
     def close(self) -> None:
         self._rows.close()
+
+    def _choose(
+        self, groups: Sequence[RolloutGroup], rng: random.Random
+    ) -> list[tuple[str, RolloutGroup, Rollout]]:
+        if self._per_step != "all":
+            return choose_rollouts(groups, self._per_step, rng)
+        examples = choose_rollouts(groups, _NUM_EXAMPLES, rng)
+        reasons = {id(rollout): why for why, _, rollout in examples}
+        return [
+            (reasons.get(id(rollout), "all"), group, rollout)
+            for group in groups
+            for rollout in group.rollouts
+        ]
+
+    def _row(self, group: RolloutGroup, rollout: Rollout, trained: _Trained | None) -> Row:
+        is_whole = self._per_step == "all"
+        row = rollout_to_json(group, rollout, decode=self.decode, is_whole=is_whole)
+        if trained is not None:
+            of_turns = _trained(rollout, trained[rollout.rollout_id], self.vocab_size)
+            row["turns"] = [turn | one for turn, one in zip(row["turns"], of_turns, strict=True)]
+        return {"vocab_size": self.vocab_size} | row
 
 
 def logged_metrics(split: str, rows: Sequence[Row], lines: Sequence[bytes]) -> dict[str, float]:
@@ -354,31 +361,24 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
     )
 
 
-def read_groups(path: Path) -> Iterator[tuple[int, list[RolloutGroup]]]:
-    """Yield the steps that trained, ascending, each with the groups of its batch, from rows that
-    were written with ``per_step`` ``all``.
+def groups_from_rows(rows: Sequence[Row]) -> tuple[RolloutGroup, ...]:
+    """Return the groups of a step from all of its rows.
 
     Raises:
-        OSError: a file cannot be read.
-        ValueError: a row is not a whole rollout; the message says which.
+        KeyError, TypeError, ValueError, OverflowError: a row is not a whole rollout.
     """
-    step, rows = 0, dict[str, list[tuple[Row, Rollout]]]()
-    for row, rollout in read_rollouts(path):
-        if row.get("split") != Split.TRAIN:
-            continue
-        if row["step"] != step:
-            if rows:
-                yield step, list(map(_group, rows.values()))
-            step, rows = row["step"], {}
-        rows.setdefault(rollout.group_id, []).append((row, rollout))
-    if rows:
-        yield step, list(map(_group, rows.values()))
-
-
-def _group(rows: Sequence[tuple[Row, Rollout]]) -> RolloutGroup:
-    row, first = rows[0]
-    return RolloutGroup(
-        group_id=first.group_id,
-        problem=Problem(problem_id=first.problem_id, data=row["problem"], task=row["task"]),
-        rollouts=tuple(rollout for _, rollout in rows),
+    by_group: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_group[row["group_id"]].append(row)
+    return tuple(
+        RolloutGroup(
+            group_id=group_id,
+            problem=Problem(
+                problem_id=of_group[0]["problem_id"],
+                data=of_group[0]["problem"],
+                task=of_group[0]["task"],
+            ),
+            rollouts=tuple(map(rollout_from_json, of_group)),
+        )
+        for group_id, of_group in by_group.items()
     )

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 from torchtitan_rl.errors import NothingTrainedError, TorchtitanRLError
@@ -108,6 +109,10 @@ class Consumer:
             )
         return groups
 
+    @property
+    def _is_training(self) -> bool:
+        return self._config.mode != "generate"
+
     def _may_train(self) -> bool:
         """Whether the trainer may use its devices: on shared devices, evaluations and pulls must
         end first."""
@@ -147,8 +152,10 @@ class Consumer:
                 why = _in_brackets(describe_failures(groups))
                 self._recorder.say(f"step {step} has no token to train on; its weights stay{why}")
                 return batched, None
-            await self._devices.prepare_step()
             self._empty_batches.clear()
+            if not self._is_training:
+                return _without_training(batched), None
+            await self._devices.prepare_step()
             self._report_ignored_rewards(groups)
             if not batch.advantages.any():
                 self._recorder.say(f"step {step}: no group has rewards that differ")
@@ -169,7 +176,7 @@ class Consumer:
         groups = tuple(group for batch in empty[-2:] for group in batch)
         if len(empty) == state.step == 2 and all_failed_alike(groups):
             what = "all rollouts of the first two steps failed for one cause"
-        elif state.version == 0 and state.step >= self._config.num_steps:
+        elif state.version == 0 and state.step >= self._config.num_steps and self._is_training:
             what = "no step of the run had a token to train on"
         elif len(empty) >= self._config.schedule.max_empty_batches:
             what = f"{len(empty)} steps in a row had no token to train on"
@@ -253,6 +260,13 @@ class Consumer:
             return text
         activities = self._parts.rollouter.activities()
         return f"{text}; {describe_group(oldest.group_id, activities, state.waits.now_s())}"
+
+
+def _without_training(batched: Batched) -> Batched:
+    """Count the tokens that could be trained on as discarded."""
+    tokens = batched.tokens
+    discarded = {**tokens.discarded, "only_generated": tokens.trained}
+    return batched._replace(tokens=replace(tokens, trained=0, discarded=discarded), episodes=())
 
 
 def _in_brackets(text: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
 from tests.support.turns import group, rollout, turn, with_kept
-from torchtitan_rl.observability.rollouts import RolloutLog, choose_rollouts, read_groups
+from torchtitan_rl.observability.rollouts import RolloutLog, choose_rollouts, groups_from_rows
 from torchtitan_rl.observability.sinks import Row, Split, read_rows
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
@@ -115,12 +115,12 @@ def test_groups_that_are_recorded_whole_make_the_same_batch_again(tmp_path: Path
         log.record(step, step, groups, Split.TRAIN, batched.episodes, logprobs)
         log.record(step, step, groups[:1], Split.EVALUATION)
     log.close()
-    found = list(read_groups(tmp_path / "rollouts.jsonl"))
-    assert [step for step, _ in found] == [1, 2]
-    for _, again in found:
+    rows = [line.row for line in read_rows(tmp_path / "rollouts.jsonl")]
+    for step in (1, 2):
+        own = [row for row in rows if row["step"] == step and row["split"] == Split.TRAIN]
+        again = groups_from_rows(own)
         assert repr(batcher(again)) == repr(batched)
         assert [one.problem for one in again] == [one.problem for one in groups]
-    rows = [line.row for line in read_rows(tmp_path / "rollouts.jsonl")]
     assert rows[0]["turns"][0]["num_kept"] == [3, None, None]
     assert rows[0]["turns"][0]["trainer_logprobs"] == [2.0, 3.0, 4.0]
     assert rows[1]["turns"][0]["num_kept"] is None

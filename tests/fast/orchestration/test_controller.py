@@ -20,6 +20,9 @@ from torchtitan_rl.errors import (
     TrainerLostError,
 )
 from torchtitan_rl.generation.commands import Pause
+from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.controller import Controller
+from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.orchestration.ledger import require_sums
 from torchtitan_rl.rollout.env import Observation
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
@@ -292,3 +295,31 @@ def test_trap_28_a_turn_that_was_finished_is_not_sampled_again_after_a_kill(tmp_
     assert len(finished) > 10
     resumed = run(plan, tmp_path, resume=True)
     assert not finished & set(resumed.requested)
+
+
+def only_generating(simulation: Simulation) -> None:
+    parts = replace(simulation.controller._parts, trainer=FixedPolicy())
+    simulation.controller = Controller(replace(simulation.config, mode="generate"), parts)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_that_only_generates_goes_on_from_its_checkpoint_and_counts_every_token(
+    staleness: int, tmp_path: Path
+) -> None:
+    plan = Plan(staleness=staleness, checkpoint_every=2)
+    whole, error = live(plan, tmp_path / "whole", prepare=only_generating)
+    assert error is None
+    _, error = live(plan, tmp_path / "cut", prepare=only_generating, stop_after=6.0)
+    assert isinstance(error, StopRequested)
+    resumed, error = live(plan, tmp_path / "cut", prepare=only_generating, resume=True)
+    assert error is None
+    records = {one.step: one for one in [*whole.recorder.steps, *resumed.recorder.steps]}
+    assert max(records) == plan.num_steps
+    for record in records.values():
+        assert (record.version, record.tokens.trained, record.episodes) == (0, 0, ())
+        assert record.totals is not None
+        require_sums(record.totals)
+        assert record.totals.tokens_discarded["only_generated"] > 0
+    if staleness == 0:
+        last = whole.recorder.steps[-len(resumed.recorder.steps) :]
+        assert [one.groups for one in resumed.recorder.steps] == [one.groups for one in last]

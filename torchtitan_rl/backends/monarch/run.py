@@ -29,6 +29,7 @@ from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.config.prepare import PreparedRun, PreparedServe, ServeConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.weights.config import (
     Transport,
     WeightSyncConfig,
@@ -40,10 +41,10 @@ from torchtitan_rl.weights.distribution import WeightDistribution
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProcesses:
-    """The processes of a run. ``replicas`` grows when lost replicas are started again. ``weights``
-    fetches the trainer's weights to the replicas' hosts."""
+    """The processes of a run. ``replicas`` grows when lost replicas are started again; it is empty
+    in a run that only trains. ``weights`` fetches the trainer's weights to the replicas' hosts."""
 
-    trainer: MonarchTrainer
+    trainer: MonarchTrainer | FixedPolicy
     replicas: list[MonarchReplica]
     endpoint: MonarchEndpoint | None
     prepared: PreparedRun
@@ -100,18 +101,20 @@ async def run_processes(
         ConfigError: the configured transport does not reach from the trainer to a replica.
     """
     plan = prepared.plan
-    assert plan.trainer is not None
     hosts = hosts or Hosts()
     transport, weight_hosts = _weight_hosts(prepared, hosts, trace_dir)
     weights = WeightDistribution(weight_hosts, fan_out=prepared.config.weight_sync.fan_out)
     supervise()
-    trainer = await MonarchTrainer.spawn(plan.trainer, _trainer_spec(prepared, trace_dir), hosts)
+    trainer: MonarchTrainer | FixedPolicy = FixedPolicy()
+    if plan.trainer is not None:
+        spec = _trainer_spec(prepared, trace_dir)
+        trainer = await MonarchTrainer.spawn(plan.trainer, spec, hosts)
     replicas: list[MonarchReplica] = []
     endpoint: MonarchEndpoint | None = None
     try:
         for group in plan.replicas:
-            spec = _generator_spec(prepared, group, trace_dir=trace_dir)
-            replicas.append(await spawn_replica(group, spec, hosts, weights=weights))
+            of_replica = _generator_spec(prepared, group, trace_dir=trace_dir)
+            replicas.append(await spawn_replica(group, of_replica, hosts, weights=weights))
         if plan.endpoint is not None:
             endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
         start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
@@ -165,7 +168,7 @@ async def serve_processes(
 
 
 async def _start(
-    trainer: MonarchTrainer,
+    trainer: MonarchTrainer | FixedPolicy,
     replicas: Sequence[MonarchReplica],
     transport: Transport,
     *,
@@ -173,12 +176,12 @@ async def _start(
 ) -> None:
     """Start trainer and replicas. On shared devices the engines start last, because they use all
     free memory."""
-    if not is_shared:
-        await all_of(trainer.start(transport), *(replica.peer.start() for replica in replicas))
-        return
-    await trainer.start(transport)
-    await trainer.offload()
-    await all_of(*(replica.peer.start() for replica in replicas))
+    starts = [] if isinstance(trainer, FixedPolicy) else [trainer.start(transport)]
+    if is_shared:
+        await all_of(*starts)
+        await trainer.offload()
+        starts = []
+    await all_of(*starts, *(replica.peer.start() for replica in replicas))
 
 
 def _weight_hosts(
@@ -186,7 +189,8 @@ def _weight_hosts(
 ) -> tuple[Transport, dict[int, WeightReplicator]]:
     """Return the transport of weights, and the fetchers by host."""
     config, replicas, trainer = prepared.config, prepared.plan.replicas, prepared.plan.trainer
-    assert trainer is not None
+    if trainer is None:
+        return Transport.SHARED_MEMORY, {}
     trainer_hosts = trainer.rank_hosts or (trainer.host,)
     replica_hosts = [group.host for group in replicas]
     transport = choose_transport(

@@ -33,6 +33,7 @@ from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
 from torchtitan_rl.processes import collecting_later
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.weights.config import Transport
 from torchtitan_rl.weights.distribution import WeightHandle
 
@@ -63,8 +64,8 @@ class TrainerActor(Actor):
             self._trainer = await self._work(TrainerRank, self._spec, self._rank, transport)
 
     @concurrent_endpoint
-    async def train_step(self, batch: TrainingBatch) -> StepOutput:
-        return await self._work(self._trainer.train_step, batch)
+    async def train_step(self, batch: TrainingBatch, loss: LossConfig | None) -> StepOutput:
+        return await self._work(self._trainer.train_step, batch, loss)
 
     @concurrent_endpoint
     async def publish(self, keep: frozenset[int]) -> WeightHandle | None:
@@ -143,8 +144,9 @@ class MonarchTrainer:
     async def wait_until_lost(self) -> None:
         raise TrainerLostError(await asyncio.shield(self._lost))
 
-    async def train_step(self, batch: TrainingBatch) -> StepOutput:
-        return await self._ask("optimizer step", lambda rank: rank.train_step.call(batch))
+    async def train_step(self, batch: TrainingBatch, loss: LossConfig | None = None) -> StepOutput:
+        """Take one training step, with another ``loss`` if one is given."""
+        return await self._ask("optimizer step", lambda rank: rank.train_step.call(batch, loss))
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
         return await self._ask("publishing of weights", lambda rank: rank.publish.call(keep))

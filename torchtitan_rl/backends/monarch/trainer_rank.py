@@ -26,6 +26,7 @@ from torchtitan_rl.errors import CheckpointError, WeightSyncError
 from torchtitan_rl.launch.interfaces import listen_privately
 from torchtitan_rl.observability.trace import Tracer, host_label
 from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.weights.config import Transport
 from torchtitan_rl.weights.distribution import (
     RemoteMemoryHandle,
@@ -74,9 +75,9 @@ class TrainerRank:
                 offers = PartPublisher(RdmaOffers(), owner=f"trainer rank {rank}")
                 self._remote = RemotePublisher(offers)
 
-    def train_step(self, batch: TrainingBatch) -> StepOutput:
+    def train_step(self, batch: TrainingBatch, loss: LossConfig | None) -> StepOutput:
         with self._tracer.span("optimizer step", tokens=batch.num_tokens):
-            return self._trainer.train_step(batch)
+            return self._trainer.train_step(batch, loss)
 
     def publish(self, keep: frozenset[int]) -> WeightHandle | None:
         """Publish the current weights. Collective. Returns the handle on rank 0, None on other

@@ -50,7 +50,7 @@ from torchtitan_rl.training.batch import (
     predicted_mask,
     trained_mask,
 )
-from torchtitan_rl.training.config import TrainerConfig
+from torchtitan_rl.training.config import LossConfig, TrainerConfig
 from torchtitan_rl.training.losses import (
     LossFunction,
     LossOutput,
@@ -95,8 +95,7 @@ class PolicyTrainer:
         self._source = Path(checkpoint_dir)
         self._config = config
         self._seed = seed
-        function = config.loss.function
-        self._loss: LossFunction = load_function(function) if function else policy_loss
+        self._loss = _loss_function(config.loss)
         self._architecture = read_architecture(self._source)
         torch.set_num_threads(config.threads)
         self._layout = titan_setup.set_up(config)
@@ -118,9 +117,13 @@ class PolicyTrainer:
         """The version of the weights: the number of training steps that made them."""
         return self._version
 
-    def train_step(self, batch: TrainingBatch) -> StepOutput:
+    def train_step(self, batch: TrainingBatch, loss: LossConfig | None = None) -> StepOutput:
         """Take one training step of the policy loss. The step has `TrainerConfig.updates_per_batch`
         optimizer updates; each uses one minibatch and is normalized by that minibatch's totals.
+
+        Args:
+            loss: another loss for this step. It may only have a KL penalty if the configured loss
+                has one, because the reference policy is loaded at the start.
 
         Raises:
             DivergedError: the loss or gradient is NaN or Inf. All ranks raise.
@@ -129,15 +132,17 @@ class PolicyTrainer:
         """
         selected_N = trained_mask(batch)
         config, seed = self._config, (self._seed, self._version)
+        function = self._loss if loss is None else _loss_function(loss)
+        loss = loss or config.loss
         parts = minibatches(batch, selected_N, config.updates_per_batch, seed=seed)
-        is_anchored = config.updates_per_batch > 1 and config.loss.proximal_policy != "behaviour"
+        is_anchored = config.updates_per_batch > 1 and loss.proximal_policy != "behaviour"
         before_N = self._logprobs(batch, selected_N) if is_anchored else None
         updates = [
             (
                 part_N,
                 PolicyObjective(
-                    self._loss,
-                    config.loss,
+                    function,
+                    loss,
                     batch,
                     part_N,
                     version=self._version,
@@ -380,6 +385,10 @@ class PolicyTrainer:
         self._memory.require()
         if self._is_between_updates:
             raise DivergedError(f"{_TORN}; resume from a checkpoint")
+
+
+def _loss_function(config: LossConfig) -> LossFunction:
+    return load_function(config.function) if config.function else policy_loss
 
 
 class DeviceMemory:

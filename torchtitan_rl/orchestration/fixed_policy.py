@@ -1,0 +1,80 @@
+"""The `Trainer` of a run that only generates: the policy is the initial one throughout.
+
+Its checkpoints hold only the attachments, with which the run can be resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.checkpoint_files import (
+    check_contents,
+    discard,
+    fingerprint,
+    list_files,
+    publish,
+    seal,
+    temporary_path,
+    write_attachments,
+)
+from torchtitan_rl.weights.distribution import WeightHandle
+
+
+class FixedPolicy:
+    """See the module. `train_step`, `publish` and `export_hf` are never called."""
+
+    async def wait_until_lost(self) -> None:
+        await asyncio.Event().wait()
+
+    async def train_step(self, batch: TrainingBatch) -> StepOutput:
+        _refuse()
+
+    async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
+        _refuse()
+
+    async def export_hf(self, path: Path) -> None:
+        _refuse()
+
+    async def save_checkpoint(
+        self, path: Path, attachments: Mapping[str, bytes], *, version: int
+    ) -> None:
+        await asyncio.to_thread(_write, path, dict(attachments), version)
+
+    async def finish_checkpoint(self) -> None:
+        return
+
+    async def load_checkpoint(self, path: Path) -> None:
+        await asyncio.to_thread(check_contents, path)
+
+    async def offload(self) -> None:
+        return
+
+    async def onload(self) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+
+def _write(path: Path, attachments: Mapping[str, bytes], version: int) -> None:
+    temporary = temporary_path(path)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        write_attachments(temporary, attachments)
+        files = {name: fingerprint(temporary / name) for name in list_files(temporary)}
+        seal(temporary, {"version": version, "ranks": 0}, files)
+        publish(path)
+    except OSError as error:
+        discard(path)
+        raise CheckpointError(f"checkpoint {path} was not written: {error}") from error
+
+
+def _refuse() -> NoReturn:
+    raise RuntimeError("a run that only generates has no trainer")
