@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.real.runs import ONE_REPLICA, Run, read_metrics, read_rollouts, train, weights
+from tests.real.runs import (
+    ONE_REPLICA,
+    Run,
+    read_metrics,
+    read_rollouts,
+    require_audit,
+    train,
+    weights,
+)
 
 RECORDED = (*ONE_REPLICA, "--metrics.rollouts-per-step", "all", "--checkpoint.every", "3")
 STALE = ("--schedule.staleness", "1", "--rollout.sampling.top-p", "0.9")
@@ -88,3 +96,5 @@ def test_a_run_that_only_generates_records_rollouts_to_train_on(tmp_path: Path) 
     words = ("--mode", "train", "--rollouts", str(made), "--num-steps", "3")
     trained = train(tmp_path, "trained", *ONE_REPLICA, *words)
     assert len(set(digests(trained))) == 3
+    require_audit(made)
+    require_audit(trained)

@@ -51,8 +51,9 @@ class Promises:
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> Promises:
         """Read the promises from the identity in a checkpoint or in ``identity.json``."""
+        is_bounded = identity.get("mode") != "train"  # recorded rollouts may be of any age
         return cls(
-            staleness=identity.get("schedule.staleness"),
+            staleness=identity.get("schedule.staleness") if is_bounded else None,
             groups_per_step=identity.get("rollout.groups_per_step"),
             group_size=identity.get("rollout.group_size"),
             num_steps=identity.get("num_steps"),
