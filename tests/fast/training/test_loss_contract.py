@@ -38,6 +38,10 @@ def changed(**fields: Any) -> Any:
     return function
 
 
+def without_maxima(tokens: LossTokens, *, totals: StepTotals, config: LossConfig) -> LossOutput:
+    return replace(policy_loss(tokens, totals=totals, config=config), maxima={})
+
+
 def only_positional(tokens: LossTokens) -> LossOutput:
     return policy_loss(tokens, totals=StepTotals(num_tokens=1, num_sequences=1), config=CONFIG)
 
@@ -65,6 +69,7 @@ def test_the_policy_loss_and_a_loss_of_ten_lines_keep_the_contract():
             changed(loss=lambda tokens, output: output.loss / tokens.trained_T.sum().clamp_min(1)),
             "losses of parts add up to",
         ),
+        (without_maxima, "return both, or neither"),
         (changed(sums=lambda tokens, output: {"mine": output.loss.detach()}), "begin .* own/"),
         (changed(sums=lambda tokens, output: {"own/loss": output.loss}), "detached"),
         (changed(sums=lambda tokens, output: {"own/max": tokens.logprobs_T.max()}), "detached"),

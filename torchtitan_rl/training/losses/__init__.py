@@ -139,6 +139,9 @@ def _metrics_problem(
         for one, value in values.items():
             if value.requires_grad or any(other[one].shape != value.shape for other in others):
                 return f"{name}[{one!r}]: give detached tensors that have one shape for all parts"
+    for one in usual.sums.keys() & usual.maxima.keys():
+        if (one in whole.sums) != (one in whole.maxima):
+            return f"sums and maxima of policy_loss have {one!r}: return both, or neither"
     for one, value in whole.sums.items():
         if not _is_sum(value, [part.sums[one] for part in parts]):
             return f"sums[{one!r}] of parts do not add up to that of the whole"
