@@ -32,6 +32,7 @@ _REPLICA_STEPS = 10  # in which replicas are compared: the few logged turns of a
 _SLOW_REPLICA = 1.5  # times as long for a token as the median of the other replicas
 _USUAL_TEMPERATURES = (0.5, 1.3)
 _MOST_FAILED = 0.1
+_MOST_RUNNING = "generator.max_running_requests"
 _LARGEST = 1e100
 
 
@@ -195,9 +196,19 @@ def _describe_time(facts: RunFacts) -> Iterator[str]:
     if phases:
         texts = [f"{phase} {share:.0%}" for phase, share in phases.items()]
         yield f"time of a rollout: {', '.join(texts)}"
+    if (text := speed_advice(facts)) is not None:
+        yield text
+
+
+def speed_advice(facts: RunFacts) -> str | None:
+    """What limits the speed, and what to change first; None if idle shares do not show it."""
+    if len(facts.steps) >= _MIN_STEPS:
+        for found in (one for rule in _SPEED for one in rule(facts)):
+            return f"{found.what}; {found.fix}"
     overlap = mean_overlap(facts.steps)
-    if overlap is not None and not facts.shares_cores:
-        yield advice(overlap, staleness=_staleness(facts))
+    if overlap is None or facts.shares_cores:
+        return None
+    return advice(overlap, staleness=_staleness(facts))
 
 
 def _failed_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
@@ -380,9 +391,11 @@ def _overlapping(facts: RunFacts) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 cause=Cause.STARVING_TRAINER,
                 what=f"the trainer waits {trainer:.0%} of the time, while the replicas are busy",
-                fix="give generation more devices (generator.replicas)"
-                + f", or raise generator.max_running_requests: {queued:.0f} requests wait in the "
-                f"engines' queues, {running:.0f} run" * is_queue_long,
+                fix=f"raise {_MOST_RUNNING}{_now(facts, _MOST_RUNNING)}, because {queued:.0f} "
+                f"requests wait in the engines' queues while {running:.0f} run; or give generation "
+                "more devices (generator.replicas)"
+                if is_queue_long
+                else "give generation more devices (generator.replicas)",
             )
         case Bottleneck.TRAINER:
             yield Diagnosis(
@@ -488,13 +501,18 @@ def _error(first: Sequence[float], last: Sequence[float]) -> float:
 
 
 def _phases(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The shares of a rollout's time by phase."""
+    """The shares of a rollout's time by phase. Generation is divided into the time in the engines'
+    queues and the rest."""
     rows = list(steps)
     seconds = {
         phase: fmean(values)
         for phase in ("environment", "generation", "reward")
         if (values := _values(rows, f"train/phase_s/{phase}_mean"))
     }
+    names = ("train/generation/queue_s_mean", "train/turns_mean")
+    queue_s, turns = (fmean(_values(rows, name) or [0.0]) for name in names)
+    if queued_s := min(queue_s * turns, seconds.get("generation", 0.0)):
+        seconds |= {"generation": seconds["generation"] - queued_s, "queue": queued_s}
     total = sum(seconds.values())
     return {phase: value / total for phase, value in seconds.items()} if total else {}
 
@@ -515,6 +533,12 @@ def mean_overlap(steps: Sequence[Mapping[str, Any]]) -> Overlap | None:
 def _staleness(facts: RunFacts) -> int:
     value = facts.fields.get("schedule.staleness", 0)
     return value if isinstance(value, int) else 0
+
+
+def _now(facts: RunFacts, name: str) -> str:
+    """`` (128 now)``; empty if the value is unknown."""
+    value = _value(facts.fields, name)
+    return "" if value is None else f" ({value:g} now)"
 
 
 def _number(facts: RunFacts, name: str, divisor: float) -> str:

@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from torchtitan_rl.observability.engine import advice
 from torchtitan_rl.observability.explain import (
     RunFacts,
     diagnose,
     finite,
     mean_overlap,
+    speed_advice,
     summarize,
     verdict,
 )
@@ -139,9 +139,7 @@ def _describe_rows(index: RunIndex) -> Json:
         if overlap is None
         else {"trainer": overlap.trainer_idle_share, "generator": overlap.generator_idle_share},
         "shares_cores": facts.shares_cores,
-        "advice": None
-        if overlap is None or facts.shares_cores
-        else advice(overlap, staleness=cap or 0),
+        "advice": speed_advice(facts),
         "staleness": {
             "mean": last.get("policy/staleness_mean"),
             "max": max(ages, default=None),

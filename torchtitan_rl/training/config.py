@@ -109,7 +109,7 @@ class OptimizerConfig:
     """Number of first steps over which the learning rate rises linearly from 0."""
     decay_steps: Count = 0
     """Number of last steps over which the learning rate falls linearly to ``min_lr_factor`` of its
-    peak."""
+    peak. A run that is shorter decays over all steps after the warm-up."""
     min_lr_factor: Share = 0.0
     """Share of the peak learning rate at the end of the decay."""
     max_grad_norm: PositiveFloat = 1.0
@@ -124,7 +124,9 @@ class OptimizerConfig:
         """
         step = min(step, max_steps - 1)
         warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-        left = min(1.0, (max_steps - step) / (self.decay_steps + 1)) if self.decay_steps else 1.0
+        # Otherwise a run that is made shorter would begin within its decay.
+        decay_steps = min(self.decay_steps, max_steps - max(1, self.warmup_steps))
+        left = min(1.0, (max_steps - step) / (decay_steps + 1)) if decay_steps > 0 else 1.0
         return min(warmup, self.min_lr_factor + (1.0 - self.min_lr_factor) * left)
 
 

@@ -107,7 +107,7 @@ export function duration(seconds: number | null | undefined): string {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   if (seconds < 0) return MINUS + duration(-seconds);
   if (seconds === 0) return "0 s";
-  if (seconds < 1) return `${trimmed((seconds * 1000).toPrecision(3))} ms`;
+  if (seconds < 0.9995) return `${trimmed((seconds * 1000).toPrecision(3))} ms`;
   if (seconds < 10) return `${trimmed(seconds.toFixed(1))} s`;
   const whole = Math.round(seconds);
   if (whole < 60) return `${whole} s`;

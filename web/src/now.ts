@@ -180,7 +180,7 @@ function buffer(now: Now): HTMLElement {
 }
 
 const ROLLOUT_PHASES: Record<string, string> = {
-  generation: "the policy writes",
+  generation: "an engine writes, or the request waits in its queue",
   environment: "wait for their environment",
   reward: "wait for their reward",
 };

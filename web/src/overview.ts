@@ -111,7 +111,9 @@ const REWARDS = {
   low: "evaluation/reward_ci95_low",
   high: "evaluation/reward_ci95_high",
 };
-const ROLLOUT_PHASES = { generation: "the policy writes", environment: "the environment replies", reward: "the reward is computed" };
+const QUEUE = "train/generation/queue_s_mean";
+const TURNS = "train/turns_mean";
+const ROLLOUT_PHASES = { generation: "an engine writes", environment: "the environment replies", reward: "the reward is computed" };
 
 interface Curves {
   lines: Line[];
@@ -121,11 +123,18 @@ interface Curves {
 
 async function curvesOf(ctx: Ctx): Promise<Curves> {
   const phaseName = (name: string): string => `train/phase_s/${name}_mean`;
-  const metrics = await metricsOf(ctx, ctx.run, [...Object.values(REWARDS), ...Object.keys(ROLLOUT_PHASES).map(phaseName)]);
-  const phases = Object.entries(ROLLOUT_PHASES).map(([name, label]) => {
-    const { y } = points(metrics, phaseName(name), "step");
-    return { name: label, seconds: y.reduce((sum, value) => sum + value, 0) / Math.max(1, y.length) };
-  });
+  const metrics = await metricsOf(ctx, ctx.run, [...Object.values(REWARDS), ...Object.keys(ROLLOUT_PHASES).map(phaseName), QUEUE, TURNS]);
+  const mean = (name: string): number => {
+    const { y } = points(metrics, name, "step");
+    return y.reduce((sum, value) => sum + value, 0) / Math.max(1, y.length);
+  };
+  const phases = Object.entries(ROLLOUT_PHASES).map(([name, label]) => ({ name: label, seconds: mean(phaseName(name)) }));
+  const [writing] = phases;
+  const queued = Math.min(mean(QUEUE) * mean(TURNS), writing?.seconds ?? 0); // requests wait in the engine first
+  if (writing !== undefined && queued > 0) {
+    writing.seconds -= queued;
+    phases.push({ name: "it waits in an engine's queue", seconds: queued });
+  }
   const train = points(metrics, REWARDS.train, "step");
   const evaluation = points(metrics, REWARDS.mean, "step");
   const [low, high] = [REWARDS.low, REWARDS.high].map((name) => {

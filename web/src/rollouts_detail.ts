@@ -164,6 +164,15 @@ function about(detail: Detail): HTMLElement {
   const metrics = Object.entries(detail.metrics);
   const phases = Object.entries(detail.phase_s).filter((entry): entry is [string, number] => entry[1] !== null);
   const total = phases.reduce((sum, [, seconds]) => sum + seconds, 0);
+  const generation = phases.find(([name]) => name === "generation");
+  const queued = Math.min(
+    detail.turns.reduce((sum, turn) => sum + (turn.metrics?.["queue_s"] ?? 0), 0),
+    generation?.[1] ?? 0,
+  );
+  if (generation !== undefined && queued > 0) {
+    generation[1] -= queued;
+    phases.push(["engine's queue", queued]);
+  }
   return el(
     "aside",
     { class: "about", "aria-label": "About this rollout" },

@@ -101,7 +101,7 @@ export class RolloutList {
       el(
         "p",
         { class: "lead" },
-        "Conversations of the model with its task, as recorded at each step. Open one to read it, token by token.",
+        "Conversations of the model with its task: a sample of each step, unless the run records all (metrics.rollouts_per_step). Open one to read it, token by token.",
       ),
       this.presets,
       this.form,
@@ -212,7 +212,7 @@ export class RolloutList {
       field("Ended", this.statuses),
       pair("Reward", [rewards("reward_min", "Lowest reward"), rewards("reward_max", "Highest reward")]),
       field("Age at least", text("age_min", { type: "number", min: 0 })),
-      field("Problem", text("problem", { placeholder: "its whole id" }), "wide"),
+      field("Problem", text("problem", { placeholder: "whole id, without /r5" }), "wide"),
       query.get("group") ? field("Group", text("group", {}), "wide") : null,
       this.clear,
     );

@@ -247,7 +247,7 @@ function ageSentence({ brief, turns }: Detail): string | null {
     versions.size > 1 ? ` Its tokens come from ${versions.size} versions, as weights changed while it ran.` : "";
   if (brief.age_max === 0) return `It is fresh: sampled by the very weights that were then trained.${mixed}`;
   const old = turns.reduce((sum, turn) => sum + turn.tokens.filter((token) => (token.age ?? 0) > 0).length, 0);
-  const share = brief.tokens > 0 && old > 0 ? ` (${percent(old / brief.tokens)} of its tokens)` : "";
+  const share = brief.tokens > 0 && old > 0 ? `; ${percent(old / brief.tokens)} of its tokens are older than those weights` : "";
   return `It is stale: its oldest tokens were sampled by weights ${count(brief.age_max, "step")} older than those that were trained${share}.${mixed}`;
 }
 
