@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.observability.explain import (
     RunFacts,
     diagnose,
@@ -28,6 +29,7 @@ from torchtitan_rl.page.index import Columns, RunIndex
 from torchtitan_rl.page.rollouts import ParameterError
 from torchtitan_rl.page.timeline import step_times, timeline
 from torchtitan_rl.page.values import plain
+from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
 _RECENT_STEPS = 10
 _ENDS = 5  # steps whose mean is the first or the last reward
@@ -207,7 +209,20 @@ def configuration(index: RunIndex) -> Json:
     launch = index.document(LAUNCH_FILE)
     names = ("command", "resume_command", "versions", "machine", "plan", "telemetry")
     fields = {name: plain(value) for name, value in index.fields().items()}
-    return {"fields": fields} | {name: plain(launch.get(name)) for name in names}
+    described = {name: plain(launch.get(name)) for name in names}
+    return {"fields": fields, "resume_note": _resume_note(index)} | described
+
+
+def _resume_note(index: RunIndex) -> str:
+    """Where a resumed run would continue."""
+    num_steps = _whole(index.fields().get("num_steps"))
+    if num_steps is not None and _last_step(index.columns[RowKind.STEP]) >= num_steps:
+        return f"All {num_steps} steps are done: add a larger --num-steps."
+    try:
+        steps = CheckpointDirectory(index.folder / "checkpoints").steps()
+    except (CheckpointError, OSError):
+        return "The checkpoints cannot be read."
+    return f"It continues after step {steps[-1]}." if steps else "It begins at step 1."
 
 
 def policy_dir(index: RunIndex) -> Path:

@@ -6,6 +6,7 @@ interface Config {
   fields: Record<string, unknown>;
   command: string | null;
   resume_command: string | null;
+  resume_note: string;
   versions: Record<string, string> | null;
   machine: { host?: string; cores?: number; memory_bytes?: number; devices?: unknown[] } | null;
   plan: string[] | null;
@@ -106,7 +107,7 @@ function commands(config: Config): HTMLElement | null {
     "Commands",
     "For a terminal, in the folder from which the run was started.",
     config.command === null ? null : el("div", { class: "labelled" }, el("h3", null, "It was started by"), command(config.command)),
-    config.resume_command === null ? null : el("div", { class: "labelled" }, el("h3", null, "Resume it with"), command(config.resume_command)),
+    config.resume_command === null ? null : el("div", { class: "labelled" }, el("h3", null, "Resume it with"), command(config.resume_command), el("p", { class: "muted small" }, config.resume_note)),
     config.telemetry === null ? null : el("p", null, el("a", { href: safeLink(config.telemetry), rel: "noopener noreferrer", target: "_blank" }, "Monarch's telemetry pages"), el("span", { class: "muted small" }, " on the machine of the run, while it is running")),
   );
 }

@@ -74,3 +74,4 @@ def test_the_overview_and_the_configuration_are_those_of_the_run(page: Asked) ->
     of_fate = ("trained", "masked", "discarded", "buffered")
     assert tokens["generated"] == sum(tokens[name] or 0 for name in of_fate)
     assert page.get("config")["resume_command"].endswith("--checkpoint.resume")
+    assert page.get("config")["resume_note"].startswith("All ")
