@@ -15,8 +15,9 @@ from typing import Annotated
 
 import tyro
 
-from torchtitan_rl.bounds import Positive
+from torchtitan_rl.bounds import Positive, check_fields
 from torchtitan_rl.config.loader import parse_options
+from torchtitan_rl.config.run import output_file_errors
 from torchtitan_rl.errors import ConfigError, OutputError
 from torchtitan_rl.files import replace_file
 
@@ -42,8 +43,10 @@ def main(words: Sequence[str]) -> int:
         OutputError: the file cannot be written.
     """
     options = parse_options(ReportOptions, words, prog="torchtitan-rl report")
-    if not options.run.is_dir():
-        raise ConfigError(f"{options.run}: no such folder")
+    check_fields(options, "--")
+    errors = [] if options.run.is_dir() else [f"{options.run}: no such folder"]
+    if errors := errors + output_file_errors("--output", options.output):
+        raise ConfigError(errors)
     from torchtitan_rl.page.index import RunIndex
     from torchtitan_rl.page.report import make_report
 
@@ -55,7 +58,10 @@ def main(words: Sequence[str]) -> int:
     finally:
         run.close()
     try:
-        replace_file(options.output, content)
+        if options.output.is_file() or not options.output.exists():
+            replace_file(options.output, content)
+        else:  # a device or a pipe, which root could replace
+            options.output.write_bytes(content)
     except OSError as error:
         raise OutputError(f"{options.output}: {error}") from error
     print(f"report: {options.output} ({len(content) / 1e6:.1f} MB)")

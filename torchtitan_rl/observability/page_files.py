@@ -10,6 +10,7 @@ the log says so once.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import queue
@@ -20,8 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
-
-import msgspec
 
 from torchtitan_rl.config.loader import installed
 from torchtitan_rl.config.machine import machine_facts
@@ -68,7 +67,7 @@ class NowFile:
         has_warned = False
         while (document := self._waiting.get()) is not None:
             try:
-                replace_file(self._path, msgspec.json.encode(document), is_durable=False)
+                replace_file(self._path, json.dumps(document).encode(), is_durable=False)
             except OSError as error:
                 if not has_warned:
                     logger.warning("the page does not show what happens now: %s", error)
@@ -95,6 +94,6 @@ def write_launch(
         "policy_dir": os.path.abspath(policy_dir),
     }
     try:
-        replace_file(folder / LAUNCH_FILE, msgspec.json.encode(document), is_durable=False)
+        replace_file(folder / LAUNCH_FILE, json.dumps(document).encode(), is_durable=False)
     except OSError as error:
         logger.warning("%s was not written: %s", LAUNCH_FILE, error)

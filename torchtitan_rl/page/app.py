@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import os
 import re
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,9 @@ from urllib.parse import urlencode
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -58,6 +57,7 @@ _HEADERS = {
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::\d*)?")
 _POLL_S = 0.5
 _PIECE_S = 0.02  # reading between two answers
+_PIECE_BYTES = 256 << 10  # of a trace
 _SILENCE_S = 15.0  # between two lines of an event stream
 _MAX_NAMES = 400  # metrics in one answer
 _MAX_REQUESTS = 256  # at the same time, streams of events included
@@ -159,19 +159,12 @@ def page_app(page: Page, *, host: str, port: int, key: str = "") -> ASGIApp:
         folder = run_of(request).folder
         if not (folder / "traces").is_dir():
             raise HTTPException(404, "this run has no trace")
-        handle, name = tempfile.mkstemp(prefix="page-", suffix=".json")
-        os.close(handle)
         try:
-            await asyncio.to_thread(merge_traces, folder / "traces", Path(name))
+            content = await asyncio.to_thread(_merged_trace, folder / "traces")
         except OSError as error:
-            os.unlink(name)
             raise HTTPException(500, f"the trace cannot be merged: {error}") from error
-        return FileResponse(
-            name,
-            media_type="application/json",
-            filename="trace.json",
-            background=BackgroundTask(os.unlink, name),
-        )
+        name = {"content-disposition": 'attachment; filename="trace.json"'}
+        return StreamingResponse(content, headers=name, media_type="application/json")
 
     async def events(request: Request) -> Response:
         _refuse_parameters(request)
@@ -208,6 +201,22 @@ def page_app(page: Page, *, host: str, port: int, key: str = "") -> ASGIApp:
         exception_handlers={HTTPException: _refused, ParameterError: _wrong_parameter},
     )
     return _Guard(app, host=host, port=port, key=key)
+
+
+def _merged_trace(traces: Path) -> Iterator[bytes]:
+    """The pieces of the merged trace, from a file that has no name any more.
+
+    Raises:
+        OSError: the traces cannot be read, or not be merged.
+    """
+    with tempfile.TemporaryDirectory(prefix="page-") as folder:
+        file = merge_traces(traces, Path(folder) / "trace.json").open("rb")
+
+    def pieces() -> Iterator[bytes]:
+        with file:
+            yield from iter(partial(file.read, _PIECE_BYTES), b"")
+
+    return pieces()
 
 
 async def show_rollout(run: RunIndex, n: int) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from torchtitan_rl.page.values import (
 
 MAX_TOKEN_TEXT = 200
 MAX_TOKENS = 20_000  # of one rollout in an answer
+_MAX_INCOMPLETE = 8  # tokens without a whole character; a character has up to four
 _MAX_TEXTS = 2_000_000  # characters of all turns, and of all messages
 _FACTOR = 6_364_136_223_846_793_005  # odd; of the hashes of beginnings
 
@@ -165,10 +166,15 @@ def _texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     from tokenizers.decoders import DecodeStream
 
     stream, texts = DecodeStream(skip_special_tokens=False), []
+    waiting: list[int] = []  # the stream decodes them again with each token
     for token in token_ids:
         try:
-            texts.append(stream.step(tokenizer, token) or "")
+            text = stream.step(tokenizer, token) or ""
         except Exception:  # an id that the tokenizer does not have
-            stream = DecodeStream(skip_special_tokens=False)
-            texts.append(f"[{token}]")
+            stream, text = DecodeStream(skip_special_tokens=False), f"[{token}]"
+        waiting = [] if text else [*waiting, token]
+        if len(waiting) == _MAX_INCOMPLETE:
+            stream, text = DecodeStream(skip_special_tokens=False), tokenizer.decode(waiting, False)
+            waiting = []
+        texts.append(text)
     return texts

@@ -31,10 +31,13 @@ from torchtitan_rl.observability.page_files import NOW_FILE
 from torchtitan_rl.observability.sinks import RowKind, row_files
 from torchtitan_rl.page.rollouts import RolloutTable
 from torchtitan_rl.page.timeline import TraceIndex
+from torchtitan_rl.page.values import clean, name_of
 
 MAX_LINE_BYTES = 64 << 20
 _MAX_NAMES = 5_000
 _MAX_ROWS = 20_000  # of a kind of metrics; beyond, every second row is dropped
+_MAX_NUMBERS = 10_000_000  # of a kind of metrics; with more names, it has fewer rows
+_MAX_READ = 1_000_000  # numbers that are read for one answer
 _MAX_STEP = 1 << 53  # integers that a browser reads exactly
 _MAX_PASSED_OVER = 20
 _FRESH_S = 20.0  # a run that lives writes now.json every 2 s
@@ -155,12 +158,12 @@ class Columns:
         for name, value in row.items():
             if name in ("step", "wall_time_s", "kind", "version"):
                 continue
-            if name not in self.values:
+            if name not in self.values and (name := name_of(name)) not in self.values:
                 if len(self.values) >= _MAX_NAMES:
                     continue
                 self.values[name] = array("d", [math.nan]) * len(self.steps)
             self.values[name][at] = _number(value)
-        if len(self.steps) > _MAX_ROWS:
+        if len(self.steps) > max(2, min(_MAX_ROWS, _MAX_NUMBERS // (1 + len(self.values)))):
             self._keep(slice(len(self.steps) % 2, None, 2))
 
     def cut(self, step: int) -> None:
@@ -173,7 +176,8 @@ class Columns:
         return row | {"step": self.steps[at], "wall_time_s": self.wall_s[at]}
 
     def rows(self, *, most: int) -> list[dict[str, float]]:
-        """Up to ``most`` rows, evenly spaced, the last one included."""
+        """Up to ``most`` rows, evenly spaced, the last one included; fewer if they are wide."""
+        most = max(2, min(most, _MAX_READ // (1 + len(self.values))))
         number = len(self.steps)
         stride = max(1, -(-number // most))
         return [self.row(at) for at in range((number - 1) % stride, number, stride)]
@@ -304,13 +308,14 @@ class RunIndex:
     def _rollout_files(self) -> list[tuple[str, GrowingRows]]:
         """The files by source: one of a run, and one for each model and temperature of an
         evaluation."""
-        names = [""] if self.kind == "train" else []
+        paths = [self.folder / "rollouts.jsonl"] if self.kind == "train" else []
         with suppress(OSError):
-            found = sorted(self.folder.glob("**/temperature-*/rollouts.jsonl"))
-            names += [str(one.parent.relative_to(self.folder)) for one in found]
-        for name in names:
+            paths += sorted(self.folder.glob("**/temperature-*/rollouts.jsonl"))
+        for path in paths:
+            where = path.parent.relative_to(self.folder)
+            name = clean(str(where)) if where.parts else ""
             if name not in self._sources:
-                self._sources[name] = GrowingRows(self.folder / name / "rollouts.jsonl")
+                self._sources[name] = GrowingRows(path)
         return list(self._sources.items())
 
     def _read_trace(self, end_s: float) -> bool:

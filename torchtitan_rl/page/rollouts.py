@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import sqlite3
-import tempfile
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.bounds import is_line
@@ -116,8 +113,8 @@ class RolloutTable:
     """Rollouts by number, in the order of their files."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="page-"))
-        self._db = sqlite3.connect(self._folder / "index.sqlite", isolation_level=None)
+        # Without a name, SQLite's file has none either, so it is gone even after a kill -9.
+        self._db = sqlite3.connect("", isolation_level=None)
         self._db.executescript(
             f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};"
             f"CREATE TABLE rollouts (n INTEGER PRIMARY KEY, {_columns(_COLUMNS)});"
@@ -225,7 +222,6 @@ class RolloutTable:
 
     def close(self) -> None:
         self._db.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _begin(self) -> None:
         self._summary = self._found = None

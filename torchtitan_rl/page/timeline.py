@@ -81,7 +81,7 @@ class _TraceFile:
 
     def __init__(self, name: str, file: BufferedReader) -> None:
         self.name = name
-        self.process = name.partition(".")[0]
+        self.process = name_of(name.partition(".")[0])
         self.host = ""
         self.tracks: dict[int, _Track] = {}
         self.file = file

@@ -28,7 +28,7 @@ from torchtitan_rl.observability.sinks import METRIC_TABLE, RowKind
 from torchtitan_rl.page.index import Columns, RunIndex
 from torchtitan_rl.page.rollouts import ParameterError
 from torchtitan_rl.page.timeline import step_times, timeline
-from torchtitan_rl.page.values import plain
+from torchtitan_rl.page.values import clean, plain
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
 _RECENT_STEPS = 10
@@ -76,8 +76,8 @@ def describe_run(number: int, index: RunIndex) -> Json:
     num_steps = index.now().get("num_steps") if is_eval else index.fields().get("num_steps")
     return {
         "run": number,
-        "name": index.folder.name,
-        "dir": str(index.folder),
+        "name": clean(index.folder.name),
+        "dir": clean(str(index.folder)),
         "kind": index.kind,
         "is_live": index.is_live,
         "step": step,
@@ -331,15 +331,15 @@ def _warnings(index: RunIndex) -> list[str]:
 
 
 def _next_commands(index: RunIndex, described: Json) -> list[str]:
-    folder, step, num_steps = str(index.folder), described["step"], described["num_steps"]
+    folder, step, num_steps = (described[name] for name in ("dir", "step", "num_steps"))
     commands: list[str] = []
     if described["is_live"] or described["kind"] != "train":
         return commands
     resume = index.document(LAUNCH_FILE).get("resume_command")
     if num_steps is not None and step < num_steps and isinstance(resume, str):
-        commands.append(resume)
+        commands.append(plain(resume))
     if (index.folder / "policy" / "config.json").is_file():
-        commands.append(shlex.join(["torchtitan-rl", "serve", str(index.folder / "policy")]))
+        commands.append(shlex.join(["torchtitan-rl", "serve", f"{folder}/policy"]))
     return [*commands, shlex.join(["torchtitan-rl", "audit", folder])]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import time
@@ -15,7 +17,7 @@ import pytest
 
 from tests.fast.commands.test_console import Train
 from torchtitan_rl.commands.cli import main
-from torchtitan_rl.observability.page_files import LAUNCH_FILE, NOW_FILE
+from torchtitan_rl.observability.page_files import LAUNCH_FILE, NOW_FILE, NowFile
 
 _WAIT_S = 60.0
 
@@ -114,6 +116,17 @@ def test_a_folder_that_cannot_take_now_json_does_not_disturb_the_run(tmp_path: P
     run = Train(tmp_path, "--num-steps", "2")
     assert run.wait() == 0, run.lines()
     assert sum("the page does not show" in line for line in run.lines()) == 1
+
+
+def test_values_that_are_not_text_do_not_end_the_writing_of_now_json(tmp_path: Path) -> None:
+    values = iter([{"phase": "\ud800"}, {"phase": "rollout"}])
+    file = NowFile(tmp_path, lambda: next(values))
+    for _ in range(2):
+        with contextlib.suppress(TimeoutError):
+            asyncio.run(asyncio.wait_for(file.run(), 0.1))
+        wait_until((tmp_path / NOW_FILE).exists)
+    wait_until(lambda: json.loads((tmp_path / NOW_FILE).read_text())["phase"] == "rollout")
+    file.close()
 
 
 @pytest.mark.parametrize("page", ["--page=", "--page=127.0.0.1", "--page=:80", "--page=x:y"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,29 @@ def test_a_report_keeps_to_its_size(tmp_path: Path) -> None:
     assert answers["/api/runs/0/rollouts"]["details"]
     series = answers["/api/runs/0/metrics"]["series"]["train/reward_mean"]["value"]
     assert 10 < len(series) < 500
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--max-mb", "0"], ["-o", "."], ["-o", "nothing/report.html"], ["nothing"], ["--nothing"]],
+)
+def test_wrong_options_are_one_line(
+    run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", *([] if words == ["nothing"] else [str(run_dir)]), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+
+
+def test_a_pipe_is_written_to_and_not_replaced(run_dir: Path, tmp_path: Path) -> None:
+    pipe, texts = tmp_path / "pipe", list[str]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: texts.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert main(["report", str(run_dir), "-o", str(pipe)]) == 0
+    assert pipe.is_fifo()
+    reader.join()
+    assert frozen(texts[0])["/api/runs"]
 
 
 def test_a_report_of_a_run_that_has_not_written_anything_can_be_made(tmp_path: Path) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.fast.page.pages import Asked, asked
 from tests.support.made_run import BEGIN_S, GROUP_SIZE, STALENESS, STEP_S, made_run
 from torchtitan_rl.observability.explain import diagnose, summarize
 from torchtitan_rl.observability.rollouts import RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog, RowKind, is_known
-from torchtitan_rl.page.details import MAX_TOKEN_TEXT
+from torchtitan_rl.page.details import MAX_TOKEN_TEXT, MAX_TOKENS
 from torchtitan_rl.page.values import MAX_TEXT
 
 STEPS, ROLLOUTS = 20, 10
@@ -391,6 +393,19 @@ def test_damaged_traces_are_shown_as_far_as_they_can_be_read(own_run: Path) -> N
         page.get("trace.json")
 
 
+def test_no_temporary_file_has_a_name(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with asked(run_dir) as page:
+        page.get("rollouts")
+        for method in ("GET", "HEAD"):
+            for parts in ("bytes=x", "bytes=999999999-", "bytes=0-1"):
+                path, headers = "/api/runs/0/trace.json", {"range": parts}
+                assert page.send(path, method=method, headers=headers).status_code == 200
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_a_line_that_is_too_long_for_the_memory_is_passed_over(
     own_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,6 +436,49 @@ def test_hostile_text_is_text_and_bounded(own_run: Path) -> None:
     assert f"[cut: {len(long):,} characters]" in message["content"]
     assert len(json.dumps(shown)) < 12 * MAX_TEXT
     assert all(len(one["text"]) <= MAX_TOKEN_TEXT for one in shown["turns"][0]["tokens"])
+
+
+def test_tokens_that_never_become_a_character_are_not_decoded_again_and_again(
+    own_run: Path,
+) -> None:
+    tokenizer = Tokenizer.from_file(str(own_run / "policy" / "tokenizer.json"))
+    half = next(n for n in range(tokenizer.get_vocab_size()) if tokenizer.decode([n]) == "\ufffd")
+    row = rows_of(own_run / "rollouts.jsonl")[-1]
+    turn = row["turns"][0] | {"token_ids": [half] * MAX_TOKENS}  # half a minute, if they are
+    append(own_run / "rollouts.jsonl", row | {"turns": [turn]})
+    with asked(own_run) as page:
+        tokens = page.get(f"rollouts/{page.get('rollouts')['total']}")["turns"][0]["tokens"]
+    assert {one["text"] for one in tokens[:100]} == {"", "\ufffd" * 8}
+
+
+def test_names_that_are_not_text_are_shown(own_run: Path, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/run\xff"))
+    shutil.copytree(own_run, folder)
+    (folder / "launch.json").write_text(json.dumps({"resume_command": HOSTILE}))
+    append(
+        folder / "metrics.jsonl", {"kind": "step", "step": STEPS + 1, f"train/ended_{HOSTILE}": 3}
+    )
+    (folder / "traces" / os.fsdecode(b"odd\xff.1.jsonl")).write_text("")
+    (folder / os.fsdecode(b"model\xff") / "temperature-1").mkdir(parents=True)
+    append(folder / os.fsdecode(b"model\xff/temperature-1/rollouts.jsonl"), {"step": 1})
+    with asked(folder) as page:
+        assert page.get("/api/runs")[0]["name"] == "run?"
+        assert page.get("rollouts", source="model?/temperature-1")["total"] == 1
+        names = page.get("metrics")["names"]
+        assert page.get("metrics", names=names[0])["series"]
+        for view in ("overview", "config", "timeline"):
+            page.get(view)
+
+
+def test_rows_with_many_names_are_fewer(tmp_path: Path) -> None:
+    names = {f"train/m{n}": 1.0 for n in range(2_500)}
+    for step in range(1, 1_001):
+        append(tmp_path / "metrics.jsonl", {"kind": "step", "step": step} | names)
+    with asked(tmp_path) as page:
+        page.get("overview")
+        columns = page.page.runs[0].columns["step"]
+        assert len(columns.rows(most=2_000)) * len(names) <= 1_000_000
+        assert columns.rows(most=2_000)[-1]["step"] == 1_000
 
 
 def test_a_run_without_a_tokenizer_shows_ids(own_run: Path) -> None:
