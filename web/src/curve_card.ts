@@ -2,7 +2,7 @@
 import type { Ctx } from "./api";
 import { Chart, type Line, type Point } from "./charts";
 import { duration, el, fill, newId, number, scrollBox, sentence } from "./dom";
-import { ESSENTIAL, metricsOf, points, type Meaning, type Metrics, type XName } from "./metrics";
+import { drawnWith, ESSENTIAL, interval, metricsOf, points, type Meaning, type Metrics, type XName } from "./metrics";
 
 const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
 const DASHES: (number[] | undefined)[] = [undefined, [6, 3], [2, 3], [10, 3, 2, 3]];
@@ -161,6 +161,7 @@ export class Card {
         color: COLORS[run % COLORS.length] ?? "--c1",
         dash: DASHES[run % DASHES.length],
         ...found,
+        ...(metrics ? interval(metrics, this.name, this.state.x, found.x) : {}),
         points: metrics?.series[this.name]?.axis !== "step" && found.x.length < 60,
         smooth: this.state.smooth,
       };
@@ -261,7 +262,7 @@ export class Loader {
       const all = [...names];
       for (let first = 0; first < all.length; first += MAX_NAMES) {
         const part = all.slice(first, first + MAX_NAMES);
-        metricsOf(this.ctx, run, part.map(([name]) => name)).then(
+        metricsOf(this.ctx, run, part.flatMap(([name]) => [name, ...drawnWith(name)])).then(
           (metrics) => {
             for (const [name, waiters] of part) {
               this.had.set(`${run} ${name}`, metrics);

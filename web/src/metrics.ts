@@ -120,3 +120,21 @@ export function points(metrics: Metrics, name: string, x: XName): { x: number[];
   });
   return found;
 }
+
+const MEAN = "evaluation/reward_mean";
+const ENDS = ["evaluation/reward_ci95_low", "evaluation/reward_ci95_high"];
+
+/** The metrics that are drawn with a metric: the ends of its 95 % interval. */
+export function drawnWith(name: string): string[] {
+  return name === MEAN ? ENDS : [];
+}
+
+/** The 95 % interval of each value of a metric at `xs`; empty for a metric without one. */
+export function interval(metrics: Metrics, name: string, x: XName, xs: number[]): { low?: (number | null)[]; high?: (number | null)[] } {
+  const [low, high] = drawnWith(name).map((end) => {
+    const found = points(metrics, end, x);
+    const at = new Map(found.x.map((value, i) => [value, found.y[i] ?? null]));
+    return xs.map((value) => at.get(value) ?? null);
+  });
+  return low && high ? { low, high } : {};
+}

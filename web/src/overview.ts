@@ -2,7 +2,7 @@
 import type { Changed, Ctx, Params, View } from "./api";
 import { Chart, type Line } from "./charts";
 import { card, command, count, duration, el, empty, fill, fixed, hint, keep, key, number, percent, sentence, shares } from "./dom";
-import { metricsOf, points } from "./metrics";
+import { drawnWith, interval as intervalOf, metricsOf, points } from "./metrics";
 import { PHASES } from "./now";
 
 interface Overview {
@@ -105,12 +105,7 @@ function evaluated(data: Overview, ctx: Ctx): HTMLElement {
   );
 }
 
-const REWARDS = {
-  train: "train/reward_mean",
-  mean: "evaluation/reward_mean",
-  low: "evaluation/reward_ci95_low",
-  high: "evaluation/reward_ci95_high",
-};
+const REWARDS = { train: "train/reward_mean", mean: "evaluation/reward_mean" };
 const QUEUE = "train/generation/queue_s_mean";
 const TURNS = "train/turns_mean";
 const ROLLOUT_PHASES = { generation: "an engine writes", environment: "the environment replies", reward: "the reward is computed" };
@@ -123,7 +118,7 @@ interface Curves {
 
 async function curvesOf(ctx: Ctx): Promise<Curves> {
   const phaseName = (name: string): string => `train/phase_s/${name}_mean`;
-  const metrics = await metricsOf(ctx, ctx.run, [...Object.values(REWARDS), ...Object.keys(ROLLOUT_PHASES).map(phaseName), QUEUE, TURNS]);
+  const metrics = await metricsOf(ctx, ctx.run, [...Object.values(REWARDS), ...drawnWith(REWARDS.mean), ...Object.keys(ROLLOUT_PHASES).map(phaseName), QUEUE, TURNS]);
   const mean = (name: string): number => {
     const { y } = points(metrics, name, "step");
     return y.reduce((sum, value) => sum + value, 0) / Math.max(1, y.length);
@@ -137,16 +132,11 @@ async function curvesOf(ctx: Ctx): Promise<Curves> {
   }
   const train = points(metrics, REWARDS.train, "step");
   const evaluation = points(metrics, REWARDS.mean, "step");
-  const [low, high] = [REWARDS.low, REWARDS.high].map((name) => {
-    const found = points(metrics, name, "step");
-    const at = new Map(found.x.map((x, i) => [x, found.y[i] ?? null]));
-    return evaluation.x.map((x) => at.get(x) ?? null);
-  });
   const lines: Line[] = [];
   if (train.x.length > 0)
     lines.push({ label: "training", color: "--c2", ...train, smooth: train.x.length >= 60 ? 0.9 : 0 });
   if (evaluation.x.length > 0)
-    lines.push({ label: "evaluation", color: "--c1", ...evaluation, points: true, low, high });
+    lines.push({ label: "evaluation", color: "--c1", ...evaluation, points: true, ...intervalOf(metrics, REWARDS.mean, "step", evaluation.x) });
   return { lines, phases: phases.filter((one) => one.seconds > 0) };
 }
 
@@ -294,7 +284,7 @@ function learning(data: Overview): Answer {
     case "worse":
       return { tone: "bad", short: "No, it gets worse", text };
     case "unclear":
-      return { tone: "plain", short: "No clear change yet", text };
+      return { tone: "plain", short: data.is_live ? "No clear change yet" : "No clear change", text };
     default:
       return { tone: "plain", short: "Too early to say", text };
   }
