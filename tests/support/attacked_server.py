@@ -15,9 +15,10 @@ import time
 
 from fastapi import FastAPI, Request, Response
 
-from torchtitan_rl.backends.monarch.http_server import ConnectionLimits, HttpServer
+from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.config import EndpointConfig, Keys
+from torchtitan_rl.serving.connections import ConnectionLimits
 from torchtitan_rl.serving.link import ControllerLink
 
 

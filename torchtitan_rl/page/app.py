@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlencode
 
 import msgspec
@@ -60,7 +60,7 @@ _PIECE_S = 0.02  # reading between two answers
 _PIECE_BYTES = 256 << 10  # of a trace
 _SILENCE_S = 15.0  # between two lines of an event stream
 _MAX_NAMES = 400  # metrics in one answer
-_MAX_REQUESTS = 256  # at the same time, streams of events included
+_MAX_CONNECTIONS = 256  # streams of events included
 
 
 class Page:
@@ -334,20 +334,22 @@ def serve_page(page: Page, listening: socket.socket, *, host: str, key: str) -> 
     import uvicorn
     import uvloop
 
+    from torchtitan_rl.serving.connections import BoundedProtocol, ConnectionLimits, Connections
+
     if not key:
         accept_own_user(uvloop.loop.__file__, "accept4")
 
     async def serve() -> None:
         port = listening.getsockname()[1]
+        limits = ConnectionLimits(max_connections=_MAX_CONNECTIONS, head_s=10.0)
         config = uvicorn.Config(
             page_app(page, host=host, port=port, key=key),
-            http="httptools",
+            http=cast(Any, partial(BoundedProtocol, Connections(limits))),
             ws="none",
             lifespan="off",
             log_level="critical",
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=_MAX_REQUESTS,
             timeout_graceful_shutdown=1,
         )
         await first_of(uvicorn.Server(config).serve(sockets=[listening]), page.follow())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -171,6 +173,21 @@ def test_view_serves_until_a_signal_and_writes_nothing(
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 128 + signal.SIGINT
     assert sorted(run_dir.rglob("*")) == before
+
+
+def test_connections_that_ask_nothing_do_not_keep_others_out(
+    served: tuple[str, subprocess.Popen[str]],
+) -> None:
+    url, _ = served
+    port = int(url.rpartition(":")[2].strip("/"))
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        with urllib.request.urlopen(f"{url}api/runs", timeout=10) as answer:
+            assert answer.status == 200
+    with socket.create_connection(("127.0.0.1", port), 10) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nA: " + b"a" * 20_000)
+        assert connection.recv(12) == b"HTTP/1.1 400"
 
 
 @needs_root

@@ -13,12 +13,10 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from tests.support.http_driver import CHAT
-from torchtitan_rl.backends.monarch.http_server import (
-    ConnectionLimits,
-    HttpServer,
-)
+from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.config import EndpointConfig, Keys
+from torchtitan_rl.serving.connections import ConnectionLimits
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.middleware import close_at_end
 from torchtitan_rl.serving.retries import RetryOptions

@@ -72,10 +72,11 @@ def start_server(spec: EndpointSpec) -> tuple[HttpServer, ControllerLink]:
     """
     import uvloop
 
-    from torchtitan_rl.backends.monarch.http_server import ConnectionLimits, HttpServer
+    from torchtitan_rl.backends.monarch.http_server import HttpServer
     from torchtitan_rl.backends.vllm.openai import build_application
     from torchtitan_rl.launch.own_user import accept_own_user
     from torchtitan_rl.serving.app import EndpointApp
+    from torchtitan_rl.serving.connections import ConnectionLimits
     from torchtitan_rl.serving.link import ControllerLink
 
     if not spec.keys.api:
