@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
 
     Raises:
         ConfigError: an option is wrong.
-        OutputError: the file cannot be written.
+        OutputError: the file, or the temporary one of the index, cannot be written.
     """
     options = parse_options(ReportOptions, words, prog="torchtitan-rl report")
     check_fields(options, "--")

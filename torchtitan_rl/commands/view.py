@@ -57,6 +57,7 @@ def main(words: Sequence[str]) -> int:
 
     Raises:
         ConfigError: an option is wrong, or the address is taken.
+        OutputError: the temporary file of the index cannot be written.
     """
     options = parse_options(ViewOptions, words, prog="torchtitan-rl view")
     if not options.runs:

@@ -225,7 +225,10 @@ async def show_rollout(run: RunIndex, n: int) -> dict[str, Any] | None:
     related, place = run.rollouts.related(n), run.rollouts.place(n)
     if related is None or place is None:
         return None
-    row = parse_row(run.rollout_line(*place))
+    try:
+        row = parse_row(run.rollout_line(*place))
+    except (OSError, ValueError):  # its file was cut, which `follow` will notice
+        return None
     decode = await token_texts(views.policy_dir(run))
     return related | rollout_details(row, decode)
 

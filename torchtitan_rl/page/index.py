@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sqlite3
 import time
 from array import array
 from bisect import bisect_left, bisect_right
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE
+from torchtitan_rl.errors import OutputError
 from torchtitan_rl.files import parse_object
 from torchtitan_rl.observability.explain import finite
 from torchtitan_rl.observability.page_files import NOW_FILE
@@ -218,16 +220,26 @@ class RunIndex:
         return "eval" if (self.folder / SETTINGS_FILE).exists() else "train"
 
     def update(self, *, seconds: float) -> bool:
-        """Read on for about ``seconds``. Returns whether there is more to read."""
+        """Read on for about ``seconds``. Returns whether there is more to read.
+
+        Raises:
+            OutputError: the temporary file of the index cannot be written.
+        """
         end_s = time.monotonic() + seconds
         if any(rows.is_replaced() for rows in (self._metrics, *self._sources.values())):
             self.close()
             self._begin()
             self._count("metrics", "rollouts", "trace")
         self._update_now()
-        for read in (self._read_metrics, self._read_rollouts, self._read_trace):
-            if not read(end_s):
-                return True
+        try:
+            for read in (self._read_metrics, self._read_rollouts, self._read_trace):
+                if not read(end_s):
+                    return True
+        except sqlite3.Error as error:
+            raise OutputError(
+                f"the index of the rollouts is too large for the temporary folder: {error}; set "
+                "TMPDIR to a folder with more room"
+            ) from error
         self.is_read = True
         return False
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
@@ -132,6 +133,20 @@ def test_wrong_options_are_one_line(
     assert main(["report", *([] if words == ["nothing"] else [str(run_dir)]), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
+
+
+def test_a_full_temporary_folder_is_one_line(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torchtitan_rl.page.rollouts._CACHE_KIB", 16)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert main(["report", str(run_dir)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "TMPDIR" in line
 
 
 def test_a_pipe_is_written_to_and_not_replaced(run_dir: Path, tmp_path: Path) -> None:

@@ -267,6 +267,13 @@ def test_a_run_that_another_one_replaces_or_that_is_removed_is_shown_as_it_is(
         assert page.get("rollouts/1")["messages"]
 
 
+def test_a_rollout_whose_file_was_just_cut_is_not_there(own_run: Path) -> None:
+    with asked(own_run) as page:
+        assert page.get("rollouts/5")
+        (own_run / "rollouts.jsonl").write_text("")
+        assert page.send("/api/runs/0/rollouts/5").status_code == 404
+
+
 def test_a_run_that_has_not_written_anything_has_all_views(tmp_path: Path) -> None:
     with asked(tmp_path) as page:
         assert page.get("overview")["summary"] == ["no step has ended yet"]
