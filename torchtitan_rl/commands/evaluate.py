@@ -72,6 +72,7 @@ def main(words: Sequence[str]) -> int:
     if dry_run.is_wanted:
         return dry_run.show(_describe(prepared), _document(prepared))
     with ExitStack() as stack:
+        serve_page = stack.enter_context(page_of_run(page))
         stack.enter_context(hold_run(prepared.folder))
         log_dir = prepared.run.config.log_dir
         try:
@@ -88,7 +89,7 @@ def main(words: Sequence[str]) -> int:
             plan=_describe(prepared).splitlines(),
             policy_dir=prepared.run.policy_dir,
         )
-        url = stack.enter_context(page_of_run(page, prepared.folder, log_dir))
+        url = serve_page(prepared.folder, log_dir)
         return run_command(
             partial(_run, prepared, url), log_dir=log_dir, when_stopped="the same command continues"
         )

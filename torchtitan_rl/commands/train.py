@@ -122,9 +122,10 @@ def main(words: Sequence[str]) -> int:
         own = shlex.join(["torchtitan-rl", "train", str(config_file), *options, *resume])
         resume_command = os.environ.get(RESUME_COMMAND, own)
         with ExitStack() as stack:
+            serve_page = stack.enter_context(page_of_run(page))
             claim = stack.enter_context(claim_run(prepared))
             stay_on_cores(prepared.plan.controller_cores)
-            url = stack.enter_context(page_of_run(page, config.run_dir, config.log_dir))
+            url = serve_page(config.run_dir, config.log_dir)
             run = _Run.of(prepared, resume_command, claim, attached.hosts, url, recorded)
             write_launch(
                 config.run_dir,

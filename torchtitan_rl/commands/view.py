@@ -8,14 +8,13 @@ environment variable ``TORCHTITAN_RL_PAGE_KEY``.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -132,39 +131,54 @@ class PageAddress:
 
 
 @contextmanager
-def page_of_run(address: PageAddress | None, run_dir: Path, log_dir: Path) -> Iterator[str]:
-    """Serve the page of a run in a process of its own while the block is open. Yields the text for
-    the run's first line; empty without an address.
+def page_of_run(address: PageAddress | None) -> Iterator[Callable[[Path, Path], str]]:
+    """Listen for the page of a run while the block is open. Yields a function that gets the run's
+    folder and the folder of its logs, serves the page in a process of its own until the block ends,
+    and returns the text for the run's first line; empty without an address.
 
-    The run does not depend on this process; its messages are in ``page.log``.
+    Enter the block before anything is written, so that a taken address leaves nothing behind. The
+    run does not depend on the page's process; its messages are in ``page.log``.
 
     Raises:
         ConfigError: as `PageAddress.opened`.
     """
-    if address is None:
-        yield ""
-        return
+    with ExitStack() as stack:
+        listening = None if address is None else stack.enter_context(address.opened())
+
+        def start(run_dir: Path, log_dir: Path) -> str:
+            if address is None or listening is None:
+                return ""
+            url = address.url(listening)
+            with listening:  # from now on, only the page's process listens
+                words = [address.host, str(listening.fileno()), str(run_dir.absolute())]
+                stack.callback(_end, _start(words, listening, log_dir))
+            return f"; page {url}"
+
+        yield start
+
+
+def _start(
+    words: Sequence[str], listening: socket.socket, log_dir: Path
+) -> subprocess.Popen[bytes]:
     log_dir.mkdir(parents=True, exist_ok=True)
-    with address.opened() as listening, (log_dir / "page.log").open("ab") as log:
-        number = listening.fileno()
-        process = subprocess.Popen(
-            [*_CHILD, address.host, str(number), str(run_dir.absolute())],
-            pass_fds=[number],
+    with (log_dir / "page.log").open("ab") as log:
+        return subprocess.Popen(
+            [*_CHILD, *words],
+            pass_fds=[listening.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
             preexec_fn=lambda: end_with_parent(signal.SIGTERM),
         )
-        url = address.url(listening)
-    try:
-        yield f"; page {url}"
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-        process.kill()
-        process.wait()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    process.kill()
+    process.wait()
 
 
 _CHILD = [sys.executable, "-P", "-m", "torchtitan_rl.commands.view"]

@@ -240,7 +240,7 @@ class _Guard:
         self._app = app
         self._hosts = {host.strip("[]").lower(), "localhost", "127.0.0.1", "::1"}
         self._is_any_host = host in ("0.0.0.0", "::")
-        self._key = key.encode()
+        self._key = key.encode(errors="surrogateescape")
         self._cookie = f"torchtitan_rl_page_{port}"
         self._cookie_value = hmac.digest(self._key, b"page", hashlib.sha256).hex()
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -127,6 +128,17 @@ def test_values_that_are_not_text_do_not_end_the_writing_of_now_json(tmp_path: P
         wait_until((tmp_path / NOW_FILE).exists)
     wait_until(lambda: json.loads((tmp_path / NOW_FILE).read_text())["phase"] == "rollout")
     file.close()
+
+
+def test_a_taken_address_of_the_page_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        page = f"--page=127.0.0.1:{taken.getsockname()[1]}"
+        words = ["alphabet_sort_tiny", page, "--output-dir", str(tmp_path), "--name", "run"]
+        assert main(["train", *words]) == 2
+    assert "Address already in use" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("page", ["--page=", "--page=127.0.0.1", "--page=:80", "--page=x:y"])
