@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer as PolicyTrainer
     from torchtitan_rl.config.run import LaunchConfig as LaunchConfig
     from torchtitan_rl.config.run import MetricsConfig as MetricsConfig
+    from torchtitan_rl.config.run import MonarchConfig as MonarchConfig
     from torchtitan_rl.config.run import PolicyConfig as PolicyConfig
     from torchtitan_rl.config.run import RunConfig as RunConfig
     from torchtitan_rl.data.curriculum import CurriculumConfig as CurriculumConfig

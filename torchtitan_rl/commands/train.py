@@ -50,7 +50,7 @@ from torchtitan_rl.files import last_lines
 from torchtitan_rl.launch.meeting import RESUME_COMMAND
 from torchtitan_rl.observability.console import STEP_WORDS, format_seconds, usual_step_s
 from torchtitan_rl.observability.engine import EngineSampler
-from torchtitan_rl.observability.page_files import write_launch
+from torchtitan_rl.observability.page_files import note_telemetry, write_launch
 from torchtitan_rl.observability.recorded import RecordedRun
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher, GrammarReplay
@@ -268,6 +268,12 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         with recorder.phase("start"):
             from torchtitan_rl.backends.monarch.run import run_processes  # seconds
 
+            if config.monarch.telemetry:
+                from torchtitan_rl.backends.monarch.telemetry import telemetry_pages
+
+                url = await stack.enter_async_context(telemetry_pages(config.log_dir))
+                note_telemetry(config.run_dir, url)
+                recorder.say(f"Monarch's telemetry: {url}")
             processes = await stack.enter_async_context(
                 run_processes(prepared, trace_dir=recorder.trace_dir, hosts=run.hosts)
             )

@@ -83,6 +83,7 @@ _MAY_CHANGE = (
     "metrics",
     "endpoint",
     "launch",
+    "monarch",
 )
 _MUST_STAY = ("endpoint.tool_call_parser", "endpoint.reasoning_parser", "endpoint.chat_template")
 _OLD_SHARE = "schedule.window"

@@ -258,6 +258,11 @@ def launch_errors(config: RunConfig) -> list[str]:
             "pin_cores is True: cores are given out on this machine alone; with launch.attach or "
             "launch.hosts, give --no-pin-cores"
         )
+    if config.monarch.telemetry and has_hosts(launch):
+        errors.append(
+            "monarch.telemetry is True: it is for runs on this machine alone; with launch.attach "
+            "or launch.hosts, give --monarch.no-telemetry"
+        )
     return errors
 
 

@@ -73,6 +73,16 @@ class LaunchConfig:
     """Deadline for all hosts to answer, in seconds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MonarchConfig:
+    """Monarch, which starts the processes and carries their messages."""
+
+    telemetry: bool = False
+    """Serve Monarch's own pages about actors, messages and errors. They are for this user on this
+    machine, and for runs on this machine alone; the run says their address. Takes 220 MB of memory,
+    430 MB once the pages have been read."""
+
+
 def has_hosts(launch: LaunchConfig) -> bool:
     """Whether the configuration names hosts (even if only one); otherwise the run is on this
     machine."""
@@ -160,6 +170,7 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    monarch: MonarchConfig = field(default_factory=MonarchConfig)
 
     @property
     def run_dir(self) -> Path:

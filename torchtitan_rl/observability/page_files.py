@@ -93,6 +93,17 @@ def write_launch(
         "plan": list(plan),
         "policy_dir": os.path.abspath(policy_dir),
     }
+    _replace_launch(folder, document)
+
+
+def note_telemetry(folder: Path, url: str) -> None:
+    """Add the address of Monarch's telemetry pages to ``launch.json``."""
+    with suppress(OSError):  # `write_launch` has said why
+        document = msgspec.json.decode((folder / LAUNCH_FILE).read_bytes(), type=dict[str, Any])
+        _replace_launch(folder, document | {"telemetry": url})
+
+
+def _replace_launch(folder: Path, document: Mapping[str, Any]) -> None:
     try:
         replace_file(folder / LAUNCH_FILE, json.dumps(document).encode(), is_durable=False)
     except OSError as error:

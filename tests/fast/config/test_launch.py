@@ -18,7 +18,7 @@ from torchtitan_rl.config.room import (
     launch_errors,
     start_errors,
 )
-from torchtitan_rl.config.run import LaunchConfig
+from torchtitan_rl.config.run import LaunchConfig, MonarchConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
 
@@ -82,6 +82,21 @@ def test_cores_are_not_given_out_on_other_hosts_and_made_up_hosts_do_not_start()
     assert launch_errors(config)[0].startswith("pin_cores is True")
     assert start_errors(LaunchConfig(hosts="2x8"))[0].startswith("launch.hosts is '2x8'")
     assert start_errors(LaunchConfig(**PLAIN)) == []
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        LaunchConfig(**PLAIN),
+        LaunchConfig(attach=FAR, address=OWN, keys=KEYS),
+        LaunchConfig(hosts="2x8"),
+    ],
+)
+def test_telemetry_pages_are_for_runs_on_this_machine(launch: LaunchConfig) -> None:
+    config = replace(TINY, monarch=MonarchConfig(telemetry=True))
+    assert launch_errors(config) == []
+    (error,) = launch_errors(replace(config, launch=launch))
+    assert error.startswith("monarch.telemetry is True: it is for runs on this machine alone")
 
 
 def test_keys_that_tcp_would_not_use_are_refused() -> None:
