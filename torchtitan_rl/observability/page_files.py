@@ -99,7 +99,7 @@ def write_launch(
 def note_telemetry(folder: Path, url: str) -> None:
     """Add the address of Monarch's telemetry pages to ``launch.json``."""
     with suppress(OSError):  # `write_launch` has said why
-        document = msgspec.json.decode((folder / LAUNCH_FILE).read_bytes(), type=dict[str, Any])
+        document = json.loads((folder / LAUNCH_FILE).read_bytes())
         _replace_launch(folder, document | {"telemetry": url})
 
 
