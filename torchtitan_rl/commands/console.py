@@ -97,6 +97,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
     user has changed would run that user's code.
     """
     os.umask(os.umask(0) | 0o002)
+    _replace_closed_streams()
     with before_start():
         try:
             try:
@@ -108,6 +109,14 @@ def exit_code_of(command: Callable[[], int]) -> int:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again at exit
             return 128 + signal.SIGPIPE
+
+
+def _replace_closed_streams() -> None:
+    """Open the null device for each standard stream that the caller has closed (``>&-``). Otherwise
+    the next file that is opened would get its number, and then what libraries print."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def print_error(error: Exception) -> int:

@@ -65,6 +65,14 @@ class Train:
         return self._process.wait(60)
 
 
+def test_a_run_whose_standard_streams_are_closed_is_complete(tmp_path: Path) -> None:
+    words = [TINY, *SMALL, "--output-dir", str(tmp_path), "--name", "run", "--num-steps", "2"]
+    own = [sys.executable, "-m", "tests.support.simulated_train", *words]
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *own]
+    assert subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "run" / "manifest.json").exists()
+
+
 def test_a_run_says_what_runs_where_and_how_it_went_alone(
     tmp_path: Path,
 ) -> None:
