@@ -18,6 +18,7 @@ from torchtitan_rl.commands.generate import GenerateOptions
 from torchtitan_rl.commands.keys import KeysConfig
 from torchtitan_rl.commands.launch_script import LaunchScriptOptions
 from torchtitan_rl.commands.new import NewTaskConfig
+from torchtitan_rl.commands.replay import ReplayConfig
 from torchtitan_rl.commands.report import ReportOptions
 from torchtitan_rl.commands.view import ViewOptions
 from torchtitan_rl.commands.worker import WorkerOptions
@@ -56,7 +57,7 @@ def fields(kind: Any, prefix: str = "") -> frozenset[str]:
 def known() -> frozenset[str]:
     commands = (
         *(ServeConfig, GenerateOptions, EvalConfig, EnvCheckConfig, NewTaskConfig),
-        *(PreviewConfig, ReportOptions, ViewOptions),
+        *(PreviewConfig, ReplayConfig, ReportOptions, ViewOptions),
         *(WorkerOptions, KeysConfig, LaunchScriptOptions, *OPTIONS_OF_KINDS),
     )
     return fields(RunConfig).union(*(fields(kind) for kind in commands))
