@@ -60,7 +60,7 @@ def served(view: Callable[..., Viewed], attacked: Path) -> Viewed:
 @pytest.mark.parametrize("n", range(1, len(ATTACKS) + 2))
 def test_hostile_content_is_text_on_the_page(served: Viewed, visit: Visit, n: int) -> None:
     seen = visit(served.url)
-    for route in (f"#/rollouts/{n}", f"#/rollouts/{n}?tab=tokens", "#/rollouts"):
+    for route in (f"#/rollouts/{n}", f"#/rollouts/{n}?show=tokens", "#/rollouts"):
         seen.go(route)
         seen.page.wait_for_timeout(100)
         require_inert(seen)

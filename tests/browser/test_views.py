@@ -98,7 +98,7 @@ def test_a_rollout_shows_its_tokens_with_their_values(
     rows = rows_of(recorded, "rollouts.jsonl")
     row = next(row for row in rows if row["split"] == "train" and row["turns"])
     seen = visit(served.url)
-    seen.go(f"#/rollouts/{number_of(served, row)}?tab=tokens&turn=0&token=0")
+    seen.go(f"#/rollouts/{number_of(served, row)}?show=tokens&turn=0&token=0")
     turn = row["turns"][0]
     panel = seen.page.locator(".token-panel")
     seen.page.locator(".tokens .token").first.click()
@@ -167,7 +167,7 @@ def test_two_runs_are_laid_over_each_other(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("route", [*VIEWS, "rollouts/30", "rollouts/30?tab=tokens"])
+@pytest.mark.parametrize("route", [*VIEWS, "rollouts/30", "rollouts/30?show=tokens"])
 def test_axe_finds_no_serious_fault(served: Viewed, visit: Visit, route: str, scheme: str) -> None:
     seen = visit(served.url, color_scheme=scheme)
     seen.go(f"#/{route}")

@@ -335,8 +335,9 @@ def _slow_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
         "environment": (
             Cause.SLOW_ENVIRONMENT,
             "make the calls and the scoring of the environment or agent faster, or let more "
-            "rollouts run at the same time; with schedule.staleness 1 or more, the trainer works "
-            "meanwhile",
+            "rollouts run at the same time"
+            + "; with schedule.staleness 1, the trainer works meanwhile"
+            * (not _staleness(facts)),
         ),
         "reward": (Cause.SLOW_REWARD, "make the reward faster or concurrent"),
     }
