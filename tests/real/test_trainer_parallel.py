@@ -221,7 +221,7 @@ def test_sequence_losses_reference_kl_and_metrics_by_age_equal_those_of_one_proc
     assert expected[1]["kl_reference"] > 5e-4
     for name in ("masked_share", "clip_share", "weight_capped_share", "effective_share"):
         assert 0.0 < expected[0][name] < 1.0, name
-    of_layout = ("step_s", "tokens_per_second", "padding_share")
+    of_layout = ("step_s", "tokens_per_second", "padding_share", "weights_digest")
     for found, wanted in zip(
         read_metrics(results / layout, "off-policy.json"), expected, strict=True
     ):

@@ -31,6 +31,7 @@ LOSSES = {
 # With an epsilon far above the gradient, AdamW's first step is 1,000 times the gradient.
 PLAIN = OptimizerConfig(learning_rate=1e9, eps=1e6, max_grad_norm=1e9)
 TIMINGS = ("step_s", "tokens_per_second")
+EXACT = ("weights_digest",)  # gradients differ by rounding
 OF_ROWS = ("computed_tokens", "shared_share")
 
 
@@ -91,7 +92,7 @@ def check_equal(shared: dict[str, Any], unshared: dict[str, Any]) -> None:
     np.testing.assert_allclose(shared["logprobs"], unshared["logprobs"], rtol=1e-5, atol=1e-5)
     found, expected = shared["metrics"], unshared["metrics"]
     assert found.keys() == expected.keys()
-    for name in expected.keys() - {*TIMINGS, *OF_ROWS}:
+    for name in expected.keys() - {*TIMINGS, *OF_ROWS, *EXACT}:
         assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
     check_gradients(shared["gradients"], unshared["gradients"])
     assert expected["shared_share"] == 0.0

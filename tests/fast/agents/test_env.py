@@ -165,7 +165,7 @@ def test_whatever_agents_do_every_sampled_token_is_accounted_for(scripts, max_tu
     sampled = sum(len(turn.completion.token_ids) for r in rollouts for turn in r.turns)
     assert len(generate.requests) == sum(len(rollout.turns) for rollout in rollouts)
     batch = EpisodeBatcher(config=RolloutConfig(), row_len=512)
-    _, counts, _ = batch([group])
+    counts = batch([group]).tokens
     assert counts.generated == sampled == counts.trained + sum(counts.discarded.values())
     unseen = sum(
         len(turn.completion.token_ids)

@@ -260,7 +260,7 @@ def test_whatever_workers_do_every_rollout_ends_once_and_every_token_is_accounte
     ids = [turn.completion.request_id for rollout in rollouts for turn in rollout.turns]
     assert sorted(ids) == sorted(request.request_id for request in run.generate.requests)
     group = RolloutGroup(group_id="g", problem=PROBLEM, rollouts=rollouts)
-    _, counts, _ = EpisodeBatcher(config=RolloutConfig(), row_len=512)([group])
+    counts = EpisodeBatcher(config=RolloutConfig(), row_len=512)([group]).tokens
     assert counts.generated == counts.trained + sum(counts.discarded.values())
     queue = run.queue.counts()
     assert queue["problems_waiting"] == queue["problems_leased"] == 0

@@ -158,6 +158,8 @@ WRONG_COMMANDS = {
     "env check": "CONFIG is missing",
     "env check alphabet_sort_tiny --nosuch": "Unrecognized options: --nosuch",
     "doctor --nosuch": "CONFIG is missing before --nosuch",
+    "replay": "RUN_DIR is missing",
+    "replay nosuch --step 1": "RUN_DIR is nosuch: it has no readable identity.json",
     "explain": "RUN_DIR: give the folder of one run",
     "explain a b": "RUN_DIR: give the folder of one run",
     "explain nosuch": "nosuch: no run",

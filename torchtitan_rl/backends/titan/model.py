@@ -18,6 +18,7 @@ pass, in one row; in layers, H elements normalized or rotated together, F hidden
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -397,7 +398,8 @@ def weights_digest(parameters: Iterable[torch.Tensor]) -> int:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local = local.detach().contiguous()
         if local.device.type == "cpu":
-            digest.update(local.view(-1).view(torch.uint8).numpy().data)
+            # Not by `numpy`, after which torch could not release the storage (`DeviceMemory`).
+            digest.update((ctypes.c_char * local.nbytes).from_address(local.data_ptr()))
         else:
             on_device.append(weighted_sum(local))
     if on_device:
