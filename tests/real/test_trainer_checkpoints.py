@@ -90,6 +90,25 @@ def test_a_run_resumed_from_a_checkpoint_written_during_later_steps_is_bit_for_b
         ]
 
 
+def test_a_checkpoint_before_the_first_step_changes_no_later_step(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """To save the state of an optimizer without one, torch takes a step, which must not count."""
+    path = tmp_path / "step-000000"
+    batch = random_batch(seed=0)
+    with trainer(checkpoint) as policy_trainer:
+        expected = policy_trainer.train_step(batch).metrics["weights_digest"]
+    with trainer(checkpoint) as policy_trainer:
+        policy_trainer.save_checkpoint(path, {})
+        policy_trainer.finish_checkpoint()
+        assert policy_trainer.train_step(batch).metrics["weights_digest"] == expected
+        policy_trainer.load_checkpoint(path)
+        assert policy_trainer.train_step(batch).metrics["weights_digest"] == expected
+    with trainer(checkpoint) as policy_trainer:
+        policy_trainer.load_checkpoint(path)
+        assert policy_trainer.train_step(batch).metrics["weights_digest"] == expected
+
+
 def test_saving_waits_for_the_checkpoint_before_and_closing_for_the_last(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,6 +215,11 @@ def _check(path: Path) -> dict[str, torch.Tensor] | None:
 
 
 def _state(model: Any, optimizer: PolicyOptimizer) -> dict[str, Any]:
+    if next(optimizer.tensors(), None) is None:
+        # To make the state, torch takes a step without gradients and counts it. Otherwise AdamW's
+        # first step would be corrected for bias as its second.
+        optimizer.container.state_dict()
+        optimizer.forget_steps()
     return {"model": model.state_dict(), "optimizer": optimizer.container.state_dict()}
 
 

@@ -64,6 +64,12 @@ class PolicyOptimizer:
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
+    def forget_steps(self) -> None:
+        """Set the number of steps that the optimizer has counted to 0."""
+        for optimizer in self.container:
+            for state in optimizer.state.values():
+                state["step"].zero_()
+
     def discard(self) -> None:
         """Discard the gradients."""
         self.container.zero_grad()
