@@ -100,7 +100,8 @@ def diagnose(facts: RunFacts) -> list[Diagnosis]:
     learning = [found for rule in _LEARNING for found in rule(facts)]
     effects = {effect for found in learning for effect in _EFFECTS.get(found.cause, ())}
     causes = [found for found in learning if found.cause not in effects]
-    return causes + next(([one] for rule in _SPEED for one in rule(facts)), [])
+    limit = _limit(facts)
+    return causes if limit is None else [*causes, limit]
 
 
 class Verdict(StrEnum):
@@ -196,15 +197,21 @@ def _describe_time(facts: RunFacts) -> Iterator[str]:
     if phases:
         texts = [f"{phase} {share:.0%}" for phase, share in phases.items()]
         yield f"time of a rollout: {', '.join(texts)}"
-    if (text := speed_advice(facts)) is not None:
+    if _limit(facts) is None and (text := speed_advice(facts)) is not None:
         yield text
+
+
+def _limit(facts: RunFacts) -> Diagnosis | None:
+    """The fault that limits the speed."""
+    if len(facts.steps) < _MIN_STEPS:
+        return None
+    return next((one for rule in _SPEED for one in rule(facts)), None)
 
 
 def speed_advice(facts: RunFacts) -> str | None:
     """What limits the speed, and what to change first; None if idle shares do not show it."""
-    if len(facts.steps) >= _MIN_STEPS:
-        for found in (one for rule in _SPEED for one in rule(facts)):
-            return f"{found.what}; {found.fix}"
+    if (found := _limit(facts)) is not None:
+        return f"{found.what}; {found.fix}"
     overlap = mean_overlap(facts.steps)
     if overlap is None or facts.shares_cores:
         return None

@@ -170,6 +170,7 @@ class RunRecorder:
         own_steps = f"{count(state.step - state.first_step, 'step')} in "
         own_steps += format_seconds(state.elapsed_s)
         audit = f"torchtitan-rl audit {run_dir}"
+        view = f"torchtitan-rl view {run_dir}"
         if not ending:
             headline = f"done: {own_steps}"
             headline += f", up to step {state.step}" if state.first_step else ""
@@ -192,7 +193,7 @@ class RunRecorder:
                 if row["chosen"] != "random"
             ],
             outputs=outputs if trace is None else outputs | {"trace": trace},
-            next_commands=[*commands, audit],
+            next_commands=[*commands, view, audit],
         )
 
     def _merge_traces(self) -> Path | None:

@@ -32,7 +32,6 @@ from torchtitan_rl.page.values import clean, plain
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
 _RECENT_STEPS = 10
-_ENDS = 5  # steps whose mean is the first or the last reward
 _FACT_STEPS = 2_000
 _TURN_STEPS = 50
 _MAX_WIDTH = 4_000
@@ -129,11 +128,12 @@ def _describe_rows(index: RunIndex) -> Json:
     last: Json = rows[-1] if rows else {}
     overlap, cap = mean_overlap(rows), _whole(fields.get("schedule.staleness"))
     rewards = [one["train/reward_mean"] for one in rows if "train/reward_mean" in one]
+    third = max(1, len(rewards) // 3)  # as `explain` compares them
     ages = [one["policy/staleness_max"] for one in rows if "policy/staleness_max" in one]
     return {
         "version": last.get("policy/version"),
         "learns": verdict(facts),
-        "reward": {"first": fmean(rewards[:_ENDS]), "last": fmean(rewards[-_ENDS:])}
+        "reward": {"first": fmean(rewards[:third]), "last": fmean(rewards[-third:])}
         if rewards
         else None,
         "evaluations": _evaluations(index),

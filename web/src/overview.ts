@@ -276,7 +276,7 @@ function learning(data: Overview): Answer {
   if (first && last && first !== last)
     text.push(`Evaluation reward ${fixed(first.mean)} at step ${number(first.step)}, now ${fixed(last.mean)}${interval(last)}.`);
   else if (last) text.push(`Evaluation reward ${fixed(last.mean)}${interval(last)} at step ${number(last.step)}.`);
-  if (data.reward) text.push(`Training reward ${fixed(data.reward.first)} at first, now ${fixed(data.reward.last)}.`);
+  if (data.reward) text.push(`Training reward ${fixed(data.reward.first)} in the first third of the steps, ${fixed(data.reward.last)} in the last.`);
   if (data.step === 0) return { tone: "plain", short: "Not yet known", text: ["No training step has ended yet.", ...text] };
   switch (data.learns) {
     case "yes":

@@ -101,6 +101,7 @@ def test_a_run_says_what_runs_where_and_how_it_went_alone(
     assert others[7:] == [
         f"rollouts: {folder / 'rollouts.jsonl'}",
         f"trace: {folder / 'trace.json'}",
+        f"next: torchtitan-rl view {folder}",
         f"next: torchtitan-rl audit {folder}",
     ]
     assert not any(NOISE in line for line in run.lines())
