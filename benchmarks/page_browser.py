@@ -8,7 +8,7 @@ are written by the run's own writers. Each figure is a median over the repeats:
 - *first view*: from the navigation to the drawn view, in a browser without a cache;
 - *search*, *filter*: from the input event to the next frame after the new rows are in the document;
 - *scroll*: the longest time between two frames while the view scrolls by a screen;
-- *memory*: of the server after all of this, beside the size of the run's files.
+- *memory*: of the server after all of this, and the size of the run's files.
 """
 
 from __future__ import annotations

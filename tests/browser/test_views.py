@@ -216,3 +216,27 @@ def test_a_narrow_window_does_not_scroll_sideways(served: Viewed, visit: Visit, 
     seen.go(f"#/{route}")
     wide, window = seen.page.evaluate("() => [document.body.scrollWidth, innerWidth]")
     assert wide <= window
+
+
+CONTROLS = """() => {
+    document.activeElement.blur();
+    window.visited = new Set();
+    window.wanted = [...document.querySelectorAll(
+        'a[href], button, input, select, summary, [tabindex="0"]'
+    )].filter((one) => one.checkVisibility({visibilityProperty: true})
+        && !one.disabled && one.tabIndex >= 0);
+    return window.wanted.length;
+}"""
+MISSED = """() => window.wanted
+    .filter((one) => one.isConnected && !window.visited.has(one))
+    .map((one) => one.outerHTML.slice(0, 100))"""
+
+
+@pytest.mark.parametrize("route", [*VIEWS, "rollouts/30", "rollouts/30?show=tokens"])
+def test_tab_reaches_every_control(served: Viewed, visit: Visit, route: str) -> None:
+    seen = visit(served.url)
+    seen.go(f"#/{route}")
+    for _ in range(seen.page.evaluate(CONTROLS) + 60):  # the browser's own stops, too
+        seen.page.keyboard.press("Tab")
+        seen.page.evaluate("() => { window.visited.add(document.activeElement); }")
+    assert seen.page.evaluate(MISSED) == []
