@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 import psutil
+import torch
+from safetensors import safe_open
 
 from torchtitan_rl.commands import cli
 from torchtitan_rl.observability.sinks import read_rows
@@ -181,9 +184,20 @@ def require_audit(run_dir: Path) -> None:
     assert cli.main(["audit", str(run_dir)]) == 0, f"torchtitan-rl audit {run_dir}"
 
 
-def weights(run_dir: Path) -> bytes:
-    """The exported policy, bit for bit."""
-    return (run_dir / "policy" / "model.safetensors").read_bytes()
+def weights(run_dir: Path) -> dict[str, str]:
+    """The exported policy: a digest of each tensor, so that a difference says where it is."""
+    with safe_open(run_dir / "policy" / "model.safetensors", "pt") as policy:
+        tensors = {name: policy.get_tensor(name) for name in policy.keys()}  # noqa: SIM118
+    return {
+        name: hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
+        for name, tensor in tensors.items()
+    }
+
+
+def digests(run_dir: Path) -> list[float]:
+    """A digest of the trainer's weights after each step."""
+    name = "trainer/weights_digest"
+    return [row[name] for row in read_metrics(run_dir) if name in row]
 
 
 def read_rollouts(run_dir: Path) -> list[dict[str, Any]]:

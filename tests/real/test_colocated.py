@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.real.conftest import NUM_STEPS
-from tests.real.runs import ONE_REPLICA, Run, options, read_metrics, read_rollouts, train, weights
+from tests.real.runs import (
+    ONE_REPLICA,
+    Run,
+    digests,
+    options,
+    read_metrics,
+    read_rollouts,
+    train,
+    weights,
+)
 from torchtitan_rl.commands import cli
 
 COLOCATED = ("--placement", "colocated")
@@ -18,6 +27,7 @@ def test_trap_26_at_staleness_0_a_colocated_run_trains_what_a_separate_one_does_
 ) -> None:
     few = ("--num-steps", str(NUM_STEPS), "--evaluation.num-problems", "0")
     colocated = train(tmp_path, "colocated", *few, *COLOCATED, *ONE_REPLICA)
+    assert digests(colocated) == digests(whole)
     assert weights(colocated) == weights(whole)
     rows = read_metrics(colocated)
     assert all(row["time/switch_s"] > 0 for row in rows if "train/reward_mean" in row)

@@ -11,7 +11,7 @@ import pytest
 from tests.real.runs import (
     ONE_REPLICA,
     Run,
-    read_metrics,
+    digests,
     read_rollouts,
     require_audit,
     train,
@@ -28,11 +28,6 @@ def replay(root: Path, run_dir: Path, *words: str) -> tuple[int, str]:
     exit_code = run.wait()
     assert run.left_behind() == []
     return exit_code, output.read_text() + (root / "replay.log").read_text()
-
-
-def digests(run_dir: Path) -> list[float]:
-    name = "trainer/weights_digest"
-    return [row[name] for row in read_metrics(run_dir) if name in row]
 
 
 @pytest.fixture(scope="module")
