@@ -37,8 +37,15 @@ class FinishedRun:
         ]
 
 
-def train(config: Path, options: Sequence[str], *, run_dir: Path) -> FinishedRun:
-    """Run ``torchtitan-rl train`` into ``run_dir``, or read the run that is there.
+def train(
+    config: Path,
+    options: Sequence[str],
+    *,
+    run_dir: Path,
+    module: str = "torchtitan_rl.commands.cli",
+) -> FinishedRun:
+    """Run ``torchtitan-rl train`` into ``run_dir``, or read the run that is there. ``module`` is
+    run in place of ``torchtitan-rl``.
 
     Raises:
         SystemExit: the run failed; its output is shown.
@@ -46,7 +53,7 @@ def train(config: Path, options: Sequence[str], *, run_dir: Path) -> FinishedRun
     timing = run_dir / "benchmark.json"
     if not timing.exists():
         place = ["--output-dir", str(run_dir.parent), "--name", run_dir.name]
-        words = [sys.executable, "-m", "torchtitan_rl.commands.cli", "train", str(config)]
+        words = [sys.executable, "-m", module, "train", str(config)]
         started = time.monotonic()
         log = run_dir.with_name(f"{run_dir.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import ADVANTAGE_KINDS, turn_advantages
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import Keys, endpoint_errors
-from torchtitan_rl.training.config import LossConfig
+from torchtitan_rl.training.config import LossConfig, decided_loss
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -379,6 +379,7 @@ def _function(config: LossConfig, updates: int) -> list[str]:
 
 def _corrections(config: LossConfig, staleness: int, updates: int) -> list[str]:
     errors = []
+    config = decided_loss(config, rounds=False, staleness=staleness)
     if config.proximal_policy == "behaviour" and config.importance_weight != "none":
         errors.append(
             f"trainer.loss.importance_weight is {config.importance_weight}: with "

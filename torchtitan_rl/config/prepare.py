@@ -59,6 +59,7 @@ from torchtitan_rl.launch.lease import Lease, hold_run, unwritable
 from torchtitan_rl.rollout.episodes import ADVANTAGE_KINDS
 from torchtitan_rl.rollout.task import Split, Task
 from torchtitan_rl.serving.config import EndpointConfig, Keys, endpoint_errors
+from torchtitan_rl.training.config import decided_loss
 from torchtitan_rl.types import Problem
 
 
@@ -255,13 +256,17 @@ def prepare_run(
             no_room, note = find_weight_room(config, policy, machine)
             errors += [no_room] if no_room else []
             notes += [note] if note else []
-        identity = run_identity(config, policy_dir)
-        resume_point, found, changes = compare_with_saved(config, identity)
+        _, found, _ = compare_with_saved(config, run_identity(config, policy_dir))
         errors += found
-        notes += changes
     if errors or policy_dir is None:
         raise ConfigError(errors)
     plan = _plan(config, policy_dir, policy, machine, ask_hosts)
+    config, decisions = _decided(config, plan)
+    notes += decisions
+    if policy is not None:  # once more, with what only the plan decides
+        identity = run_identity(config, policy_dir)
+        resume_point, _, changes = compare_with_saved(config, identity)
+        notes += changes
     notes += host_notes(config.launch, plan)
     notes += start_notes(
         config.task,
@@ -295,6 +300,23 @@ def _own_functions(config: RunConfig) -> list[str]:
     if advantage not in ADVANTAGE_KINDS:
         notes.append(f"advantage: {advantage} (rollout.advantage)")
     return notes
+
+
+def _decided(config: RunConfig, plan: ProcessPlan) -> tuple[RunConfig, list[str]]:
+    """Replace the values that the device decides, and say which."""
+    loss = decided_loss(
+        config.trainer.loss,
+        rounds=plan.device == "cuda" and config.policy.dtype == "bfloat16",
+        staleness=config.schedule.staleness,
+    )
+    changed = replace(config, trainer=replace(config.trainer, loss=loss))
+    if loss.proximal_policy == config.trainer.loss.proximal_policy:
+        return changed, []
+    return changed, [
+        f"loss: importance_weight {loss.importance_weight}, proximal_policy "
+        f"{loss.proximal_policy} (trainer.loss.importance_weight auto, in bfloat16; none turns it "
+        "off)"
+    ]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from annotated_types import Interval
@@ -66,9 +66,10 @@ class LossConfig:
     """Denominator of the ratio: the policy that sampled the tokens (``behaviour``), the weights
     before this step (``recomputed``, decoupled PPO), or an interpolation of the two by the tokens'
     age (``interpolated``, A-3PO)."""
-    importance_weight: Literal["none", "token", "sequence"] = "none"
+    importance_weight: Literal["auto", "none", "token", "sequence"] = "auto"
     """Importance weight, proximal / behaviour, of each token or of the whole sequence. Needed with
-    proximal policies other than ``behaviour``."""
+    proximal policies other than ``behaviour``. ``auto`` corrects for the engines' rounding where
+    they compute in bfloat16 (CUDA), see docs/training.md; ``none`` turns that off."""
     importance_weight_cap: Annotated[float, _CAPS_WEIGHTS] = 2.0
     """Importance weights are truncated at this value."""
     mask: Literal["none", "token", "sequence", "geometric"] = "none"
@@ -90,6 +91,29 @@ class LossConfig:
     """Estimator of that KL divergence (Schulman, "Approximating KL divergence")."""
     max_log_ratio: Annotated[float, _FITS_EXP] = 20.0
     """Log-ratios are clamped to plus or minus this value before each exponential."""
+
+
+def decided_loss(loss: LossConfig, *, rounds: bool, staleness: int) -> LossConfig:
+    """Replace ``importance_weight`` ``auto`` by a decision for a run.
+
+    Args:
+        rounds: engines and trainer compute in bfloat16, so their logprobs of a token differ.
+
+    With the proximal policy ``behaviour`` the ratio already is trainer / engine, and a weight would
+    correct twice. But the clip then also drops tokens that only rounding has moved out of its
+    bounds. So the proximal policy of tokens of the newest weights becomes the trainer's: rounding
+    is in the truncated weight alone (TIS, Yao et al. 2025, see `losses/policy.py`), and the clip
+    bounds only what updates change. `interpolated` leaves tokens of the version before to the clip,
+    as it was. CISPO, GSPO and a loss of one's own have their own treatment of ratios.
+    """
+    if loss.importance_weight != "auto":
+        return loss
+    if loss.proximal_policy != "behaviour":
+        return replace(loss, importance_weight="token")
+    if not rounds or loss.surrogate != "clip" or loss.ratio != "token" or loss.function:
+        return replace(loss, importance_weight="none")
+    proximal: Literal["recomputed", "interpolated"] = "interpolated" if staleness else "recomputed"
+    return replace(loss, proximal_policy=proximal, importance_weight="token")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,8 @@ from torchtitan_rl.training.batch import StepOutput, TokenTerms, TrainingBatch
 from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.types import RolloutStatus
 
-CONFIG = replace(TINY, num_steps=3)
+LOSS = LossConfig(importance_weight="none")  # as a run on a CPU decides
+CONFIG = replace(TINY, num_steps=3, trainer=replace(TINY.trainer, loss=LOSS))
 GROUPS = (
     group(rollout(turn([1, 2], [3])), rollout(turn([1, 2], [4, 5]), rollout_id="g/r1", reward=0.0)),
 )
@@ -52,7 +53,7 @@ class FakeTrainer:
         version, weights = self.state
         for values in (batch.token_ids, batch.logprobs, batch.advantages, batch.versions):
             weights = zlib.crc32(values.tobytes(), weights)
-        self.state = version + 1, zlib.crc32(repr(loss or LossConfig()).encode(), weights)
+        self.state = version + 1, zlib.crc32(repr(loss or LOSS).encode(), weights)
         columns = [np.where(batch.loss_mask, value, np.nan) for value in (-0.5, 0.25, -2.0)]
         terms = TokenTerms(logprobs=columns[0], losses=columns[1], gradients=columns[2])
         metrics = {"weights_digest": float(self.state[1]), "loss": self.state[1] / 2**32}

@@ -196,7 +196,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # Trap 24: each policy is corrected for exactly once.
     ({LOSS + "importance_weight": "token"}, LOSS + "importance_weight is token: with "),
-    ({LOSS + "proximal_policy": "recomputed"}, LOSS + "proximal_policy is recomputed: without"),
+    (
+        {LOSS + "proximal_policy": "recomputed", LOSS + "importance_weight": "none"},
+        LOSS + "proximal_policy is recomputed: without",
+    ),
     (
         {LOSS + "proximal_policy": "interpolated", LOSS + "importance_weight": "token"},
         LOSS + "proximal_policy is interpolated: with schedule.staleness 0",

@@ -217,6 +217,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_compared_too(tmp_path: Path
 
 def test_what_changed_since_the_checkpoint_is_a_note(tmp_path: Path) -> None:
     config = started(tmp_path)
+    config = with_value(config, "trainer.loss.importance_weight", "none")
     saved = identity(with_value(config, "generator.replicas", 1))
     checkpoint(config, 4, identity=saved, evaluated_step=0)
     (note,) = resumed(config, num_steps=20).notes

@@ -194,7 +194,7 @@ def importance_weights(
     """
     log_weights_T = (proximal_T - tokens.behaviour_T).detach()
     match config.importance_weight:
-        case "none":
+        case "none" | "auto":  # a run has replaced ``auto`` (`decided_loss`)
             return None
         case "token":
             pass
