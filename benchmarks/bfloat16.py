@@ -83,10 +83,7 @@ def main() -> None:
             [
                 side,
                 *(f"{mean(one[step] for one in curves[side]):.3f}" for step in curves[side][0]),
-                *(
-                    f"{mean(one.get(name, 0.0) for one in summaries[side]):.2g}"
-                    for name in COLUMNS
-                ),
+                *(f"{mean(one.get(name, 0.0) for one in summaries[side]):.2g}" for name in COLUMNS),
             ]
             for side in SIDES
         ],

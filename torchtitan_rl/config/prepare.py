@@ -310,7 +310,7 @@ def _decided(config: RunConfig, plan: ProcessPlan) -> tuple[RunConfig, list[str]
         staleness=config.schedule.staleness,
     )
     changed = replace(config, trainer=replace(config.trainer, loss=loss))
-    if loss.proximal_policy == config.trainer.loss.proximal_policy:
+    if plan.trainer is None or loss.proximal_policy == config.trainer.loss.proximal_policy:
         return changed, []
     return changed, [
         f"loss: importance_weight {loss.importance_weight}, proximal_policy "

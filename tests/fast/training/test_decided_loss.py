@@ -1,4 +1,4 @@
-"""What ``importance_weight`` ``auto`` becomes, and what that does to tokens that bfloat16 rounds."""
+"""What ``importance_weight`` ``auto`` becomes, and what that does to tokens that are rounded."""
 
 from __future__ import annotations
 
