@@ -60,7 +60,18 @@ SHAPES = {
         "head_dim": 128,
         "rope_theta": 1e6,
         "tie_word_embeddings": True,
-    }
+    },
+    "micro": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -82,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         policy = options.policy
         if options.shape is not None:
-            policy = _random_policy(Path(folder), **SHAPES[options.shape])
+            policy = random_policy(Path(folder), **SHAPES[options.shape])
         results = {name: _compare(batch, policy, options) for name, batch in batches.items()}
     _report(options, facts, results)
 
@@ -288,7 +299,7 @@ def _peak_flops() -> float | None:
     return float(get_peak_flops(torch.cuda.get_device_name()))
 
 
-def _random_policy(path: Path, **shape: Any) -> Path:
+def random_policy(path: Path, **shape: Any) -> Path:
     """Write a Qwen3 with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

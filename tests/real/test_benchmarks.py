@@ -328,3 +328,18 @@ def test_weights_reach_each_host_in_one_copy(tmp_path):
             assert len(copies) == number
             assert all(0.99 * result["num_bytes"] < copy <= result["num_bytes"] for copy in copies)
     assert len(report["publish"]["ratios"]) == 3
+
+
+def test_gpu_check_measures_every_stage_that_a_cpu_has(tmp_path):
+    path = tmp_path / "gpu_check.json"
+    bench(
+        "gpu_check",
+        *("--shape", "micro", "--episode-tokens", "64", "--tokens", "256", "--repeats", "1"),
+        *("--output", str(path)),
+    )
+    stages = json.loads(path.read_text())["stages"]
+    only_cuda = {name for name, result in stages.items() if "left out" in result}
+    assert only_cuda == {"small_card", "offload"}
+    assert set(stages["steps"]) == {"none", "selective", "full"}
+    assert stages["publish"]["num_bytes"] > 500_000
+    assert 0 < stages["mismatch"]["mean"] < 0.1  # bfloat16 on both sides
