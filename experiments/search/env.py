@@ -11,7 +11,7 @@ of an answer is 1 if its last word is right.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from torchtitan_rl import Problem, Split, ToolAnswer
 class SearchTools:
     """Implements the `Tools` of a rollout; ``search`` finds the documents of a query."""
 
-    def __init__(self, search: Callable[[str], list[str]]) -> None:
+    def __init__(self, search: Callable[[str], Awaitable[list[str]]]) -> None:
         self._search = search
 
     async def open(self) -> Sequence[Mapping[str, Any]]:
@@ -34,7 +34,7 @@ class SearchTools:
             return ToolAnswer(text=f"error: there is no tool {name}", failed=True)
         if not isinstance(query, str):
             return ToolAnswer(text="error: the arguments must be one query", failed=True)
-        return ToolAnswer(text="\n".join(self._search(query)) or NOTHING)
+        return ToolAnswer(text="\n".join(await self._search(query)) or NOTHING)
 
     async def close(self) -> None:
         """There is nothing to release."""

@@ -58,7 +58,7 @@ class SearchTask(Task):
         renderer = make_renderer(tokenizer, kind=self.renderer, thinking=self.thinking)
         data = problem.data
 
-        def search(query: str) -> list[str]:
+        async def search(query: str) -> list[str]:
             return index_of(data["world"]).find(query, self.num_results)
 
         env = ToolEnv(

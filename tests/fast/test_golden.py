@@ -60,7 +60,9 @@ def test_the_plan_of_each_ready_configuration_is_as_it_was(name: str, tmp_path: 
     prepared = prepare_run(config, machine)
     document = json.dumps(plain(prepared.document()), indent=1)
     check_golden(
-        f"plans/{name}.txt", f"{prepared.describe()}\n\n{document}", replaced={str(tmp_path): "TMP"}
+        f"plans/{name}.txt",
+        f"{prepared.describe()}\n\n{document}",
+        replaced={getattr(config.task, "retriever", "no retriever"): "RETRIEVER", str(tmp_path): "TMP"},
     )
 
 

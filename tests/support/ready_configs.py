@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import json
 import pkgutil
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
 
 from tests.support.config_mutations import with_value
+from tests.support.retrievers import start_retriever
 from tests.support.verifiers import needs_verifiers
-from torchtitan_rl import configs
+from torchtitan_rl import DataTask, MixtureTask, Task, configs
 from torchtitan_rl.config.machine import MachineFacts
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.environments.mixture import MixtureTask
-from torchtitan_rl.experiments.gsm8k.make_file import MakeFile
-from torchtitan_rl.experiments.gsm8k.make_file import main as make_file
-from torchtitan_rl.experiments.gsm8k.task import Gsm8kTask
+from torchtitan_rl.experiments.calculator_agent.dataset import make_problem
+from torchtitan_rl.experiments.code_tests.task import CodeTestsTask
+from torchtitan_rl.experiments.gsm8k.make_file import row
+from torchtitan_rl.experiments.gsm8k.task import SIZES, Gsm8kTask
+from torchtitan_rl.experiments.search_r1.task import SearchR1Task
 
 LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
-SIX_GPUS = MachineFacts(cuda_devices=tuple("012345"), num_cores=16, memory_bytes=256 << 30)
+NUM_GPUS = {"alphabet_sort_qwen3_0_6b": 6, "gsm8k_qwen3_0_6b": 1}  # of the others 8
 NEEDS = {"verifiers_tiny": needs_verifiers}
 READY = [
     pytest.param(module.name, marks=NEEDS.get(module.name, ()))
@@ -38,31 +47,103 @@ ARCHITECTURE = {
     "vocab_size": 1000,
     "max_position_embeddings": 8192,
 }
+QWEN3 = {  # hidden size, intermediate size, layers, heads; of the policies that are named by the hub
+    "Qwen/Qwen3-0.6B": (1024, 3072, 28, 16),
+    "Qwen/Qwen3-4B": (2560, 9728, 36, 32),
+    "Qwen/Qwen3-4B-Base": (2560, 9728, 36, 32),
+    "Qwen/Qwen3-8B-Base": (4096, 12288, 36, 32),
+}
 
 
 def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
     """A ready configuration that can start in ``folder``, with a stand-in for a model that is not
     shipped, and with few problems, so that they are soon read."""
     config: RunConfig = importlib.import_module(f"torchtitan_rl.configs.{name}").config
-    machine = SIX_GPUS if "qwen3" in name else LAPTOP
+    machine = gpus(NUM_GPUS.get(name, 8)) if "qwen3" in name else LAPTOP
     if not Path(config.policy.checkpoint).is_dir():
         policy = folder / "policy"
         policy.mkdir()
-        (policy / "config.json").write_text(json.dumps(ARCHITECTURE))
+        (policy / "config.json").write_text(json.dumps(architecture(config.policy.checkpoint)))
         (policy / "tokenizer.json").write_text("{}")
         (policy / "model.safetensors").write_bytes(safetensors.serialize({}))
         config = with_value(config, "policy.checkpoint", str(policy))
-    if isinstance(config.task, Gsm8kTask):
-        config = with_value(config, "task", gsm8k(folder / "policy"))
-    elif isinstance(config.task, MixtureTask):
-        tasks = {**config.task.tasks, "gsm8k": gsm8k(folder / "policy")}
-        config = with_value(config, "task.tasks", tasks)
+    if isinstance(config.task, MixtureTask):
+        made = with_made_data(config.task.tasks["gsm8k"], folder)
+        config = with_value(config, "task.tasks", {**config.task.tasks, "gsm8k": made})
+    else:
+        config = with_value(config, "task", with_made_data(config.task, folder))
     config = with_value(with_value(config, "num_steps", 1), "evaluation.num_problems", 4)
     return with_value(config, "output_dir", folder / "outputs"), machine
 
 
-def gsm8k(folder: Path) -> Gsm8kTask:
-    """With a file that is made instead of the real data."""
-    make_file(MakeFile(output=folder / "made.jsonl"))
-    files = (str(folder / "made.jsonl"),)
-    return Gsm8kTask(train=files, validation=files)
+def gpus(number: int) -> MachineFacts:
+    devices = tuple(map(str, range(number)))
+    return MachineFacts(cuda_devices=devices, num_cores=16, memory_bytes=256 << 30)
+
+
+def architecture(checkpoint: str) -> dict[str, Any]:
+    if checkpoint not in QWEN3:
+        return ARCHITECTURE
+    hidden, intermediate, layers, heads = QWEN3[checkpoint]
+    return ARCHITECTURE | {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": hidden < 4096,
+    }
+
+
+def with_made_data(task: Task, folder: Path) -> Task:
+    """The task with a file that is made instead of the real data, where that is not shipped, and
+    with a retriever that runs."""
+    rows = next((rows for kind, rows in MADE.items() if type(task) is kind), None)
+    if rows is None or Path(task.train[0]).is_file():
+        return task
+    file = folder / "policy" / "made.jsonl"
+    file.write_text("".join(f"{json.dumps(rows(number))}\n" for number in range(256)))
+    task = replace(task, train=(str(file),), validation=(str(file),))
+    return replace(task, retriever=made_retriever()) if isinstance(task, SearchR1Task) else task
+
+
+def _gsm8k(number: int) -> dict[str, Any]:
+    return row(make_problem("train", number, SIZES).data)
+
+
+def _verl(number: int) -> dict[str, Any]:
+    made = _gsm8k(number)
+    prompt = [{"role": "user", "content": made["question"]}]
+    return {"prompt": prompt, "reward_model": {"ground_truth": made["answer"].split()[-1]}}
+
+
+def _taco(number: int) -> dict[str, Any]:
+    tests = {"inputs": ["1\n", "2\n"], "outputs": [f"{1 + number}\n", f"{2 + number}\n"]}
+    return {"problem": f"Read a number and add {number}.", "tests": json.dumps(tests)}
+
+
+def _nq(number: int) -> dict[str, Any]:
+    person, town = PEOPLE[number % len(PEOPLE)]
+    return {"question": f"{number}: where does {person} live?", "golden_answers": [town]}
+
+
+PEOPLE = (("Boris Weaver", "Harlow"), ("Irene Stone", "Kelso"), ("Hugo Wood", "Norby"))
+MADE: Mapping[type, Callable[[int], dict[str, Any]]] = {
+    Gsm8kTask: _gsm8k,
+    DataTask: _verl,
+    CodeTestsTask: _taco,
+    SearchR1Task: _nq,
+}
+"""Row ``number`` of a file in the format of a task's data."""
+
+
+@functools.cache
+def made_retriever() -> str:
+    """The address of a retriever that knows where the `PEOPLE` live, in a thread."""
+    texts = [f"{person} lives in {town}." for person, town in PEOPLE]
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return start_retriever(folder, texts)

@@ -33,6 +33,7 @@ COMMANDS = {
     "view": ("RUN_DIR... [options]", "show runs on a page in the browser", "commands.view"),
     "report": ("RUN_DIR [options]", "write the page of a run into one file", "commands.report"),
     "explain": ("RUN_DIR", "say in words what a run shows", "commands.explain"),
+    "retriever": ("--corpus FILE [options]", "search a corpus, for tasks", "commands.retriever"),
     "replay": ("RUN_DIR [options]", "compute a step of a run again", "commands.replay"),
     "audit": ("RUN_DIR", "check that what a run wrote adds up", "audit.run"),
     "worker": ("--address ADDRESS", "make this machine a host of runs", "commands.worker"),

@@ -47,9 +47,12 @@ def test_a_query_finds_the_documents_with_most_of_its_rarest_words() -> None:
 
 
 def env_of(data: Any) -> ToolEnv:
+    async def search(query: str) -> list[str]:
+        return index_of(data["world"]).find(query, 1)
+
     return ToolEnv(
         [{"role": "user", "content": data["question"]}],
-        SearchTools(lambda query: index_of(data["world"]).find(query, 1)),
+        SearchTools(search),
         partial(score, answer=data["answer"]),
     )
 

@@ -1,0 +1,1 @@
+"""Programs that a policy writes, scored by tests that run in the sandbox."""

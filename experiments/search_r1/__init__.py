@@ -1,0 +1,1 @@
+"""Questions that are answered by searching a corpus through a retriever, as Search-R1 does."""
