@@ -9,9 +9,9 @@ and ``--task.train`` name other places. The sandbox needs Linux with user namesp
 
 Expected time: 30 hours on 8 H100 for the 174 steps (an estimate; not run on a GPU).
 
-Reference: https://huggingface.co/shrango/qwen3-4b-base-taco-grpo-lorem has for the same model, data,
-number of steps, problems, answers and lengths, with GRPO on 8 A100: HumanEval from 76.8 % to 84.2 %,
-MBPP from 49.0 % to 60.6 %. Tests are those of DeepCoder's recipe
+Reference: https://huggingface.co/shrango/qwen3-4b-base-taco-grpo-lorem reports for the same model,
+data, steps, problems and answers a step, and lengths, with GRPO on 8 A100: HumanEval from 76.8 % to
+84.2 %, MBPP from 49.0 % to 60.6 %. The tests are chosen as in DeepCoder
 (https://www.together.ai/blog/deepcoder): the 15 with the longest inputs, all of which must pass.
 """
 

@@ -123,8 +123,8 @@ def _parsed(problem: Problem) -> tuple[str, list[tuple[str, Any]]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise TestsError(
-        f"{problem.problem_id}: its tests are no JSON object with the lists inputs and outputs; set "
-        "task.answer"
+        f"{problem.problem_id}: its tests are no JSON object with the lists inputs and outputs; "
+        "set task.answer"
     )
 
 

@@ -42,7 +42,7 @@ NOT_RUN = {
     r"make |source ": "sets up: CI runs it, except for `make demo` (tests/real/test_main_job.py)",
     r"python -m benchmarks": "takes an hour: tests/real/test_benchmarks.py",
     r"hf |torchtitan-rl train gsm8k_smollm2": "needs the network: tests/real/test_data_tasks.py",
-    r"torchtitan-rl retriever ": "serves until it is stopped: tests/fast/commands/test_retriever.py",
+    r"torchtitan-rl retriever ": "serves: tests/fast/commands/test_retriever.py",
     r"(sbatch|kubectl|docker compose|bash run\.sh)": "needs a cluster: tests/fast/launch",
     r"lsof |\.venv/bin/py-spy ": "needs a running run",
     r"(\w+=\w+ )?\.venv/bin/python -m (tests|pytest)": "runs tests",

@@ -62,7 +62,10 @@ def test_the_plan_of_each_ready_configuration_is_as_it_was(name: str, tmp_path: 
     check_golden(
         f"plans/{name}.txt",
         f"{prepared.describe()}\n\n{document}",
-        replaced={getattr(config.task, "retriever", "no retriever"): "RETRIEVER", str(tmp_path): "TMP"},
+        replaced={
+            getattr(config.task, "retriever", "no retriever"): "RETRIEVER",
+            str(tmp_path): "TMP",
+        },
     )
 
 

@@ -47,7 +47,7 @@ ARCHITECTURE = {
     "vocab_size": 1000,
     "max_position_embeddings": 8192,
 }
-QWEN3 = {  # hidden size, intermediate size, layers, heads; of the policies that are named by the hub
+QWEN3 = {  # hidden size, intermediate size, layers, heads
     "Qwen/Qwen3-0.6B": (1024, 3072, 28, 16),
     "Qwen/Qwen3-4B": (2560, 9728, 36, 32),
     "Qwen/Qwen3-4B-Base": (2560, 9728, 36, 32),

@@ -146,7 +146,9 @@ class Corpus:
         count = min(count, len(scores))
         best = np.argpartition(-scores, count - 1)[:count]
         best = best[np.lexsort((best, -scores[best]))]
-        return [(self._document(place), float(scores[place])) for place in best if scores[place] > 0]
+        return [
+            (self._document(place), float(scores[place])) for place in best if scores[place] > 0
+        ]
 
     def _words(self, texts: Any) -> Any:
         return self._bm25s.tokenize(texts, show_progress=False)

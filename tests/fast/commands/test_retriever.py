@@ -135,7 +135,7 @@ def test_an_index_is_written_once_and_belongs_to_its_corpus(tmp_path: Path) -> N
     assert [row["contents"] for row, _ in made] == ["red wine", "red bread"]
     assert {one.name: one.stat().st_mtime_ns for one in folder.iterdir()} == before
     file.write_text('{"contents": "white wine"}\n')
-    with pytest.raises(ConfigError, match="--index is .*it was made of corpus.jsonl"):
+    with pytest.raises(ConfigError, match=r"--index is .*it was made of corpus\.jsonl"):
         Corpus([str(file)], folder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="it is no index"):

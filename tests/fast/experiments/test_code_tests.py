@@ -69,7 +69,9 @@ def test_the_last_program_must_print_the_right_words_of_every_test() -> None:
 def test_a_function_or_method_must_return_the_right_values() -> None:
     right = [
         block("def add(a, b):\n    return a + b"),
-        block("class Solution:\n    def add(self, a, b):\n        print('hm')\n        return a + b"),
+        block(
+            "class Solution:\n    def add(self, a, b):\n        print('hm')\n        return a + b"
+        ),
         block("from operator import add"),
     ]
     wrong = [
@@ -93,7 +95,7 @@ def test_a_program_cannot_pass_by_what_it_does_to_the_test() -> None:
         "import json\njson.loads = lambda text: 1 / 0\ndef add(a, b):\n    return a + b",
         "import inspect\nfor frame in inspect.stack():\n    print(frame.frame.f_globals)\n"
         "    print(frame.frame.f_locals)\ndef add(a, b):\n    return None",
-        "import gc\nprint([one for one in gc.get_objects() if isinstance(one, (list, dict))][:99])\n"
+        "import gc\nprint([one for one in gc.get_objects() if isinstance(one, (list, dict))])\n"
         "def add(a, b):\n    return None",
     ]
     answers = [block(code) for code in forged]

@@ -89,9 +89,9 @@ def said(tokenizer: Any, text: str) -> Completion:
 
 
 class Odd(BaseHTTPRequestHandler):
-    """Answers with the next of `ANSWERS`; the last one again and again."""
+    """Answers with the next of ``answers``; the last one again and again."""
 
-    answers: list[tuple[int, Any]] = []
+    answers: list[tuple[int, Any]]
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
