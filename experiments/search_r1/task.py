@@ -45,7 +45,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _PROMPT = """\
 Answer the question. Think step by step. If you lack some knowledge, search for it, as often as \
 you want: each search finds passages of an encyclopedia. When you know the answer, give it in a \
-few words between <answer> and </answer>, without explanation. For example, <answer> Beijing </answer>.
+few words between <answer> and </answer>, without explanation, such as <answer> Beijing </answer>.
 Question: {question}"""
 
 
