@@ -87,6 +87,15 @@ class TensorPart:
         """Return an empty tensor with the shape and dtype of the whole tensor, for `plan_image`."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
+    def elements(self) -> torch.Tensor:
+        """Return the local elements in ``dtype``; ``local`` must not be None.
+
+        They are converted on their device. A copy that also converts would move the elements in
+        their old dtype, and convert them on the CPU.
+        """
+        assert self.local is not None
+        return self.local.detach().to(self.dtype)
+
     def box(self, name: str) -> Box:
         """Return the position of the local elements; ``local`` must not be None."""
         assert self.local is not None
@@ -151,7 +160,7 @@ def write_parts(layout: ImageLayout, parts: Mapping[str, TensorPart], image: tor
     `write_header`."""
     for name, part in parts.items():
         if part.local is not None and part.local.numel():
-            view_of(layout, part.box(name), image).copy_(part.local.detach())
+            view_of(layout, part.box(name), image).copy_(part.elements())
 
 
 def view_of(layout: ImageLayout, box: Box, image: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -44,6 +44,7 @@ from torchtitan_rl.weights.image import (
     view_of,
     write_header,
 )
+from torchtitan_rl.weights.pinning import HostPins
 from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
 
@@ -77,12 +78,15 @@ class PartPublisher:
 
     Args:
         owner: name of this process in readers' errors.
+        pins: pins the memory of the versions.
     """
 
-    def __init__(self, offers: MemoryOffers, *, owner: str) -> None:
+    def __init__(self, offers: MemoryOffers, *, owner: str, pins: HostPins | None = None) -> None:
         self._offers = offers
         self._owner = owner
-        self._held: dict[int, RemoteSource] = {}  # by version, in order of publishing
+        self._pins = pins or HostPins()
+        self._held: dict[int, _Offered] = {}  # by version, in order of publishing
+        self._spare: list[torch.Tensor] = []  # memory of released versions
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -100,24 +104,47 @@ class PartPublisher:
         boxes = boxes_of(parts)
         if not boxes:
             return None
-        packed = torch.empty(sum(box.num_bytes for box in boxes), dtype=torch.uint8)
-        table = pack(boxes, parts, packed)
-        source = RemoteSource(
-            owner=self._owner,
-            parts=table,
-            buffers=self._offers.offer(packed),
-            num_bytes=packed.numel(),
-        )
-        self._held[version] = source
+        packed = self._memory(sum(box.num_bytes for box in boxes))
+        try:
+            source = RemoteSource(
+                owner=self._owner,
+                parts=pack(boxes, parts, packed),
+                buffers=self._offers.offer(packed),
+                num_bytes=packed.numel(),
+            )
+        except BaseException:
+            self._spare.append(packed)
+            raise
+        self._held[version] = _Offered(source, packed)
         return source
 
     def close(self) -> None:
         self._release(list(self._held))
+        self._forget_spare()
 
     def _release(self, versions: list[int]) -> None:
         for version in versions:
-            if (source := self._held.pop(version, None)) is not None:
-                self._offers.withdraw(source.buffers)
+            if (offered := self._held.pop(version, None)) is not None:
+                self._offers.withdraw(offered.source.buffers)
+                self._spare.append(offered.memory)
+
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        """Return memory of a released version, or new memory."""
+        if not self._spare or self._spare[-1].numel() != num_bytes:
+            self._forget_spare()  # of other sizes
+            self._spare.append(torch.empty(num_bytes, dtype=torch.uint8))
+            self._pins.pin(self._spare[-1])
+        return self._spare.pop()
+
+    def _forget_spare(self) -> None:
+        for memory in self._spare:
+            self._pins.unpin(memory)
+        self._spare.clear()
+
+
+class _Offered(NamedTuple):
+    source: RemoteSource
+    memory: torch.Tensor  # its packed bytes
 
 
 def checksum(content: torch.Tensor) -> int:
@@ -143,9 +170,7 @@ def pack(
     checksums."""
     table: list[PackedPart] = []
     for box, content in contents(boxes, packed):
-        local = parts[box.name].local
-        assert local is not None
-        content.view(box.dtype).view(box.size).copy_(local.detach())
+        content.view(box.dtype).view(box.size).copy_(parts[box.name].elements())
         table.append(PackedPart(box, checksum(content)))
     return tuple(table)
 

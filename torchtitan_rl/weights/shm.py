@@ -14,7 +14,9 @@ Invariants
 - While a version is written, the only other versions that exist are the current one and those in
   ``keep``.
 - A map is reused only if this process never wrote to it. A page that was written to is a private
-  copy, which would hide the publisher's later writes.
+  copy, which would hide the publisher's later writes. Maps that are pinned for CUDA are shared,
+  because pinning a private map copies it; a process with CUDA must not write to them.
+- Pinned memory is released before it is unmapped.
 - The folder is removed when its process ends (see `weights/shm_cleanup.py`).
 """
 
@@ -40,6 +42,7 @@ from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.files import NO_FILE_LOCKS
 from torchtitan_rl.weights.distribution import SharedMemoryHandle, versions_to_free
 from torchtitan_rl.weights.image import ImageLayout, plan_image, read_image, write_image
+from torchtitan_rl.weights.pinning import HostPins
 from torchtitan_rl.weights.shm_cleanup import (
     HEADROOM_BYTES,
     SHARED_MEMORY_ROOT,
@@ -58,13 +61,22 @@ class SharedMemoryPublisher:
         fallback_dir: folder to use if the shared-memory file system has no room (containers often
             give it 64 MB); must be visible to the readers, as the run's folder is.
         root: the shared-memory file system.
+        pins: pins the memory of the versions.
     """
 
-    def __init__(self, run_id: str, fallback_dir: Path, *, root: Path = SHARED_MEMORY_ROOT) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        fallback_dir: Path,
+        *,
+        root: Path = SHARED_MEMORY_ROOT,
+        pins: HostPins | None = None,
+    ) -> None:
         self._roots = (root, fallback_dir)
         self._folder_name = folder_name(run_id)
         self._locks: dict[Path, int | None] = {}  # locks of the folders created so far
         self._guard: FolderGuard | None = None
+        self._pins = pins or HostPins()
         self._held: dict[int, Segment] = {}  # by version, in order of publishing
         for folder in self._roots:
             remove_leftovers(folder)
@@ -129,6 +141,8 @@ class SharedMemoryPublisher:
 
     def close(self) -> None:
         """Remove all versions. Readers' maps stay valid."""
+        for segment in self._held.values():
+            segment.remove()
         self._held.clear()
         for root in self._roots:
             shutil.rmtree(root / self._folder_name, ignore_errors=True)
@@ -170,7 +184,7 @@ class SharedMemoryPublisher:
                 folder = root / self._folder_name
                 try:
                     self._make(folder)
-                    return Segment(_unfinished(folder, layout), layout.num_bytes)
+                    return Segment(_unfinished(folder, layout), layout.num_bytes, self._pins)
                 except OSError as error:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
                         raise WeightSyncError(
@@ -218,19 +232,21 @@ class Segment:
         OSError: there is no room for the file.
     """
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
+    def __init__(self, path: Path, num_bytes: int, pins: HostPins) -> None:
         self.path = path
         self.num_bytes = num_bytes
+        self._pins = pins
         self._file = path.open("w+b")
         try:
             # Reserve the pages: writing to a mapped page without room would kill the process.
             os.posix_fallocate(self._file.fileno(), 0, num_bytes)
             mapped = mmap.mmap(self._file.fileno(), num_bytes)
         except BaseException:
-            self.remove()
+            self._delete()
             raise
         # The bytes, uint8 [num_bytes], which may be written until `offer`.
         self.image = torch.frombuffer(mapped, dtype=torch.uint8)
+        pins.pin(self.image)
 
     def offer(self, path: Path) -> None:
         """Rename the complete file to its final name."""
@@ -253,6 +269,10 @@ class Segment:
 
     def remove(self) -> None:
         """Delete the file. Readers' maps stay valid."""
+        self._pins.unpin(self.image)
+        self._delete()
+
+    def _delete(self) -> None:
         self.path.unlink(missing_ok=True)
         self._file.close()
 
@@ -263,7 +283,8 @@ class SegmentWriter:
     Maps are kept as long as their files exist, because mapping takes as long as the copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pins: HostPins | None = None) -> None:
+        self._pins = pins or HostPins()
         self._mapped: dict[int, tuple[BinaryIO, torch.Tensor]] = {}  # by inode
 
     def image(self, path: Path) -> torch.Tensor:
@@ -272,8 +293,9 @@ class SegmentWriter:
         Raises:
             OSError: ``path`` does not exist.
         """
-        for inode, (file, _) in list(self._mapped.items()):
+        for inode, (file, image) in list(self._mapped.items()):
             if not _has_name(file):
+                self._pins.unpin(image)
                 file.close()
                 del self._mapped[inode]
         inode = path.stat().st_ino
@@ -281,6 +303,7 @@ class SegmentWriter:
             file = path.open("r+b")
             mapped = mmap.mmap(file.fileno(), 0)
             self._mapped[inode] = file, torch.frombuffer(mapped, dtype=torch.uint8)
+            self._pins.pin(self._mapped[inode][1])
         return self._mapped[inode][1]
 
 
@@ -291,7 +314,8 @@ class SegmentReader:
     `examine` runs and none of the version's tensors exists any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pins: HostPins | None = None) -> None:
+        self._pins = pins or HostPins()
         self._lock = threading.Lock()
         self._idle: dict[int, _Map] = {}  # reusable maps, by inode
         self._unused: deque[_Map] = deque()  # maps without a tensor, not yet examined
@@ -310,10 +334,15 @@ class SegmentReader:
         self.examine()
         with self._lock:
             found = self._idle.pop(path.stat().st_ino, None)
-        found = found or _Map(path)
-        found.flock(fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if path.stat().st_ino != found.inode:
-            raise FileNotFoundError(f"{path} was replaced")
+        found = found or _Map(path, is_shared=self._pins.are_used)
+        try:
+            found.flock(fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if path.stat().st_ino != found.inode:
+                raise FileNotFoundError(f"{path} was replaced")
+            self._pins.pin(found.image)
+        except BaseException:
+            self._pins.unpin(found.image)
+            raise
         held = memoryview(found.memory)  # held by the tensor's storage, which views share
         image = torch.frombuffer(held, dtype=torch.uint8)
         weakref.finalize(held, self._release, found).atexit = False
@@ -330,9 +359,13 @@ class SegmentReader:
         with self._lock:
             while self._unused:
                 found = self._unused.popleft()
-                if found.is_as_published():
+                if found.inode not in self._idle and found.is_as_published():
                     self._idle[found.inode] = found
-            self._idle = {i: idle for i, idle in self._idle.items() if _has_name(idle.file)}
+                else:
+                    self._pins.unpin(found.image)
+            for inode, idle in list(self._idle.items()):
+                if not _has_name(idle.file):
+                    self._pins.unpin(self._idle.pop(inode).image)
             return len(self._idle)
 
     def _release(self, unused: _Map) -> None:
@@ -343,13 +376,14 @@ class SegmentReader:
 
 
 class _Map:
-    """A private copy-on-write map of a file. Locks belong to the open file."""
+    """A map of a file: private and copied on write, or shared. Locks belong to the open file."""
 
-    def __init__(self, path: Path) -> None:
-        self.file: BinaryIO = path.open("rb")
-        self.memory = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_COPY)
+    def __init__(self, path: Path, *, is_shared: bool) -> None:
+        self.file: BinaryIO = path.open("r+b" if is_shared else "rb")
+        access = mmap.ACCESS_WRITE if is_shared else mmap.ACCESS_COPY
+        self.memory = mmap.mmap(self.file.fileno(), 0, access=access)
         self.inode = os.fstat(self.file.fileno()).st_ino
-        self._address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self.image = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def flock(self, operation: int) -> None:
         """Lock or unlock the file. No effect on file systems without locks; there the publisher
@@ -366,7 +400,7 @@ class _Map:
         num_pages = -(-len(self.memory) // page)
         try:
             with open(_PAGEMAP, "rb", buffering=0) as file:
-                file.seek(self._address // page * 8)
+                file.seek(self.image.data_ptr() // page * 8)
                 content = file.read(num_pages * 8)
         except OSError:
             return False
@@ -382,15 +416,16 @@ def _has_name(file: BinaryIO) -> bool:
 class WeightStaging:
     """The versions that a generator rank has mapped and not yet copied into its model.
 
-    A thread maps a version while decoding continues; the swap, between two steps, only copies it.
-    All methods may be called from any thread. A version is available only after all its bytes are
-    mapped. The tensors of a discarded version stay valid, because they keep the memory alive.
+    A thread maps a version, and pins it for CUDA, while decoding continues; the swap, between two
+    steps, only copies it. All methods may be called from any thread. A version is available only
+    after all its bytes are mapped. The tensors of a discarded version stay valid, because they keep
+    the memory alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pins: HostPins | None = None) -> None:
         self._lock = threading.Lock()
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
-        self._segments = SegmentReader()
+        self._segments = SegmentReader(pins)
 
     @property
     def versions(self) -> tuple[int, ...]:

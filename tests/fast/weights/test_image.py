@@ -1,9 +1,11 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.image import (
@@ -14,6 +16,7 @@ from torchtitan_rl.weights.image import (
     write_image,
     write_parts,
 )
+from torchtitan_rl.weights.remote import boxes_of, pack
 
 
 def make_image(tensors: dict[str, torch.Tensor], version: int = 3) -> torch.Tensor:
@@ -105,3 +108,35 @@ def test_nothing_and_unknown_dtypes_cannot_be_published() -> None:
         plan_image({}, 1)
     with pytest.raises(WeightSyncError, match=r"w \(torch.complex64\)"):
         plan_image({"w": torch.ones(1, dtype=torch.complex64)}, 1)
+
+
+class DtypesOfCopies(TorchDispatchMode):
+    """Records the dtypes of source and target of each copy into existing memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.seen.append((args[0].dtype, args[1].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def test_elements_are_converted_before_they_are_copied() -> None:
+    """A copy from a device that also converts would do so on the CPU, with twice the bytes."""
+    local = torch.randn(6, 4)
+    part = TensorPart(
+        shape=torch.Size((6, 8)), dtype=torch.bfloat16, offset=(0, 4), local=local.clone()
+    )
+    layout = plan_image({"w": part.whole()}, 3)
+    image = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    packed = torch.zeros(2 * local.numel(), dtype=torch.uint8)
+    with DtypesOfCopies() as copies:
+        write_header(layout, image)
+        write_parts(layout, {"w": part}, image)
+        pack(boxes_of({"w": part}), {"w": part}, packed)
+    assert len(copies.seen) == 3
+    assert all(source == target for source, target in copies.seen)
+    assert torch.equal(read_image(image, 3)["w"][:, 4:], local.bfloat16())
+    assert torch.equal(packed.view(torch.bfloat16).view(6, 4), local.bfloat16())

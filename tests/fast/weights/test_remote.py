@@ -161,6 +161,19 @@ def test_memory_of_released_versions_is_not_offered_any_more(
     assert memory.offered == {}
 
 
+def test_a_rank_packs_later_versions_into_the_memory_of_released_ones(
+    memory: Memory, tmp_path: Path
+) -> None:
+    trainer, host = Trainer(memory), receiver(memory, tmp_path)
+    seen = set()
+    for version in range(8):
+        handle = trainer.publish(version)
+        first = handle.sources[0].buffers[0]
+        seen.add(memory.offered[first].data_ptr())
+        assert_holds(host.fetch(handle, None).handle, version)
+    assert len(seen) == 2  # the current version and the one before
+
+
 def test_versions_that_are_kept_stay_readable(memory: Memory, tmp_path: Path) -> None:
     trainer, host = Trainer(memory), receiver(memory, tmp_path)
     keep = frozenset({1})

@@ -79,13 +79,15 @@ class _Rank:
 
     def __init__(self, spec: GeneratorSpec, rank: int) -> None:
         from torchtitan_rl.backends.vllm.engine import build_loop  # both import torch
+        from torchtitan_rl.weights.pinning import HostPins
         from torchtitan_rl.weights.shm import WeightStaging
 
         self._rank = rank
         listen_privately()
         self._tracer = Tracer(spec.trace_dir, f"{spec.name} rank {rank}", host=host_label())
         self._engine_trace = EngineTrace(self._tracer)
-        self._staging = WeightStaging()
+        # Of a replica's devices, each rank has the one with its own number.
+        self._staging = WeightStaging(HostPins(rank if spec.device == "cuda" else None))
         with self._tracer.span("start"):
             self._loop = build_loop(
                 spec,

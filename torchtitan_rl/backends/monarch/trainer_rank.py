@@ -42,6 +42,7 @@ from torchtitan_rl.weights.image import (
     write_header,
     write_parts,
 )
+from torchtitan_rl.weights.pinning import HostPins
 from torchtitan_rl.weights.remote import PartPublisher
 from torchtitan_rl.weights.shm import Segment, SegmentWriter, SharedMemoryPublisher
 
@@ -62,17 +63,21 @@ class TrainerRank:
                 max_steps=spec.num_steps,
                 dtype=spec.dtype,
             )
+            self._pins = HostPins(self._trainer.cuda_device)
             self._shared: SharedMemoryPublisher | None = None
             self._joint: JointPublisher | None = None
             self._remote: RemotePublisher | None = None
             if transport.shares_memory:
                 if rank == 0:
-                    self._shared = SharedMemoryPublisher(spec.run_dir.name, spec.run_dir)
-                self._joint = JointPublisher(self._shared)
+                    self._shared = SharedMemoryPublisher(
+                        spec.run_dir.name, spec.run_dir, pins=self._pins
+                    )
+                self._joint = JointPublisher(self._shared, self._pins)
             if transport.reaches_others:
                 from torchtitan_rl.backends.monarch.weight_replicator import RdmaOffers
 
-                offers = PartPublisher(RdmaOffers(), owner=f"trainer rank {rank}")
+                owner = f"trainer rank {rank}"
+                offers = PartPublisher(RdmaOffers(), owner=owner, pins=self._pins)
                 self._remote = RemotePublisher(offers)
 
     def train_step(self, batch: TrainingBatch, loss: LossConfig | None) -> StepOutput:
@@ -158,6 +163,7 @@ class TrainerRank:
         for publisher in (self._shared, self._remote):
             if publisher is not None:
                 publisher.close()
+        self._pins.close()
         self._trainer.close()
         self._tracer.close()
 
@@ -169,9 +175,11 @@ class JointPublisher:
     """Publishes weights of all ranks in shared memory. Each rank has one; ``publisher`` is None
     except on rank 0."""
 
-    def __init__(self, publisher: SharedMemoryPublisher | None) -> None:
+    def __init__(
+        self, publisher: SharedMemoryPublisher | None, pins: HostPins | None = None
+    ) -> None:
         self._publisher = publisher
-        self._writer = SegmentWriter()
+        self._writer = SegmentWriter(pins)
 
     def publish(
         self, version: int, parts: Mapping[str, TensorPart], *, keep: frozenset[int]

@@ -77,9 +77,10 @@ def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     adapter = PolicyStateDictAdapter(model.config)
     state: dict[str, torch.Tensor] = {}
     for name, value in adapter.to_hf(model.state_dict()).items():
+        value = value.detach().to(dtype)  # before the ranks exchange it, and on its device
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
-            state[name] = whole.detach().to(device="cpu", dtype=dtype).contiguous()
+            state[name] = whole.cpu().contiguous()
     return state
 
 

@@ -117,6 +117,12 @@ class PolicyTrainer:
         """The version of the weights: the number of training steps that made them."""
         return self._version
 
+    @property
+    def cuda_device(self) -> int | None:
+        """The index of this rank's CUDA device; None on other devices."""
+        device = self._layout.device
+        return device.index if device.type == "cuda" else None
+
     def train_step(self, batch: TrainingBatch, loss: LossConfig | None = None) -> StepOutput:
         """Take one training step of the policy loss. The step has `TrainerConfig.updates_per_batch`
         optimizer updates; each uses one minibatch and is normalized by that minibatch's totals.
