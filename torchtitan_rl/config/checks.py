@@ -45,7 +45,6 @@ from torchtitan_rl.types import (
 # policy equally fast. Common prefixes can be shared if they have at least 32 tokens, not only from
 # 128 tokens on.
 CPU_BLOCK_TOKENS = 32
-_STEP_TOKENS = 4096
 
 _NOT_STUCK = ", or it ends work that is not stuck"
 _ORDERED = (  # field, relation, fields, reason
@@ -253,12 +252,6 @@ def start_notes(
     return notes
 
 
-def step_tokens(generator: GeneratorConfig) -> int:
-    """The largest number of tokens in one step of an engine. Prompts are never split into
-    chunks."""
-    return max(_STEP_TOKENS, generator.max_model_len)
-
-
 def generator_errors(
     generator: GeneratorConfig, policy: PolicyFacts, *, is_on_cpu: bool
 ) -> list[str]:
@@ -278,7 +271,8 @@ def generator_errors(
         )
     elif is_on_cpu:
         errors += _cache_errors(generator, policy)
-    if generator.max_running_requests > (most := step_tokens(generator)):
+    most = generator.step_tokens("cpu" if is_on_cpu else "cuda")
+    if generator.max_running_requests is not None and generator.max_running_requests > most:
         errors.append(
             f"generator.max_running_requests is {generator.max_running_requests}: a step of an "
             f"engine takes {most} tokens, one or more of each request; give at most that"

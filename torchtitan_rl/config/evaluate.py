@@ -200,7 +200,9 @@ def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvalua
         ),
     )
     samples, generator = config.evaluation.samples_per_problem, config.generator
-    at_once = options.max_rollouts or 2 * generator.replicas * generator.max_running_requests
+    device: Literal["cpu", "cuda"] = "cuda" if machine_facts().cuda_devices else "cpu"
+    running = generator.replicas * generator.running_requests(device)
+    at_once = options.max_rollouts or 2 * running
     if isinstance(config.task, AgentTask) and options.max_rollouts is None:
         at_once = min(at_once, config.endpoint.max_concurrent_requests)
     if options.max_rollouts and options.max_rollouts < samples:

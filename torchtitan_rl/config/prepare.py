@@ -103,6 +103,7 @@ class PreparedRun:
             f"rollouts: at most {config.max_rollouts} at once, "
             f"{config.request_timeout_s:g} s for a request, "
             f"{rollout.rollout_timeout_s:g} s for a rollout",
+            "" if config.mode == "train" else _describe_replica(config.generator, self.plan.device),
             "" if config.mode == "generate" else f"training: {self._describe_training()}",
             f"weights: at most {config.num_published_versions} versions published at a time"
             if config.mode == "both"
@@ -125,6 +126,8 @@ class PreparedRun:
             "memory_bytes": self.memory_bytes,
             "capacity": self.config.capacity,
             "max_rollouts": self.config.max_rollouts,
+            "running_requests": self.config.generator.running_requests(self.plan.device),
+            "step_tokens": self.config.generator.step_tokens(self.plan.device),
             "published_versions": self.config.num_published_versions,
             "recorded_bytes_per_step": recorded_bytes(self.config),
             "first_step": 1 + (self.resume_point.step if self.resume_point else 0),
@@ -194,6 +197,14 @@ class PreparedRun:
     def _checkpoint_step(self) -> int | None:
         point = self.resume_point
         return None if point is None or point.checkpoint is None else point.step
+
+
+def _describe_replica(generator: GeneratorConfig, device: Literal["cpu", "cuda"]) -> str:
+    """Describe the sizes that depend on the device."""
+    return (
+        f"generation: at most {count(generator.running_requests(device), 'request')} and "
+        f"{generator.step_tokens(device):,} tokens in a step of a replica"
+    )
 
 
 _SAMPLED_BYTES, _PROMPT_BYTES = 80, 7  # of a token in rollouts.jsonl
@@ -268,6 +279,7 @@ def prepare_run(
         resume_point, _, changes = compare_with_saved(config, identity)
         notes += changes
     notes += host_notes(config.launch, plan)
+    notes += _compilation_notes(config, plan.device)
     notes += start_notes(
         config.task,
         step_timeout_s=config.rollout.step_timeout_s,
@@ -291,6 +303,16 @@ def prepare_run(
         identity=identity,
         resume_point=resume_point,
     )
+
+
+def _compilation_notes(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[str]:
+    """Announce that the first training steps take longer, if they compile something."""
+    compiled = ["attention kernels"] if device == "cuda" else []
+    compiled += ["the model (trainer.compile)"] if config.trainer.compile else []
+    if config.mode == "generate" or not compiled:
+        return []
+    time = "minutes" if device == "cuda" else "10 to 40 s"
+    return [f"the first training steps compile {' and '.join(compiled)}, which takes {time}"]
 
 
 def _own_functions(config: RunConfig) -> list[str]:
@@ -498,6 +520,7 @@ class PreparedServe:
                 f"admin key: {'set' if self.keys.admin else 'none (no admin routes)'}",
                 f"logs: {self.config.log_dir}",
                 self.plan.describe(),
+                _describe_replica(self.config.generator, self.plan.device),
             ]
         )
 

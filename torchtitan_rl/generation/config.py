@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
@@ -18,9 +18,10 @@ class EngineConfig:
     max_model_len: Annotated[int, Interval(ge=2, le=1 << 24)] = 512
     """Maximum length of a prompt and its completion together, in tokens. Raise it for longer
     rollouts; each running request may take that much of the KV cache."""
-    max_running_requests: Annotated[int, Interval(ge=1, le=1 << 16)] = 128
+    max_running_requests: Annotated[int, Interval(ge=1, le=1 << 16)] | None = None
     """Maximum number of requests that one replica decodes at once; the others wait in its queue.
-    Lower it if requests are preempted because the KV cache is full."""
+    By default 128 on a CPU and 256 on CUDA. Lower it if requests are preempted because the KV cache
+    is full."""
     kv_cache_bytes: Annotated[int, Interval(ge=1, le=1 << 50)] = 128 << 20
     """Size of the KV cache of each rank on a CPU, in bytes. CUDA replicas use
     ``gpu_memory_utilization`` instead."""
@@ -40,6 +41,15 @@ class EngineConfig:
     """Largest set of candidate tokens that is recorded for the loss, at four bytes each, where
     ``top_p``, ``top_k`` or ``min_p`` exclude tokens. A token sampled from a larger set is not
     trained on and counts as ``truncated_sampling``; raise the limit if that happens often."""
+
+    def running_requests(self, device: Literal["cpu", "cuda"]) -> int:
+        """Return ``max_running_requests``, or its default on ``device``."""
+        return self.max_running_requests or {"cpu": 128, "cuda": 256}[device]
+
+    def step_tokens(self, device: Literal["cpu", "cuda"]) -> int:
+        """Return the largest number of tokens in one step of an engine. Only CUDA engines split
+        prompts into chunks, so elsewhere a step has room for the longest prompt."""
+        return 16384 if device == "cuda" else max(4096, self.max_model_len)
 
 
 @dataclass(frozen=True, kw_only=True)

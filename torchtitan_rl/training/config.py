@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -154,6 +155,9 @@ class OptimizerConfig:
         return min(warmup, self.min_lr_factor + (1.0 - self.min_lr_factor) * left)
 
 
+_ATTENTION_BLOCK = 128  # tokens; FlexAttention computes whole blocks
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """The trainer. Its number of ranks is ``data_parallel_replicate`` x ``data_parallel_shard`` x
@@ -196,3 +200,15 @@ class TrainerConfig:
     @property
     def num_threads(self) -> int:
         return self.world_size * self.threads
+
+    def pass_sizes(self, device: str) -> tuple[int, int]:
+        """Return the largest number of tokens of a forward pass before padding, and the number of
+        which its padded size is a multiple."""
+        largest = self.max_tokens_per_microbatch
+        if device == "cpu":
+            return largest, self.tensor_parallel  # which splits the tokens between layers
+        if self.compile:
+            return largest, largest  # every new size would be compiled again
+        # The attention kernels are compiled for the first size, and at the second for all others.
+        multiple = math.lcm(_ATTENTION_BLOCK, self.tensor_parallel)
+        return max(largest - largest % multiple, self.max_episode_tokens), multiple

@@ -28,7 +28,9 @@ class WeightSyncConfig:
     reset_prefix_cache_on_pull: bool = True
     """Discard cached prefixes that older weights computed. False serves new requests from them."""
     recompute_running_on_pull: bool = True
-    """Recompute the KV cache of running requests under the new weights. False keeps it."""
+    """Recompute the KV cache of running requests under the new weights. That takes all their tokens
+    / the prefill rate of a replica, at each pull. False keeps the cache, which costs nothing; later
+    tokens are then sampled over keys and values of older weights."""
     order: Literal["together", "one_by_one"] = "together"
     """Whether all replicas pull at the same time or one after the other."""
     lag_timeout_s: Seconds = 30.0

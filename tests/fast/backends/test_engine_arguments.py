@@ -22,8 +22,6 @@ COMMON = {
     "seed": 3,
     "max_model_len": 300,
     "max_num_seqs": 7,
-    "max_num_batched_tokens": 4096,
-    "enable_chunked_prefill": False,
     "enable_prefix_caching": False,
     "async_scheduling": False,
     "logprobs_mode": "processed_logprobs",
@@ -37,6 +35,8 @@ def test_a_cpu_engine_computes_in_float32_and_has_a_cache_of_small_blocks() -> N
     spec = GeneratorSpec(model=Path("policy"), generator=GENERATOR, seed=3, sleeps=True)
     assert engine_arguments(spec) == COMMON | {
         "dtype": "float32",
+        "max_num_batched_tokens": 4096,
+        "enable_chunked_prefill": False,
         "enforce_eager": True,
         "kv_cache_memory_bytes": 1 << 20,
         "block_size": 32,
@@ -54,8 +54,20 @@ def test_a_cuda_engine_takes_its_share_of_the_memory_and_gives_it_back_asleep() 
     )
     assert engine_arguments(spec) == COMMON | {
         "dtype": "bfloat16",
+        "max_num_batched_tokens": 16384,
+        "enable_chunked_prefill": True,
         "enforce_eager": False,
         "gpu_memory_utilization": 0.5,
         "enable_sleep_mode": True,
         "structured_outputs_config": {"backend": "xgrammar", "reasoning_parser": "qwen3"},
     }
+
+
+def test_sizes_that_are_not_given_depend_on_the_device() -> None:
+    long = GeneratorConfig(max_model_len=32768)
+    sizes = {}
+    for device in ("cpu", "cuda"):
+        found = engine_arguments(GeneratorSpec(model=Path("policy"), generator=long, device=device))
+        sizes[device] = (found["max_num_seqs"], found["max_num_batched_tokens"])
+    # On a CPU a step has room for the longest prompt, on CUDA for a chunk of it.
+    assert sizes == {"cpu": (128, 32768), "cuda": (256, 16384)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -12,6 +13,7 @@ from tests.support import episodes as support
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_of_each
 from torchtitan_rl.training import packing
 from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
+from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.training.packing import first_fit_decreasing, pack_episodes
 from torchtitan_rl.types import Episode
 
@@ -118,3 +120,28 @@ def test_the_first_token_of_an_episode_is_never_trained_on() -> None:
     batch = pack_episodes(episodes, row_len=8, temperature=1.0).batch
     assert batch is not None
     assert trained_mask(batch).tolist() == [False, True, True, True, False, True, True]
+
+
+@given(
+    longest=st.integers(1, 3000),
+    more=st.integers(0, 3000),
+    tensor_parallel=st.sampled_from([1, 2, 3, 8]),
+)
+def test_on_cuda_padding_is_less_than_a_few_blocks_and_every_episode_fits(
+    longest: int, more: int, tensor_parallel: int
+) -> None:
+    longest, more = longest * tensor_parallel, more * tensor_parallel
+    config = TrainerConfig(
+        max_episode_tokens=longest,
+        max_tokens_per_microbatch=longest + more,
+        tensor_parallel=tensor_parallel,
+    )
+    largest, multiple = config.pass_sizes("cuda")
+    assert multiple <= 128 * tensor_parallel
+    assert multiple % 128 == multiple % tensor_parallel == 0
+    assert longest <= largest <= longest + more
+    padded = largest + -largest % multiple
+    assert padded <= max(longest + more, longest + multiple)
+    assert config.pass_sizes("cpu") == (longest + more, tensor_parallel)
+    compiled = replace(config, compile=True)
+    assert compiled.pass_sizes("cuda") == (longest + more, longest + more)

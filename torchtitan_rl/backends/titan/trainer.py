@@ -350,15 +350,7 @@ class PolicyTrainer:
                 f"an episode of {longest} tokens; trainer.max_episode_tokens is "
                 f"{config.max_episode_tokens}"
             )
-        max_tokens = config.max_tokens_per_microbatch
-        if self._layout.device.type == "cpu":
-            multiple = config.tensor_parallel  # tensor parallelism shards tokens between layers
-        elif config.compile:
-            multiple = max_tokens  # every new length would be compiled again
-        else:
-            # Attention kernels are compiled for each length, so there should be few lengths.
-            multiple = config.max_episode_tokens
-            max_tokens -= max_tokens % multiple  # so that padding does not exceed the limit
+        max_tokens, multiple = config.pass_sizes(self._layout.device.type)
         return rank_share(
             batch,
             selected_N,

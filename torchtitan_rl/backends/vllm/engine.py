@@ -6,8 +6,9 @@ Each rank has one instance in its own process. The ranks' loops step the instanc
 Invariants
 - Request ids are mapped here, because vLLM adds a random suffix to them, which differs between
   ranks.
-- Prefills are never chunked: on a CPU, seeded requests cannot be sampled in chunks.
-- Scheduling is synchronous, so lengths read between steps are exact.
+- Prefills are chunked only on CUDA: on a CPU, seeded requests cannot be sampled in chunks.
+- Scheduling is synchronous, so lengths read between steps are exact. Otherwise the tokens of the
+  step before a pull, sampled under the old weights, would be added after the pull.
 - Grammars use xgrammar; a request that xgrammar does not support is refused. vLLM chooses one
   backend at the first grammar. With "auto", the first schema would therefore decide which later
   requests are refused.
@@ -47,7 +48,7 @@ from torchtitan_rl.backends.vllm.sampling import (
     resumed_detokenizer,
     vllm_sampling_params,
 )
-from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS, step_tokens
+from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS
 from torchtitan_rl.errors import InvalidRequestError, LoopFailedError, WeightSyncError
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
@@ -308,9 +309,9 @@ def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
         "dtype": "float32" if is_cpu else spec.dtype,
         "seed": spec.seed,
         "max_model_len": generator.max_model_len,
-        "max_num_seqs": generator.max_running_requests,
-        "max_num_batched_tokens": step_tokens(generator),
-        "enable_chunked_prefill": False,
+        "max_num_seqs": generator.running_requests(spec.device),
+        "max_num_batched_tokens": generator.step_tokens(spec.device),
+        "enable_chunked_prefill": not is_cpu,
         "enable_prefix_caching": generator.enable_prefix_caching,
         "async_scheduling": False,
         "logprobs_mode": "processed_logprobs",
