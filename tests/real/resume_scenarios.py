@@ -129,7 +129,8 @@ def _looping() -> dict[str, Any]:
 def cut_everywhere(
     engine: Any, requests: list[GenerationRequest], stride: int = 1
 ) -> dict[str, list[Completion]]:
-    """Each request undisturbed, then cut after 0, ``stride``, ... tokens and continued."""
+    """Each request undisturbed, then cut after 0, ``stride``, ... tokens and continued. A step of
+    speculative decoding may go past the token of a cut."""
     seen = {name: [done] for name, done in run_all(engine, requests).items()}
     pieces: dict[str, GenerationRequest] = {}
     cuts: dict[str, int] = {}
@@ -142,8 +143,11 @@ def cut_everywhere(
     for request in pieces.values():
         engine.add_request(request, arrival_s=0.0)
     while engine.num_unfinished():
-        lengths = engine.generated_lengths()
-        due = tuple(name for name, size in lengths.items() if cuts.get(name) == size)
+        due = tuple(
+            name
+            for name, size in engine.generated_lengths().items()
+            if name in cuts and name not in so_far and size >= cuts[name]
+        )
         for output in engine.abort(due):
             name = output.request_id
             so_far[name] = _completion(output)
@@ -152,7 +156,8 @@ def cut_everywhere(
             engine.add_request(rest, arrival_s=0.0)
         for output in engine.step():
             name = output.request_id.removesuffix("#1")
-            joined[name] = join(name, [so_far[name], _completion(output)])
+            first = [so_far[name]] if name in so_far else []
+            joined[name] = join(name, [*first, _completion(output)])
     for name in pieces:
         seen[name.split("@")[0]].append(joined[name])
     return seen

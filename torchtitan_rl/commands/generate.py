@@ -172,7 +172,10 @@ def _prepare_environment(options: GenerateOptions) -> Device:
     use_private_folder()
     listen_privately()
     device = _device(options)
-    for name, value in engine_environment(options.threads, device).items():
+    environment = engine_environment(
+        options.threads, device, batch_invariant=options.batch_invariant
+    )
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
     return device
 

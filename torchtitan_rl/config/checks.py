@@ -20,6 +20,7 @@ from torchtitan_rl.config.machine import HostFacts, MachineFacts, device_of
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.room import host_errors, launch_errors, machine_errors
 from torchtitan_rl.config.run import RunConfig, has_hosts, path_errors
+from torchtitan_rl.config.vllm_options import vllm_option_errors, vllm_run_errors
 from torchtitan_rl.environments.mcp import STARTS_PER_CORE, McpServer, McpTask, parts_of
 from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
@@ -110,6 +111,7 @@ def find_errors(
         if not on_hosts:
             is_on_cpu = not machine.cuda_devices
             errors += generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
+    errors += vllm_run_errors(config)
     errors += launch_errors(config)
     errors += tracker_errors(config.metrics.trackers)
     if not capacity:
@@ -136,9 +138,10 @@ def errors_on_hosts(
     """Errors if the run does not fit on its hosts; for runs with ``launch.attach`` or
     ``launch.hosts``. `find_errors` finds all other errors."""
     is_on_cpu = device_of(hosts) == "cpu"
-    errors = (
-        [] if policy is None else generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
-    )
+    if policy is None:
+        errors = vllm_option_errors(config.generator, is_on_cpu=is_on_cpu)
+    else:
+        errors = generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
     return errors + host_errors(config, policy, hosts)
 
 
@@ -277,7 +280,7 @@ def generator_errors(
             f"generator.max_running_requests is {generator.max_running_requests}: a step of an "
             f"engine takes {most} tokens, one or more of each request; give at most that"
         )
-    return errors
+    return errors + vllm_option_errors(generator, is_on_cpu=is_on_cpu)
 
 
 def _cache_errors(generator: GeneratorConfig, policy: PolicyFacts) -> list[str]:

@@ -19,7 +19,7 @@ from torchtitan_rl.config.machine import (
     place,
 )
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.generation.config import GeneratorConfig, shown_options
 from torchtitan_rl.serving.config import EndpointConfig
 
 _T = TypeVar("_T")
@@ -92,6 +92,7 @@ class ProcessPlan:
     is_shared: bool = False  # trainer and replicas have the same devices, and alternate
     shares_cores: bool = False
     """On some CPU, trainer and replicas together have more threads than there are cores."""
+    vllm_options: tuple[str, ...] = ()  # those of the user, for each replica
 
     def summary(self) -> str:
         """Describe the plan in one line: ``2 replicas on cuda:0,1, trainer on cuda:2``."""
@@ -128,6 +129,8 @@ class ProcessPlan:
             lines += [_describe(group) for group in (*self.replicas, *self._others())]
         if self.is_shared:
             lines.append("placement: colocated, the trainer computes while the replicas sleep")
+        if self.vllm_options:
+            lines.append(f"vLLM: {', '.join(self.vllm_options)}")
         return "\n".join(lines)
 
     def _others(self) -> list[ProcessGroup]:
@@ -200,6 +203,7 @@ def plan_serving(
             _replica(generator, seed, index, free, []) for index in range(generator.replicas)
         ),
         endpoint=None if endpoint is None else _endpoint(endpoint),
+        vllm_options=_vllm_options(generator),
     )
 
 
@@ -260,6 +264,7 @@ def _plan(
         endpoint=_endpoint(config.endpoint) if has_endpoint else None,
         is_shared=config.is_colocated and config.mode == "both",
         shares_cores=bool(shared),
+        vllm_options=_vllm_options(config.generator),
     )
 
 
@@ -286,6 +291,11 @@ def _replica(
         # 32 bits.
         seed=(seed * 1000 + index) % 2**32,
     )
+
+
+def _vllm_options(generator: GeneratorConfig) -> tuple[str, ...]:
+    own = ("VLLM_BATCH_INVARIANT=1",) if generator.batch_invariant else ()
+    return (*shown_options(generator.vllm), *own)
 
 
 def _endpoint(endpoint: EndpointConfig) -> ProcessGroup:

@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
+from tyro.constructors import PrimitiveConstructorSpec
 
-from torchtitan_rl.bounds import Count, PositiveShare, Ranks, Seconds, Threads, Tokens
+from torchtitan_rl.bounds import Check, Count, PositiveShare, Ranks, Seconds, Threads, Tokens
 from torchtitan_rl.generation.decision import KvPolicy
+
+
+def _parse_options(words: list[str]) -> dict[str, Any]:
+    """Parse words such as ``enforce_eager=true``; a value that is not JSON is a text."""
+    options: dict[str, Any] = {}
+    for word in words:
+        name, is_pair, value = word.partition("=")
+        if not is_pair:
+            raise ValueError(f"{word!r}: give NAME=VALUE")
+        try:
+            options[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            options[name] = value
+    return options
+
+
+def shown_options(options: Mapping[str, Any]) -> list[str]:
+    """The words that `_parse_options` reads."""
+    return [f"{name}={json.dumps(value)}" for name, value in options.items()]
+
+
+def _is_json(options: Mapping[str, Any]) -> bool:
+    try:
+        return bool(json.loads(json.dumps(options, allow_nan=False)) == options)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+VllmOptions = Annotated[
+    dict[str, Any],
+    Check(_is_json, "give values of JSON types, and finite numbers"),
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[NAME=VALUE ...]",
+        instance_from_str=_parse_options,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=shown_options,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +83,13 @@ class EngineConfig:
     """Largest set of candidate tokens that is recorded for the loss, at four bytes each, where
     ``top_p``, ``top_k`` or ``min_p`` exclude tokens. A token sampled from a larger set is not
     trained on and counts as ``truncated_sampling``; raise the limit if that happens often."""
+    vllm: VllmOptions = field(default_factory=dict)
+    """Further fields of vLLM's ``EngineArgs``, such as ``enforce_eager=true``,
+    ``attention_backend=FLASH_ATTN`` or ``speculative_config={"method": "ngram", ...}``. Values are
+    JSON, or else text. Fields that this program sets itself are refused."""
+    batch_invariant: bool = False
+    """Compute each request independently of the others in its batch, bit for bit
+    (``VLLM_BATCH_INVARIANT``). Slower, and only on CUDA."""
 
     def running_requests(self, device: Literal["cpu", "cuda"]) -> int:
         """Return ``max_running_requests``, or its default on ``device``."""

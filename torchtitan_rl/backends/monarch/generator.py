@@ -194,7 +194,9 @@ async def spawn_replica(
         weights: fetches new weights to the replica's host; None: the weights are on this host.
     """
     hosts = hosts or Hosts()
-    environment = engine_environment(group.threads, spec.device)
+    environment = engine_environment(
+        group.threads, spec.device, batch_invariant=spec.generator.batch_invariant
+    )
     mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment, hosts=hosts)
     spec = replace(spec, model=hosts[group.host].policy_dir or spec.model)
     weights = weights or WeightDistribution({}, fan_out=0)

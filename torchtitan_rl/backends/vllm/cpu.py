@@ -32,7 +32,9 @@ SHM_DIR = Path("/dev/shm")
 _Built = TypeVar("_Built")
 
 
-def engine_environment(threads: int, device: Literal["cpu", "cuda"] = "cpu") -> dict[str, str]:
+def engine_environment(
+    threads: int, device: Literal["cpu", "cuda"] = "cpu", *, batch_invariant: bool = False
+) -> dict[str, str]:
     """Return the variables that must be set before an engine process imports torch or vLLM.
 
     ``threads``: OMP threads of the process. Compilation is off on a CPU, because compiling takes
@@ -47,6 +49,8 @@ def engine_environment(threads: int, device: Literal["cpu", "cuda"] = "cpu") -> 
     }
     if device == "cpu":
         environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if batch_invariant:
+        environment["VLLM_BATCH_INVARIANT"] = "1"
     return environment
 
 

@@ -14,6 +14,7 @@ import torch
 from vllm.model_executor.custom_op import CustomOp, maybe_get_oot_by_class
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.sample import rejection_sampler
 
 _VECTOR_ITEMS = 16
 _DTYPE = torch.float32
@@ -24,6 +25,26 @@ def use_cpu_kernels() -> None:
     for layer, replacement in ((RMSNorm, KernelRMSNorm), (SiluAndMul, KernelSiluAndMul)):
         if maybe_get_oot_by_class(layer) is layer:
             CustomOp.register_oot(replacement, name=layer.__name__)
+    rejection_sampler.expand_batch_to_tokens = _expand
+
+
+def _expand(
+    x_R: torch.Tensor,
+    ends_R: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Repeat each request's parameter for its drafted tokens, as vLLM's GPU kernel does.
+
+    vLLM's CPU kernel writes the result into a converted copy, unless it has 64-bit integers.
+    Temperatures of drafted tokens would be arbitrary memory.
+
+    Shapes: R requests. ``ends_R`` are the cumulative numbers of drafted tokens.
+    """
+    counts_R = ends_R.diff(prepend=ends_R.new_zeros(1))
+    x_R = torch.where(x_R == replace_from, replace_to, x_R)
+    return x_R.repeat_interleave(counts_R, output_size=num_tokens)
 
 
 class KernelRMSNorm(RMSNorm):

@@ -103,6 +103,7 @@ class VllmEngine:
         worker = self._engine.model_executor.driver_worker.worker
         self._model = worker.get_model()
         let_runner_resume(self._core, worker.model_runner)
+        self._speculates = self._core.vllm_config.speculative_config is not None
         self._grammars = Grammars()
         self._kept_sets = KeptSets(spec.generator.max_recorded_candidates)
         is_v2 = self._core.vllm_config.use_v2_model_runner
@@ -169,6 +170,7 @@ class VllmEngine:
             if not output.finished:
                 continue
             running = self._pop(output.request_id)
+            self._counters.generated_tokens -= running.num_dropped
             sampled = output.outputs[0]
             if sampled.finish_reason == "error":
                 outputs.append(_completion(running, stop_reason=_NO_TOKEN))
@@ -242,7 +244,8 @@ class VllmEngine:
         self, sampling: SamplingParams, core_request: Any
     ) -> Callable[[], KeptTokens] | None:
         """Return a function that reads the set of tokens from which the newest token was sampled;
-        None if the request is not trained on or no token was excluded."""
+        None if the request is not trained on or no token was excluded. With speculative decoding
+        the set is unknown, unless it follows from a grammar."""
         has_grammar = core_request.structured_output_request is not None
         if not sampling.with_logprobs or not (sampling.truncates or has_grammar):
             return None
@@ -250,6 +253,8 @@ class VllmEngine:
             grammar = self._grammars.replayable(self._core, core_request)
             if grammar is not None:
                 return lambda: grammar
+        if self._speculates:
+            return lambda: None
         request_id = core_request.request_id
         self._kept_sets.record(request_id)
         return lambda: self._kept_sets[request_id]
@@ -273,13 +278,19 @@ class _EngineRequest:
     def num_sampled(self) -> int:
         return int(self.state.detokenizer.num_output_tokens()) - self.num_resumed
 
+    @property
+    def num_dropped(self) -> int:
+        """Number of tokens that a step sampled after the one that completed a stop string. Only
+        steps of speculative decoding sample several tokens."""
+        return int(self.state.stats.num_generation_tokens) - self.num_sampled
+
 
 class _Counters:
     """Replaces vLLM's stat loggers with counters.
 
     Recomputations after a pull count as preemptions. ``generated_tokens`` counts every sampled
-    token, because the scheduler reports one token for each request that sampled in a step, and no
-    request is aborted during a step.
+    token, because the scheduler reports all tokens of a step, and no request is aborted during a
+    step.
     """
 
     def __init__(self) -> None:
@@ -330,7 +341,7 @@ def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
         args["block_size"] = CPU_BLOCK_TOKENS
     else:
         args["gpu_memory_utilization"] = generator.gpu_memory_utilization
-    return args
+    return args | generator.vllm
 
 
 def _finish_reason(request_id: str, reason: str | None) -> FinishReason:

@@ -170,9 +170,9 @@ class SampledLogprobs:
 
     def update_from_output(self, output: Any) -> None:
         """Append the logprobs of an `EngineCoreOutput`: arrays [tokens, 1 + the largest number of
-        alternatives in the batch]."""
-        if self._read_kept is not None and output.new_token_ids:  # at most one in a step
-            self.kept.append(self._read_kept())
+        alternatives in the batch]. Only speculative decoding samples several tokens in a step."""
+        if self._read_kept is not None and output.new_token_ids:
+            self.kept += [self._read_kept()] * len(output.new_token_ids)
         if not self._has_any:
             self.sampled += [math.nan] * len(output.new_token_ids)
         new = output.new_logprobs
