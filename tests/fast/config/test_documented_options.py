@@ -49,7 +49,7 @@ def fields(kind: Any, prefix: str = "") -> frozenset[str]:
     names: set[str] = set()
     for field in dataclasses.fields(kind):
         names.add(f"{prefix}{field.name}")
-        if field.default_factory is not dataclasses.MISSING:
+        if field.default_factory not in (dataclasses.MISSING, dict):
             names |= fields(type(field.default_factory()), f"{prefix}{field.name}.")
     return frozenset(names)
 
