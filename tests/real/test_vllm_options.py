@@ -30,7 +30,7 @@ WRONG = {
 
 
 def test_names_and_types_are_those_of_vllm_and_each_refused_field_exists() -> None:
-    found = _field_errors(json.dumps(dict.fromkeys(OWNED, {"no": "type"}) | RIGHT))
+    found = _field_errors(json.dumps(dict.fromkeys(OWNED, ("no", "type")) | RIGHT))
     assert [error for error in found if "is not a field" in error] == []
     assert {error.split(" is ")[0] for error in found} <= OWNED.keys()
     errors = vllm_option_errors(GeneratorConfig(vllm=WRONG), is_on_cpu=True)
