@@ -63,11 +63,15 @@ def build_loop(settings: EngineSettings) -> Callable[[str, Any], Any]:
     """Our engine loop in this process, without router or Monarch."""
     from torchtitan_rl.backends.vllm.engine import VllmEngine
     from torchtitan_rl.generation.decision import SoloChannel
-    from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+    from torchtitan_rl.generation.loop import EngineLoop, start_loop
 
-    engine = MeasuredEngine(VllmEngine(_our_spec(settings)))
-    loop = EngineLoop(engine, SoloChannel(), is_leader=True, config=LoopConfig())
-    loop.start()
+    engines: list[MeasuredEngine] = []
+
+    def build() -> EngineLoop:
+        engines.append(MeasuredEngine(VllmEngine(_our_spec(settings))))
+        return EngineLoop(engines[0], SoloChannel(), is_leader=True)
+
+    loop = start_loop(build)
 
     async def complete(request: GenerationRequest) -> tuple[int, ...]:
         return (await asyncio.wrap_future(loop.submit(request))).token_ids
@@ -75,9 +79,9 @@ def build_loop(settings: EngineSettings) -> Callable[[str, Any], Any]:
     def side(name: str, workload: Any) -> Any:
         if name == "close":
             return loop.close()
-        engine.samples.clear()
+        engines[0].samples.clear()
         timing = asyncio.run(_ways(settings)[name](workload, complete))
-        return SideResult(timing=timing, steps=tuple(engine.samples))
+        return SideResult(timing=timing, steps=tuple(engines[0].samples))
 
     return side
 

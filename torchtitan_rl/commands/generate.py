@@ -140,7 +140,7 @@ def main(words: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     divert_libraries(Path(f"{options.output}{f'.rank{rank}' if rank else ''}.log"))
     with without_python_output():
-        from torchtitan_rl.backends.vllm.engine import build_loop
+        from torchtitan_rl.backends.vllm.engine import start_engine_loop
 
         spec = GeneratorSpec(
             model=model,
@@ -149,8 +149,7 @@ def main(words: Sequence[str]) -> int:
             seed=options.engine_seed,
             generator=options.generator(),
         )
-        loop = build_loop(spec, rank)
-        loop.start()
+        loop = start_engine_loop(spec, rank)
         if rank == 0:
             num_errors, outcome = _complete_file(options, model, loop)
         else:

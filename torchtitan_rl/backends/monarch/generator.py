@@ -78,7 +78,7 @@ class _Rank:
     the actor."""
 
     def __init__(self, spec: GeneratorSpec, rank: int) -> None:
-        from torchtitan_rl.backends.vllm.engine import build_loop  # both import torch
+        from torchtitan_rl.backends.vllm.engine import start_engine_loop  # both import torch
         from torchtitan_rl.weights.pinning import HostPins
         from torchtitan_rl.weights.shm import WeightStaging
 
@@ -89,7 +89,7 @@ class _Rank:
         # Of a replica's devices, each rank has the one with its own number.
         self._staging = WeightStaging(HostPins(rank if spec.device == "cuda" else None))
         with self._tracer.span("start"):
-            self._loop = build_loop(
+            self._loop = start_engine_loop(
                 spec,
                 rank,
                 self._staging,
@@ -98,7 +98,6 @@ class _Rank:
                 on_work=self._engine_trace,
             )
         self.server = EngineServer(self._loop, stall_timeout_s=spec.generator.stall_timeout_s)
-        self._loop.start()
 
     def _on_pulled(self, version: int) -> None:
         # In a separate thread, because freeing memory takes time.

@@ -1,4 +1,4 @@
-"""vLLM on a CPU: environment, threads, weights that can be updated, unique shared memory.
+"""vLLM on a CPU: environment, weights that can be updated, unique shared memory.
 
 vLLM is imported inside the functions: processes that only spawn engines import this module.
 
@@ -21,15 +21,12 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 SHM_DIR = Path("/dev/shm")
-
-_Built = TypeVar("_Built")
 
 
 def engine_environment(
@@ -61,17 +58,6 @@ def installed_device() -> Literal["cpu", "cuda"]:
     except metadata.PackageNotFoundError:
         return "cuda"
     return "cpu"
-
-
-def in_temporary_thread(build: Callable[[], _Built]) -> _Built:
-    """Call ``build`` in a new thread, which ends when ``build`` returns.
-
-    libgomp keeps a team of threads for each thread that has computed. If all teams together have
-    more threads than there are cores, threads sleep between any two operations. An engine with two
-    threads was 14 to 29 % slower when another living thread had built it.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(build).result()
 
 
 def keep_linear_weights() -> None:

@@ -1,4 +1,4 @@
-"""`VllmEngine`: vLLM's `LLMEngine` as an `Engine`, and the loop that steps it (`build_loop`).
+"""`VllmEngine`: vLLM's `LLMEngine` as an `Engine`; `start_engine_loop`: the loop that steps it.
 
 Each rank has one instance in its own process. The ranks' loops step the instances in lockstep
 ("external launcher"). The variables of `engine_environment` must be set when the process starts.
@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,6 @@ import torch.distributed as dist
 
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import (
-    in_temporary_thread,
     keep_linear_weights,
     repack_linears,
     unique_shared_memory,
@@ -53,7 +51,7 @@ from torchtitan_rl.errors import InvalidRequestError, LoopFailedError, WeightSyn
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
 from torchtitan_rl.generation.engine import EngineLimits, ReadingRate, engine_metrics
-from torchtitan_rl.generation.loop import EngineLoop, OnWork
+from torchtitan_rl.generation.loop import EngineLoop, OnWork, start_loop
 from torchtitan_rl.token_sets import kept_runs
 from torchtitan_rl.types import (
     Completion,
@@ -94,9 +92,8 @@ class VllmEngine:
             use_cpu_kernels()
         is_cpu_group = is_cpu and spec.generator.tensor_parallel > 1
         names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
-        build = partial(LLMEngine.from_engine_args, EngineArgs(**engine_arguments(spec)))
         with names:
-            self._engine: Any = in_temporary_thread(build) if is_cpu else build()
+            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(spec)))
         self._counters = _Counters()
         self._engine.logger_manager = self._counters
         self._core = self._engine.engine_core.engine_core
@@ -393,7 +390,7 @@ def _columns(running: _EngineRequest, start: int = 0) -> dict[str, Any]:
     }
 
 
-def build_loop(
+def start_engine_loop(
     spec: GeneratorSpec,
     rank: int,
     weights: WeightStaging | None = None,
@@ -402,30 +399,35 @@ def build_loop(
     on_pulled: Callable[[int], None] | None = None,
     on_work: OnWork | None = None,
 ) -> EngineLoop:
-    """Build the engine and its loop. Collective. See `EngineLoop` for the callbacks."""
+    """Build the engine and its loop, and start the loop. Collective. See `EngineLoop` for the
+    callbacks."""
     generator, sync = spec.generator, spec.weight_sync
-    engine = VllmEngine(spec, weights)
-    channel: LockstepChannel = SoloChannel()
-    if generator.tensor_parallel > 1:
-        channel = GlooLockstep(timeout_s=generator.collective_timeout_s)
-    return EngineLoop(
-        engine,
-        channel,
-        is_leader=rank == 0,
-        config=LoopConfig(
-            name=spec.name,
-            max_steps_per_decision=generator.max_steps_per_decision,
-            heartbeat_s=generator.heartbeat_s,
-            stream_interval_s=spec.stream_interval_s,
-            kv_policy=KvPolicy(
-                reset_prefix_cache=sync.reset_prefix_cache_on_pull,
-                recompute_running=sync.recompute_running_on_pull,
+
+    def build() -> EngineLoop:
+        engine = VllmEngine(spec, weights)
+        channel: LockstepChannel = SoloChannel()
+        if generator.tensor_parallel > 1:
+            channel = GlooLockstep(timeout_s=generator.collective_timeout_s)
+        return EngineLoop(
+            engine,
+            channel,
+            is_leader=rank == 0,
+            config=LoopConfig(
+                name=spec.name,
+                max_steps_per_decision=generator.max_steps_per_decision,
+                heartbeat_s=generator.heartbeat_s,
+                stream_interval_s=spec.stream_interval_s,
+                kv_policy=KvPolicy(
+                    reset_prefix_cache=sync.reset_prefix_cache_on_pull,
+                    recompute_running=sync.recompute_running_on_pull,
+                ),
             ),
-        ),
-        on_end=on_end,
-        on_pulled=on_pulled,
-        on_work=on_work,
-    )
+            on_end=on_end,
+            on_pulled=on_pulled,
+            on_work=on_work,
+        )
+
+    return start_loop(build)
 
 
 HEADER_BYTES = 2048  # 8 bytes of length, then the payload's first bytes: enough for most decisions
