@@ -35,6 +35,7 @@ REFUSED: dict[str, Any] = {
     "a wrong type inside": {"bad_words": [1]},
     "an id outside the vocabulary": {"logit_bias": {"100000": 1.0}},
     "an id that is no number": {"allowed_token_ids": ["a"]},
+    "more tokens than a step on CUDA takes": {"allowed_token_ids": [65] * 1025},
     "two grammars": {"structured_outputs": {"regex": "a", "json": {}}},
     "a grammar with an unknown name": {"structured_outputs": {"regex": "a", "other": 1}},
     "a broken regex": {"structured_outputs": {"regex": "("}},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.real.models import hf_tensors, tiny_model
 from tests.real.trainer_helpers import ROW_LEN, hf_packed_logprobs, random_batch, trainer
-from torchtitan_rl.backends.titan.model import weighted_sum, weights_digest
+from torchtitan_rl.backends.titan import model
+from torchtitan_rl.backends.titan.model import FlexAttention, weighted_sum, weights_digest
 from torchtitan_rl.errors import ConfigError, DivergedError
 from torchtitan_rl.training.batch import trained_mask
 
@@ -66,6 +69,30 @@ def test_logprobs_of_packed_documents_equal_transformers_on_each_alone(
     expected = hf_packed_logprobs(path, batch)
     assert np.abs(expected).max() > 1.0
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_the_model_that_is_built_on_cuda_equals_the_one_on_a_cpu(
+    checkpoint: Path, share_prefixes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlexAttention and torchtitan's layers, not compiled. On a CPU FlexAttention has no backward
+    pass."""
+    batch, configure = random_batch(), model.policy_config
+    with trainer(checkpoint) as policy_trainer:
+        expected = policy_trainer.logprobs(batch)
+
+    def configure_for_cuda(architecture: Any, config: Any, layout: Any, dtype: str) -> Any:
+        on_cuda = dataclasses.replace(layout, device=torch.device("cuda"))
+        made = configure(architecture, config, on_cuda, dtype)
+        assert isinstance(made.first_attention.inner_attention, FlexAttention.Config)
+        return made
+
+    monkeypatch.setattr(model, "policy_config", configure_for_cuda)
+    with (
+        torch.compiler.set_stance("force_eager"),
+        trainer(checkpoint, share_prefixes=share_prefixes) as policy_trainer,
+    ):
+        np.testing.assert_allclose(policy_trainer.logprobs(batch), expected, atol=2e-5)
 
 
 def test_supervised_training_lowers_the_negative_logprob_that_logprobs_reports(

@@ -30,6 +30,11 @@ class GeneratorSpec:
     sleeps: bool = False  # shares its devices with the trainer, so a sleep must free their memory
     reasoning_parser: str = ""  # for structured outputs that begin after reasoning
 
+    @property
+    def start_timeout_s(self) -> float:
+        given = self.generator.start_timeout_s
+        return {"cpu": 300.0, "cuda": 900.0}[self.device] if given is None else given
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
@@ -37,6 +42,7 @@ class TrainerSpec:
 
     checkpoint: Path
     trainer: TrainerConfig
+    device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"]
     seed: int
     num_steps: int

@@ -245,7 +245,10 @@ def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
             )
             if replica_hosts is not None:
                 return Placement(replica_hosts=replica_hosts, trainer_hosts=trainer_hosts)
-    raise NoRoomError(_explain(config, devices or (), trainer_places))
+    raise NoRoomError(
+        _explain(config, devices or (), trainer_places)
+        + (sharing_proposal(config, devices[0]) if devices and len(devices) == 1 else "")
+    )
 
 
 def _trainer_places(
@@ -370,6 +373,27 @@ def _explain_trainer(config: RunConfig, devices: tuple[int, ...]) -> str:
         f"trainer.{name} is {getattr(trainer, name)}: {_have(devices)} no room for {need}; "
         "give fewer, or more hosts"
     )
+
+
+def sharing_proposal(config: RunConfig, num_devices: int) -> str:
+    """The options with which trainer and replicas share the devices of a host that has too few of
+    them; empty if that is not possible."""
+    generator, trainer = config.generator, config.trainer
+    if (
+        config.mode != "both"
+        or generator.tensor_parallel > num_devices
+        or trainer.tensor_parallel > num_devices
+    ):
+        return ""
+    options = [] if config.is_colocated else ["--placement colocated"]
+    if generator.num_ranks > num_devices:
+        options.append(f"--generator.replicas {num_devices // generator.tensor_parallel}")
+    if trainer.world_size > num_devices:
+        shard = num_devices // trainer.tensor_parallel
+        options.append(f"--trainer.data-parallel-shard {shard}")
+        if trainer.data_parallel_replicate > 1:
+            options.append("--trainer.data-parallel-replicate 1")
+    return f", or let trainer and replicas share: {' '.join(options)}"
 
 
 def _have(devices: tuple[int, ...]) -> str:

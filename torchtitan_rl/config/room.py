@@ -23,6 +23,7 @@ from torchtitan_rl.config.machine import (
     host_name,
     made_up_hosts,
     place,
+    sharing_proposal,
 )
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.plan import ProcessPlan, threads_on_hosts
@@ -104,6 +105,7 @@ def _device_errors(config: RunConfig, devices: tuple[str, ...]) -> list[str]:
         errors.append(
             f"{_largest(config, 'generator.replicas', *_RANKS)}: replicas and trainer need "
             f"{needed} CUDA devices, and {_visible(devices)}; give fewer"
+            f"{sharing_proposal(config, len(devices))}"
         )
     if devices[0].startswith(MIG):
         errors += [

@@ -125,8 +125,9 @@ class GeneratorConfig(EngineConfig):
     """Consecutive restarts of a lost replica in a training run; 0 disables restarts. The count
     starts again after 10 minutes of service. Replicas of a lost host wait until it is back. Has no
     effect with ``placement colocated`` and in ``serve``, where no replica is restarted."""
-    start_timeout_s: Seconds = 300.0
-    """Deadline of a replica's start, in seconds. Raise it for models that load slowly."""
+    start_timeout_s: Seconds | None = None
+    """Deadline of a replica's start, in seconds; by default 300, and 900 on CUDA, where vLLM
+    compiles. Raise it for models that load slowly."""
 
     @property
     def num_ranks(self) -> int:

@@ -13,7 +13,14 @@ from torchtitan_rl.agents.task import AgentTask, RemoteAgentTask
 from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.config import machine
 from torchtitan_rl.config.checks import find_errors, start_notes
-from torchtitan_rl.config.machine import MachineFacts, machine_facts
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.machine import (
+    MachineFacts,
+    NoRoomError,
+    machine_facts,
+    made_up_hosts,
+    place,
+)
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.room import serving_errors, weight_room
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
@@ -261,14 +268,34 @@ def test_cuda_ranks_need_devices_of_their_own_and_colocated_ones_share_them(
     (message,) = found("0 1")
     assert message == (
         "generator.replicas is 2: replicas and trainer need 3 CUDA devices, and 2 are visible; "
-        "give fewer"
+        "give fewer, or let trainer and replicas share: --placement colocated"
     )
-    assert found("0")[0].endswith("need 3 CUDA devices, and 1 is visible; give fewer")
+    (message,) = found("0")
+    assert message.endswith("share: --placement colocated --generator.replicas 1")
+    assert found("0", mode="generate")[0].endswith("and 1 is visible; give fewer")
     assert found("0 1", placement="colocated") == []
     assert found("MIG-a MIG-b MIG-c MIG-d") == []
     sharded = replace(config.trainer, data_parallel_shard=2)
     (message,) = found("MIG-a MIG-b MIG-c MIG-d", trainer=sharded)
     assert message.startswith("trainer.data_parallel_shard is 2: ranks that exchange data cannot")
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+def test_a_machine_with_too_few_devices_is_told_all_options_that_it_needs(
+    config: RunConfig, tmp_path: Path, num_devices: int
+) -> None:
+    given = ["--trainer.data-parallel-replicate=2", "--trainer.data-parallel-shard=2"]
+    file = tmp_path / "made.py"
+    file.write_text("from torchtitan_rl.configs.alphabet_sort_tiny import config\n")
+    machine = replace(LAPTOP, cuda_devices=tuple("0123"[:num_devices]))
+    (message,) = complaints(load_config(file, given), machine=machine)
+    options = message.partition("share: ")[2].split()
+    hosts = made_up_hosts(f"1x{num_devices}")
+    with pytest.raises(NoRoomError, match=" ".join(options)):
+        place(load_config(file, given), hosts)
+    told = load_config(file, [*given, *options])
+    assert complaints(told, machine=machine) == []
+    assert len(place(told, hosts).trainer_hosts) == told.trainer.world_size
 
 
 def test_agents_need_room_at_the_endpoint_open_files_and_patience(tmp_path: Path) -> None:

@@ -124,6 +124,8 @@ class MonarchEndpoint:
     async def spawn(cls, group: ProcessGroup, spec: EndpointSpec) -> MonarchEndpoint:
         """Start the process; `start` then builds the server in it."""
         environment = engine_environment(group.threads, spec.device)
+        if spec.device == "cuda":  # its vLLM computes nothing, so it needs no memory of a device
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         mesh = await spawn_processes(group, log_dir=spec.log_dir, environment=environment)
         return cls(mesh, spec)
 

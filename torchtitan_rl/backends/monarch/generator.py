@@ -149,7 +149,7 @@ class GeneratorProcesses:
         await call(
             self._ranks.start.call(),
             what=f"start of {self.name}",
-            timeout_s=self._spec.generator.start_timeout_s,
+            timeout_s=self._spec.start_timeout_s,
         )
         leader = self._ranks.slice(ranks=0)
         await self._channel.open(leader.connect.call_one, timeout_s=self._silence_s)

@@ -228,6 +228,7 @@ def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
     return TrainerSpec(
         checkpoint=prepared.policy_dir,
         trainer=replace(config.trainer, loss=replace(loss, function=absolute(loss.function))),
+        device=prepared.plan.device,
         dtype=config.policy.dtype,
         seed=config.seed,
         num_steps=config.num_steps,

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_rl.backends.specs import TrainerSpec
+from torchtitan_rl.backends.titan.setup import check_device
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.errors import CheckpointError, WeightSyncError
 from torchtitan_rl.launch.interfaces import listen_privately
@@ -54,6 +55,7 @@ class TrainerRank:
     def __init__(self, spec: TrainerSpec, rank: int, transport: Transport) -> None:
         listen_privately()
         sys.path += [folder for folder in spec.python_path if folder not in sys.path]
+        check_device(spec.device)
         self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}", host=host_label())
         with self._tracer.span("start"):
             self._trainer = PolicyTrainer(

@@ -226,8 +226,18 @@ def _inner_attention(device: torch.device, dtype: str, config: TrainerConfig) ->
     if device.type == "cpu":
         return TreeAttention.Config()
     # varlen's kernels support neither trees nor float32.
-    is_varlen = dtype == "bfloat16" and not config.share_prefixes
+    is_varlen = dtype == "bfloat16" and not config.share_prefixes and _has_varlen_kernels()
     return VarlenAttention.Config() if is_varlen else FlexAttention.Config()
+
+
+def _has_varlen_kernels() -> bool:
+    """Whether the kernels are installed that torchtitan loads for this device: packages that PyPI
+    does not have on Hopper (FlashAttention 3) and Blackwell (4), torch's own before them."""
+    try:
+        VarlenAttention.Config().build()
+    except ImportError:
+        return False
+    return True
 
 
 class CpuRMSNorm(RMSNorm):

@@ -11,12 +11,13 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as titan_utils
 
+from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.training.config import TrainerConfig
 
 if not torch.accelerator.is_available():
@@ -32,6 +33,9 @@ from torchtitan.distributed.utils import set_spmd_backend
 
 # torchtitan's default backend fails under FSDP of torch 2.13 with more than one process.
 SPMD_BACKEND = "partial_dtensor"
+# The controller's deadline passes first, and its error says what was waited for. After NCCL's, the
+# process ends without a traceback.
+_COLLECTIVE_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +61,10 @@ def set_up(config: TrainerConfig) -> Layout:
         ValueError: the world size differs from that of the configuration.
     """
     device = _device()
+    timeout = timedelta(seconds=config.step_timeout_s + _COLLECTIVE_GRACE_S)
     owns = not dist.is_initialized()
     if owns:
-        _join(device, timeout=timedelta(seconds=config.step_timeout_s))
+        _join(device, timeout)
     if dist.get_world_size() != config.world_size:
         raise ValueError(
             f"the trainer is configured for {config.world_size} ranks and runs on "
@@ -74,6 +79,9 @@ def set_up(config: TrainerConfig) -> Layout:
     set_spmd_backend(SPMD_BACKEND)
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
+    for mesh in dims.get_all_one_dimensional_meshes().values():
+        # By default torch gives them 10 minutes on NCCL.
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group())
     data_mesh = dims.get_optional_mesh("batch")
     tensor_mesh = dims.get_optional_mesh("tp")
     return Layout(
@@ -96,6 +104,22 @@ def tear_down(layout: Layout) -> None:
         dist.destroy_process_group()
 
 
+def check_device(planned: Literal["cpu", "cuda"]) -> None:
+    """Raise an error if torch would compute on another type of device than planned. A driver that
+    is too old leaves torch with the CPU, although the devices were counted.
+
+    Raises:
+        ConfigError: see above.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    name = "cpu" if found is None else found.type
+    if name != planned:
+        raise ConfigError(
+            f"trainer: planned for {planned}, and torch {torch.__version__} computes on {name} "
+            "here; run torchtitan-rl doctor, and look at CUDA_VISIBLE_DEVICES"
+        )
+
+
 def _device() -> torch.device:
     if not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -104,7 +128,7 @@ def _device() -> torch.device:
     return device
 
 
-def _join(device: torch.device, *, timeout: timedelta) -> None:
+def _join(device: torch.device, timeout: timedelta) -> None:
     backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

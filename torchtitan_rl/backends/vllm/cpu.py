@@ -36,6 +36,11 @@ def engine_environment(
 
     ``threads``: OMP threads of the process. Compilation is off on a CPU, because compiling takes
     47 s at the start and makes nothing faster.
+
+    On CUDA, FlashInfer's sampler is off, because its package has no compiled kernels: the first
+    request with a top_p or top_k but without logprobs would run nvcc inside a step, which fails or
+    takes a minute. A user who has compiled kernels may set the variable. vLLM's own messages are
+    written to the log, because a start takes minutes.
     """
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -46,6 +51,9 @@ def engine_environment(
     }
     if device == "cpu":
         environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    else:
+        sampler = "VLLM_USE_FLASHINFER_SAMPLER"
+        environment |= {sampler: os.environ.get(sampler, "0"), "VLLM_LOGGING_LEVEL": "INFO"}
     if batch_invariant:
         environment["VLLM_BATCH_INVARIANT"] = "1"
     return environment

@@ -41,6 +41,7 @@ from torchtitan_rl.backends.vllm.sampling import (
     KeptSets,
     SampledLogprobs,
     build_core_request,
+    check_numbers_of_tokens,
     let_runner_resume,
     reasoning_of,
     resumed_detokenizer,
@@ -132,6 +133,7 @@ class VllmEngine:
                 supported_tasks=self._engine.get_supported_tasks(),
                 arrival_time=arrival_s,
             )
+            check_numbers_of_tokens(engine_request.sampling_params)
             self._engine.input_processor.assign_request_id(engine_request)
             engine_request.reasoning_ended, engine_request.reasoning_parser_kwargs = reasoning_of(
                 request.sampling

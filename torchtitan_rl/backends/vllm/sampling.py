@@ -62,6 +62,14 @@ GRAMMAR_BACKEND = (
     "xgrammar"  # for engines and endpoint; `orchestration/batching.py` replays its grammars
 )
 MAX_LOGIT_BIAS = 100.0  # OpenAI's limit; vLLM clamps only in its server, and infinities give NaN
+# Limits of vLLM's V2 model runner (on CUDA), which raises inside a step: that would fail every
+# request of the engine. Every engine has them, so that a request is served on all devices or none.
+MAX_TOKENS_OF = {
+    "allowed_token_ids": 1024,
+    "logit_bias": 1024,
+    "bad_words": 1024,
+    "stop_token_ids": 128,
+}
 
 
 def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
@@ -142,6 +150,26 @@ def _checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
             for token, bias in checked["logit_bias"].items()
         }
     return checked
+
+
+def check_numbers_of_tokens(params: Any) -> None:
+    """Check `MAX_TOKENS_OF` for a `vllm.SamplingParams` that vLLM's input processor has completed.
+
+    Stop tokens include the model's own. vLLM limits them only for requests with a minimum length,
+    which every resumed request has, so they are always limited here.
+
+    Raises:
+        ValueError: an option has too many tokens.
+    """
+    numbers = {
+        "allowed_token_ids": len(params.allowed_token_ids or ()),
+        "logit_bias": len(params.logit_bias or ()),
+        "bad_words": sum(map(len, params.bad_words_token_ids or ())),
+        "stop_token_ids": len(params.all_stop_token_ids),
+    }
+    for name, number in numbers.items():
+        if number > MAX_TOKENS_OF[name]:
+            raise ValueError(f"{name} has {number} tokens: give at most {MAX_TOKENS_OF[name]}")
 
 
 class SampledLogprobs:
