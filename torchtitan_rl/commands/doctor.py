@@ -13,7 +13,6 @@ import resource
 import shutil
 import socket
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -24,13 +23,19 @@ from packaging.requirements import Requirement
 
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.machine import MachineFacts, count, machine_facts
+from torchtitan_rl.config.preflight import (
+    DRIVER_FILE,
+    SHARED_MEMORY,
+    CudaFacts,
+    cuda_errors,
+    has_compiler,
+    probe_cuda,
+)
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.observability.console import format_seconds, usual_step_s
 from torchtitan_rl.sandbox.sandbox import Isolation, SandboxConfig
 
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-_SHARED_MEMORY = Path("/dev/shm")
 _LITTLE_SHARED_MEMORY = 1 << 30
 _LITTLE_DISK = 5 << 30
 _FEW_OPEN_FILES = 4096  # the endpoint uses one for each connection, a sandbox some for each snippet
@@ -69,9 +74,11 @@ def main(words: Sequence[str]) -> int:
 def _findings(words: Sequence[str]) -> Iterator[Finding]:
     machine = machine_facts()
     yield from check_requirements(metadata.requires("torchtitan-rl") or (), _installed())
-    yield from check_devices(_devices(), has_driver=_NVIDIA_DRIVER.exists(), cuda=_torch_cuda())
+    facts = machine.cuda or (probe_cuda() if DRIVER_FILE.exists() else None)
+    yield from check_devices(facts, built_for=_torch_cuda())
     yield _describe_cores(machine)
-    yield check_compiler(has_compiler=_has_compiler(), needs_one=bool(machine.cuda_devices))
+    if facts is None:
+        yield check_compiler(has_compiler())
     yield _check_open_files()
     yield _check_shared_memory()
     yield _check_ports()
@@ -110,35 +117,31 @@ def check_requirements(
     yield Finding("ok", f"Python {sys.version.split()[0]}, {versions}")
 
 
-def check_devices(
-    devices: Mapping[str, int], *, has_driver: bool, cuda: str | None
-) -> Iterator[Finding]:
-    """Check the CUDA devices. ``devices`` has the memory of each in bytes; ``cuda`` is the version
-    of CUDA that torch was built for."""
-    if devices:
-        sizes = ", ".join(f"{name} {size / 2**30:.0f} GiB" for name, size in devices.items())
-        yield Finding("ok", f"CUDA {cuda}, {count(len(devices), 'device')}: {sizes}")
-    elif has_driver and cuda is None:
-        fix = "run make clean setup ACCELERATOR=cuda"
-        yield Finding("error", "this machine has an NVIDIA driver, and torch has no CUDA", fix)
-    elif has_driver:
-        what = f"torch for CUDA {cuda} finds no device"
-        fix = "look at nvidia-smi and CUDA_VISIBLE_DEVICES; the driver may be older than CUDA needs"
-        yield Finding("error", what, fix)
-    elif cuda is not None:
-        fix = "for a machine without GPU, run make clean setup"
-        yield Finding("note", f"torch for CUDA {cuda} on a machine without an NVIDIA driver", fix)
+def check_devices(facts: CudaFacts | None, *, built_for: str | None) -> Iterator[Finding]:
+    """Check the CUDA devices. ``facts`` is None on a machine without devices and driver;
+    ``built_for`` is the version of CUDA that torch was built for."""
+    if facts is not None:
+        for error in cuda_errors(facts, dtype="float32", exchanges=len(facts.devices) > 1):
+            what, _, fix = error.rpartition("; ")
+            yield Finding("error", what, fix)
+        if facts.devices:
+            devices = ", ".join(f"cuda:{n} {one}" for n, one in enumerate(facts.devices))
+            what = f"CUDA {built_for}, driver {facts.driver}, "
+            yield Finding("ok", f"{what}{count(len(facts.devices), 'device')}: {devices}")
+    elif built_for is not None:
+        fix = "for a machine without GPU, remove .venv and run make setup"
+        what = f"torch for CUDA {built_for} on a machine without an NVIDIA driver"
+        yield Finding("note", what, fix)
     else:
         yield Finding("ok", "no CUDA device: all processes compute on the CPU, in float32")
 
 
-def check_compiler(*, has_compiler: bool, needs_one: bool) -> Finding:
-    """Triton compiles kernels with the system's compiler and Python's headers."""
-    if has_compiler:
+def check_compiler(is_installed: bool) -> Finding:
+    """On a CPU, only torch.compile needs the system's compiler and Python's headers."""
+    if is_installed:
         return Finding("ok", "a C compiler and Python's headers are installed")
-    level: Literal["note", "error"] = "error" if needs_one else "note"
-    what = "no C compiler, or no headers of Python: torch.compile and Triton need both"
-    return Finding(level, what, "install gcc and python3-dev")
+    what = "no C compiler, or no headers of Python: torch.compile needs both"
+    return Finding("note", what, "install gcc and python3-dev")
 
 
 def check_isolation(errors_of: Callable[[Isolation], list[str]]) -> Finding:
@@ -258,13 +261,6 @@ def _installed() -> dict[str, str]:
     return {name.lower(): version.partition("+")[0] for name, version in found if name}
 
 
-def _devices() -> dict[str, int]:
-    import torch
-
-    all_properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return {f"cuda:{n} {one.name}": one.total_memory for n, one in enumerate(all_properties)}
-
-
 def _torch_cuda() -> str | None:
     import torch
 
@@ -276,11 +272,6 @@ def _describe_cores(machine: MachineFacts) -> Finding:
     return Finding("ok", f"{count(machine.num_cores, 'core')} and {memory} for this user")
 
 
-def _has_compiler() -> bool:
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    return any(map(shutil.which, ("cc", "gcc", "clang"))) and header.is_file()
-
-
 def _check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < _FEW_OPEN_FILES:
@@ -290,10 +281,10 @@ def _check_open_files() -> Finding:
 
 
 def _check_shared_memory() -> Finding:
-    if not _SHARED_MEMORY.is_dir():
-        return Finding("error", f"{_SHARED_MEMORY} is missing", "in a container, mount a tmpfs")
-    free = shutil.disk_usage(_SHARED_MEMORY).free
-    what = f"{_SHARED_MEMORY} has {free / 2**30:.1f} GiB free for published weights"
+    if not SHARED_MEMORY.is_dir():
+        return Finding("error", f"{SHARED_MEMORY} is missing", "in a container, mount a tmpfs")
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    what = f"{SHARED_MEMORY} has {free / 2**30:.1f} GiB free for published weights"
     if free < _LITTLE_SHARED_MEMORY:
         return Finding("note", what, "in a container, give --shm-size or --ipc=host")
     return Finding("ok", what)

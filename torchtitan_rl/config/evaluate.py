@@ -148,7 +148,7 @@ def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
     policy_dir, policy = find_policy(config.policy.checkpoint)
     errors = [
         *generator_errors(config.generator, policy, is_on_cpu=not machine.cuda_devices),
-        *serving_errors(config.generator, policy, machine),
+        *serving_errors(config.generator, policy, machine, dtype=config.policy.dtype),
         *agent_errors(config.task, config.endpoint, num_rollouts=num_rollouts),
         *config.task.errors(),
     ]

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_rl.config.preflight import CudaFacts, probe_cuda
 from torchtitan_rl.config.run import RunConfig
 
 CONTROLLER_HOST = -1  # a value of `ProcessGroup.host`: the controller's machine
@@ -60,6 +61,7 @@ class MachineFacts:
     num_cores: int
     memory_bytes: int
     max_open_files: int | None = None  # limit of one process; None: no limit
+    cuda: CudaFacts | None = None  # None without devices
 
 
 def machine_facts() -> MachineFacts:
@@ -68,13 +70,13 @@ def machine_facts() -> MachineFacts:
     import torch
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    devices = visible_devices(os.environ.get(VARIABLE), num_visible=torch.cuda.device_count())
     return MachineFacts(
-        cuda_devices=visible_devices(
-            os.environ.get(VARIABLE), num_visible=torch.cuda.device_count()
-        ),
+        cuda_devices=devices,
         num_cores=min([len(os.sched_getaffinity(0)), *_cgroup_cores()]),
         memory_bytes=min(psutil.virtual_memory().total, *_cgroup_limits()),
         max_open_files=None if soft == resource.RLIM_INFINITY else soft,
+        cuda=probe_cuda() if devices else None,
     )
 
 
@@ -88,6 +90,7 @@ class HostFacts:
     cuda_devices: tuple[str, ...] = ()
     num_cores: int
     memory_bytes: int
+    cuda: CudaFacts | None = None  # None without devices, and if the host is made up
 
     def describe(self) -> str:
         """Such as ``tls://10.0.0.2:26600 (node7), 8 CUDA devices``; without devices, its cores."""

@@ -540,7 +540,7 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
     machine, keys = machine_facts(), Keys.of()
     errors = [
         *generator_errors(config.generator, policy, is_on_cpu=not machine.cuda_devices),
-        *serving_errors(config.generator, policy, machine),
+        *serving_errors(config.generator, policy, machine, dtype=config.dtype),
         *endpoint_errors(config.endpoint, keys),
     ]
     if cause := cannot_write(config.log_dir):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from torchtitan_rl.agents.task import AgentTask
 from torchtitan_rl.config.machine import (
@@ -27,6 +28,7 @@ from torchtitan_rl.config.machine import (
 )
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.plan import ProcessPlan, threads_on_hosts
+from torchtitan_rl.config.preflight import CudaFacts, cuda_errors
 from torchtitan_rl.config.run import LaunchConfig, RunConfig, existing_parent, has_hosts
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.launch.addresses import Address, address_errors, mixed_errors
@@ -55,6 +57,9 @@ def machine_errors(
         pass
     elif machine.cuda_devices:
         errors = _device_errors(config, machine.cuda_devices)
+        if machine.cuda is not None:
+            generating = 0 if config.mode == "train" else config.generator.num_ranks
+            errors += _cuda_errors(config, machine.cuda, generating)
     else:
         errors = _thread_errors(config, machine.num_cores)
         if policy is not None:
@@ -117,25 +122,49 @@ def _device_errors(config: RunConfig, devices: tuple[str, ...]) -> list[str]:
     return errors
 
 
+def _cuda_errors(
+    config: RunConfig, facts: CudaFacts, replica_devices: int, **between_hosts: Any
+) -> list[str]:
+    """`cuda_errors` of a machine whose first ``replica_devices`` devices are the replicas'."""
+    ranks = max(config.trainer.world_size, config.generator.tensor_parallel)
+    return cuda_errors(
+        facts,
+        dtype=config.policy.dtype,
+        replica_devices=range(replica_devices),
+        memory_share=config.generator.gpu_memory_utilization,
+        exchanges=ranks > 1,
+        **between_hosts,
+    )
+
+
 def _visible(devices: tuple[str, ...]) -> str:
     return "1 is visible" if len(devices) == 1 else f"{len(devices)} are visible"
 
 
 def serving_errors(
-    generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts
+    generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts, *, dtype: str
 ) -> list[str]:
     """Errors if this machine has too few devices or, without CUDA, too little memory, for replicas
     without a trainer."""
     if not machine.cuda_devices:
         needed = generator.replicas * replica_bytes(generator, policy)
         return too_little_memory(generator, policy, needed, machine.memory_bytes)
-    if generator.num_ranks <= len(machine.cuda_devices):
-        return []
-    return [
-        f"generator.replicas is {generator.replicas}: with generator.tensor_parallel "
-        f"{generator.tensor_parallel} they need {generator.num_ranks} CUDA devices, and "
-        f"{_visible(machine.cuda_devices)}; give fewer"
-    ]
+    errors = []
+    if generator.num_ranks > len(machine.cuda_devices):
+        errors.append(
+            f"generator.replicas is {generator.replicas}: with generator.tensor_parallel "
+            f"{generator.tensor_parallel} they need {generator.num_ranks} CUDA devices, and "
+            f"{_visible(machine.cuda_devices)}; give fewer"
+        )
+    if machine.cuda is not None:
+        errors += cuda_errors(
+            machine.cuda,
+            dtype=dtype,
+            replica_devices=range(generator.num_ranks),
+            memory_share=generator.gpu_memory_utilization,
+            exchanges=generator.tensor_parallel > 1,
+        )
+    return errors
 
 
 def memory_use(config: RunConfig, policy: PolicyFacts) -> dict[str, int]:
@@ -304,9 +333,27 @@ def host_errors(
     if all(hosts[host].address for host in placement.trainer_hosts):
         errors += _plain_text_errors(config.launch, hosts, placement.trainer_hosts)
     if device_of(hosts) == "cuda":
-        return errors
+        return errors + _host_cuda_errors(config, policy, hosts, placement)
     errors += _host_thread_errors(config, hosts, placement)
     return errors + (_memory_errors(config, policy, hosts, placement) if policy else [])
+
+
+def _host_cuda_errors(
+    config: RunConfig,
+    policy: PolicyFacts | None,
+    hosts: Sequence[HostFacts],
+    placement: Placement,
+) -> list[str]:
+    replicas, trained_on = Counter(placement.replica_hosts), {*placement.trainer_hosts}
+    is_sent = {*replicas} != trained_on or len(trained_on) > 1
+    size = policy.num_bytes_as(config.policy.dtype) if policy is not None and is_sent else 0
+    errors = []
+    for host in sorted({*replicas} | trained_on):
+        if (facts := hosts[host].cuda) is not None:
+            devices = replicas[host] * config.generator.tensor_parallel
+            where = f"{host_name(host)}: "
+            errors += _cuda_errors(config, facts, devices, locked_bytes=size, where=where)
+    return errors
 
 
 def host_notes(launch: LaunchConfig, plan: ProcessPlan) -> list[str]:

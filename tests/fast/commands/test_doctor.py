@@ -19,6 +19,7 @@ from torchtitan_rl.commands.doctor import (
     estimate_step,
 )
 from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.preflight import CudaDevice, CudaFacts
 from torchtitan_rl.config.prepare import prepare_run
 
 NEEDED = ["torch==2.13.0", "numpy>=2.0", 'vllm==0.32.0; extra == "cuda"', 'x>=1; extra == "dev"']
@@ -45,26 +46,40 @@ def test_versions_that_do_not_fit_together_are_named(installed, errors):
     assert f"torch {installed['torch']}" in versions
 
 
+GPU = CudaDevice(name="H200", capability=(9, 0), free_bytes=138 << 30, total_bytes=139 << 30)
+GOOD = CudaFacts(
+    torch="2.13.0",
+    built_for="13.0",
+    driver="580.95.05",
+    driver_cuda="13.0",
+    devices=(GPU,),
+    has_compiler=True,
+    shared_memory_bytes=1 << 30,
+)
+OLD_DRIVER = replace(GOOD, devices=(), driver="570.86.10", driver_cuda="12.8", error="too old")
+
+
 @pytest.mark.parametrize(
-    ("devices", "has_driver", "cuda", "level", "words"),
+    ("facts", "built_for", "expected"),
     [
-        ({"cuda:0 H200": 139 << 30}, True, "13.0", "ok", "1 device: cuda:0 H200 139 GiB"),
-        ({}, True, None, "error", "make clean setup ACCELERATOR=cuda"),
-        ({}, True, "13.0", "error", "CUDA_VISIBLE_DEVICES"),
-        ({}, False, "13.0", "note", "make clean setup"),
-        ({}, False, None, "ok", "float32"),
+        (GOOD, "13.0", "ok: CUDA 13.0, driver 580.95.05, 1 device: cuda:0 H200 139 GiB, capab"),
+        (OLD_DRIVER, "13.0", "error: CUDA cannot be used: the NVIDIA driver 570.86.10 supports"),
+        (replace(OLD_DRIVER, built_for=""), None, "run make setup ACCELERATOR=cuda"),
+        (None, "13.0", "note: torch for CUDA 13.0 on a machine without an NVIDIA driver; for a"),
+        (None, None, "ok: no CUDA device: all processes compute on the CPU, in float32"),
     ],
 )
-def test_devices_that_torch_cannot_use_are_named(devices, has_driver, cuda, level, words):
-    (finding,) = check_devices(devices, has_driver=has_driver, cuda=cuda)
-    assert finding.level == level
-    assert words in str(finding)
+def test_devices_that_torch_cannot_use_are_named(facts, built_for, expected):
+    (finding,) = check_devices(facts, built_for=built_for)
+    assert expected in str(finding)
 
 
 def test_a_compiler_is_needed_on_cuda():
-    assert check_compiler(has_compiler=False, needs_one=True).level == "error"
-    assert check_compiler(has_compiler=False, needs_one=False).level == "note"
-    assert check_compiler(has_compiler=True, needs_one=True).level == "ok"
+    found = [*check_devices(replace(GOOD, has_compiler=False), built_for="13.0")]
+    assert [one.level for one in found] == ["error", "ok"]
+    assert found[0].fix == "install gcc and python3-dev"
+    assert check_compiler(False).level == "note"
+    assert check_compiler(True).level == "ok"
 
 
 def test_the_strongest_isolation_that_the_machine_allows_is_named():

@@ -140,6 +140,7 @@ def describe_host(address: str, checkpoint: str) -> HostAnswer:
             cuda_devices=machine.cuda_devices,
             num_cores=machine.num_cores,
             memory_bytes=machine.memory_bytes,
+            cuda=machine.cuda,
         ),
         installed=installed(),
         policy_dir=policy_dir,
