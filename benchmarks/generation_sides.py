@@ -71,7 +71,7 @@ def build_loop(settings: EngineSettings) -> Callable[[str, Any], Any]:
         engines.append(MeasuredEngine(VllmEngine(_our_spec(settings))))
         return EngineLoop(engines[0], SoloChannel(), is_leader=True)
 
-    loop = start_loop(build)
+    loop = start_loop(build, name="benchmark")
 
     async def complete(request: GenerationRequest) -> tuple[int, ...]:
         return (await asyncio.wrap_future(loop.submit(request))).token_ids

@@ -411,7 +411,7 @@ class EngineLoop:
             raise RuntimeError(f"{self._config.name}: requests and pulls go to rank 0")
 
 
-def start_loop(build: Callable[[], EngineLoop]) -> EngineLoop:
+def start_loop(build: Callable[[], EngineLoop], *, name: str) -> EngineLoop:
     """Build an engine and its loop in a new thread, which then runs the loop. Returns the loop.
 
     An engine belongs to the thread that built it. On CUDA, the current device and the streams on
@@ -434,5 +434,5 @@ def start_loop(build: Callable[[], EngineLoop]) -> EngineLoop:
         built.set_result(loop)
         loop._run()
 
-    threading.Thread(target=work, name="engine-loop", daemon=True).start()
+    threading.Thread(target=work, name=f"engine-loop-{name}", daemon=True).start()
     return built.result()

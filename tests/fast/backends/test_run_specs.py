@@ -46,6 +46,15 @@ def test_a_runs_processes_get_its_sections_and_seeds_of_their_own(
     assert endpoint.max_model_len == config.generator.max_model_len
 
 
+def test_all_processes_of_a_run_are_told_the_planned_device(tmp_path: Path) -> None:
+    cuda = replace(MACHINE, cuda_devices=("0", "1", "2"))
+    for device, machine in (("cpu", MACHINE), ("cuda", cuda)):
+        prepared = prepare_run(replace(TINY, output_dir=tmp_path), machine)
+        replica = _generator_spec(prepared, prepared.plan.replicas[0])
+        specs = [_trainer_spec(prepared, None), replica, _endpoint_spec(prepared)]
+        assert {spec.device for spec in specs} == {device}
+
+
 def test_no_process_of_a_run_needs_the_tasks_module(tmp_path: Path) -> None:
     """It need not be on other hosts, then: what they unpickle has no part of it."""
     prepared = prepare_run(replace(TINY, output_dir=tmp_path), MACHINE)

@@ -429,7 +429,7 @@ def start_engine_loop(
             on_work=on_work,
         )
 
-    return start_loop(build)
+    return start_loop(build, name=spec.name)
 
 
 HEADER_BYTES = 2048  # 8 bytes of length, then the payload's first bytes: enough for most decisions
