@@ -317,8 +317,9 @@ def test_a_cpu_engine_takes_its_weights_twice_and_its_ranks_share_them(ranks: in
     generator = GeneratorConfig(replicas=2, tensor_parallel=ranks, kv_cache_bytes=1 << 30)
     needed = 2 * (2 * (2 << 30) + ranks * ((1 << 30) + (1 << 30)))
     enough = replace(LAPTOP, memory_bytes=needed)
-    assert serving_errors(generator, policy, enough) == []
-    (error,) = serving_errors(generator, policy, replace(enough, memory_bytes=needed - 1))
+    assert serving_errors(generator, policy, enough, dtype="float32") == []
+    too_small = replace(enough, memory_bytes=needed - 1)
+    (error,) = serving_errors(generator, policy, too_small, dtype="float32")
     assert error.startswith("generator.replicas is 2: all processes need about ")
 
 
