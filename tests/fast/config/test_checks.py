@@ -285,6 +285,7 @@ def test_a_machine_with_too_few_devices_is_told_all_options_that_it_needs(
     config: RunConfig, tmp_path: Path, num_devices: int
 ) -> None:
     given = ["--trainer.data-parallel-replicate=2", "--trainer.data-parallel-shard=2"]
+    given.append(f"--output-dir={tmp_path}")
     file = tmp_path / "made.py"
     file.write_text("from torchtitan_rl.configs.alphabet_sort_tiny import config\n")
     machine = replace(LAPTOP, cuda_devices=tuple("0123"[:num_devices]))
