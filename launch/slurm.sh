@@ -3,6 +3,7 @@
 #   torchtitan-rl launch-script slurm alphabet_sort_qwen3_0_6b --hosts 2x4 --partition gpu --time 12:00:00 --setup 'source .venv/bin/activate' --keys /shared/keys -- --output-dir /shared/outputs
 # Start it with `sbatch FILE`; `sbatch --test-only FILE` only checks it. Submitted
 # again, or requeued, it continues the run.
+# Each host needs room in /dev/shm for all versions of the weights, at least three.
 # The plan (--dry-run prints all of it):
 #   device: cuda
 #   controller: 1 process on cpu
@@ -17,7 +18,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
-#SBATCH --cpus-per-task=6
+#SBATCH --cpus-per-task=32
 #SBATCH --partition=gpu
 #SBATCH --time=12:00:00
 #SBATCH --output=%x-%j.log
@@ -39,6 +40,7 @@ torchtitan-rl keys --hosts "${nodes[@]}" --output "$KEYS" --quiet
 
 # torchrun on each node; a launcher starts the processes of its node.
 run() {
+  ulimit -S -l "$(ulimit -H -l)"  # RDMA locks memory
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a node that is lost cannot come back
   exec torchrun --nnodes=2 --nproc-per-node=1 \
     --rdzv-backend=c10d --rdzv-endpoint=$RANK_0:29500 --rdzv-id=$SLURM_JOB_ID \

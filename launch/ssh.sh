@@ -4,6 +4,7 @@
 # Run it where SSH reaches all nodes without a password. Ctrl-C stops the run with
 # a checkpoint; the same script continues it. Code, policy and outputs are at the
 # same paths on all nodes.
+# Each host needs room in /dev/shm for all versions of the weights, at least three.
 # The plan (--dry-run prints all of it):
 #   device: cuda
 #   controller: 1 process on cpu
@@ -23,6 +24,7 @@ start() {
   local rank=$1 node=$2 run=$3
   cd /shared/run
   source .venv/bin/activate
+  ulimit -S -l "$(ulimit -H -l)"  # RDMA locks memory
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a node that is lost cannot come back
   exec torchrun --nnodes=2 --nproc-per-node=1 \
     --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29500 --rdzv-id="$run" \

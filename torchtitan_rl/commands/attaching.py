@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -44,10 +44,15 @@ class Attachment:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._job = ExitStack()
         self.hosts: Hosts | None = None
 
     def ask(self, policy_dir: Path) -> tuple[HostFacts, ...]:
         """Attach to the hosts, and return the facts about each; see `AskHosts`."""
+        self.hosts = (self._ask_job if self._config.launch.job else self._ask_workers)(policy_dir)
+        return self.hosts.facts
+
+    def _ask_workers(self, policy_dir: Path) -> Hosts:
         launch = self._config.launch
         own = _own_address(launch)
         if own is not None:
@@ -67,15 +72,37 @@ class Attachment:
             from torchtitan_rl.backends.monarch.host_agent import describe_host  # seconds
             from torchtitan_rl.backends.monarch.hosts import attach
 
-            given = self._config.policy.checkpoint
-            checkpoint = str(policy_dir) if Path(given).exists() else given
+            checkpoint = self._checkpoint(policy_dir)
             here = describe_host(LOCAL, checkpoint)
-            self.hosts = attach_once_free(
+            return attach_once_free(
                 lambda is_again: attach(
                     launch, own, checkpoint=checkpoint, here=here, is_again=is_again
                 )
             )
-        return self.hosts.facts
+
+    def _ask_job(self, policy_dir: Path) -> Hosts:
+        set_monarch_environment(None, Address(scheme="local"), field="launch.keys")
+        launch, console = self._config.launch, sys.stderr
+        # What a job reports goes to the console for as long as this process runs.
+        with silent_libraries(), redirect_stderr(console):
+            from torchtitan_rl.backends.monarch.host_agent import describe_host  # seconds
+            from torchtitan_rl.backends.monarch.hosts import attach_job
+            from torchtitan_rl.backends.monarch.job import applied_job
+        meshes = self._job.enter_context(applied_job(launch.job))  # waits for a scheduler
+        checkpoint = self._checkpoint(policy_dir)
+        with silent_libraries():
+            here = describe_host(LOCAL, checkpoint)
+            return attach_job(launch, meshes, checkpoint=checkpoint, here=here)
+
+    def _checkpoint(self, policy_dir: Path) -> str:
+        given = self._config.policy.checkpoint
+        return str(policy_dir) if Path(given).exists() else given
+
+    def detach(self) -> None:
+        """Detach from all hosts, so that other runs can use them."""
+        with self._job:
+            if self.hosts is not None:
+                self.hosts.detach()
 
     def prepare(self) -> PreparedRun:
         """Call `prepare_run`, attaching to the hosts, and then `require_folders`."""
@@ -115,13 +142,12 @@ class Attachment:
 
 @contextmanager
 def attachment(config: RunConfig) -> Iterator[Attachment]:
-    """An `Attachment` that detaches from all hosts at the end, so that other runs can use them."""
+    """An `Attachment` that detaches from all hosts at the end."""
     attached = Attachment(config)
     try:
         yield attached
     finally:
-        if attached.hosts is not None:
-            attached.hosts.detach()
+        attached.detach()
 
 
 def attach_once_free(

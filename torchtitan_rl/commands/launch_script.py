@@ -20,6 +20,7 @@ import tyro
 from torchtitan_rl.bounds import check_fields
 from torchtitan_rl.config.loader import load_config, parse_options, split_config
 from torchtitan_rl.config.machine import NoRoomError, host_name, made_up_hosts
+from torchtitan_rl.config.model import find_policy, is_hub_name
 from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts
 from torchtitan_rl.config.room import launch_errors
 from torchtitan_rl.config.run import RunConfig
@@ -50,10 +51,12 @@ usage: torchtitan-rl launch-script KIND CONFIG --hosts 4x8 --keys DIR [options]
 KIND is one of {", ".join(_KINDS)}.
 """
 _CONTROLLER_CPUS = 2
+_DEVICE_CPUS = 8  # for each CUDA device: its process, its compilers, and what feeds it
 _NOT_NAME = re.compile(r"[^a-z0-9-]+")
 _BOUNDS = {"cpus": (0, 4096), "max_restarts": (0, 10_000), "port": (1, 65535)}
 _OF_THE_SCRIPT = {
     "attach": "leave it out",
+    "job": "leave it out",
     "address": "leave it out",
     "interface": "leave it out",
     "hosts": "give --hosts",
@@ -77,7 +80,8 @@ class LaunchScriptOptions:
     is. Without keys, this is all traffic between the hosts. With keys, it is only the traffic
     between trainer ranks on several hosts, which TLS does not cover."""
     cpus: int = 0
-    """Cores of each host. 0: two more than the plan has threads on the busiest host."""
+    """Cores of each host. 0: two more than the plan has threads on the busiest host, and at least 8
+    for each CUDA device."""
     max_restarts: int = 3
     """How often torchrun starts the run again after a failure."""
     port: int = 29500
@@ -136,14 +140,16 @@ def _job(config: Path, common: LaunchScriptOptions, run_options: list[str], comm
     plan = _plan(run, common.hosts)
     may_be_plain = common.allow_plain_tcp or run.launch.allow_plain_tcp
     _check_encryption(plan, common, may_be_plain=may_be_plain)
+    devices = len(plan.hosts[0].cuda_devices)
     return Job(
         command=command,
         config=str(config),
         options=tuple(run_options),
         name=common.name or _NOT_NAME.sub("-", config.stem.lower()).strip("-") or "run",
         num_hosts=len(plan.hosts),
-        devices=len(plan.hosts[0].cuda_devices),
-        cpus=common.cpus or _num_threads(plan) + _CONTROLLER_CPUS,
+        devices=devices,
+        cpus=common.cpus or max(_num_threads(plan) + _CONTROLLER_CPUS, _DEVICE_CPUS * devices),
+        weight_bytes=_weight_bytes(run, plan),
         plan=tuple(plan.describe().splitlines()),
         keys=common.keys,
         allow_plain_tcp=may_be_plain and not run.launch.allow_plain_tcp,
@@ -197,6 +203,19 @@ def _plan(run: RunConfig, hosts: str) -> ProcessPlan:
         return plan_on_hosts(run, made_up_hosts(hosts))
     except NoRoomError as error:
         raise ConfigError(str(error)) from error
+
+
+def _weight_bytes(run: RunConfig, plan: ProcessPlan) -> int | None:
+    """The memory of all versions of the weights on one host; None if the policy is not on this
+    machine. A model of the hub is not downloaded for this."""
+    if is_hub_name(run.policy.checkpoint):
+        return None
+    try:
+        _, policy = find_policy(run.policy.checkpoint)
+    except ConfigError:
+        return None
+    dtype = run.policy.dtype if plan.device == "cuda" else "float32"
+    return run.num_published_versions * policy.num_bytes_as(dtype)
 
 
 def _num_threads(plan: ProcessPlan) -> int:

@@ -140,8 +140,8 @@ def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
     """
     if has_hosts(config.launch):
         raise ConfigError(
-            "launch.attach, launch.hosts: only `train` uses several hosts; start this on each "
-            "machine, with a part of the models or problems and an --output of its own"
+            "launch.attach, launch.job, launch.hosts: only `train` uses several hosts; start this "
+            "on each machine, with a part of the models or problems and an --output of its own"
         )
     check_fields(config)
     machine, keys = machine_facts(), Keys.of()

@@ -29,12 +29,13 @@ import re
 import resource
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from torchtitan_rl.config.preflight import CudaFacts, probe_cuda
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import ConfigError
 
 CONTROLLER_HOST = -1  # a value of `ProcessGroup.host`: the controller's machine
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -85,7 +86,8 @@ class HostFacts:
     """The resources of one host. ``cuda_devices`` are named as in its own
     ``CUDA_VISIBLE_DEVICES``."""
 
-    address: str  # its worker's address, or ``local``; empty if the host is made up
+    address: str  # its worker's address, or ``local``; empty if it is made up, or of a job
+    mesh: str = ""  # the name of its mesh in ``launch.job``
     machine: str = ""  # the host's own name
     cuda_devices: tuple[str, ...] = ()
     num_cores: int
@@ -96,7 +98,8 @@ class HostFacts:
         """Such as ``tls://10.0.0.2:26600 (node7), 8 CUDA devices``; without devices, its cores."""
         devices = len(self.cuda_devices)
         has = count(devices, "CUDA device") if devices else count(self.num_cores, "core")
-        where = f"{self.address} ({self.machine})" if self.machine else self.address
+        where = self.address or self.mesh
+        where = f"{where} ({self.machine})" if self.machine else where
         return ", ".join(part for part in (where, has) if part)
 
 
@@ -119,6 +122,31 @@ def made_up_hosts(text: str, addresses: Sequence[str] = ()) -> tuple[HostFacts, 
         )
         for index in range(number)
     )
+
+
+def hosts_by_mesh(config: RunConfig, hosts: Sequence[HostFacts]) -> RunConfig:
+    """Choose the hosts of trainer and replicas by the names of the job's meshes, if it has several.
+
+    Raises:
+        ConfigError: the meshes do not fit the run.
+    """
+    meshes = dict.fromkeys(host.mesh for host in hosts)
+    if len(meshes) < 2:
+        return config
+    field = f"launch.job is {config.launch.job!r}: its meshes are {', '.join(meshes)}"
+    if config.is_colocated:
+        raise ConfigError(f"{field}, and with placement colocated trainer and replicas share one")
+    trainer, generator = (
+        tuple(index for index, host in enumerate(hosts) if host.mesh.startswith(part))
+        for part in ("trainer", "generator")
+    )
+    if not trainer or not generator or len(trainer) + len(generator) < len(hosts):
+        raise ConfigError(
+            f"{field}; let each name begin with trainer or generator, with one of each, or give "
+            "one mesh for both"
+        )
+    launch = replace(config.launch, trainer_hosts=trainer, generator_hosts=generator)
+    return replace(config, launch=launch)
 
 
 def device_of(hosts: Iterable[HostFacts]) -> Literal["cpu", "cuda"]:

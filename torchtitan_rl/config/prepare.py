@@ -31,6 +31,7 @@ from torchtitan_rl.config.machine import (
     HostFacts,
     MachineFacts,
     count,
+    hosts_by_mesh,
     machine_facts,
     made_up_hosts,
 )
@@ -233,7 +234,7 @@ def prepare_run(
     about this machine.
 
     With ``launch.hosts`` the hosts are made up, so the policy may be missing on this machine; then
-    a note says so. With ``launch.attach``, ``ask_hosts`` is called after all other checks have
+    a note says so. With other hosts, ``ask_hosts`` is called after all other checks have
     passed, and the plan is made for the hosts' facts.
 
     Raises:
@@ -271,14 +272,14 @@ def prepare_run(
         errors += found
     if errors or policy_dir is None:
         raise ConfigError(errors)
-    plan = _plan(config, policy_dir, policy, machine, ask_hosts)
+    plan, of_hosts = _plan(config, policy_dir, policy, machine, ask_hosts)
     config, decisions = _decided(config, plan)
     notes += decisions
     if policy is not None:  # once more, with what only the plan decides
         identity = run_identity(config, policy_dir)
         resume_point, _, changes = compare_with_saved(config, identity)
         notes += changes
-    notes += host_notes(config.launch, plan)
+    notes += of_hosts
     notes += _compilation_notes(config, plan.device)
     notes += start_notes(
         config.task,
@@ -369,20 +370,25 @@ def _plan(
     policy: PolicyFacts | None,
     machine: MachineFacts,
     ask_hosts: AskHosts | None,
-) -> ProcessPlan:
+) -> tuple[ProcessPlan, list[str]]:
+    """Plan the processes. Returns the plan, and notes about its hosts."""
     launch = config.launch
     if not has_hosts(launch):
         cores = sorted(os.sched_getaffinity(0))[: machine.num_cores]
-        return plan_processes(config, devices=machine.cuda_devices, cores=cores)
+        return plan_processes(config, devices=machine.cuda_devices, cores=cores), []
     if launch.hosts:
         hosts = made_up_hosts(launch.hosts, launch.attach)
     elif ask_hosts is not None:
         hosts = ask_hosts(policy_dir)
+        config = hosts_by_mesh(config, hosts)
     else:
-        raise ConfigError("launch.attach: only torchtitan-rl train uses other hosts; leave it out")
+        raise ConfigError(
+            "launch.attach, launch.job: only torchtitan-rl train uses other hosts; leave them out"
+        )
     if errors := errors_on_hosts(config, policy, hosts):
         raise ConfigError(errors)
-    return plan_on_hosts(config, hosts)
+    plan = plan_on_hosts(config, hosts)
+    return plan, host_notes(config.launch, plan)
 
 
 _MAX_LOOKED_AT = 256  # training problems that are checked before the run

@@ -275,7 +275,7 @@ def weight_room(
 def launch_errors(config: RunConfig) -> list[str]:
     """Errors in the options that name the hosts. Contacts no host."""
     launch = config.launch
-    errors = _host_list_errors(launch)
+    errors = _host_list_errors(launch) or _job_errors(launch)
     if not errors:
         errors = [*_address_errors(launch), *_chosen_host_errors(launch)]
     chosen, generating = launch.trainer_hosts, launch.generator_hosts
@@ -284,7 +284,7 @@ def launch_errors(config: RunConfig) -> list[str]:
             f"placement is colocated: launch.trainer_hosts {chosen} and launch.generator_hosts "
             f"{generating} have no host in common; give one of the two, or placement separate"
         )
-    if config.pin_cores and (launch.attach or launch.hosts):
+    if config.pin_cores and has_hosts(launch):
         errors.append(
             "pin_cores is True: cores are given out on this machine alone; with launch.attach or "
             "launch.hosts, give --no-pin-cores"
@@ -419,6 +419,25 @@ def _host_list_errors(launch: LaunchConfig) -> list[str]:
             f"{count(len(launch.attach), 'host')}; give as many, or one of the two"
         ]
     return []
+
+
+def _job_errors(launch: LaunchConfig) -> list[str]:
+    if not launch.job:
+        return []
+    field, errors = f"launch.job is {launch.job!r}", []
+    others = {"attach": launch.attach, "keys": launch.keys}
+    if not launch.hosts:  # made-up hosts have no meshes
+        others |= {name: getattr(launch, name) for name in ("generator_hosts", "trainer_hosts")}
+    for name, value in others.items():
+        if value:
+            errors.append(f"{field}: launch.{name} does not go with it; give one of the two")
+    if not launch.allow_plain_tcp:
+        errors.append(
+            f"{field}: Monarch's jobs neither encrypt nor authenticate: whoever reaches their "
+            "workers (on one machine, every user of it) can run programs there; where no one else "
+            "is, give launch.allow_plain_tcp"
+        )
+    return errors
 
 
 def _address_errors(launch: LaunchConfig) -> list[str]:

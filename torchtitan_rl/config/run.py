@@ -38,11 +38,15 @@ File = Annotated[Path, NAMED]
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The hosts of a run. Without ``attach`` it runs on this machine alone."""
+    """The hosts of a run. Without ``attach`` and ``job`` it runs on this machine alone."""
 
     attach: tuple[Name, ...] = ()
     """Addresses of the hosts' ``torchtitan-rl worker`` processes, in order
     (``tls://10.0.0.2:26600``), or ``local`` for this machine."""
+    job: OptionalName = ""
+    """A Monarch job whose hosts the run uses in place of ``attach``: ``MODULE.ATTR``, as for
+    ``monarch apply``. Its meshes are named ``trainer`` and ``generator``; one mesh alone has both.
+    Needs ``allow_plain_tcp``."""
     hosts: OptionalName = ""
     """Made-up hosts to plan for, with ``--dry-run``: ``4x8`` is 4 hosts of 8 CUDA devices,
     ``4x0`` 4 hosts that compute on their CPU."""
@@ -68,7 +72,8 @@ class LaunchConfig:
     """Folder that ``torchtitan-rl keys`` wrote; ``tls://`` needs it on every host."""
     allow_plain_tcp: bool = False
     """Allow traffic that is neither encrypted nor authenticated: ``tcp://`` addresses, including
-    loopback ones, and gradients between trainer ranks on several machines."""
+    loopback ones, the workers of a ``job``, and gradients between trainer ranks on several
+    machines."""
     attach_timeout_s: LongSeconds = 60.0
     """Deadline for all hosts to answer, in seconds."""
 
@@ -86,7 +91,7 @@ class MonarchConfig:
 def has_hosts(launch: LaunchConfig) -> bool:
     """Whether the configuration names hosts (even if only one); otherwise the run is on this
     machine."""
-    return bool(launch.attach or launch.hosts)
+    return bool(launch.attach or launch.job or launch.hosts)
 
 
 @dataclass(frozen=True, kw_only=True)

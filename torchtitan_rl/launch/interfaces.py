@@ -68,6 +68,17 @@ def listening_host(interface: str, towards: str) -> str:
     return interface
 
 
+def own_address() -> str:
+    """The address of this machine's own name; the name if the address is on the loopback interface,
+    as in Debian's /etc/hosts, or unknown."""
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, 0)[0][4][0])
+        return name if ipaddress.ip_address(address).is_loopback else address
+    except (OSError, ValueError):
+        return name
+
+
 def interface_towards(host: str) -> str:
     """The name of the interface that reaches ``host``, an IP address or a name; empty if
     unknown."""

@@ -275,7 +275,9 @@ def _file_errors(folder: Path) -> list[str]:
         for name in names
         if not os.access(folder / name, os.R_OK)
     ]
-    if stat.S_IMODE((folder / KEY).stat().st_mode) & 0o077:
+    found = (folder / KEY).stat()
+    # Kubernetes lets the group of a pod read a Secret, which is root's.
+    if stat.S_IMODE(found.st_mode) & (0o077 if found.st_uid else 0o037):
         errors.append(f"{folder / KEY} can be read by others; `chmod 600 {folder / KEY}`")
     return errors
 

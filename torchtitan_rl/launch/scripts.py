@@ -46,6 +46,8 @@ class Job:
     """CUDA devices of each host."""
     cpus: int
     """Cores that a host needs at most."""
+    weight_bytes: int | None
+    """Memory of all versions of the weights on a host; None: unknown."""
     plan: tuple[str, ...] = ()
     """Lines that describe where each process runs."""
     keys: str = ""
@@ -61,6 +63,18 @@ class Job:
     def hosts(self) -> str:
         devices = _count(self.devices, "CUDA device") if self.devices else "no CUDA device"
         return f"{_count(self.num_hosts, 'host')} of {devices} each"
+
+    @property
+    def shared_memory(self) -> str:
+        """A line about /dev/shm for the comment of a script."""
+        room = "room in /dev/shm for all versions of the weights"
+        if self.weight_bytes is None:
+            return f"Each host needs {room}, at least three."
+        return f"Each host needs {room}, {-(-self.weight_bytes // 2**20)} MiB."
+
+    def shared_gib(self, least: int) -> int:
+        """The size of a container's /dev/shm in GiB, with some room left."""
+        return max(least, (self.weight_bytes or 0) // 2**30 + 2)
 
     @property
     def pods(self) -> list[str]:
@@ -154,13 +168,14 @@ class KubernetesOptions:
     """What only Kubernetes needs."""
 
     image: str = "torchtitan-rl:latest"
-    """An image with this package, CONFIG and the policy."""
+    """An image with this package, such as Dockerfile makes, CONFIG and the policy."""
     storage: str = "outputs"
     """A PersistentVolumeClaim that all nodes can write (ReadWriteMany), mounted at /outputs."""
-    memory: str = "64Gi"
-    """Memory of each pod, its shared memory included."""
-    shared_memory: str = "16Gi"
-    """Room for weights in /dev/shm, a part of the memory."""
+    memory: str = ""
+    """Memory of each pod, its shared memory included. Empty: 48Gi more than that."""
+    shared_memory: str = ""
+    """Room for weights in /dev/shm, a part of the memory. Empty: for all versions, if the policy is
+    on this machine, and at least 16Gi."""
 
 
 def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
@@ -171,6 +186,12 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
     """
     fix = "give at most 52 small letters, digits and hyphens, of which the first is a letter and "
     _require("name", job.name, _POD_NAME, f"{fix}the last not a hyphen")
+    gib = job.shared_gib(16)
+    options = replace(
+        options,
+        memory=options.memory or f"{gib + 48}Gi",
+        shared_memory=options.shared_memory or f"{gib}Gi",
+    )
     for name, size in (("memory", options.memory), ("shared-memory", options.shared_memory)):
         _require(name, size, _QUANTITY, "give a quantity such as 64Gi")
     return _render("kubernetes.yaml", job.with_outputs("/outputs"), options)
@@ -181,11 +202,12 @@ class ComposeOptions:
     """What only Docker needs."""
 
     image: str = "torchtitan-rl:latest"
-    """An image with this package, CONFIG and the policy."""
+    """An image with this package, such as Dockerfile makes, CONFIG and the policy."""
     outputs: str = "./outputs"
     """The folder of this machine that is mounted at /outputs."""
-    shared_memory: str = "8gb"
-    """Room for weights in /dev/shm of each container."""
+    shared_memory: str = ""
+    """Room for weights in /dev/shm of each container. Empty: for all versions, if the policy is on
+    this machine, and at least 8gb."""
 
 
 def compose_file(job: Job, options: ComposeOptions) -> str:
@@ -198,6 +220,7 @@ def compose_file(job: Job, options: ComposeOptions) -> str:
     fix = "give small letters, digits, hyphens and underscores, of which the first is a letter or "
     _require("name", job.name, _PROJECT_NAME, f"{fix}a digit")
     job = job.with_outputs("/outputs")
+    options = replace(options, shared_memory=options.shared_memory or f"{job.shared_gib(8)}gb")
 
     def address(host: str) -> str:
         return f"{'tls' if job.keys else 'tcp'}://{host}:{_COMPOSE_PORT}"

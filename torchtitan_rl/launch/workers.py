@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -73,11 +74,11 @@ class Heartbeat:
 
 
 def claim_incarnation() -> bool:
-    """Take this incarnation for the caller's run; False if another run has taken it. True outside
-    of an incarnation."""
+    """Take this incarnation for the caller's run; False if another run has taken it. A worker that
+    is not ours, such as one of a Monarch job, is taken until this process ends."""
     path = os.environ.get(_SIGN_VARIABLE)
     if path is None:
-        return True
+        return _claim_parent()
     try:
         os.close(os.open(f"{path}.owner", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
@@ -90,17 +91,35 @@ def record_beat() -> None:
     _sign(f"{time.monotonic_ns()}")
 
 
-def record_run_end() -> None:
+def record_run_end() -> bool:
     """Tell the worker that the run has ended, so that the worker ends this incarnation, and with it
-    the calling process."""
-    _sign(_ENDED)
+    the calling process. False outside of an incarnation."""
+    return _sign(_ENDED)
 
 
-def _sign(text: str) -> None:
+def _sign(text: str) -> bool:
     path = os.environ.get(_SIGN_VARIABLE)
     if path is None:
-        return
+        return False
     replace_file(Path(path), text.encode(), is_durable=False)
+    return True
+
+
+def _claim_parent() -> bool:
+    """Take the process that started this one. An abstract Unix socket is the lock: the kernel frees
+    it with this process, and no one can connect to it, because it does not listen."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        lock.bind(f"\0torchtitan-rl-worker-{namespace}-{os.getppid()}")
+    except OSError:
+        lock.close()
+        return False
+    _locks.append(lock)
+    return True
+
+
+_locks: list[socket.socket] = []
 
 
 class WorkerSupervisor:

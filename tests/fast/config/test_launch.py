@@ -18,7 +18,7 @@ from torchtitan_rl.config.room import (
     launch_errors,
     start_errors,
 )
-from torchtitan_rl.config.run import LaunchConfig, MonarchConfig
+from torchtitan_rl.config.run import LaunchConfig, MonarchConfig, RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
 
@@ -26,6 +26,7 @@ MACHINE = MachineFacts(num_cores=2, memory_bytes=24 << 30)
 FAR = ("tls://10.0.0.2:26600", "tls://10.0.0.3:26600")
 NEAR = ("tcp://127.0.0.2:26600", "tcp://127.0.0.3:26600")
 PLAIN: dict[str, Any] = {"attach": NEAR, "allow_plain_tcp": True}
+JOB: dict[str, Any] = {"job": "jobs.slurm", "allow_plain_tcp": True}
 OWN = "tls://10.0.0.1:26600"
 KEYS = Path("keys")
 
@@ -39,6 +40,8 @@ KEYS = Path("keys")
         LaunchConfig(attach=FAR, address=OWN, keys=KEYS),
         LaunchConfig(attach=FAR, address=OWN, keys=KEYS, hosts="2x8", trainer_hosts=(1,)),
         LaunchConfig(hosts="4x0", generator_hosts=(0, 3)),
+        LaunchConfig(**JOB),
+        LaunchConfig(**JOB, hosts="2x8", trainer_hosts=(1,)),
     ],
 )
 def test_hosts_that_can_be_used(launch: LaunchConfig) -> None:
@@ -68,6 +71,11 @@ def test_hosts_that_can_be_used(launch: LaunchConfig) -> None:
         ),
         ({**PLAIN, "generator_hosts": (0, 0)}, "launch.generator_hosts is (0, 0): give ea"),
         ({"trainer_hosts": (0,)}, "launch.trainer_hosts is (0,): the run is on this machine"),
+        ({"job": "jobs.a"}, "launch.job is 'jobs.a': Monarch's jobs neither encrypt nor authent"),
+        ({**JOB, "attach": NEAR}, "launch.job is 'jobs.slurm': launch.attach does not go with it"),
+        ({**JOB, "keys": KEYS}, "launch.job is 'jobs.slurm': launch.keys does not go with it"),
+        ({**JOB, "trainer_hosts": (0,)}, "launch.job is 'jobs.slurm': launch.trainer_hosts does "),
+        ({**JOB, "address": OWN}, f"launch.address is '{OWN}': only workers use it"),
     ],
 )
 def test_each_error_names_the_field_and_the_fix(launch: dict[str, Any], message: str) -> None:
@@ -103,6 +111,32 @@ def test_keys_that_tcp_would_not_use_are_refused() -> None:
     config = LaunchConfig(**PLAIN, keys=Path("k"))
     (error,) = launch_errors(replace(TINY, launch=config))
     assert "tcp:// does not use launch.keys; give tls://, or no keys" in error
+
+
+def on_job(config: RunConfig, *meshes: str) -> tuple[str, str]:
+    """Where the plan has the trainer and the replicas, on hosts of these meshes."""
+    config = replace(config, launch=LaunchConfig(**JOB))
+    plan = prepare_run(
+        config, MACHINE, ask_hosts=lambda _: tuple(replace(cpu_host(), mesh=one) for one in meshes)
+    ).plan
+    assert plan.trainer is not None
+    return meshes[plan.trainer.host], " ".join(meshes[group.host] for group in plan.replicas)
+
+
+def test_the_meshes_of_a_job_place_the_parts(tmp_path: Path) -> None:
+    config = replace(TINY, output_dir=tmp_path)
+    assert on_job(config, "trainers", "generators") == ("trainers", "generators generators")
+    assert on_job(config, "generator0", "generator1", "trainer") == (
+        "trainer",
+        "generator0 generator1",
+    )
+    assert on_job(config, "hosts", "hosts")  # one mesh has both
+    for meshes in (("trainer", "data"), ("trainer", "generator", "data"), ("a", "b")):
+        with pytest.raises(ConfigError, match="let each name begin with trainer or generator"):
+            on_job(config, *meshes)
+    colocated = replace(config, placement="colocated", rollout=TINY.rollout)
+    with pytest.raises(ConfigError, match="with placement colocated trainer and replicas share"):
+        on_job(colocated, "trainer", "generator")
 
 
 def cpu_host(cores: int = 64, memory_bytes: int = 1 << 40) -> HostFacts:

@@ -100,7 +100,7 @@ def test_a_missing_folder_and_a_folder_of_all_hosts_are_named(keys: Path, tmp_pa
 
 def test_a_key_that_others_can_read_is_refused(keys: Path) -> None:
     key = keys / "node3" / "key.pem"
-    key.chmod(0o640)
+    key.chmod(0o644)
     try:
         (error,) = errors_of(keys / "node3")
     finally:

@@ -128,3 +128,16 @@ def test_a_listener_that_stood_still_does_not_count_that_as_silence():
     heartbeat.look(1.0, "beat")
     assert heartbeat.look(3601.0, "beat") <= 2 * BEAT_S
     assert heartbeat.look(3602.0, "next beat") == 0
+
+
+def test_a_worker_that_is_not_ours_serves_one_run_until_its_agent_has_ended():
+    claim = "from torchtitan_rl.launch.workers import claim_incarnation as claim"
+    words = [sys.executable, "-c", f"{claim}; print(claim(), flush=True); input()"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(words, **pipes) as first:
+        assert first.stdout.readline() == "True\n"
+        with subprocess.Popen(words, **pipes) as second:
+            assert second.communicate("\n")[0] == "False\n"
+        first.kill()
+    with subprocess.Popen(words, **pipes) as last:
+        assert last.communicate("\n")[0] == "True\n"

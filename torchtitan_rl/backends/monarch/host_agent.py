@@ -22,6 +22,7 @@ from torchtitan_rl.config.resume import policy_digest
 from torchtitan_rl.config.run import cannot_write
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.files import FilePiece, file_sizes, read_new
+from torchtitan_rl.launch.interfaces import own_address
 from torchtitan_rl.launch.workers import claim_incarnation, record_beat, record_run_end
 from torchtitan_rl.processes import Processes
 
@@ -38,6 +39,7 @@ class HostAnswer:
     policy: str = ""  # `policy_digest`
     policy_error: str = ""
     is_busy: bool = False  # its worker serves another run
+    ip: str = ""  # an address or name of its own, for hosts of a job
 
 
 class HostAgent(Actor):
@@ -64,13 +66,13 @@ class HostAgent(Actor):
         """End the run on this host: the worker ends all processes that remain of the run, including
         this one.
 
-        If the worker serves another run, only this process ends, and the result is False.
+        If the worker serves another run, or is not ours, only this process ends, and the result is
+        False.
         """
-        if self._has_claim:
-            record_run_end()
-        else:
+        is_ending = self._has_claim and record_run_end()
+        if not is_ending:
             asyncio.get_running_loop().call_later(_LAST_ANSWER_S, os._exit, 0)
-        return self._has_claim
+        return is_ending
 
     @concurrent_endpoint
     async def files_there(
@@ -146,4 +148,5 @@ def describe_host(address: str, checkpoint: str) -> HostAnswer:
         policy_dir=policy_dir,
         policy=policy,
         policy_error=error,
+        ip=own_address(),
     )

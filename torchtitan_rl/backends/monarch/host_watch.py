@@ -140,7 +140,7 @@ class HostWatch:
             self._note_loss(host)
             self._say(f"{host_name(host.index)} ({host.name}) is lost: {cause}")
             self._on_lost(host.index, cause)
-            back = await self._look_for(host.index)
+            back = await self._look_for(host.index) if self._hosts.can_return else None
             if back is None:
                 return
             host = back

@@ -1,8 +1,9 @@
 """The hosts of a run: attaches them, and starts and ends processes there.
 
-`attach` contacts the workers of ``launch.attach`` before the run is planned. Each host is attached
-separately, so that the loss of one host does not affect the others. Each host has a `HostAgent` in
-a separate process. Without ``launch.attach`` all processes are on this machine.
+`attach` contacts the workers of ``launch.attach`` before the run is planned, `attach_job` those of
+a Monarch job. Each host is used separately, so that the loss of one host does not affect the
+others. Each host has a `HostAgent` in a separate process. Otherwise all processes are on this
+machine.
 
 `launch.monarch_environment` must be set before this module is imported.
 """
@@ -18,7 +19,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from threading import Event
@@ -63,6 +64,7 @@ _PAUSE_S, _MAX_PAUSE_S = 10.0, 320.0  # after a failed attempt
 _ATTACH_ERRORS = (OSError, ActorError, SupervisionError, RuntimeError, ValueError)
 # -P: without the working folder in sys.path, where other users may have put modules.
 _START = f'exec "${PYTHON_VARIABLE}" -P -m torchtitan_rl.backends.monarch.bootstrap_main'
+_ATTACH = "launch.attach"
 _CA: Any = "trust_all_connections"  # Monarch's name; `launch.keys` decides who is trusted
 
 
@@ -144,11 +146,14 @@ class Hosts:
         *,
         wanted: _Wanted | None = None,
         ip: str = "127.0.0.1",
+        field: str = _ATTACH,
     ) -> None:
         self.facts = tuple(facts)
         self._hosts = list(hosts)
         self._wanted = wanted
         self._ip = ip
+        self._field = field  # the option that names the hosts
+        self.can_return = field == _ATTACH  # whether a lost host can be attached again
         self._lost: dict[int, _Lost] = {}
 
     def __getitem__(self, index: int) -> Host:
@@ -167,7 +172,7 @@ class Hosts:
             asked = {
                 name: agent.sees.call_one(Path(file.name), content) for name, agent in far.items()
             }
-            answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S)
+            answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S, self._field)
             return [name for name, sees in answers.items() if not sees]
 
     def cannot_write(self, indices: Iterable[int], folder: Path) -> dict[str, str]:
@@ -175,7 +180,7 @@ class Hosts:
         reason."""
         far = [self[index] for index in indices if self[index].agent is not None]
         asked = {host.name: host.agent.cannot_write.call_one(folder) for host in far}
-        answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S)
+        answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S, self._field)
         return {name: why for name, why in answers.items() if why}
 
     def far(self) -> list[Host]:
@@ -321,18 +326,8 @@ def attach(
         meshes = asyncio.run(_contact_all_again(far))
     else:
         meshes = {text: attach_to_workers(ca=_CA, workers=[text]) for text in far}
-    agents: dict[str, Any] = {}
-    try:
-        _wait_for_all({text: mesh.initialized for text, mesh in meshes.items()}, deadline_s)
-        for text, mesh in meshes.items():
-            agents[text] = _spawn_agent(mesh, text)
-        asked = {text: agent.answer.call_one(checkpoint) for text, agent in agents.items()}
-        answers = _wait_for_all(asked, deadline_s + digest_limit_s(here.policy_dir))
-        if found := refusal(here, answers):
-            raise found
-    except BaseException:
-        leave(agents)
-        raise
+    wanted = _Wanted(checkpoint=checkpoint, here=here)
+    agents, answers = _ask(meshes, _ATTACH, wanted, deadline_s)
     ip = "127.0.0.1" if own is None else own.host
     return Hosts(
         [
@@ -342,9 +337,64 @@ def attach(
             for index, text in enumerate(launch.attach)
         ],
         [here.facts if text == LOCAL else answers[text].facts for text in launch.attach],
-        wanted=_Wanted(checkpoint=checkpoint, here=here),
+        wanted=wanted,
         ip=ip,
     )
+
+
+def attach_job(
+    launch: LaunchConfig,
+    meshes: Mapping[str, HostMesh],
+    *,
+    checkpoint: str,
+    here: HostAnswer,
+) -> Hosts:
+    """Like `attach`, for the hosts of a Monarch job, mesh by mesh. The job's workers are not ours,
+    so a lost host does not return.
+
+    Raises:
+        HostsBusyError, ConfigError: as `attach`.
+    """
+    deadline_s = time.monotonic() + launch.attach_timeout_s
+    monarch.actor.unhandled_fault_hook = _ignore_fault  # until `runtime.supervise`
+    single = {
+        f"{name}[{index}]": mesh.flatten("hosts").slice(hosts=slice(index, index + 1))
+        for name, mesh in meshes.items()
+        for index in range(len(mesh))
+    }
+    wanted = _Wanted(checkpoint=checkpoint, here=here)
+    agents, answers = _ask(single, "launch.job", wanted, deadline_s)
+    return Hosts(
+        [
+            _far_host(index, name, single[name], agents[name], answers[name])
+            for index, name in enumerate(single)
+        ],
+        [
+            replace(answer.facts, address="", mesh=name.rpartition("[")[0])
+            for name, answer in answers.items()
+        ],
+        field="launch.job",
+    )
+
+
+def _ask(
+    meshes: Mapping[str, HostMesh], field: str, wanted: _Wanted, deadline_s: float
+) -> tuple[dict[str, Any], dict[str, HostAnswer]]:
+    """Start the agents of the hosts. Returns the agents and their answers."""
+    agents: dict[str, Any] = {}
+    try:
+        _wait_for_all({name: mesh.initialized for name, mesh in meshes.items()}, deadline_s, field)
+        for name, mesh in meshes.items():
+            agents[name] = _spawn_agent(mesh, name)
+        asked = {name: agent.answer.call_one(wanted.checkpoint) for name, agent in agents.items()}
+        limit_s = deadline_s + digest_limit_s(wanted.here.policy_dir)
+        answers = _wait_for_all(asked, limit_s, field)
+        if found := refusal(wanted.here, answers, field):
+            raise found
+    except BaseException:
+        leave(agents)
+        raise
+    return agents, answers
 
 
 def _ignore_fault(failure: Any) -> None:
@@ -355,17 +405,19 @@ def _far_host(index: int, name: str, mesh: HostMesh, agent: Any, answer: HostAns
     return Host(
         index=index,
         name=name,
-        ip=Address.parse(name).host,
+        ip=Address.parse(name).host if "://" in name else answer.ip,
         mesh=mesh.slice(hosts=0),
         agent=agent,
         policy_dir=answer.policy_dir,
     )
 
 
-def refusal(here: HostAnswer, answers: Mapping[str, HostAnswer]) -> ConfigError | None:
+def refusal(
+    here: HostAnswer, answers: Mapping[str, HostAnswer], field: str = _ATTACH
+) -> ConfigError | None:
     """Return the error if some hosts cannot be used; None if all can. The keys of ``answers`` are
-    addresses."""
-    errors = {text: answer_errors(text, here, there) for text, there in answers.items()}
+    the names of the hosts in ``field``."""
+    errors = {text: answer_errors(text, here, there, field) for text, there in answers.items()}
     texts = [text for of_one in errors.values() for text in of_one]
     if not texts:
         return None
@@ -375,22 +427,25 @@ def refusal(here: HostAnswer, answers: Mapping[str, HostAnswer]) -> ConfigError 
     return ConfigError(texts)
 
 
-def answer_errors(address: str, here: HostAnswer, there: HostAnswer) -> list[str]:
+def answer_errors(
+    address: str, here: HostAnswer, there: HostAnswer, field: str = _ATTACH
+) -> list[str]:
     """Return one message for each forbidden difference between a host and the controller's
     machine."""
     if there.is_busy:
-        return [f"launch.attach: {address} serves another run; wait for its end, or start a worker"]
-    field = f"launch.attach: {address} has"
+        other = "start a worker" if field == _ATTACH else "apply another job"
+        return [f"{field}: {address} serves another run; wait for its end, or {other}"]
     errors = [
-        f"{field} {difference}; install the same on both"
+        f"{field}: {address} has {difference}; install the same on both"
         for difference in differences(here.installed, there.installed)
     ]
     if there.policy_error:
-        return [*errors, f"launch.attach: on {address}, {there.policy_error}"]
+        return [*errors, f"{field}: on {address}, {there.policy_error}"]
     if there.policy != here.policy:
         errors.append(
-            f"{field} another model in {there.policy_dir} ({there.policy[:12]}) than the "
-            f"controller in {here.policy_dir} ({here.policy[:12]}); copy the policy there"
+            f"{field}: {address} has another model in {there.policy_dir} "
+            f"({there.policy[:12]}) than the controller in {here.policy_dir} "
+            f"({here.policy[:12]}); copy the policy there"
         )
     return errors
 
@@ -424,24 +479,26 @@ def _spawn_agent(mesh: HostMesh, address: str) -> Any:
     return process.spawn("agent", HostAgent, address).slice(ranks=0)
 
 
-def _wait_for_all(answers: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
-    """Wait for the answer of each address.
+def _wait_for_all(answers: Mapping[str, Any], deadline_s: float, field: str) -> dict[str, Any]:
+    """Wait for the answer of each host in ``field``.
 
     Raises:
-        ConfigError: some addresses do not answer. The message says which, and why.
+        ConfigError: some hosts do not answer. The message says which, and why.
     """
     found, errors = {}, []
     for address, answer in answers.items():
         try:
             found[address] = answer.get(timeout=max(0.1, deadline_s - time.monotonic()))
         except TimeoutError:
-            errors.append(
-                f"launch.attach: {address} does not answer; is `torchtitan-rl worker --address "
-                f"{address}` running there, is the port open, and can it reach this machine at "
-                "launch.address?"
-            )
+            why = "does its worker run, and can it reach this machine?"
+            if field == _ATTACH:
+                why = (
+                    f"is `torchtitan-rl worker --address {address}` running there, is the port "
+                    "open, and can it reach this machine at launch.address?"
+                )
+            errors.append(f"{field}: {address} does not answer; {why}")
         except (ActorError, SupervisionError, RuntimeError, ValueError, OSError) as error:
-            errors.append(f"launch.attach: {address} failed: {' '.join(str(error).split())}")
+            errors.append(f"{field}: {address} failed: {' '.join(str(error).split())}")
     if errors:
         raise ConfigError(errors)
     return found
