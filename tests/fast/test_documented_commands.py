@@ -28,7 +28,7 @@ NOT_RUN = {
     r"torchtitan-rl view ": "serves until it is stopped: tests/fast/page/test_security.py",
     r"torchtitan-rl report ": "needs a run's files: tests/fast/page/test_report.py",
     r"torchtitan-rl worker ": "listens until it is stopped: tests/real/test_tls_workers.py",
-    r"torchtitan-rl train .*--launch\.attach": "needs workers: tests/real/test_tls_workers.py",
+    r"torchtitan-rl train .*--launch\.(attach|job)": "needs workers: tests/real/hosts",
     r"torchtitan-rl (audit|explain|report|view) ": "needs a run's files: "
     "tests/real/test_main_job.py, tests/real/test_explain.py",
     r"torchtitan-rl (replay |train .*--mode train)": (
@@ -43,7 +43,7 @@ NOT_RUN = {
     r"python -m benchmarks": "takes an hour: tests/real/test_benchmarks.py",
     r"hf |torchtitan-rl train gsm8k_smollm2": "needs the network: tests/real/test_data_tasks.py",
     r"torchtitan-rl retriever ": "serves: tests/fast/commands/test_retriever.py",
-    r"(sbatch|kubectl|docker compose|bash run\.sh)": "needs a cluster: tests/fast/launch",
+    r"(sbatch|kubectl|docker|bash run\.sh)": "needs a cluster or a builder: tests/fast/launch",
     r"lsof |\.venv/bin/py-spy ": "needs a running run",
     r"(\w+=\w+ )?\.venv/bin/python -m (tests|pytest)": "runs tests",
     r"(URL|KEY|LEASE|SESSION)=|field\(\)|curl |-H ": "one script: tests/fast/test_client.py",
