@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -77,12 +77,16 @@ def random_batch(
 
 @contextmanager
 def trainer(
-    checkpoint: Path, *, max_steps: int = MAX_STEPS, **fields: Any
+    checkpoint: Path,
+    *,
+    max_steps: int = MAX_STEPS,
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    **fields: Any,
 ) -> Iterator[PolicyTrainer]:
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 
     config = dataclasses.replace(CONFIG, **fields)
-    policy_trainer = PolicyTrainer(checkpoint, config, seed=0, max_steps=max_steps)
+    policy_trainer = PolicyTrainer(checkpoint, config, seed=0, max_steps=max_steps, dtype=dtype)
     try:
         yield policy_trainer
     finally:

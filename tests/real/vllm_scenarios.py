@@ -13,12 +13,13 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
-from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.backends.vllm.cpu import engine_environment, installed_device
 from torchtitan_rl.generation.commands import Pull
 
-os.environ.update(engine_environment(1))
+os.environ.update(engine_environment(1, installed_device()))
 
 import torch
 
@@ -35,7 +36,7 @@ from tests.real.resume_scenarios import (
     truncated_requests,
 )
 from torchtitan_rl.backends.specs import GeneratorSpec
-from torchtitan_rl.backends.vllm.engine import VllmEngine
+from torchtitan_rl.backends.vllm.engine import VllmEngine, engine_arguments
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
@@ -90,7 +91,7 @@ def checkpoints(root: Path) -> dict[str, Path]:
     for seed, age in enumerate(("old", "new")):
         paths[f"tied-{age}"] = root / f"tied-{age}"
         paths[f"untied-{age}"] = root / f"untied-{age}"
-        if int(os.environ.get("RANK", "0")) == 0 and not paths[f"untied-{age}"].exists():
+        if is_leader() and not paths[f"untied-{age}"].exists():
             tiny_model(paths[f"tied-{age}"], tied=True, seed=seed)
             tiny_model(paths[f"untied-{age}"], tied=False, seed=seed, dtype="bfloat16")
             for family in FAMILIES:
@@ -101,13 +102,32 @@ def checkpoints(root: Path) -> dict[str, Path]:
 
 
 def build(
-    path: Path, weights: object, *, tensor_parallel: int = 1, kv_cache_bytes: int = 32 << 20
+    path: Path,
+    weights: object,
+    *,
+    tensor_parallel: int = 1,
+    kv_cache_bytes: int = 32 << 20,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    sleeps: bool = False,
 ) -> TriggeredEngine:
+    """On CUDA, ``kv_cache_bytes`` holds too; several engines fit into a device."""
     generator = GeneratorConfig(
-        tensor_parallel=tensor_parallel, kv_cache_bytes=kv_cache_bytes, max_running_requests=16
+        tensor_parallel=tensor_parallel,
+        kv_cache_bytes=kv_cache_bytes,
+        max_running_requests=16,
+        gpu_memory_utilization=0.2,
     )
-    spec = GeneratorSpec(model=path, generator=generator, seed=3)
-    return TriggeredEngine(VllmEngine(spec, weights))  # type: ignore[arg-type]
+    spec = GeneratorSpec(
+        model=path,
+        generator=generator,
+        seed=3,
+        device=installed_device(),
+        dtype=dtype,
+        sleeps=sleeps,
+    )
+    arguments = engine_arguments(spec) | {"kv_cache_memory_bytes": kv_cache_bytes}
+    with patch("torchtitan_rl.backends.vllm.engine.engine_arguments", lambda _: arguments):
+        return TriggeredEngine(VllmEngine(spec, weights))  # type: ignore[arg-type]
 
 
 def request(
@@ -121,10 +141,13 @@ def make_loop(
     engine: TriggeredEngine, channel: LockstepChannel | None = None, **config: Any
 ) -> EngineLoop:
     engine.steps = 0
-    is_leader = int(os.environ.get("RANK", "0")) == 0
     return EngineLoop(
-        engine, channel or SoloChannel(), is_leader=is_leader, config=LoopConfig(**config)
+        engine, channel or SoloChannel(), is_leader=is_leader(), config=LoopConfig(**config)
     )
+
+
+def is_leader() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def play(
@@ -158,7 +181,7 @@ def mixed_requests() -> list[GenerationRequest]:
 def mixed(engine: TriggeredEngine, channel: LockstepChannel | None = None) -> dict[str, Any]:
     """Mixed requests with a pull of version 1 and an abort in mid-flight."""
     loop = make_loop(engine, channel, max_steps_per_decision=1, name="mixed")
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not is_leader():
         loop.start()
         loop.join()
         assert loop.failure is None, loop.failure
@@ -373,7 +396,7 @@ def tp(root: Path) -> dict[str, Any]:
     # A second loop on the same ranks: a tied head is updated under TP as well.
     loop = make_loop(engine, channel, version=1)
     futures = {}
-    if int(os.environ["RANK"]) == 0:
+    if is_leader():
         items = [request("greedy", temperature=0.0), request("seeded", seed=21)]
         futures = {item.request_id: loop.submit(item) for item in items}
     loop.start()
@@ -382,7 +405,7 @@ def tp(root: Path) -> dict[str, Any]:
         loop.close()
     loop.join(WAIT_S)
     loop = make_loop(engine, channel, version=1, max_steps_per_decision=3)
-    if int(os.environ["RANK"]) == 0:
+    if is_leader():
         items = [request("greedy", temperature=0.0), request("seeded", seed=21)]
         seen["frozen"] = frozen(loop, engine, items)
         loop.close()
@@ -402,5 +425,5 @@ def tp_qwen2(root: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     mode, root = sys.argv[1], Path(sys.argv[2])
     observed = {"solo": solo, "tp": tp, "tp_qwen2": tp_qwen2, "soak": soak}[mode](root)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_leader():
         (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))
