@@ -34,12 +34,13 @@ PYTEST_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: test-$(ACCELERATOR)
 
 test-cpu: setup browser
-	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" tests/real tests/fast tests/browser
+	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" \
+		tests/real tests/gpu tests/fast tests/browser
 
 # The packages for CUDA have no engine for CPUs, which tests/real needs.
 test-cuda: setup
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" tests/fast
-	if [ -d tests/gpu ]; then $(BIN)/python -m pytest tests/gpu; fi
+	$(BIN)/python -m pytest tests/gpu
 
 browser:
 	@bash tools/browser.sh

@@ -33,20 +33,19 @@ from torchtitan_rl.routing.continuation import join, remaining_request
 from torchtitan_rl.types import Completion, GenerationRequest
 
 NUM_CROWDED = 12
+_ENGINES: list[TriggeredEngine] = []  # one that goes takes the process's groups with it
 
 
 def started(path: Path, weights: Any, **fields: Any) -> tuple[EngineLoop, TriggeredEngine]:
-    engines: list[TriggeredEngine] = []
-
     def build_loop() -> EngineLoop:
         from torchtitan_rl.backends.vllm.engine import GlooLockstep
 
-        engines.append(build(path, weights, **fields))
+        _ENGINES.append(build(path, weights, **fields))
         is_alone = fields.get("tensor_parallel", 1) == 1
         channel = SoloChannel() if is_alone else GlooLockstep(timeout_s=120.0)
-        return make_loop(engines[0], channel, max_steps_per_decision=1)
+        return make_loop(_ENGINES[-1], channel, max_steps_per_decision=1)
 
-    return start_loop(build_loop, name="gpu"), engines[0]
+    return start_loop(build_loop, name="gpu"), _ENGINES[-1]
 
 
 def answers(loop: EngineLoop, requests: Iterable[GenerationRequest]) -> dict[str, Completion]:

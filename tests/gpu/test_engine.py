@@ -125,7 +125,11 @@ def test_rounding_differs_no_more_than_expected_at_age_0(seen: dict[str, Any], r
     assert np.abs(found - batch.logprobs[batch.loss_mask]).mean() < MAX_MEAN_ROUNDING
 
 
-@pytest.mark.skipif(IS_CUDA and torch.cuda.device_count() < 2, reason="needs two devices")
+@(
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+    if IS_CUDA
+    else pytest.mark.soak  # tests/real/test_vllm_engine.py has such ranks
+)
 def test_two_tensor_parallel_ranks_answer_as_one_does(seen: dict[str, Any], root: Path) -> None:
     both = run("two", root, ranks=2)
     check_same(both["crowd"], seen["crowd"])
