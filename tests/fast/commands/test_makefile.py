@@ -92,7 +92,7 @@ def test_an_installation_that_failed_is_repeated_for_the_same_accelerator(projec
 def test_without_an_environment_everything_is_for_the_cpu(project: Path) -> None:
     planned = make(project, "-n", "test").stdout
     assert "setup.sh .venv cpu" in planned
-    assert "tests/real tests/fast" in planned
+    assert "tests/real tests/gpu tests/fast" in planned
     wrong = make(project, "setup", "ACCELERATOR=tpu")
     assert wrong.returncode != 0
     assert "ACCELERATOR is 'tpu': give cpu or cuda" in wrong.stderr
