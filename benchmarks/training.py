@@ -18,8 +18,8 @@ A microbatch has at most ``--rows`` times the row length tokens. The sides unsha
 have the shortest rows. A ratio is the median of the repeats' ratios of a side's seconds to the
 seconds of the shared step in the shortest rows. Memory is the peak of the process minus the memory
 before the step (CPU: resident pages; CUDA: allocated). With one thread, CPU seconds hardly change
-with other work on the machine. On CUDA the FLOPs of `training_work.step_flops` per second are
-printed as a share of the device's peak.
+with other work on the machine. On CUDA the FLOPs of `PolicySizes.step_flops` per second are printed
+as a share of the device's peak, if it is known.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from benchmarks.options import at_least
 from benchmarks.plots import bars
 from benchmarks.report import machine, print_table, write_report
 from benchmarks.training_bare import BareLoop
-from benchmarks.training_work import WORKLOADS, fitting, num_visible_pairs, step_flops
+from benchmarks.training_work import WORKLOADS, fitting
+from torchtitan_rl.backends.titan.flops import num_logits, num_visible_pairs, peak_flops
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.config.plan import KEEPS_MEMORY
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
@@ -111,7 +112,7 @@ def _compare(batch: TrainingBatch, policy: Path, options: argparse.Namespace) ->
     }
     bare = BareLoop(policy, _config(row_len, options, on=True))
     shares = {on: _share(batch, row_len, options.rows, on=on) for on in (True, False)}
-    num_logits = {on: sum(len(set(p.predecessors_E)) for p in shares[on].parts) for on in shares}
+    logits = {on: num_logits(share.parts) for on, share in shares.items()}
 
     def ours(trainer: PolicyTrainer) -> Callable[[], None]:
         return lambda: (trainer.train_step(batch), None)[1]
@@ -119,7 +120,7 @@ def _compare(batch: TrainingBatch, policy: Path, options: argparse.Namespace) ->
     def plain(on: bool) -> Callable[[], None]:
         return lambda: bare.step(
             num_tokens=shares[on].num_computed,
-            num_logits=num_logits[on],
+            num_logits=logits[on],
             row_len=longest,
             max_tokens=row_len * options.rows,
         )
@@ -134,8 +135,11 @@ def _compare(batch: TrainingBatch, policy: Path, options: argparse.Namespace) ->
     )
     for trainer in trainers.values():
         trainer.close()
-    pairs = num_visible_pairs(shares[True].parts)
-    flops = step_flops(shares[True].num_computed, num_logits[True], pairs, **bare.sizes)
+    flops = bare.sizes.step_flops(
+        num_tokens=shares[True].num_computed,
+        num_logits=logits[True],
+        num_pairs=num_visible_pairs(shares[True].parts),
+    )
     return {
         "episodes": batch.num_episodes,
         "tokens": batch.num_tokens,
@@ -292,11 +296,7 @@ def _status_bytes(name: str) -> int:
 
 
 def _peak_flops() -> float | None:
-    if not torch.cuda.is_available():
-        return None
-    from torchtitan.tools.utils import get_peak_flops
-
-    return float(get_peak_flops(torch.cuda.get_device_name()))
+    return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def random_policy(path: Path, **shape: Any) -> Path:

@@ -16,6 +16,7 @@ from torchtitan.models.common import CosSinRoPE, FeedForward
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.nn_modules import RMSNorm
 
+from torchtitan_rl.backends.titan.flops import PolicySizes
 from torchtitan_rl.backends.titan.hf import load_hf
 from torchtitan_rl.backends.titan.model import build_model, policy_config
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
@@ -27,7 +28,7 @@ class BareLoop:
     """The loop that a user of torchtitan writes to train on rows of tokens, with plain causal
     attention.
 
-    ``sizes`` are the arguments of `training_work.step_flops`.
+    ``sizes`` gives the FLOPs of a step.
     """
 
     def __init__(self, policy: Path, config: TrainerConfig) -> None:
@@ -50,11 +51,9 @@ class BareLoop:
         self._model = build_model(model_config, config, layout, dtype)
         load_hf(self._model, policy)
         self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=1000)
-        self.sizes = {
-            "num_layer_parameters": sum(p.numel() for p in self._model.layers.parameters()),
-            "num_head_parameters": sizes.vocab_size * sizes.dim,
-            "attention_width": sizes.num_layers * sizes.num_heads * sizes.head_dim,
-        }
+        self.sizes = PolicySizes.of(
+            sizes, layer_parameters=sum(p.numel() for p in self._model.layers.parameters())
+        )
 
     def step(self, *, num_tokens: int, num_logits: int, row_len: int, max_tokens: int) -> None:
         """Take one optimizer step on ``num_tokens`` tokens. Rows have equal lengths of at most

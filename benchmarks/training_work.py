@@ -8,7 +8,6 @@ import numpy as np
 
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.packing import pack_episodes
-from torchtitan_rl.training.trees import Microbatch
 from torchtitan_rl.types import Episode
 
 MEDIAN_LENGTH, SIGMA = 148, 0.7  # of the log-normal lengths, in tokens and in nats
@@ -113,30 +112,3 @@ def fitting(
     if not found:
         raise SystemExit(f"--row-lens: no workload fits into rows of {max(row_lens)} tokens")
     return found
-
-
-def num_visible_pairs(parts: Sequence[Microbatch]) -> int:
-    """Number of query-key pairs that attention has to compute."""
-    return sum(
-        int((part.subtree_end_T - np.arange(len(part.subtree_end_T))).sum()) for part in parts
-    )
-
-
-def step_flops(
-    num_tokens: int,
-    num_logits: int,
-    num_pairs: int,
-    *,
-    num_layer_parameters: int,
-    num_head_parameters: int,
-    attention_width: int,
-) -> float:
-    """FLOPs that an optimizer step needs, in any implementation.
-
-    Each token needs 6 FLOPs for each weight (Kaplan et al. 2020, 2001.08361). For the weights of
-    the head, only the ``num_logits`` tokens whose logits are read count. Attention's two products
-    count three times, because of the backward pass. ``attention_width`` is layers x heads x head
-    dimension.
-    """
-    weights = num_tokens * num_layer_parameters + num_logits * num_head_parameters
-    return 6.0 * weights + 12.0 * attention_width * num_pairs

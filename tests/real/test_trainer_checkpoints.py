@@ -34,7 +34,12 @@ from torchtitan_rl.training.checkpoint_files import (
 )
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
-TIMINGS = ("step_s", "tokens_per_second")
+TIMINGS = (
+    "step_s",
+    "tokens_per_second",
+    "tokens_per_second_per_rank",
+    "flops_per_second_per_rank",
+)
 
 
 @contextmanager

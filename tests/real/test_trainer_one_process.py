@@ -121,6 +121,11 @@ def test_a_policy_step_reports_how_far_trainer_and_generator_are_apart(checkpoin
     assert metrics["padding_share"] == 0.0
     assert metrics["computed_tokens"] == batch.num_tokens - batch.num_episodes
     assert metrics["shared_share"] == 0.0
+    # At least 6 FLOPs a token and weight of the layers; a CPU has no peak to compare with.
+    weights = sum(one.numel() for n, one in hf_tensors(checkpoint).items() if ".layers." in n)
+    least = 6 * metrics["computed_tokens"] * weights
+    assert least < metrics["flops_per_second_per_rank"] * metrics["step_s"] < 3 * least
+    assert "mfu" not in metrics
     assert 0.0 < metrics["clip_share"] < 1.0
     assert 0.0 < metrics["entropy"] < np.log(288)
 

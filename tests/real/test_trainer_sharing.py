@@ -30,7 +30,12 @@ LOSSES = {
 }
 # With an epsilon far above the gradient, AdamW's first step is 1,000 times the gradient.
 PLAIN = OptimizerConfig(learning_rate=1e9, eps=1e6, max_grad_norm=1e9)
-TIMINGS = ("step_s", "tokens_per_second")
+TIMINGS = (
+    "step_s",
+    "tokens_per_second",
+    "tokens_per_second_per_rank",
+    "flops_per_second_per_rank",
+)
 EXACT = ("weights_digest",)  # gradients differ by rounding
 OF_ROWS = ("computed_tokens", "shared_share")
 

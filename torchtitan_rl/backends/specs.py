@@ -9,7 +9,7 @@ from typing import Literal
 
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.serving.config import EndpointConfig, Keys
-from torchtitan_rl.training.config import TrainerConfig
+from torchtitan_rl.training.config import ProfileConfig, TrainerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 
 
@@ -50,6 +50,7 @@ class TrainerSpec:
     log_dir: Path
     trace_dir: Path | None
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     python_path: tuple[str, ...] = ()  # folders from which `LossConfig.function` may import
 
 

@@ -120,6 +120,7 @@ def find_errors(
         trainer.loss, staleness=schedule.staleness, updates=trainer.updates_per_batch
     )
     errors += advantage_errors(rollout)
+    errors += _profile_errors(config)
     errors += kv_policy_errors(
         resets=config.weight_sync.reset_prefix_cache_on_pull,
         recomputes=config.weight_sync.recompute_running_on_pull,
@@ -315,6 +316,24 @@ def loss_errors(config: LossConfig, *, staleness: int, updates: int = 1) -> list
         *_lengths(config),
         *_function(config, updates),
     ]
+
+
+def _profile_errors(config: RunConfig) -> list[str]:
+    steps, ranks = config.profile.steps, config.profile.ranks
+    if steps and config.mode == "generate":
+        return ["profile.steps: mode generate trains nothing; leave it out"]
+    errors = []
+    if steps and max(steps) > config.num_steps:
+        errors.append(
+            f"profile.steps has {max(steps)}: the run has {config.num_steps} steps; give at most "
+            "that"
+        )
+    if steps and any(rank >= config.trainer.world_size for rank in ranks):
+        errors.append(
+            f"profile.ranks has {max(ranks)}: the trainer's ranks are 0 to "
+            f"{config.trainer.world_size - 1}; give some of these"
+        )
+    return errors
 
 
 def advantage_errors(config: RolloutConfig) -> list[str]:

@@ -94,6 +94,15 @@ class ProcessPlan:
     """On some CPU, trainer and replicas together have more threads than there are cores."""
     vllm_options: tuple[str, ...] = ()  # those of the user, for each replica
 
+    @property
+    def num_devices(self) -> int:
+        """The number of CUDA devices of trainer and replicas; without CUDA, of their hosts."""
+        groups = (*self.replicas, *([] if self.trainer is None else [self.trainer]))
+        parts = [part for group in groups for part in group.on_each_host()]
+        if self.device == "cpu":
+            return len({part.host for part in parts})
+        return len({(part.host, device) for part in parts for device in part.devices})
+
     def summary(self) -> str:
         """Describe the plan in one line: ``2 replicas on cuda:0,1, trainer on cuda:2``."""
         if self.hosts:

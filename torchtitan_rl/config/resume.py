@@ -81,6 +81,7 @@ _MAY_CHANGE = (
     "evaluation",
     "checkpoint",
     "metrics",
+    "profile",
     "endpoint",
     "launch",
     "monarch",

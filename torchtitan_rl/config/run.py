@@ -17,7 +17,16 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from torchtitan_rl.bounds import NAMED, Count, LongSeconds, Name, OptionalName, Positive, Seed
+from torchtitan_rl.bounds import (
+    NAMED,
+    Count,
+    LongSeconds,
+    Name,
+    OptionalName,
+    Positive,
+    Seed,
+    Weight,
+)
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.config import (
     Capacity,
@@ -29,7 +38,7 @@ from torchtitan_rl.orchestration.config import (
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import EndpointConfig
-from torchtitan_rl.training.config import TrainerConfig
+from torchtitan_rl.training.config import ProfileConfig, TrainerConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 
 HostIndex = Annotated[int, Interval(ge=0, le=1 << 16)]
@@ -124,6 +133,8 @@ class MetricsConfig:
     and random ones. ``all`` writes all of them, so that a step can be computed again."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """Console output; ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere."""
+    dollars_per_hour: Weight = 0.0
+    """Price of all machines of the run together, for the metrics ``cost/*``; 0: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +184,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     monarch: MonarchConfig = field(default_factory=MonarchConfig)

@@ -121,6 +121,21 @@ def _token_metrics(tokens: TokenCounts, wall_s: float) -> dict[str, float]:
     return metrics | {f"tokens/discarded/{c}": float(n) for c, n in tokens.discarded.items()}
 
 
+def cost_metrics(
+    record: StepRecord, *, num_devices: int, dollars_per_hour: float
+) -> dict[str, float]:
+    """What the sampled tokens of a step cost in devices, and in dollars if a price is given."""
+    if not record.tokens.generated or record.wall_s <= 0:
+        return {}
+    per_second = record.tokens.generated / record.wall_s
+    metrics = {"tokens/generated_per_second_per_device": per_second / max(1, num_devices)}
+    if dollars_per_hour:
+        dollars = record.wall_s / 3600 * dollars_per_hour
+        metrics["cost/dollars"] = dollars
+        metrics["cost/dollars_per_million_tokens"] = dollars / record.tokens.generated * 1e6
+    return metrics
+
+
 def _sync_metrics(syncs: Sequence[SyncReport]) -> dict[str, float]:
     """Metrics of all weight syncs since the previous row; empty without a sync."""
     if not syncs:

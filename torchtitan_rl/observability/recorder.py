@@ -35,6 +35,7 @@ from torchtitan_rl.observability.engine import (
 )
 from torchtitan_rl.observability.metrics import (
     account_metrics,
+    cost_metrics,
     evaluation_metrics,
     fetch_metrics,
     step_metrics,
@@ -112,6 +113,7 @@ class RunRecorder:
             shares_cores=plan.shares_cores,
         )
         self._shares_cores = plan.shares_cores
+        self._num_devices, self._dollars_per_hour = plan.num_devices, metrics.dollars_per_hour
         self._dtype = "float32" if plan.device == "cpu" else config.policy.dtype
         self._keeps_old_kv = not config.weight_sync.recompute_running_on_pull
         self._warnings: list[str] = []
@@ -215,6 +217,9 @@ class RunRecorder:
         }
         if self._engines is not None:
             metrics |= self._engines.take()
+        metrics |= cost_metrics(
+            record, num_devices=self._num_devices, dollars_per_hour=self._dollars_per_hour
+        )
         metrics |= self._take_endpoint()
         metrics |= fetch_metrics(self._take_fetches())
         overlap = overlap_of(metrics)

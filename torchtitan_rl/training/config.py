@@ -13,6 +13,7 @@ from torchtitan_rl.bounds import (
     Check,
     Count,
     OptionalName,
+    Positive,
     PositiveFloat,
     Ranks,
     Seconds,
@@ -212,3 +213,15 @@ class TrainerConfig:
         # The attention kernels are compiled for the first size, and at the second for all others.
         multiple = math.lcm(_ATTENTION_BLOCK, self.tensor_parallel)
         return max(largest - largest % multiple, self.max_episode_tokens), multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Profiles of the trainer by `torch.profiler`, in the folder ``profile`` of the run: a trace of
+    the optimizer step for Perfetto or chrome://tracing, and on CUDA a snapshot of its memory."""
+
+    steps: tuple[Positive, ...] = ()
+    """Steps to profile, by the policy version that they make: step 5 makes version 5, unless an
+    earlier step had nothing to train on. A profiled step takes longer."""
+    ranks: tuple[Count, ...] = (0,)
+    """Trainer ranks that are profiled."""

@@ -224,6 +224,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({LOSS + "mask_high": 0.9}, LOSS + "mask_high is 0.9: give a finite number above 1"),
     ({LOSS + "aggregation": "constant"}, LOSS + "constant_length is 0: "),
     ({LOSS + "constant_length": 100}, LOSS + "constant_length is 100: "),
+    ({"num_steps": 3, "profile.steps": (2, 4)}, "profile.steps has 4: the run has 3 steps"),
+    ({"profile.steps": (1,), "profile.ranks": (0, 1)}, "profile.ranks has 1: the trainer's ranks"),
     ({"rollout.turn_discount": 0.9}, "rollout.turn_discount is 0.9: rollout.credit outcome does"),
     (
         {

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
-from torchtitan_rl.observability.metrics import evaluation_metrics, step_metrics
+from torchtitan_rl.observability.metrics import cost_metrics, evaluation_metrics, step_metrics
 from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.orchestration.records import (
     EvaluationRecord,
@@ -60,7 +60,8 @@ def trainer_metrics() -> dict[str, float]:
     of_loss = loss_metrics(output.sums, output.maxima, num_trained=4)
     added = (
         "loss entropy grad_norm learning_rate trained_tokens computed_tokens "
-        "shared_share padding_share step_s tokens_per_second masked_nonfinite"
+        "shared_share padding_share step_s tokens_per_second masked_nonfinite "
+        "tokens_per_second_per_rank flops_per_second_per_rank mfu"
     )
     return dict.fromkeys([*of_loss, *added.split()], 0.0)
 
@@ -92,3 +93,12 @@ def test_sync_and_token_metrics_reduce_as_the_table_says() -> None:
         "train/task/reward/exact": 1.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_step_costs_its_time_on_all_devices_where_a_price_is_given() -> None:
+    record = make_record({})  # 100 tokens in 8 s
+    free = cost_metrics(record, num_devices=4, dollars_per_hour=0.0)
+    assert free == {"tokens/generated_per_second_per_device": 100 / 8 / 4}
+    priced = cost_metrics(record, num_devices=4, dollars_per_hour=45.0)
+    check_names(priced)
+    assert priced == free | {"cost/dollars": 0.1, "cost/dollars_per_million_tokens": 1000.0}

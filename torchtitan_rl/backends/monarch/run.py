@@ -236,6 +236,7 @@ def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
         log_dir=config.log_dir.absolute(),
         trace_dir=trace_dir,
         weight_sync=config.weight_sync,
+        profile=config.profile,
         python_path=tuple(map(os.path.abspath, sys.path)) if loss.function else (),
     )
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_rl.backends.specs import TrainerSpec
+from torchtitan_rl.backends.titan.profiler import StepProfiler
 from torchtitan_rl.backends.titan.setup import check_device
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.errors import CheckpointError, WeightSyncError
@@ -57,6 +58,7 @@ class TrainerRank:
         sys.path += [folder for folder in spec.python_path if folder not in sys.path]
         check_device(spec.device)
         self._tracer = Tracer(spec.trace_dir, f"trainer rank {rank}", host=host_label())
+        self._profiler = StepProfiler(spec.profile, spec.run_dir / "profile", rank)
         with self._tracer.span("start"):
             self._trainer = PolicyTrainer(
                 spec.checkpoint,
@@ -83,7 +85,10 @@ class TrainerRank:
                 self._remote = RemotePublisher(offers)
 
     def train_step(self, batch: TrainingBatch, loss: LossConfig | None) -> StepOutput:
-        with self._tracer.span("optimizer step", tokens=batch.num_tokens):
+        with (
+            self._tracer.span("optimizer step", tokens=batch.num_tokens),
+            self._profiler.step(self._trainer.version + 1),
+        ):
             return self._trainer.train_step(batch, loss)
 
     def publish(self, keep: frozenset[int]) -> WeightHandle | None:

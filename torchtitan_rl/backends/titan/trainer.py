@@ -27,6 +27,12 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # before torchtitan
 from torchtitan_rl.backends.titan.checkpoint import CheckpointWriter, load_state
+from torchtitan_rl.backends.titan.flops import (
+    PolicySizes,
+    num_logits,
+    num_visible_pairs,
+    peak_flops,
+)
 from torchtitan_rl.backends.titan.forward import (
     ForwardOutput,
     PolicyObjective,
@@ -106,6 +112,11 @@ class PolicyTrainer:
         self._reference = load_reference(
             self._source, self._architecture, config, self._layout, dtype=self._dtype
         )
+        self._sizes = PolicySizes.of(
+            self._architecture,
+            layer_parameters=sum(one.numel() for one in self._model.layers.parameters()),
+        )
+        self._peak_flops = _peak_flops(self._layout.device, self._dtype)
         self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=max_steps)
         self._memory = DeviceMemory(self.state_tensors)
         self._version = 0
@@ -293,13 +304,14 @@ class PolicyTrainer:
         num_trained = sum(int(selected_N.sum()) for selected_N, _ in updates)
         if num_trained == 0:
             raise ValueError(f"version {self._version}: the batch has no token to train on")
-        total, shares, of_updates = StepSums(), [], []
+        total, shares, of_updates, flops = StepSums(), [], [], 0.0
         columns = TokenColumns(3, batch.num_tokens, self._layout)
         learning_rate = self._optimizer.learning_rate
         for number, (selected_N, objective) in enumerate(updates, start=1):
             shares.append(self._share(batch, selected_N))
-            own = StepSums()
-            for part in shares[-1].parts:
+            parts = shares[-1].parts
+            own = StepSums(self._arithmetic(parts))
+            for part in parts:
                 output = forward(self._model, batch, part, self._layout)
                 output.logprobs_E.retain_grad()
                 loss = objective(part, output)
@@ -307,6 +319,11 @@ class PolicyTrainer:
                 columns.add(output, output.logprobs_E, loss.terms_T, output.logprobs_E.grad)
                 own.add_microbatch(loss, (output.entropy_E * output.is_entry_E).sum())
             update = own.of_all_ranks(self._layout.data_group)
+            flops += self._sizes.step_flops(
+                num_tokens=shares[-1].num_computed,
+                num_logits=update.sums.pop("num_logits").item(),
+                num_pairs=update.sums.pop("num_pairs").item(),
+            )
             total.add(update)
             of_update = loss_metrics(update.sums, update.maxima, num_trained=int(selected_N.sum()))
             of_update["grad_norm"] = self._optimizer.clip()
@@ -335,12 +352,25 @@ class PolicyTrainer:
             "padding_share": share.padding_share,
             "step_s": step_s,
             "tokens_per_second": batch.num_tokens / step_s,
+            "tokens_per_second_per_rank": batch.num_tokens / step_s / dist.get_world_size(),
+            "flops_per_second_per_rank": flops / step_s / dist.get_world_size(),
         }
+        if self._peak_flops is not None:
+            metrics["mfu"] = metrics["flops_per_second_per_rank"] / self._peak_flops
         metrics["weights_digest"] = float(weights_digest(self._model.parameters()))
         selected_N = np.logical_or.reduce([one for one, _ in updates])
         logprobs_N, losses_N, gradients_N = columns.of_all_ranks(selected_N, missing=math.nan)
         tokens = TokenTerms(logprobs=logprobs_N, losses=losses_N, gradients=gradients_N)
         return StepOutput(version=self._version, metrics=metrics, tokens=tokens)
+
+    def _arithmetic(self, parts: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
+        """Count what the FLOPs of this rank's microbatches follow from."""
+        counts = {"num_logits": num_logits(parts), "num_pairs": num_visible_pairs(parts)}
+        device = self._layout.device
+        return {
+            name: torch.tensor(number, dtype=torch.float64, device=device)
+            for name, number in counts.items()
+        }
 
     def _share(self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> Share:
         """Return this rank's microbatches. All ranks have the same number of microbatches."""
@@ -383,6 +413,13 @@ class PolicyTrainer:
         self._memory.require()
         if self._is_between_updates:
             raise DivergedError(f"{_TORN}; resume from a checkpoint")
+
+
+def _peak_flops(device: torch.device, dtype: str) -> float | None:
+    """The device's peak in ``dtype``, if it is known."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device))
 
 
 def _loss_function(config: LossConfig) -> LossFunction:
