@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.training.checkpoint_files import MARKER, load_attachment
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.training.config import ProfileConfig
 from torchtitan_rl.weights.config import Transport
 from torchtitan_rl.weights.distribution import SharedMemoryHandle
 
@@ -35,6 +38,7 @@ def test_the_trainer_trains_publishes_and_saves_while_a_checkpoint_is_being_writ
         run_dir=tmp_path,
         log_dir=tmp_path,
         trace_dir=None,
+        profile=ProfileConfig(steps=(3,), ranks=(1,)),
     )
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
 
@@ -100,5 +104,9 @@ def test_the_trainer_trains_publishes_and_saves_while_a_checkpoint_is_being_writ
 
     asyncio.run(check())
     assert checkpoints.steps() == [1, 2]  # closing finished the last
+    (profile,) = (tmp_path / "profile").iterdir()  # of the one chosen rank
+    with gzip.open(profile) as trace:
+        names = {event.get("name") for event in json.load(trace)["traceEvents"]}
+    assert (profile.name, "optimizer step 3" in names) == ("step3-rank1.json.gz", True)
     assert not (checkpoints.path(2) / "attachments").exists()
     assert (checkpoints.path(2) / MARKER).is_file()
