@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.serving.config import EndpointConfig as EndpointConfig
     from torchtitan_rl.training.config import LossConfig as LossConfig
     from torchtitan_rl.training.config import OptimizerConfig as OptimizerConfig
+    from torchtitan_rl.training.config import ProfileConfig as ProfileConfig
     from torchtitan_rl.training.config import TrainerConfig as TrainerConfig
     from torchtitan_rl.training.losses.metrics import LossOutput as LossOutput
     from torchtitan_rl.training.losses.metrics import LossTokens as LossTokens
