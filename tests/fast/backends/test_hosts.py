@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+from tests.support.far_hosts import Endpoint
 from torchtitan_rl.backends.monarch.host_agent import describe_host
-from torchtitan_rl.backends.monarch.hosts import answer_errors, refusal
+from torchtitan_rl.backends.monarch.hosts import answer_errors, leave, refusal
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError, HostsBusyError
 
@@ -43,3 +45,10 @@ def test_hosts_are_only_busy_where_nothing_else_is_wrong() -> None:
     mixed = refusal(here, {"a": old, "b": busy})
     assert type(mixed) is ConfigError
     assert len(mixed.errors) == 2
+
+
+def test_a_host_of_a_job_that_does_not_answer_is_left() -> None:
+    async def fail() -> bool:
+        raise RuntimeError("error creating proc")
+
+    leave({"trainer[0]": SimpleNamespace(end_run=Endpoint(fail))})

@@ -62,8 +62,12 @@ _NUM_TRIES, _TRY_S = 3, 10.0  # to contact a worker again; Monarch needs 0.3 s o
 _AGAIN_TIMEOUT_S = _NUM_TRIES * (_RESET_S + _TRY_S) + 20.0
 _PAUSE_S, _MAX_PAUSE_S = 10.0, 320.0  # after a failed attempt
 _ATTACH_ERRORS = (OSError, ActorError, SupervisionError, RuntimeError, ValueError)
-# -P: without the working folder in sys.path, where other users may have put modules.
-_START = f'exec "${PYTHON_VARIABLE}" -P -m torchtitan_rl.backends.monarch.bootstrap_main'
+# A worker that is not ours has no such variable: its own Python is used then, the first word of its
+# command. -P: without the working folder in sys.path, where other users may have put modules.
+_START = (
+    f'exec "${{{PYTHON_VARIABLE}:-$(tr "\\000" "\\n" </proc/$PPID/cmdline | head -n 1)}}" '
+    "-P -m torchtitan_rl.backends.monarch.bootstrap_main"
+)
 _ATTACH = "launch.attach"
 _CA: Any = "trust_all_connections"  # Monarch's name; `launch.keys` decides who is trusted
 
@@ -253,16 +257,21 @@ class Hosts:
 
 
 def leave(agents: Mapping[str, Any]) -> None:
-    """Tell the workers at these addresses, through their agents, that the run has ended. Waits
-    until the workers no longer listen for this run."""
+    """Tell the workers of these hosts, through their agents, that the run has ended. Waits until
+    workers with an address no longer listen for this run."""
     deadline_s = time.monotonic() + _STOP_TIMEOUT_S
     ending = [(address, agent.end_run.call_one()) for address, agent in agents.items()]
     for address, answer in ending:
         with suppress(*_ATTACH_ERRORS):
             if not answer.get(timeout=max(0.1, deadline_s - time.monotonic())):
                 continue  # it serves another run
-        while accepts(address) and time.monotonic() < deadline_s:
+        while _is_address(address) and accepts(address) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
+
+
+def _is_address(name: str) -> bool:
+    """Whether the name of a host is an address; otherwise it is a place in a job's mesh."""
+    return "://" in name
 
 
 async def _contact_again(address: str) -> HostMesh:
@@ -405,7 +414,7 @@ def _far_host(index: int, name: str, mesh: HostMesh, agent: Any, answer: HostAns
     return Host(
         index=index,
         name=name,
-        ip=Address.parse(name).host if "://" in name else answer.ip,
+        ip=Address.parse(name).host if _is_address(name) else answer.ip,
         mesh=mesh.slice(hosts=0),
         agent=agent,
         policy_dir=answer.policy_dir,
