@@ -101,13 +101,29 @@ def architecture(checkpoint: str) -> dict[str, Any]:
 def with_made_data(task: Task, folder: Path) -> Task:
     """The task with a file that is made instead of the real data, where that is not shipped, and
     with a retriever that runs."""
-    rows = next((rows for kind, rows in MADE.items() if type(task) is kind), None)
-    if rows is None or Path(task.train[0]).is_file():
+    if type(task) not in MADE or Path(task.train[0]).is_file():
         return task
-    file = folder / "policy" / "made.jsonl"
-    file.write_text("".join(f"{json.dumps(rows(number))}\n" for number in range(256)))
-    task = replace(task, train=(str(file),), validation=(str(file),))
+    files = (str(made_file(type(task), folder / "policy" / "made.jsonl")),)
+    task = replace(task, train=files, validation=files)
     return replace(task, retriever=made_retriever()) if isinstance(task, SearchR1Task) else task
+
+
+def made_file(kind: type, file: Path) -> Path:
+    rows = (json.dumps(MADE[kind](number)) for number in range(256))
+    file.write_text("".join(f"{row}\n" for row in rows))
+    return file
+
+
+def toy(name: str, folder: Path) -> list[str]:
+    """The words that make a command use a configuration of a real task at toy size on a CPU, with
+    a policy of the package and made data."""
+    policy, *more = TOYS[name]
+    task = importlib.import_module(f"torchtitan_rl.configs.{name}").config.task
+    file = str(made_file(type(task), folder / "made.jsonl"))
+    data = ["--task.train", file, "--task.validation", file]
+    if isinstance(task, SearchR1Task):
+        data += ["--task.retriever", made_retriever()]
+    return [name, "--policy.checkpoint", f"package:{policy}", *data, *SMALL_SHAPE, *more]
 
 
 def _gsm8k(number: int) -> dict[str, Any]:
@@ -130,6 +146,29 @@ def _nq(number: int) -> dict[str, Any]:
     return {"question": f"{number}: where does {person} live?", "golden_answers": [town]}
 
 
+SMALL_SHAPE = (
+    "--rollout.groups-per-step", "4",
+    "--rollout.group-size", "4",
+    "--rollout.max-total-tokens", "1024",
+    "--rollout.sampling.max-tokens-per-turn", "48",
+    "--generator.replicas", "1",
+    "--generator.max-model-len", "1024",
+    "--generator.max-running-requests", "16",
+    "--trainer.data-parallel-shard", "1",
+    "--trainer.max-episode-tokens", "1024",
+    "--trainer.max-tokens-per-microbatch", "4096",
+    "--evaluation.num-problems", "4",
+)  # fmt: skip
+TOYS = {  # the policy of the package, and options for it
+    "gsm8k_qwen3_0_6b": ("gsm8k",),
+    "gsm8k_qwen3_4b": ("gsm8k",),
+    "dapo_math_qwen3_8b": (
+        *("gsm8k", "--task.answer-pattern", r"####\s*(\S.*)"),
+        *("--rollout.overlong.buffer-tokens", "8"),
+    ),
+    "search_r1_qwen3_4b": ("search", "--task.thinking", "keep"),
+    "code_qwen3_4b": ("code_interpreter",),
+}
 PEOPLE = (("Boris Weaver", "Harlow"), ("Irene Stone", "Kelso"), ("Hugo Wood", "Norby"))
 MADE: Mapping[type, Callable[[int], dict[str, Any]]] = {
     Gsm8kTask: _gsm8k,
