@@ -117,16 +117,17 @@ class Corpus:
         self._bm25s = require("bm25s", "bm25s")
         self._rows = open_sources(sources)
         self._ends = list(accumulate(sum(rows.blocks) for rows in self._rows))
-        if not self._ends or not self._ends[-1]:
-            raise ConfigError("--corpus has no documents: give a file that has")
         if folder is not None and folder.exists():
             self._index = _load(self._bm25s, folder, self._rows)
         else:
-            self._index = self._bm25s.BM25()
             try:
-                self._index.index(self._words(self._contents()), show_progress=False)
+                words = self._words(self._contents())
             except DataError as error:
                 raise ConfigError(f"--corpus: {error}") from error
+            if not words.vocab:
+                raise ConfigError("--corpus has no words: give a file that has")
+            self._index = self._bm25s.BM25()
+            self._index.index(words, show_progress=False)
             if folder is not None:
                 _save(self._index, folder, self._rows)
 

@@ -112,7 +112,8 @@ def test_without_a_key_it_listens_on_this_machine_only(
     ("text", "error"),
     [
         (None, r"there is no such file"),
-        ("", r"--corpus has no documents"),
+        ("", r"--corpus has no words"),
+        ('{"contents": "of the"}\n', r"--corpus has no words"),
         ('{"id": "1"}\n', r"--corpus: .*corpus.jsonl, line 1: no column 'contents'; it has id"),
         ("no JSON\n", r"--corpus: .*corpus.jsonl, line 1: not JSON"),
     ],
