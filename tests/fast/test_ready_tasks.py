@@ -1,5 +1,5 @@
 """The configurations of real tasks at toy size, without an engine: problems, environments and
-rewards. tests/real/test_ready_tasks.py trains two of them."""
+rewards."""
 
 from __future__ import annotations
 
