@@ -246,14 +246,20 @@ def _vllm_sampling(params: Any, kind: Any, request: GenerationRequest) -> Any:
 
 
 async def _monarch_router(settings: EngineSettings, log_dir: Path) -> Any:
+    from torchtitan_rl.routing.router import GeneratorRouter
+
+    return GeneratorRouter([await monarch_replica(settings, log_dir)])
+
+
+async def monarch_replica(settings: EngineSettings, log_dir: Path) -> Any:
+    """Start a Monarch replica."""
     from torchtitan_rl.backends.monarch.generator import spawn_replica
     from torchtitan_rl.backends.monarch.runtime import supervise
     from torchtitan_rl.config.plan import ProcessGroup
-    from torchtitan_rl.routing.router import GeneratorRouter
 
     supervise()
     devices = ("0",) if settings.device == "cuda" else ()
     group = ProcessGroup(name="replica0", ranks=1, threads=settings.threads, devices=devices)
     replica = await spawn_replica(group, _our_spec(settings, log_dir))
     await replica.peer.start()
-    return GeneratorRouter([replica])
+    return replica

@@ -17,6 +17,7 @@ from tests.campaign.plan import CampaignPlan
 from tests.campaign.rows import Rows, write_identity
 from tests.support.simulated_faults import Fate
 from tests.support.simulation import Simulation
+from torchtitan_rl.aio import background
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.checkpointing import (
     SavedRun,
@@ -160,7 +161,7 @@ async def _main(life: Life, resume: bool) -> None:
     simulation = Simulation(plan, root, fate=fate, recorder=rows, rubric=_rubric(plan, fate))
     life.simulation = simulation
     try:
-        async with simulation.restarting():
+        async with simulation.restarting(), background(simulation.follow_caches()):
             await simulation.controller.run(resume_from=found)
             await simulation.trainer.export_hf(root)
     finally:

@@ -59,7 +59,10 @@ def draw(seed: int) -> CampaignPlan:
     restarts = 0 if placement == "asleep" else others.choice([0, 0, 1, 2])
     told_early = staleness == 0 and zero_variance == "skip"
     adapts = random.Random(f"adapts {seed}").random() < (0.8 if told_early else 0.5)
+    limits = random.Random(f"places {seed}")
     return CampaignPlan(
+        max_rollouts=limits.choice([None, None, 1, 3]),
+        cache_tokens=limits.choice([40, 400]),  # some or many rollouts fit
         num_steps=rng.randint(2, 5),
         groups_per_step=rng.randint(1, 3),
         group_size=rng.choice([1, 2, 2, 3]) if zero_variance == "train" else 2,

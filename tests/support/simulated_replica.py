@@ -109,12 +109,14 @@ class SimReplica:
         chance: random.Random,
         trainer: SimTrainer,
         token_s: float = 0.1,
+        cache_tokens: int = 1 << 20,
         fate: Fate | None = None,
     ) -> None:
         self._name = name
         self._trainer = trainer
         self._chance = chance
         self._token_s = token_s
+        self._cache_tokens = cache_tokens
         self._fate = fate or Undisturbed()
         self._is_open = asyncio.Event()
         self._is_open.set()
@@ -373,11 +375,17 @@ class SimReplica:
             version=self.version,
             running=len(self._calls),
             waiting=0,
-            kv_use=0.0,
+            kv_use=min(1.0, self._num_held / self._cache_tokens),
             preemptions=0,
             generated_tokens=self.sampled,
             tokens_per_second=0.0,
             steps=self._steps,
+        )
+
+    @property
+    def _num_held(self) -> int:
+        return sum(
+            len(call.request.prompt_token_ids) + len(call.tokens) for call in self._calls.values()
         )
 
     async def close(self) -> None:

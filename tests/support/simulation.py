@@ -18,6 +18,7 @@ from tests.support.simulated_parts import (
 from tests.support.simulated_replica import SimReplica
 from tests.support.simulated_trainer import SimTrainer
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
 from torchtitan_rl.orchestration.controller import Controller
@@ -26,6 +27,7 @@ from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import Claim, Parts, Unshared
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
+from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
 from torchtitan_rl.rollout.task import Task
@@ -75,6 +77,8 @@ class Plan(Habits):
     rollout_timeout_s: float = 2_000.0
     env_timeout_s: float = 100.0
     trainer_timeout_s: float = 1_000.0
+    max_rollouts: int | None = None  # at once; None: as the replicas' caches allow
+    cache_tokens: int = 1 << 20  # of a replica
     checks_idleness: bool = False  # of replicas, in the steps of a run that aborts its groups
 
 
@@ -119,6 +123,9 @@ class Simulation:
         self.answered: list[Completion] = []  # by the environments: finished turns
         self.dataset = (SimCurriculum if plan.adapts else SimDataset)(plan.problems, fate)
         self.config = run_config(plan)
+        self.places = Places(
+            plan.max_rollouts, at_first=8, num_replicas=plan.replicas - len(self.reserved)
+        )
         self.rollouter = Rollouter(
             generate=self.router.generate,
             environment=lambda problem: ENVIRONMENTS[plan.env_kind](
@@ -127,6 +134,7 @@ class Simulation:
             config=self.config.rollout,
             rubric=rubric,
             active_time=self.router.active_time,
+            places=self.places,
         )
         self.batcher = EpisodeBatcher(config=self.config.rollout, row_len=256)
         self.checkpoints = CheckpointDirectory(root / "checkpoints")
@@ -169,6 +177,12 @@ class Simulation:
             reserved=self.reserved,
         )
 
+    async def follow_caches(self) -> None:
+        """Adapt the number of rollouts to the replicas' caches, until cancelled."""
+        sampler = EngineSampler(self.router.stats, interval_s=2.0)
+        sampler.on_reading = lambda stats: self.places.observe(stats, self.router.unreserved())
+        await sampler.run()
+
     async def _start_again(self, lost: str, name: str) -> SimReplica:
         await asyncio.sleep(self.plan.restart_s)
         self.replicas.append(self._replica(name))
@@ -180,6 +194,7 @@ class Simulation:
             chance=self.chance,
             trainer=self.trainer,
             token_s=self.plan.token_s,
+            cache_tokens=self.plan.cache_tokens,
             fate=self.fate,
         )
 

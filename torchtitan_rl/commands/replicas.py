@@ -21,6 +21,7 @@ from torchtitan_rl.agents.task import environment_factory
 from torchtitan_rl.aio import first_of
 from torchtitan_rl.config.prepare import PreparedRun, PreparedServe
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.run import EnvironmentFactory
@@ -62,7 +63,7 @@ class Generation:
             host=None if self.endpoint is None else self.endpoint.host,
         )
 
-    def rollouter(self, *, num_reserved: int = 0) -> Rollouter:
+    def rollouter(self, *, num_reserved: int = 0, places: Places | None = None) -> Rollouter:
         """A rollouter. ``num_reserved`` of the replicas do not serve its requests."""
         return Rollouter(
             generate=self.router.generate,
@@ -71,6 +72,7 @@ class Generation:
             rubric=self.config.task.rubric(),
             active_time=self.router.active_time,
             num_replicas=self.config.generator.replicas - num_reserved,
+            places=places,
         )
 
     async def with_endpoint(self, work: Coroutine[Any, Any, _T]) -> _T:

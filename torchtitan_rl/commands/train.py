@@ -62,7 +62,9 @@ from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.run_state import Claim, Parts, Trainer
 from torchtitan_rl.processes import collect_less, stay_on_cores
+from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rendering import load_tokenizer
+from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.restarts import ReplicaRestarts, first_name
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -288,7 +290,10 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         router = _router(config, processes, ledger)
         reserved = reserved_replicas(config)
         await stack.enter_async_context(losses.restarting(processes, router, reserved=reserved))
+        places = _places(config)
         engines = EngineSampler(router.stats, reserved=reserved)
+        if places is not None:
+            engines.on_reading = lambda stats: places.observe(stats, router.unreserved())
         await stack.enter_async_context(background(engines.run()))
         recorder.watch_engines(engines)
         endpoint = None
@@ -301,7 +306,8 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         generation = Generation(
             config=config, router=router, tokenizer=tokenizer, endpoint=endpoint
         )
-        parts = _parts(run, processes.trainer, generation, ledger, recorder)
+        rollouter = generation.rollouter(num_reserved=len(reserved), places=places)
+        parts = _parts(run, processes.trainer, generation, rollouter, ledger, recorder)
         controller = Controller(config, parts)
         recorder.watch_controller(controller.now)
 
@@ -340,10 +346,22 @@ def _router(config: RunConfig, processes: RunProcesses, ledger: TokenLedger) -> 
     )
 
 
+def _places(config: RunConfig) -> Places | None:
+    limit, generator = config.schedule.max_rollouts, config.generator
+    if limit == "all":
+        return None
+    return Places(
+        None if limit == "auto" else limit,
+        at_first=generator.max_running_requests,
+        num_replicas=generator.replicas - len(reserved_replicas(config)),
+    )
+
+
 def _parts(
     run: _Run,
     trainer: Trainer,
     generation: Generation,
+    rollouter: Rollouter,
     ledger: TokenLedger,
     recorder: RunRecorder,
 ) -> Parts:
@@ -351,7 +369,7 @@ def _parts(
     return Parts(
         dataset=config.task.dataset("train", seed=config.seed),
         evaluation_problems=run.prepared.evaluation_problems,
-        rollouter=generation.rollouter(num_reserved=len(reserved_replicas(config))),
+        rollouter=rollouter,
         batcher=EpisodeBatcher(
             config=config.rollout,
             row_len=config.trainer.max_episode_tokens,

@@ -57,6 +57,7 @@ _MAY_CHANGE = (
     "rollout.step_timeout_s",
     "rollout.rollout_timeout_s",
     "schedule.during_training",
+    "schedule.max_rollouts",
     "schedule.max_empty_batches",
     "schedule.report_wait_s",
     "schedule.max_wait_s",

@@ -34,6 +34,8 @@ class EngineSampler:
     A reading that fails or takes longer than ``timeout_s`` is counted and skipped. Such a reading
     means that a replica has just died or hangs; the router reports this.
 
+    ``on_reading`` is called with each successful reading.
+
     Args:
         reserved: replicas that only evaluate. These replicas, and those that replace them, do not
             count as idle generators.
@@ -48,6 +50,7 @@ class EngineSampler:
         timeout_s: float = 5.0,
     ) -> None:
         self._read = read
+        self.on_reading: Callable[[StatsByReplica], None] | None = None
         self._reserved = frozenset(reserved)
         self._interval_s = interval_s
         self._timeout_s = timeout_s
@@ -69,6 +72,8 @@ class EngineSampler:
                 async with asyncio.timeout(self._timeout_s):
                     self.newest = await self._read()
                 self._readings.append(self.newest)
+                if self.on_reading is not None:
+                    self.on_reading(self.newest)
             except (TorchtitanRLError, TimeoutError):
                 self._num_failed += 1
 

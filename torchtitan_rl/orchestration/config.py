@@ -57,6 +57,10 @@ class ScheduleConfig:
     during_training: Literal["continue", "pause"] = "continue"
     """What unfinished rollouts do during a training step: ``continue``, or ``pause`` and keep their
     tokens until the new weights have arrived. On colocated devices they always pause."""
+    max_rollouts: Annotated[int, Interval(ge=1, le=1 << 20)] | Literal["auto", "all"] = "all"
+    """Maximum number of rollouts that run at the same time; the others wait, oldest group first.
+    ``auto`` follows the free KV cache of the replicas; ``all`` lets requests wait in the engines
+    instead. Set a number if environments are scarce. Evaluation is not limited."""
     zero_variance: Literal["train", "skip", "resample"] = "train"
     """What happens to groups whose rewards are all equal: ``train`` on them, ``skip`` them for
     another problem, or ``resample`` them with other seeds."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.rollout.rubric import (
     Rubric,
@@ -57,7 +58,8 @@ class Rollouter:
     ``environment`` is called on the event loop and must be quick; slow set-up belongs in the
     environment's ``reset``. Without a ``rubric``, rollouts get the reward of their environment.
     ``active_time`` (usually the router's clock) is stopped while no rollout can generate.
-    ``num_replicas`` is the number of replicas that share a step's rollouts.
+    ``num_replicas`` is the number of replicas that share a step's rollouts. A rollout takes one of
+    the ``places``, except in calls with another ``generate``.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class Rollouter:
         rubric: Rubric | None = None,
         active_time: ActiveTime | None = None,
         num_replicas: int = 1,
+        places: Places | None = None,
     ) -> None:
         self._generate = generate
         self._siblings_together = siblings_together(config, num_replicas)
         self._active_time = active_time or ActiveTime()
+        self._places = places
         self._environment = environment
         self._config = config
         self._rubric = rubric
@@ -155,6 +159,7 @@ class Rollouter:
             attempt=attempt,
             min_version=min_version,
             siblings_together=self._siblings_together,
+            places=self._places if generate is None else None,
             on_turn=on_turn,
             on_discard=on_discard,
         )

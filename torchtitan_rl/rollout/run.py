@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
@@ -39,6 +40,7 @@ from typing import Any
 from torchtitan_rl.rollout.calls import is_cancelled, summary
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation, Terminal
+from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.records import EnvState, RecordedRollout
 from torchtitan_rl.rollout.session import EnvSession, NotResumableError
 from torchtitan_rl.rollout.tree import RolloutEnded, RolloutEnv, TurnTree
@@ -63,6 +65,7 @@ ROLLED_BACK = "rolled_back"
 class Phase(StrEnum):
     """What a running rollout waits for."""
 
+    PLACE = "place"  # see `places.py`
     ENVIRONMENT = "environment"
     GENERATION = "generation"
     REWARD = "reward"
@@ -100,6 +103,7 @@ class GroupSettings:
     attempt: int
     min_version: int
     siblings_together: int
+    places: Places | None
     on_turn: OnTurn | None
     on_discard: OnDiscard | None
 
@@ -249,23 +253,36 @@ class RolloutRun:
             HangingCallsError: too many abandoned calls hang.
             Exception: ``on_turn`` or ``on_discard`` raised it.
         """
-        self._start_time()
         self._report_discarded(ROLLED_BACK, self._num_refused)
         ended = self._recorded_end()
         if ended is None:
-            try:
-                ended = await self._roll_out()
-            except NotResumableError:
-                self._report_discarded(ENV_NOT_RESUMABLE, self._record.num_tokens)
-                self._record = RecordedRollout(rollout_id=self.rollout_id)
-                self._is_restoring, self._messages = False, ()
-                ended = await self._roll_out()
+            async with self._place():
+                self._start_time()
+                try:
+                    ended = await self._roll_out()
+                except NotResumableError:
+                    self._report_discarded(ENV_NOT_RESUMABLE, self._record.num_tokens)
+                    self._record = RecordedRollout(rollout_id=self.rollout_id)
+                    self._is_restoring, self._messages = False, ()
+                    ended = await self._roll_out()
         if self._record.partial is not None:  # no request has continued it
             self._report_discarded(ROLLED_BACK, len(self._record.partial.token_ids))
         self._record = RecordedRollout(rollout_id=self.rollout_id, turns=ended.turns, ended=ended)
         self._open_turn = None
         self.leave()
         return ended
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        places = self._group.places
+        if places is None:
+            yield
+            return
+        if places.are_taken:
+            self.enter(Phase.PLACE, "waits to start")
+        async with places.take():
+            self.enter(Phase.ENVIRONMENT, "starts")
+            yield
 
     def _start_time(self) -> None:
         self._deadline_s = self._group.active_time.now_s() + self._group.config.rollout_timeout_s

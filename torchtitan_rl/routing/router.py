@@ -26,7 +26,7 @@ from torchtitan_rl.routing.pausing import (
     wake_up,
 )
 from torchtitan_rl.routing.placement import Placement
-from torchtitan_rl.routing.replicas import Phase, Replica, ReplicaPool, ReplicaState
+from torchtitan_rl.routing.replicas import Halt, Phase, Replica, ReplicaPool, ReplicaState
 from torchtitan_rl.routing.requests import OnEnded, ReplicaAccount, RequestTracker
 from torchtitan_rl.routing.weights import SyncMode, SyncOrder, SyncReport, WeightSync
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, OnProgress
@@ -251,6 +251,14 @@ class GeneratorRouter:
             return False
 
         await self._pool.wait_until(never, key="lost")
+
+    def unreserved(self) -> dict[str, bool]:
+        """The live replicas for requests without a pin, by name; whether each takes requests now,
+        rather than pausing or draining."""
+        return {
+            state.name: state.takes_requests and state.halt is Halt.RUNNING
+            for state in self._pool.live_unreserved()
+        }
 
     def states(self) -> dict[str, Phase]:
         return {state.name: state.phase for state in self._pool.all}

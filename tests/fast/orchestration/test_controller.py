@@ -65,6 +65,14 @@ def test_trap_26_staleness_0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_pat
     )
 
 
+def test_fewer_rollouts_at_the_same_time_train_the_same_in_more_time(tmp_path: Path) -> None:
+    plan = Plan(num_steps=4)
+    whole = run(plan, tmp_path / "whole").trainer
+    for number in (1, 4):
+        limited = run(replace(plan, max_rollouts=number), tmp_path / f"{number}").trainer
+        assert limited.weights == whole.weights
+
+
 def test_evaluation_alongside_training_does_not_change_what_is_trained(tmp_path: Path) -> None:
     plan = Plan(num_steps=5)
     evaluated = replace(plan, validate_every=2, evaluation_problems=3)
