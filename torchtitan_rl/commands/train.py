@@ -290,7 +290,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         router = _router(config, processes, ledger)
         reserved = reserved_replicas(config)
         await stack.enter_async_context(losses.restarting(processes, router, reserved=reserved))
-        places = _places(config)
+        places = _places(prepared)
         engines = EngineSampler(router.stats, reserved=reserved)
         if places is not None:
             engines.on_reading = lambda stats: places.observe(stats, router.unreserved())
@@ -346,13 +346,14 @@ def _router(config: RunConfig, processes: RunProcesses, ledger: TokenLedger) -> 
     )
 
 
-def _places(config: RunConfig) -> Places | None:
+def _places(prepared: PreparedRun) -> Places | None:
+    config = prepared.config
     limit, generator = config.schedule.max_rollouts, config.generator
     if limit == "all":
         return None
     return Places(
         None if limit == "auto" else limit,
-        at_first=generator.max_running_requests,
+        at_first=generator.running_requests(prepared.plan.device),
         num_replicas=generator.replicas - len(reserved_replicas(config)),
     )
 
