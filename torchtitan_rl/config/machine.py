@@ -75,7 +75,7 @@ def machine_facts() -> MachineFacts:
     return MachineFacts(
         cuda_devices=devices,
         num_cores=min([len(os.sched_getaffinity(0)), *_cgroup_cores()]),
-        memory_bytes=min(psutil.virtual_memory().total, *_cgroup_limits()),
+        memory_bytes=min([psutil.virtual_memory().total, *_cgroup_limits()]),
         max_open_files=None if soft == resource.RLIM_INFINITY else soft,
         cuda=probe_cuda() if devices else None,
     )

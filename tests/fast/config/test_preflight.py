@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -158,3 +160,13 @@ def test_a_child_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.subprocess, "run", crash)
     facts = probe_cuda.__wrapped__()
     assert facts.error.startswith("a process that starts it ended with -6")
+
+
+def test_a_machine_without_limits_of_cgroups_has_all_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_CGROUP_LIMITS", "_CGROUP_CPU"):  # as in the root group of cgroups 2
+        monkeypatch.setattr(machine, name, ())
+    here = machine_facts()
+    assert here.memory_bytes == psutil.virtual_memory().total
+    assert here.num_cores == len(os.sched_getaffinity(0))
