@@ -78,7 +78,12 @@ def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
 
 def gpus(number: int) -> MachineFacts:
     devices = tuple(map(str, range(number)))
-    return MachineFacts(cuda_devices=devices, num_cores=16, memory_bytes=256 << 30)
+    return MachineFacts(
+        cuda_devices=devices,
+        device_bytes=(24 if number == 1 else 80) * 10**9,
+        num_cores=16,
+        memory_bytes=256 << 30,
+    )
 
 
 def architecture(checkpoint: str) -> dict[str, Any]:

@@ -41,7 +41,10 @@ CONTROLLER_HOST = -1  # a value of `ProcessGroup.host`: the controller's machine
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 MIG = "MIG-"
 
-_MADE_UP = re.compile(r"(?P<hosts>[1-9]\d{0,3})x(?P<devices>\d{1,3})")
+_MADE_UP = re.compile(
+    r"(?P<hosts>[1-9]\d{0,3})x(?P<devices>\d{1,3})(x(?P<size>[1-9]\d{0,3})GB)?"
+    r"|(?P<own>[1-9]\d{0,2})x(?P<own_size>[1-9]\d{0,3})GB"
+)
 _MADE_UP_CORES = 64
 _MADE_UP_MEMORY = 1 << 40
 _INDEX = re.compile(
@@ -59,6 +62,7 @@ class MachineFacts:
     """The resources of this machine. ``cuda_devices`` are named as in ``CUDA_VISIBLE_DEVICES``."""
 
     cuda_devices: tuple[str, ...] = ()
+    device_bytes: int = 0  # memory of the smallest CUDA device; 0: unknown
     num_cores: int
     memory_bytes: int
     max_open_files: int | None = None  # limit of one process; None: no limit
@@ -72,12 +76,14 @@ def machine_facts() -> MachineFacts:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     devices = visible_devices(os.environ.get(VARIABLE), num_visible=torch.cuda.device_count())
+    cuda = probe_cuda() if devices else None
     return MachineFacts(
         cuda_devices=devices,
+        device_bytes=min((one.total_bytes for one in cuda.devices), default=0) if cuda else 0,
         num_cores=min([len(os.sched_getaffinity(0)), *_cgroup_cores()]),
         memory_bytes=min([psutil.virtual_memory().total, *_cgroup_limits()]),
         max_open_files=None if soft == resource.RLIM_INFINITY else soft,
-        cuda=probe_cuda() if devices else None,
+        cuda=cuda,
     )
 
 
@@ -90,6 +96,7 @@ class HostFacts:
     mesh: str = ""  # the name of its mesh in ``launch.job``
     machine: str = ""  # the host's own name
     cuda_devices: tuple[str, ...] = ()
+    device_bytes: int = 0  # memory of the smallest CUDA device; 0: unknown
     num_cores: int
     memory_bytes: int
     cuda: CudaFacts | None = None  # None without devices, and if the host is made up
@@ -98,25 +105,43 @@ class HostFacts:
         """Such as ``tls://10.0.0.2:26600 (node7), 8 CUDA devices``; without devices, its cores."""
         devices = len(self.cuda_devices)
         has = count(devices, "CUDA device") if devices else count(self.num_cores, "core")
+        has += f" of {self.device_bytes / 2**30:.1f} GiB" if self.device_bytes else ""
         where = self.address or self.mesh
         where = f"{where} ({self.machine})" if self.machine else where
         return ", ".join(part for part in (where, has) if part)
 
 
+def host_of(machine: MachineFacts) -> HostFacts:
+    """This machine as the only host of a run."""
+    return HostFacts(
+        address="",
+        cuda_devices=machine.cuda_devices,
+        device_bytes=machine.device_bytes,
+        num_cores=machine.num_cores,
+        memory_bytes=machine.memory_bytes,
+    )
+
+
 def made_up_hosts(text: str, addresses: Sequence[str] = ()) -> tuple[HostFacts, ...]:
-    """The hosts of ``launch.hosts``: ``4x8`` is 4 hosts of 8 CUDA devices.
+    """The hosts of ``launch.hosts``: ``4x8`` is 4 hosts of 8 CUDA devices, ``4x8x80GB`` says their
+    size, and ``8x80GB`` is one host.
 
     Raises:
         ValueError: the text has another form.
     """
     found = _MADE_UP.fullmatch(text)
     if found is None:
-        raise ValueError("give NUMBERxDEVICES, such as 4x8, or 4x0 for hosts without CUDA devices")
-    number, devices = int(found["hosts"]), int(found["devices"])
+        raise ValueError(
+            "give NUMBERxDEVICES, such as 4x8, or 4x0 for hosts without CUDA devices; with the "
+            "devices' size, 8x80GB for one host or 4x8x80GB"
+        )
+    number, devices = int(found["hosts"] or 1), int(found["devices"] or found["own"])
+    size = int(found["size"] or found["own_size"] or 0) * 10**9
     return tuple(
         HostFacts(
             address=addresses[index] if index < len(addresses) else "",
             cuda_devices=tuple(map(str, range(devices))),
+            device_bytes=size if devices else 0,
             num_cores=_MADE_UP_CORES,
             memory_bytes=_MADE_UP_MEMORY,
         )

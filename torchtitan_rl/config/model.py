@@ -74,6 +74,7 @@ class PolicyFacts:
     num_bytes: int  # total size of the weight files
     bytes_per_weight: int = 2  # size of one weight in these files
     kv_values_per_token: int = 0  # number of keys and values of all layers; 0: unknown
+    architecture: PolicyArchitecture | None = None  # None: not trainable
 
     @property
     def num_weights(self) -> int:
@@ -101,6 +102,11 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
     config = _with_defaults(config)
     if reasons := _unsupported(config):
         raise ConfigError([f"policy.checkpoint: {path}: {reason}" for reason in reasons])
+    return architecture_of(config)
+
+
+def architecture_of(config: Mapping[str, Any]) -> PolicyArchitecture:
+    """The sizes in a supported ``config.json``."""
     family = FAMILIES[config["model_type"]]
     return PolicyArchitecture(
         dim=config["hidden_size"],
@@ -162,6 +168,7 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
         * _size(config, "num_hidden_layers", default=0)
         * num_kv_heads
         * head_dim,
+        architecture=None if _unsupported(config) else architecture_of(config),
     )
 
 
@@ -225,14 +232,14 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _head_dim(config: dict[str, Any]) -> int:
+def _head_dim(config: Mapping[str, Any]) -> int:
     # If the file lacks a field, use the default of transformers.
     family = FAMILIES.get(str(config.get("model_type")), ModelFamily())
     of_heads = config["hidden_size"] // config["num_attention_heads"]
     return int(config.get("head_dim") or family.default_head_dim or of_heads)
 
 
-def _dtype(config: dict[str, Any]) -> str | None:
+def _dtype(config: Mapping[str, Any]) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 

@@ -27,16 +27,20 @@ from torchtitan_rl.config.checks import (
     generator_errors,
     start_notes,
 )
+from torchtitan_rl.config.fit import device_bytes
 from torchtitan_rl.config.machine import (
     HostFacts,
     MachineFacts,
     count,
+    host_of,
     hosts_by_mesh,
     machine_facts,
     made_up_hosts,
 )
+from torchtitan_rl.config.memory import MemoryPlan, memory_plan
 from torchtitan_rl.config.model import PolicyFacts, find_policy, is_elsewhere
 from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts, plan_processes, plan_serving
+from torchtitan_rl.config.published import published_facts
 from torchtitan_rl.config.resume import (
     ResumePoint,
     compare_with_saved,
@@ -45,7 +49,7 @@ from torchtitan_rl.config.resume import (
     run_identity,
     write_identity,
 )
-from torchtitan_rl.config.room import find_weight_room, host_notes, memory_use, serving_errors
+from torchtitan_rl.config.room import find_weight_room, host_notes, serving_errors
 from torchtitan_rl.config.run import (
     File,
     RunConfig,
@@ -62,6 +66,7 @@ from torchtitan_rl.rollout.task import Split, Task
 from torchtitan_rl.serving.config import EndpointConfig, Keys, endpoint_errors
 from torchtitan_rl.training.config import decided_loss
 from torchtitan_rl.types import Problem
+from torchtitan_rl.weights.config import Transport, choose_transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +82,7 @@ class PreparedRun:
     evaluation_problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     num_weights: int | None = None  # the policy's, if the policy is on this machine
-    memory_bytes: dict[str, int] = field(default_factory=dict)  # needed on CPUs, by part
+    memory: MemoryPlan | None = None  # None: the sizes of the policy are not known
     identity: dict[str, Any] = field(default_factory=dict)
     resume_point: ResumePoint | None = None
 
@@ -94,7 +99,7 @@ class PreparedRun:
             f"policy: {self.policy_dir}{size}",
             f"outputs: {config.run_dir}",
             self.plan.describe(),
-            self._describe_memory(),
+            *([] if self.memory is None else self.memory.describe()),
             self._describe_mode(),
             f"steps: {config.num_steps} of {rollout.groups_per_step} groups of "
             f"{rollout.group_size} rollouts, each of at most {count(rollout.max_turns, 'turn')} "
@@ -106,9 +111,7 @@ class PreparedRun:
             f"{rollout.rollout_timeout_s:g} s for a rollout",
             "" if config.mode == "train" else _describe_replica(config.generator, self.plan.device),
             "" if config.mode == "generate" else f"training: {self._describe_training()}",
-            f"weights: at most {config.num_published_versions} versions published at a time"
-            if config.mode == "both"
-            else "",
+            self._describe_weights(),
             f"evaluation: {self._describe_evaluation()}",
             self._describe_recording(),
             f"start: {self.describe_start(self._checkpoint_step)}",
@@ -124,7 +127,7 @@ class PreparedRun:
             "num_weights": self.num_weights,
             "outputs": self.config.run_dir,
             "processes": self.plan,
-            "memory_bytes": self.memory_bytes,
+            "memory_bytes": self.memory,
             "capacity": self.config.capacity,
             "max_rollouts": self.config.max_rollouts,
             "running_requests": self.config.generator.running_requests(self.plan.device),
@@ -135,14 +138,19 @@ class PreparedRun:
             "notes": self.notes,
         }
 
-    def _describe_memory(self) -> str:
-        if self.plan.device == "cuda":
-            share = self.config.generator.gpu_memory_utilization
-            return f"memory: each replica takes {share:.0%} of its devices'"
-        sizes = self.memory_bytes.items()
-        parts = [f"{name} {size / 2**30:.1f}" for name, size in sizes if size >= 2**27]
-        total = sum(self.memory_bytes.values()) / 2**30
-        return f"memory: about {total:.1f} GiB ({', '.join(parts)})" if parts else ""
+    def _describe_weights(self) -> str:
+        trainer, replicas = self.plan.trainer, self.plan.replicas
+        if trainer is None or not replicas:
+            return ""
+        transport = choose_transport(
+            self.config.weight_sync.transport,
+            trainer_hosts=trainer.rank_hosts or (trainer.host,),
+            replica_hosts=[group.host for group in replicas],
+        )
+        return (
+            f"weights: at most {self.config.num_published_versions} versions published at a time, "
+            f"{_TRANSPORTS[transport]}"
+        )
 
     def _describe_mode(self) -> str:
         match self.config.mode:
@@ -208,6 +216,12 @@ def _describe_replica(generator: GeneratorConfig, device: Literal["cpu", "cuda"]
     )
 
 
+_TRANSPORTS = {
+    Transport.SHARED_MEMORY: "in shared memory",
+    Transport.RDMA: "sent by RDMA, or through Monarch's channels without such hardware",
+    Transport.BOTH: "in shared memory on the trainer's host and by RDMA to the others, or through "
+    "Monarch's channels without such hardware",
+}
 _SAMPLED_BYTES, _PROMPT_BYTES = 80, 7  # of a token in rollouts.jsonl
 
 
@@ -234,8 +248,9 @@ def prepare_run(
     about this machine.
 
     With ``launch.hosts`` the hosts are made up, so the policy may be missing on this machine; then
-    a note says so. With other hosts, ``ask_hosts`` is called after all other checks have
-    passed, and the plan is made for the hosts' facts.
+    the plan has the published sizes of the model, or a note says that they are not known. With
+    other hosts, ``ask_hosts`` is called after all other checks have passed, and the plan is made
+    for the hosts' facts.
 
     Raises:
         ConfigError: the run cannot start. The exception lists all errors of single fields or, if
@@ -251,19 +266,23 @@ def prepare_run(
     policy_dir: Path | None = None
     policy: PolicyFacts | None = None
     errors: list[str] = []
-    try:
-        policy_dir, policy = find_policy(config.policy.checkpoint, is_trained=True)
-    except ConfigError as error:
-        if config.launch.hosts and is_elsewhere(config.policy.checkpoint):
-            policy_dir = Path(config.policy.checkpoint)
-        else:
-            errors = error.errors
+    checkpoint, is_here = config.policy.checkpoint, True
+    if config.launch.hosts and is_elsewhere(checkpoint):
+        policy, is_here = published_facts(checkpoint), False
+    if policy is None:
+        try:
+            policy_dir, policy = find_policy(checkpoint, is_trained=True)
+            is_here = True
+        except ConfigError as error:
+            errors = error.errors if is_here else []
+    if not is_here:
+        policy_dir = Path(checkpoint)
     errors += find_errors(config, policy, machine, keys)
     problems, found = find_problems(config)
     errors += found
     identity: dict[str, Any] = {}
     resume_point: ResumePoint | None = None
-    if policy is not None and policy_dir is not None:
+    if policy is not None and policy_dir is not None and is_here:
         if not has_hosts(config.launch):
             no_room, note = find_weight_room(config, policy, machine)
             errors += [no_room] if no_room else []
@@ -275,7 +294,7 @@ def prepare_run(
     plan, of_hosts = _plan(config, policy_dir, policy, machine, ask_hosts)
     config, decisions = _decided(config, plan)
     notes += decisions
-    if policy is not None:  # once more, with what only the plan decides
+    if policy is not None and is_here:  # once more, with what only the plan decides
         identity = run_identity(config, policy_dir)
         resume_point, _, changes = compare_with_saved(config, identity)
         notes += changes
@@ -287,11 +306,13 @@ def prepare_run(
         num_rollouts=config.max_rollouts,
         num_cores=machine.num_cores,
     )
-    if policy is None:
-        notes.append(
-            f"policy.checkpoint is {config.policy.checkpoint!r}: it is not on this machine, so "
+    if not is_here:
+        how = (
             "whether the run fits it was not checked"
+            if policy is None
+            else "the plan has its published sizes"
         )
+        notes.append(f"policy.checkpoint is {checkpoint!r}: it is not on this machine, so {how}")
     return PreparedRun(
         config=config,
         policy_dir=policy_dir,
@@ -300,7 +321,14 @@ def prepare_run(
         evaluation_problems=problems,
         notes=tuple(notes),
         num_weights=None if policy is None else policy.num_weights,
-        memory_bytes=memory_use(config, policy) if policy and plan.device == "cpu" else {},
+        memory=None
+        if policy is None
+        else memory_plan(
+            config,
+            policy,
+            device=plan.device,
+            device_bytes=device_bytes(plan.hosts or [host_of(machine)]),
+        ),
         identity=identity,
         resume_point=resume_point,
     )

@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.agents.task import AgentTask
+from torchtitan_rl.config.fit import (
+    describe_fit,
+    device_bytes,
+    device_memory_errors,
+    fitting_options,
+)
 from torchtitan_rl.config.machine import (
     MIG,
     HostFacts,
@@ -22,9 +28,18 @@ from torchtitan_rl.config.machine import (
     count,
     device_of,
     host_name,
+    host_of,
     made_up_hosts,
     place,
     sharing_proposal,
+)
+from torchtitan_rl.config.memory import (
+    PINNED,
+    PROCESS_BYTES,
+    PUBLISHED,
+    Device,
+    memory_plan,
+    replica_memory,
 )
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.plan import ProcessPlan, threads_on_hosts
@@ -34,7 +49,6 @@ from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.launch.addresses import Address, address_errors, mixed_errors
 from torchtitan_rl.weights.shm_cleanup import HEADROOM_BYTES, SHARED_MEMORY_ROOT
 
-_OVERHEAD_BYTES = 1 << 30  # memory of a process that has imported vLLM or torchtitan
 MAX_THREADS_PER_CORE = 4  # on a CPU; more threads only cost memory and context switches
 _OTHER_FILES = 256  # files that the controller always has open
 _FILES_PER_AGENT = 2
@@ -50,21 +64,28 @@ def machine_errors(
     config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts
 ) -> list[str]:
     """Errors if the run's processes are all on this machine, and it has too few devices or, without
-    CUDA, too few cores or too little memory. Also an error if the controller may open too few files
-    for the run's agents."""
+    CUDA, too few cores, or too little memory. Also an error if the controller may open too few
+    files for the run's agents."""
     errors = []
-    if has_hosts(config.launch):
-        pass
-    elif machine.cuda_devices:
-        errors = _device_errors(config, machine.cuda_devices)
+    if not has_hosts(config.launch):
+        device: Device = "cuda" if machine.cuda_devices else "cpu"
+        if device == "cuda":
+            errors = _device_errors(config, machine.cuda_devices)
+        else:
+            errors = _thread_errors(config, machine.num_cores)
         if machine.cuda is not None:
             generating = 0 if config.mode == "train" else config.generator.num_ranks
             errors += _cuda_errors(config, machine.cuda, generating)
-    else:
-        errors = _thread_errors(config, machine.num_cores)
         if policy is not None:
-            needed = sum(memory_use(config, policy).values())
-            errors += too_little_memory(config.generator, policy, needed, machine.memory_bytes)
+            errors += device_memory_errors(config, policy, [host_of(machine)])
+            errors += too_little_memory(
+                config,
+                policy,
+                machine.memory_bytes,
+                device=device,
+                replicas=config.generator.replicas,
+                trainer_ranks=config.trainer.world_size,
+            )
     limit = machine.max_open_files
     # Each running agent has open connections in the controller.
     needed = _OTHER_FILES + _FILES_PER_AGENT * config.max_rollouts
@@ -147,8 +168,9 @@ def serving_errors(
     """Errors if this machine has too few devices or, without CUDA, too little memory, for replicas
     without a trainer."""
     if not machine.cuda_devices:
-        needed = generator.replicas * replica_bytes(generator, policy)
-        return too_little_memory(generator, policy, needed, machine.memory_bytes)
+        rank = sum(replica_memory(generator, policy, device="cpu").values())
+        needed = generator.num_ranks * rank
+        return _memory_errors(generator, policy, needed, machine.memory_bytes, "the machine")
     errors = []
     if generator.num_ranks > len(machine.cuda_devices):
         errors.append(
@@ -167,52 +189,45 @@ def serving_errors(
     return errors
 
 
-def memory_use(config: RunConfig, policy: PolicyFacts) -> dict[str, int]:
-    """The memory that a run on a CPU needs, in bytes, by part."""
-    parts = {}
-    if config.mode != "train":
-        parts["replicas"] = config.generator.replicas * replica_bytes(config.generator, policy)
-    if config.mode != "generate":
-        parts["trainer"] = trainer_bytes(config, policy)
-    if config.mode == "both":
-        parts["published weights"] = published_bytes(config, policy)
-    return parts
-
-
-def trainer_bytes(config: RunConfig, policy: PolicyFacts) -> int:
-    """The memory of all ranks of a trainer on a CPU, in bytes: four copies of the float32 weights,
-    and another one for a reference policy."""
-    trainer = config.trainer
-    copies = 5 if trainer.loss.kl_coefficient > 0 else 4
-    weights = copies * trainer.data_parallel_replicate * policy.num_bytes_as("float32")
-    return weights + trainer.world_size * _OVERHEAD_BYTES
-
-
-def published_bytes(config: RunConfig, policy: PolicyFacts) -> int:
-    """The memory of the published versions on a CPU, in bytes."""
-    return config.num_published_versions * policy.num_bytes_as("float32")
-
-
-def replica_bytes(generator: GeneratorConfig, policy: PolicyFacts) -> int:
-    """The memory of one replica on a CPU, in bytes. All ranks of the replica together hold two
-    copies of the weights: plain and packed."""
-    rank = generator.kv_cache_bytes + _OVERHEAD_BYTES
-    return 2 * policy.num_bytes_as("float32") + generator.tensor_parallel * rank
+def needed_bytes(
+    config: RunConfig, policy: PolicyFacts, *, replicas: int, trainer_ranks: int, device: Device
+) -> int:
+    """The memory that a host needs for some of a run's replicas and trainer ranks. On CUDA it holds
+    processes, published weights and the trainer's offloaded state."""
+    plan = memory_plan(config, policy, device=device)
+    published = plan.host.get(PUBLISHED, 0) if replicas or trainer_ranks else 0
+    ranks = replicas * config.generator.tensor_parallel
+    if device == "cuda":
+        pinned = plan.host.get(PINNED, 0) * trainer_ranks // config.trainer.world_size
+        return (ranks + trainer_ranks) * PROCESS_BYTES + pinned + published
+    replica, trainer = sum(plan.replica.values()), sum(plan.trainer.values())
+    return ranks * replica + trainer_ranks * trainer + published
 
 
 def too_little_memory(
-    generator: GeneratorConfig,
+    config: RunConfig,
     policy: PolicyFacts,
-    needed: int,
     memory_bytes: int,
     *,
+    device: Device,
+    replicas: int,
+    trainer_ranks: int,
     where: str = "the machine",
 ) -> list[str]:
     """The error if all processes of a machine together need more memory than it has."""
+    needed = needed_bytes(
+        config, policy, replicas=replicas, trainer_ranks=trainer_ranks, device=device
+    )
+    return _memory_errors(config.generator, policy, needed, memory_bytes, where)
+
+
+def _memory_errors(
+    generator: GeneratorConfig, policy: PolicyFacts, needed: int, memory_bytes: int, where: str
+) -> list[str]:
     if needed <= memory_bytes:
         return []
-    caches = generator.tensor_parallel * generator.kv_cache_bytes
-    name = "kv_cache_bytes" if 2 * caches > replica_bytes(generator, policy) else "replicas"
+    rank = replica_memory(generator, policy, device="cpu")
+    name = "kv_cache_bytes" if 2 * rank["KV cache"] > sum(rank.values()) else "replicas"
     return [
         f"generator.{name} is {getattr(generator, name)}: all processes need about "
         f"{needed / 2**30:.0f} GiB and {where} has {memory_bytes / 2**30:.0f} GiB; "
@@ -328,14 +343,32 @@ def host_errors(
     try:
         placement = place(config, hosts)
     except NoRoomError as error:
-        return [str(error)]
+        if policy is None or not device_bytes(hosts):
+            return [str(error)]
+        return [f"{error}; {describe_fit(fitting_options(config, policy, hosts))}"]
     errors = _transport_errors(config, placement)
     if all(hosts[host].address for host in placement.trainer_hosts):
         errors += _plain_text_errors(config.launch, hosts, placement.trainer_hosts)
-    if device_of(hosts) == "cuda":
-        return errors + _host_cuda_errors(config, policy, hosts, placement)
-    errors += _host_thread_errors(config, hosts, placement)
-    return errors + (_memory_errors(config, policy, hosts, placement) if policy else [])
+    device = device_of(hosts)
+    if device == "cuda":
+        errors += _host_cuda_errors(config, policy, hosts, placement)
+    else:
+        errors += _host_thread_errors(config, hosts, placement)
+    if policy is None:
+        return errors
+    errors += device_memory_errors(config, policy, hosts)
+    replicas, ranks = Counter(placement.replica_hosts), Counter(placement.trainer_hosts)
+    for host, facts in enumerate(hosts):
+        errors += too_little_memory(
+            config,
+            policy,
+            facts.memory_bytes,
+            device=device,
+            replicas=replicas[host],
+            trainer_ranks=ranks[host],
+            where=host_name(host),
+        )
+    return errors
 
 
 def _host_cuda_errors(
@@ -506,21 +539,5 @@ def _host_thread_errors(
             f"{part}.threads is {getattr(config, part).threads}: {number} threads compute on "
             f"{host_name(host)}, more than {MAX_THREADS_PER_CORE} for each of its "
             f"{count(hosts[host].num_cores, 'core')}; give fewer, fewer processes, or more hosts"
-        )
-    return errors
-
-
-def _memory_errors(
-    config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts], placement: Placement
-) -> list[str]:
-    replicas, ranks = Counter(placement.replica_hosts), Counter(placement.trainer_hosts)
-    errors = []
-    for host, facts in enumerate(hosts):
-        needed = replicas[host] * replica_bytes(config.generator, policy)
-        needed += trainer_bytes(config, policy) * ranks[host] // config.trainer.world_size
-        if replicas[host] or ranks[host]:
-            needed += published_bytes(config, policy)
-        errors += too_little_memory(
-            config.generator, policy, needed, facts.memory_bytes, where=host_name(host)
         )
     return errors

@@ -58,7 +58,8 @@ class LaunchConfig:
     Needs ``allow_plain_tcp``."""
     hosts: OptionalName = ""
     """Made-up hosts to plan for, with ``--dry-run``: ``4x8`` is 4 hosts of 8 CUDA devices,
-    ``4x0`` 4 hosts that compute on their CPU."""
+    ``4x0`` 4 hosts that compute on their CPU. With the devices' size, the plan has their memory,
+    too: ``1x24GB`` is one device, ``8x80GB`` is one host, ``2x8x80GB`` are two."""
     generator_hosts: tuple[HostIndex, ...] = ()
     """Hosts of the replicas, as positions in ``attach`` from 0; replicas are spread over them.
     Empty: the first hosts that the trainer leaves free. Colocated replicas fill the trainer's

@@ -140,6 +140,7 @@ def describe_host(address: str, checkpoint: str) -> HostAnswer:
             address=address,
             machine=platform.node(),
             cuda_devices=machine.cuda_devices,
+            device_bytes=machine.device_bytes,
             num_cores=machine.num_cores,
             memory_bytes=machine.memory_bytes,
             cuda=machine.cuda,

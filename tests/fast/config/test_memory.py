@@ -1,0 +1,105 @@
+"""What a run needs of its devices, and options with which it fits."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.ready_configs import ready
+from torchtitan_rl.config.fit import device_memory_errors, fitting_options
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.machine import made_up_hosts
+from torchtitan_rl.config.memory import memory_plan
+from torchtitan_rl.config.prepare import PreparedRun, prepare_run
+from torchtitan_rl.config.published import published_facts
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.configs.alphabet_sort_qwen3_0_6b import config as QWEN3
+from torchtitan_rl.errors import ConfigError
+
+GPUS = ["1x24GB", "1x80GB", "8x80GB", "2x8x80GB"]
+GIB = 2**30
+
+
+def planned(tmp_path: Path, hosts: str, model: str = "Qwen/Qwen3-0.6B", *words: str) -> PreparedRun:
+    config = load_config(
+        Path("alphabet_sort_qwen3_0_6b"),
+        [
+            *("--policy.checkpoint", model, "--launch.hosts", hosts, "--output-dir", str(tmp_path)),
+            *("--launch.allow-plain-tcp", *words),
+        ],
+    )
+    return prepare_run(config)
+
+
+@pytest.mark.parametrize("hosts", GPUS)
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen2.5-72B-Instruct"])
+def test_a_plan_on_made_up_devices_fits_or_is_refused_with_options_that_fit(
+    model: str, hosts: str, tmp_path: Path
+) -> None:
+    """The model is not on this machine, and is not downloaded."""
+    words: list[str] = []
+    try:
+        planned(tmp_path, hosts, model)
+        refusal = ""
+    except ConfigError as error:
+        refusal = error.errors[0]
+        words = shlex.split(refusal.rpartition("; give ")[2])
+    if "72B" in model or (model, hosts) == ("Qwen/Qwen3-4B", "1x24GB"):
+        assert "no options fit; give more or larger devices" in refusal
+        return
+    printed = planned(tmp_path, hosts, model, *words).describe()
+    for part in ("memory of each trainer rank: about", "KV cache holds", "versions published"):
+        assert part in printed
+
+
+def test_a_policy_of_72b_does_not_fit_on_one_card(tmp_path: Path) -> None:
+    one = ("--placement", "colocated", "--generator.replicas", "1")
+    one += ("--trainer.data-parallel-shard", "1")
+    with pytest.raises(ConfigError, match=r"a trainer rank needs about .* a device has 74\.5 GiB"):
+        planned(tmp_path, "1x80GB", "Qwen/Qwen2.5-72B-Instruct", *one)
+
+
+def test_a_run_that_fits_keeps_its_options_and_another_gets_what_it_lacks() -> None:
+    policy = published_facts("Qwen/Qwen3-8B")
+    assert policy is not None
+    hosts = made_up_hosts("8x80GB")
+    options = fitting_options(QWEN3, policy, hosts)
+    assert options == {
+        "trainer.max_tokens_per_microbatch": 4096,
+        "trainer.activation_checkpointing": "full",
+    }
+    small = published_facts("Qwen3-0.6B")
+    assert small is not None
+    assert fitting_options(QWEN3, small, hosts) == {}
+    assert device_memory_errors(QWEN3, small, hosts) == []
+    assert device_memory_errors(QWEN3, policy, made_up_hosts("8x8")) == []  # of unknown size
+
+
+def test_what_each_choice_adds_to_the_memory_of_a_rank(tmp_path: Path) -> None:
+    policy = published_facts("Qwen3-4B")
+    assert policy is not None
+
+    def trainer(config: RunConfig = QWEN3, **changes: object) -> dict[str, int]:
+        config = replace(config, trainer=replace(config.trainer, **changes))
+        return memory_plan(config, policy, device="cuda", device_bytes=80 * GIB).trainer
+
+    usual, alone = trainer(), trainer(data_parallel_shard=1)
+    assert alone["optimizer"] == 2 * usual["optimizer"] == 8 * 4_022_272_000
+    penalty = replace(QWEN3.trainer.loss, kl_coefficient=0.1)
+    assert trainer(loss=penalty)["reference policy"] == usual["weights"]
+    kinds = ["full", "selective", "none"]
+    sizes = [trainer(activation_checkpointing=kind)["activations"] for kind in kinds]
+    assert sizes == sorted(sizes)
+    assert trainer(replace(QWEN3, placement="colocated"))["sleeping engine"] > 2 * GIB
+
+
+def test_the_24_gb_configuration_fits_on_its_card(tmp_path: Path) -> None:
+    config, machine = ready("gsm8k_qwen3_0_6b", tmp_path)
+    memory = prepare_run(config, machine).memory
+    assert memory is not None
+    assert 12 * GIB < sum(memory.trainer.values()) < 22 * GIB
+    assert memory.kv_tokens > 100_000
+    assert "pinned copies of the trainer's state" in memory.host

@@ -1,0 +1,68 @@
+"""The sizes of published models, for plans on made-up devices where the model itself is missing.
+
+Nothing is downloaded. A model is known by the last part of its name, with or without a suffix such
+as ``-Instruct``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.config.memory import num_weights
+from torchtitan_rl.config.model import PolicyFacts, architecture_of
+
+_QWEN_VOCABULARY = 152_064
+# The fields of `_NAMES`.
+_QWEN3 = {
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151_936, True),
+    "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, 151_936, True),
+    "Qwen3-4B": (2560, 9728, 36, 32, 8, 128, 151_936, True),
+    "Qwen3-8B": (4096, 12288, 36, 32, 8, 128, 151_936, False),
+    "Qwen3-14B": (5120, 17408, 40, 40, 8, 128, 151_936, False),
+    "Qwen3-32B": (5120, 25600, 64, 64, 8, 128, 151_936, False),
+}
+_QWEN2 = {
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, 151_936, True),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 128, 151_936, True),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 128, 151_936, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 128, _QWEN_VOCABULARY, False),
+    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 128, _QWEN_VOCABULARY, False),
+    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 128, _QWEN_VOCABULARY, False),
+    "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 128, _QWEN_VOCABULARY, False),
+}
+_LLAMA = {
+    "Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128_256, True),
+    "Llama-3.2-3B": (3072, 8192, 28, 24, 8, 128, 128_256, True),
+    "Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128, 128_256, False),
+    "Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128, 128_256, False),
+}
+_NAMES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"),
+)
+_FAMILIES = (("qwen3", 40_960, _QWEN3), ("qwen2", 32_768, _QWEN2), ("llama", 131_072, _LLAMA))
+
+
+def published_facts(checkpoint: str) -> PolicyFacts | None:
+    """The facts about a published model; None if its sizes are not known here."""
+    name = Path(checkpoint).name
+    for model_type, positions, models in _FAMILIES:
+        for known, sizes in models.items():
+            if name == known or name.startswith(f"{known}-"):
+                return _facts(model_type, positions, *sizes)
+    return None
+
+
+def _facts(model_type: str, positions: int, *sizes: int) -> PolicyFacts:
+    config: dict[str, Any] = {"model_type": model_type, **dict(zip(_NAMES, sizes, strict=True))}
+    policy = architecture_of(config | {"dtype": "bfloat16"})
+    return PolicyFacts(
+        num_heads=policy.num_heads,
+        num_kv_heads=policy.num_kv_heads,
+        max_positions=positions,
+        vocab_size=policy.vocab_size,
+        num_bytes=2 * num_weights(policy),
+        kv_values_per_token=2 * policy.num_layers * policy.num_kv_heads * policy.head_dim,
+        architecture=policy,
+    )
