@@ -20,7 +20,7 @@ JOBS = "tests.support.monarch_jobs"
         ("jobs", "give MODULE.ATTR, such as jobs.slurm for `slurm` in jobs.py"),
         ("no_such.job", "no_such cannot be imported (ModuleNotFoundError: No module named"),
         (f"{JOBS}.far", f"{JOBS} has no job 'far' (of a class in monarch.job, such as SlurmJob); "),
-        (f"{JOBS}.number", "it has apart, odd"),
+        (f"{JOBS}.number", "it has apart, odd, one, other"),
     ],
 )
 def test_what_is_not_a_job_is_refused(name: str, message: str) -> None:
@@ -42,3 +42,33 @@ def test_a_job_that_another_user_has_saved_here_is_not_loaded(
     with pytest.raises(ConfigError, match="is another user's"), applied_job(f"{JOBS}.apart"):
         pass
     assert not Path("attacked").exists()
+
+
+def test_a_job_is_killed_after_the_run_that_applied_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support import monarch_jobs  # loads Monarch, which this module must not do first
+
+    monkeypatch.chdir(tmp_path)
+    job = monarch_jobs.Hostless("new")
+    monkeypatch.setattr(monarch_jobs, "one", job)
+    with applied_job(f"{JOBS}.one"):
+        assert (job.active, job.num_kills) == (True, 0)
+    assert job.num_kills == 1
+
+
+def test_a_job_that_was_applied_before_stays_and_keeps_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support import monarch_jobs
+
+    monkeypatch.chdir(tmp_path)
+    before = monarch_jobs.Hostless("one")
+    before.apply()
+    before.dump(".monarch/job_state.pkl")
+    monkeypatch.setattr(monarch_jobs, "one", job := monarch_jobs.Hostless("one"))
+    with applied_job(f"{JOBS}.one"):
+        assert job.apply_id == before.apply_id
+    assert job.active
+    with pytest.raises(ConfigError, match="another job"), applied_job(f"{JOBS}.other"):
+        pass

@@ -38,12 +38,18 @@ def applied_job(name: str) -> Iterator[Mapping[str, HostMesh]]:
         try:
             applied = job_load(str(path)) if path.exists() else job
             found = applied.apply_id
-            state = job.state(str(path) if applied.active else None)
+            is_other = applied.active and applied.can_run(applied) and not applied.can_run(job)
+            state = None if is_other else job.state(str(path) if applied.active else None)
         except Exception as error:  # of a scheduler
             raise ConfigError(f"{field}: it has no hosts ({one_line(error)})") from error
+        if state is None:  # Monarch would end it, and with it a run
+            raise ConfigError(
+                f"{field}: `monarch apply` has started another job in this folder; end that by "
+                "`monarch kill`, or start in another folder"
+            )
         yield dict(state._hosts)  # no public name has all of them
     finally:
-        if job.apply_id != found:
+        if job.active and job.apply_id != found:
             job.kill()
 
 
