@@ -30,6 +30,11 @@ COMMANDS = {
     "new task": ("NAME [options]", "write a task to start from", "commands.new"),
     "env check": ("CONFIG [options]", "find mistakes of an environment", "commands.env"),
     "doctor": ("[CONFIG [options]]", "check this machine", "commands.doctor"),
+    "fit": (
+        "CONFIG --devices 1x24GB [options]",
+        "propose options that fit on devices",
+        "commands.fit",
+    ),
     "view": ("RUN_DIR... [options]", "show runs on a page in the browser", "commands.view"),
     "report": ("RUN_DIR [options]", "write the page of a run into one file", "commands.report"),
     "explain": ("RUN_DIR", "say in words what a run shows", "commands.explain"),

@@ -83,13 +83,17 @@ def option_words(options: dict[str, Any]) -> list[str]:
 
 
 def fitting_options(
-    config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts]
+    config: RunConfig,
+    policy: PolicyFacts,
+    hosts: Sequence[HostFacts],
+    *,
+    uses_all: bool = False,
 ) -> dict[str, Any] | None:
     """The fields to change so that the run fits, and their values. Empty if it fits as it is, None
-    if nothing fits."""
+    if nothing fits. With ``uses_all`` it does not fit unless it uses every device."""
     size = device_bytes(hosts)
     for requests in _REQUESTS:
-        for sized in _sizes(config, policy, hosts):
+        for sized in _sizes(config, policy, hosts, uses_all=uses_all):
             for candidate in _memory_options(sized):
                 if _fits(candidate, policy, size, requests) and _has_room(candidate, hosts):
                     return {
@@ -140,12 +144,16 @@ def _memory_options(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def _sizes(
-    config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts]
+    config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts], *, uses_all: bool
 ) -> Iterator[RunConfig]:
-    """The run with other numbers of ranks, which use all devices."""
-    yield config
+    """The run, and then with other numbers of ranks, which use all devices."""
     devices = [len(host.cuda_devices) for host in hosts]
     total, most = sum(devices), max(devices, default=0)
+    if (
+        not uses_all
+        or config.together(config.generator.num_ranks, config.trainer.world_size) == total
+    ):
+        yield config
     degrees = [
         degree
         for degree in _DEGREES

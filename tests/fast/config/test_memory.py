@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ready_configs import ready
+from torchtitan_rl.commands.cli import main
 from torchtitan_rl.config.fit import device_memory_errors, fitting_options
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.machine import made_up_hosts
@@ -53,6 +54,24 @@ def test_a_plan_on_made_up_devices_fits_or_is_refused_with_options_that_fit(
     printed = planned(tmp_path, hosts, model, *words).describe()
     for part in ("memory of each trainer rank: about", "KV cache holds", "versions published"):
         assert part in printed
+
+
+@pytest.mark.parametrize("devices", GPUS)
+def test_fit_prints_a_command_whose_dry_run_passes_or_says_that_nothing_fits(
+    devices: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--policy.checkpoint", "Qwen/Qwen2.5-32B-Instruct"]
+    words = ["alphabet_sort_qwen3_0_6b", *model, "--output-dir", str(tmp_path)]
+    code = main(["fit", *words, "--devices", devices])
+    *_, last = capsys.readouterr().out.splitlines()
+    if devices.startswith("1x"):
+        assert code == 1
+        assert last.startswith("nothing fits: Qwen/Qwen2.5-32B-Instruct (32.8 B parameters)")
+        return
+    assert code == 0
+    _, *command = shlex.split(last)
+    assert main([*command, "--dry-run", "--launch.hosts", devices]) == 0
+    assert "memory of each trainer rank" in capsys.readouterr().out
 
 
 def test_a_policy_of_72b_does_not_fit_on_one_card(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""``torchtitan-rl fit CONFIG --devices 1x24GB [options of the run]``: prints a command with which a
+run fits on CUDA devices, which need not be on this machine, and the memory of its ranks.
+
+Exit codes: 0 the run fits with the printed options; 1 nothing fits; 2 an option is wrong.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from torchtitan_rl.bounds import check_fields
+from torchtitan_rl.config.fit import device_bytes, fitting_options, option_words
+from torchtitan_rl.config.loader import load_config, split_config
+from torchtitan_rl.config.machine import HostFacts, count, made_up_hosts
+from torchtitan_rl.config.memory import memory_plan
+from torchtitan_rl.config.model import PolicyFacts, find_policy
+from torchtitan_rl.config.published import published_facts
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.errors import ConfigError
+
+_PROG = "torchtitan-rl fit"
+_OPTION = "--devices"
+_HELP = f"""\
+usage: {_PROG} CONFIG {_OPTION} 1x24GB [options of the run]
+
+Proposes options with which a run fits on its devices: placement, ranks of the trainer, replicas,
+tensor parallelism, tokens of a microbatch, activation checkpointing, and the engines' share.
+  {_OPTION} 1x24GB     one device; 8x80GB: one host; 2x8x80GB: two hosts
+The policy need not be on this machine if it is a published Qwen3, Qwen2.5 or Llama 3.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """``torchtitan-rl fit WORDS``; returns the exit code.
+
+    Raises:
+        ConfigError: an option is wrong, or the policy does not exist.
+    """
+    if list(words) in (["-h"], ["--help"]):
+        print(_HELP, end="")
+        return 0
+    config_file, options = split_config(words, prog=_PROG)
+    devices, overrides = _split_devices(options)
+    config = load_config(config_file, overrides)
+    check_fields(config)
+    hosts = _hosts(devices)
+    checkpoint = config.policy.checkpoint
+    policy = published_facts(checkpoint) or find_policy(checkpoint, is_trained=True)[1]
+    what = f"{checkpoint} ({policy.num_weights / 1e9:.1f} B parameters)"
+    on = f"{count(len(hosts), 'host')} of {hosts[0].describe()}"
+    changes = fitting_options(config, policy, hosts, uses_all=True)
+    if changes is None:
+        print(f"nothing fits: {what} cannot be trained on {on}")
+        return 1
+    chosen = load_config(config_file, [*overrides, *option_words(changes)])
+    command = ["torchtitan-rl", "train", str(config_file), *overrides, *option_words(changes)]
+    lines = [f"{what} fits on {on}", *_describe(chosen, policy, hosts), shlex.join(command)]
+    print("\n".join(lines))
+    return 0
+
+
+def _describe(config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts]) -> list[str]:
+    trainer, generator = config.trainer, config.generator
+    plan = memory_plan(config, policy, device="cuda", device_bytes=device_bytes(hosts))
+    return [
+        f"placement: {config.placement}, {count(trainer.world_size, 'trainer rank')}, "
+        f"{count(generator.replicas, 'replica')} of {count(generator.tensor_parallel, 'rank')}",
+        *plan.describe(),
+    ]
+
+
+def _split_devices(options: Sequence[str]) -> tuple[str, list[str]]:
+    """The value of ``--devices``, and the other options."""
+    rest = list(options)
+    for index, word in enumerate(rest):
+        name, has_value, value = word.partition("=")
+        if name == _OPTION:
+            value = value if has_value else "".join(rest[index + 1 : index + 2])
+            return value, rest[:index] + rest[index + (1 if has_value else 2) :]
+    raise ConfigError(f"{_OPTION} is missing: give such as {_OPTION} 1x24GB or {_OPTION} 2x8x80GB")
+
+
+def _hosts(text: str) -> tuple[HostFacts, ...]:
+    try:
+        hosts = made_up_hosts(text)
+    except ValueError:
+        hosts = ()
+    if not device_bytes(hosts):
+        raise ConfigError(
+            f"{_OPTION} is {text!r}: give the number of devices and their size, such as 1x24GB or "
+            "8x80GB, or for several hosts 2x8x80GB"
+        )
+    return hosts
