@@ -15,6 +15,9 @@ For 8 GPUs: a step has a quarter of the paper's 512 problems (4 updates instead 
 limit of an answer is half of its 20,480 tokens. Rewards are 0 and 1 instead of -1 and 1, so the
 penalty is half of the paper's, too.
 
+Besides the GPUs it takes about 170 GiB of the host's memory (an estimate, of which 122 GiB are the
+trainer's state while engines work).
+
 Expected time: 20 to 40 minutes a step on 8 H100, 3 days for the 100 steps (an estimate; not run on
 a GPU).
 
