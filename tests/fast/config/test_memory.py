@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ready_configs import ready
+from tests.support.ready_configs import NUM_GPUS, TOYS, ready
 from torchtitan_rl.commands.cli import main
 from torchtitan_rl.config.fit import device_memory_errors, fitting_options
-from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.loader import load_config, parse_options
 from torchtitan_rl.config.machine import made_up_hosts
 from torchtitan_rl.config.memory import memory_plan
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
@@ -72,6 +72,27 @@ def test_fit_prints_a_command_whose_dry_run_passes_or_says_that_nothing_fits(
     _, *command = shlex.split(last)
     assert main([*command, "--dry-run", "--launch.hosts", devices]) == 0
     assert "memory of each trainer rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("hosts", GPUS)
+@pytest.mark.parametrize("name", TOYS)
+def test_a_real_task_fits_its_cards_and_others_are_refused_with_options_that_fit(
+    name: str, hosts: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("bm25s")
+    config, _ = ready(name, tmp_path)
+    launch = replace(config.launch, hosts=hosts, allow_plain_tcp=True)
+    config = replace(config, launch=launch)
+    try:
+        prepared = prepare_run(config)
+    except ConfigError as error:
+        assert hosts != ("1x24GB" if name in NUM_GPUS else "8x80GB")
+        if "no options fit; give more or larger devices" in error.errors[0]:
+            assert hosts == "1x24GB" or (hosts == "1x80GB" and name != "gsm8k_qwen3_4b")
+            return
+        words = shlex.split(error.errors[0].rpartition("; give ")[2])
+        prepared = prepare_run(parse_options(RunConfig, words, prog=name, default=config))
+    assert "memory of each trainer rank: about" in prepared.describe()
 
 
 def test_a_policy_of_72b_does_not_fit_on_one_card(tmp_path: Path) -> None:
