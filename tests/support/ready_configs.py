@@ -148,7 +148,7 @@ def _taco(number: int) -> dict[str, Any]:
 
 def _nq(number: int) -> dict[str, Any]:
     person, town = PEOPLE[number % len(PEOPLE)]
-    return {"question": f"{number}: where does {person} live?", "golden_answers": [town]}
+    return {"question": f"In which town does {person} live?", "golden_answers": [town]}
 
 
 SMALL_SHAPE = (
@@ -171,7 +171,10 @@ TOYS = {  # the policy of the package, and options for it
         *("gsm8k", "--task.answer-pattern", r"####\s*(\S.*)"),
         *("--rollout.overlong.buffer-tokens", "8"),
     ),
-    "search_r1_qwen3_4b": ("search", "--task.thinking", "keep"),
+    "search_r1_qwen3_4b": (
+        *("search", "--task.thinking", "keep"),
+        *("--task.prompt", "{question}"),  # the policy knows only such questions
+    ),
     "code_qwen3_4b": ("code_interpreter",),
 }
 PEOPLE = (("Boris Weaver", "Harlow"), ("Irene Stone", "Kelso"), ("Hugo Wood", "Norby"))
