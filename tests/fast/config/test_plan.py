@@ -342,3 +342,18 @@ def test_threads_sleep_while_they_wait_where_more_compute_at_once_than_there_are
     for group in (*plan.replicas, plan.trainer):
         assert process_environment(group).get("OMP_WAIT_POLICY") == wait_policy
     assert plan.shares_cores == (num_cores < 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "expected"),
+    [
+        (run_of(2, 1, 2), [4], 4),
+        (run_of(2, 1, 2, placement="colocated"), [2], 2),
+        (run_of(2, 2, 4, attach=("a", "b")), [4, 4], 8),  # each host has devices 0 to 3
+        (run_of(2, 1, 2, attach=("a", "b")), [0, 0], 2),
+    ],
+)
+def test_the_devices_of_a_run_are_counted_once_and_its_hosts_where_it_has_none(
+    config: RunConfig, devices: list[int], expected: int
+) -> None:
+    assert plan_on_hosts(config, hosts_with(*devices)).num_devices == expected

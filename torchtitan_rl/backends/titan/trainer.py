@@ -333,6 +333,7 @@ class PolicyTrainer:
             of_updates.append(of_update)
         self._optimizer.end_step()
         self._version += 1
+        _synchronize()  # the optimizer's kernels are part of the step
         step_s = time.perf_counter() - started
         share = sum_of_shares(shares)
         metrics = loss_metrics(total.sums, total.maxima, num_trained=num_trained)
