@@ -83,6 +83,11 @@ class TrainerLostError(TorchtitanRLError):
     """A trainer process has died; the run can continue from its newest checkpoint."""
 
 
+class DeviceMemoryError(TrainerLostError):
+    """A training step needs more memory than its device has. The message names the options to
+    lower, in order."""
+
+
 class EndpointLostError(TorchtitanRLError):
     """The process of the HTTP endpoint did not start, or has died."""
 

@@ -398,12 +398,14 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A replica's state at one moment. ``kv_use`` is the used share of the cache, 0 to 1."""
+    """A replica's state at one moment. ``kv_use`` is the used share of the cache, 0 to 1;
+    ``kv_tokens`` is the number of tokens that the cache can hold, 0 if that is unknown."""
 
     version: int
     running: int
     waiting: int
     kv_use: float
+    kv_tokens: int = 0
     preemptions: int
     generated_tokens: int
     tokens_per_second: float  # mean since the previous reading

@@ -21,7 +21,7 @@ from torchtitan_rl.experiments.gsm8k.make_file import MakeFile
 from torchtitan_rl.experiments.gsm8k.make_file import main as make_file
 
 PLANNED = ("train", "serve", "eval")  # have --dry-run
-RUN = ("data", "doctor", "env", "keys", "launch-script", "new")
+RUN = ("data", "doctor", "env", "fit", "keys", "launch-script", "new")
 NOT_RUN = {
     r"torchrun ": "starts a run or an engine: tests/real/hosts/test_launchers.py, "
     "tests/real/test_generate_cli.py",

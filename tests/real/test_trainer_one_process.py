@@ -18,7 +18,7 @@ from tests.real.models import hf_tensors, tiny_model
 from tests.real.trainer_helpers import ROW_LEN, hf_packed_logprobs, random_batch, trainer
 from torchtitan_rl.backends.titan import model
 from torchtitan_rl.backends.titan.model import FlexAttention, weighted_sum, weights_digest
-from torchtitan_rl.errors import ConfigError, DivergedError
+from torchtitan_rl.errors import ConfigError, DeviceMemoryError, DivergedError
 from torchtitan_rl.training.batch import trained_mask
 
 LLAMA3 = {
@@ -208,6 +208,27 @@ def test_a_step_that_diverges_raises_and_leaves_no_trace(
         policy_trainer.train_step(good)
         state = policy_trainer.hf_state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_a_step_that_runs_out_of_memory_names_the_options_to_lower_and_changes_nothing(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = random_batch()
+    backward = torch.Tensor.backward
+
+    def fail(loss: torch.Tensor) -> None:
+        backward(loss)  # its gradients must not reach the next step
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with trainer(checkpoint) as policy_trainer:
+        expected = policy_trainer.train_step(batch).metrics["grad_norm"]
+    with trainer(checkpoint) as policy_trainer:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "backward", fail)
+            with pytest.raises(DeviceMemoryError, match=r"max-tokens-per-microbatch .*, .* full"):
+                policy_trainer.train_step(batch)
+        assert policy_trainer.version == 0
+        assert policy_trainer.train_step(batch).metrics["grad_norm"] == expected
 
 
 def bytes_in_memory(tensor: torch.Tensor) -> int:

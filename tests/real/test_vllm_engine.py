@@ -365,6 +365,7 @@ def test_metrics_and_stats_add_up(solo: dict[str, Any]) -> None:
     stats = solo["stats"]
     assert (stats.version, stats.running, stats.waiting, stats.kv_use) == (1, 0, 0, 0.0)
     assert stats.generated_tokens > 5 * 48
+    assert stats.kv_tokens > 5 * 48
 
 
 def test_tensor_parallel_ranks_in_lockstep_generate_what_one_rank_does(

@@ -124,6 +124,7 @@ def engine_metrics(readings: Sequence[StatsByReplica]) -> dict[str, float]:
         last = readings[-1].values()
         metrics["engine/replicas"] = float(len(last))
         metrics["engine/preemptions"] = float(sum(stats.preemptions for stats in last))
+        metrics["engine/kv_cache_tokens"] = float(sum(stats.kv_tokens for stats in last))
     busy = [
         list(reading.values())
         for reading in readings

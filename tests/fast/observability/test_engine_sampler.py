@@ -15,6 +15,7 @@ def stats(running: int, *, waiting: int = 0, kv_use: float = 0.0, rate: float = 
         running=running,
         waiting=waiting,
         kv_use=kv_use,
+        kv_tokens=1000,
         preemptions=3,
         generated_tokens=0,
         tokens_per_second=rate,
@@ -39,6 +40,7 @@ def test_loads_are_summed_over_replicas_and_averaged_over_the_time_in_which_one_
         {
             "engine/replicas": 2,
             "engine/preemptions": 6,
+            "engine/kv_cache_tokens": 2000,
             "engine/running_mean": 4,
             "engine/running_max": 6,
             "engine/waiting_mean": 1,

@@ -46,7 +46,7 @@ from torchtitan_rl.backends.titan.model import build_policy, weights_digest
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.bounds import load_function
 from torchtitan_rl.config.model import read_architecture
-from torchtitan_rl.errors import DivergedError
+from torchtitan_rl.errors import DeviceMemoryError, DivergedError
 from torchtitan_rl.training.batch import (
     StepOutput,
     TokenTerms,
@@ -298,6 +298,29 @@ class PolicyTrainer:
         batch: TrainingBatch,
         updates: Sequence[tuple[npt.NDArray[np.bool_], _Objective]],
     ) -> StepOutput:
+        """Take a step, as `_updated_step` does.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory. Only this rank raises.
+        """
+        on_cuda = self._layout.device.type == "cuda"
+        try:
+            if on_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            output = self._updated_step(batch, updates)
+        except torch.OutOfMemoryError as error:
+            self._optimizer.discard()
+            raise DeviceMemoryError(_memory_advice(self._config, self._version)) from error
+        if on_cuda:
+            peak = torch.cuda.max_memory_allocated()
+            output.metrics["device_memory_peak_bytes"] = float(peak)
+        return output
+
+    def _updated_step(
+        self,
+        batch: TrainingBatch,
+        updates: Sequence[tuple[npt.NDArray[np.bool_], _Objective]],
+    ) -> StepOutput:
         """Take a step. ``updates``: for each update the mask of its tokens, and its objective."""
         self._require()
         started = time.perf_counter()
@@ -425,6 +448,21 @@ def _peak_flops(device: torch.device, dtype: str) -> float | None:
 
 def _loss_function(config: LossConfig) -> LossFunction:
     return load_function(config.function) if config.function else policy_loss
+
+
+def _memory_advice(config: TrainerConfig, version: int) -> str:
+    """Say what to lower, first what costs least time."""
+    options = [f"--trainer.max-tokens-per-microbatch (it is {config.max_tokens_per_microbatch})"]
+    if config.activation_checkpointing != "full":
+        options.append("--trainer.activation-checkpointing full")
+    options += [
+        f"a larger --trainer.data-parallel-shard (it is {config.data_parallel_shard})",
+        "a lower --trainer.max-episode-tokens and --rollout.max-total-tokens",
+    ]
+    return (
+        f"the step after version {version} needs more memory than the device has; change, in this "
+        f"order: {', '.join(options)}; torchtitan-rl fit CONFIG --devices 1x24GB proposes options"
+    )
 
 
 class DeviceMemory:

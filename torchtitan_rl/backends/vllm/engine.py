@@ -225,11 +225,13 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         running, waiting = self._core.scheduler.get_request_counts()
+        cache = self._engine.vllm_config.cache_config
         return EngineStats(
             version=self._version,
             running=running,
             waiting=waiting,
             kv_use=float(self._core.scheduler.kv_cache_manager.usage),
+            kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
             preemptions=self._counters.preemptions,
             generated_tokens=self._counters.generated_tokens,
             tokens_per_second=self._rate.read(self._counters.generated_tokens),
