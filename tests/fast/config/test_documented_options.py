@@ -36,8 +36,12 @@ from torchtitan_rl.launch.scripts import (
 
 ROOT = Path(__file__).parents[3]
 OPTIONS_OF_KINDS = (SlurmOptions, KubernetesOptions, SshOptions, ComposeOptions)
-FLAGS = {"--dry-run", "--json", "--help", "--no-pin-cores", "--page"}
-MODULES = {"monarch.job", "monarch._src.actor.bootstrap_main"}  # of Monarch
+FLAGS = {"--devices", "--dry-run", "--json", "--help", "--no-pin-cores", "--page"}
+MODULES = {
+    "monarch.job",
+    "monarch.job.ProcessJob",
+    "monarch._src.actor.bootstrap_main",
+}  # of Monarch
 NOT_OURS = re.compile(
     r"git |pip |pytest|py-spy|torchrun|-m (tests|benchmarks)|python3? -m|sbatch |kubectl |docker "
 )
