@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from torchtitan_rl.backends.monarch import generator as replica
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.backends.vllm.engine import engine_arguments
@@ -18,6 +20,7 @@ from torchtitan_rl.commands import generate
 from torchtitan_rl.config import vllm_options
 from torchtitan_rl.config.loader import load_config, parse_options
 from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.config.prepare import ServeConfig, prepare_run, prepare_serve
 from torchtitan_rl.config.vllm_options import OWNED, vllm_option_errors, vllm_run_errors
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
@@ -153,7 +156,6 @@ def test_they_reach_the_engine_and_its_environment(monkeypatch: pytest.MonkeyPat
     generator = GeneratorConfig(vllm={"enforce_eager": False, "speculative_config": NGRAM})
     arguments = engine_arguments(GeneratorSpec(model=Path("policy"), generator=generator))
     assert (arguments["enforce_eager"], arguments["speculative_config"]) == (False, NGRAM)
-    assert engine_environment(1, "cuda", batch_invariant=True)["VLLM_BATCH_INVARIANT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in engine_environment(1, "cuda")
     monkeypatch.setattr(os, "environ", {})
     options = [
@@ -171,3 +173,16 @@ def test_they_reach_the_engine_and_its_environment(monkeypatch: pytest.MonkeyPat
     assert parsed.generator().vllm == {"x": 1}
     generate._prepare_environment(parsed)
     assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
+
+
+def test_a_replicas_processes_are_batch_invariant_from_their_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def spawn(*_: Any, environment: dict[str, str], **__: Any) -> None:
+        assert environment["VLLM_BATCH_INVARIANT"] == "1"
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(replica, "spawn_processes", spawn)
+    spec = GeneratorSpec(model=Path("policy"), generator=GeneratorConfig(batch_invariant=True))
+    with pytest.raises(ConfigError, match="seen"):
+        asyncio.run(replica.spawn_replica(ProcessGroup(name="r", ranks=1, threads=1), spec))
