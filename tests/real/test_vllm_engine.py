@@ -26,7 +26,8 @@ from torchtitan_rl.types import Completion, FinishReason, Grammar, Turn, Version
 TOLERANCE = 1e-5  # float32 on both sides
 PROMPT = tuple(range(40, 70))
 LONG_PROMPT = tuple(40 + index % 97 for index in range(300))
-PULL_STEP, ABORT_STEP = 20, 30
+REPEATED_PROMPT = tuple(40 + index % 7 for index in range(100))
+PULL_STEP, ABORT_STEP, SPECULATIVE_PULL_STEP = 20, 30, 8
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,14 @@ def solo(root: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def tp(root: Path, solo: dict[str, Any]) -> dict[str, Any]:
     return run("tp", root, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def speculative(solo: dict[str, Any]) -> dict[str, Any]:
+    seen = dict(solo["speculative"])
+    replayed = ("nothing", "regex", "json", "choice", "grammar")
+    seen["truncated"] = {name: seen["truncated"][name] for name in replayed}
+    return seen
 
 
 def run(mode: str, root: Path, *, ranks: int = 1) -> dict[str, Any]:
@@ -289,7 +298,7 @@ def test_engine_options_that_cannot_be_served_are_refused_one_by_one(
     assert f"{what!r} refused" in solo["refused"]["told"][what]
 
 
-@pytest.mark.parametrize("replica", ["solo", "tp"])
+@pytest.mark.parametrize("replica", ["solo", "tp", "speculative"])
 def test_trap_25_the_ratio_is_1_at_age_0_whatever_was_cut(
     replica: str, root: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -329,6 +338,65 @@ def test_tensor_parallel_ranks_report_the_tokens_that_one_rank_keeps(
         two = tp["truncated"][name]
         assert (two.token_ids, two.kept_tokens) == (one.token_ids, one.kept_tokens), name
     assert solo["left over"] == {}
+
+
+def test_greedy_tokens_are_the_same_with_drafts_wherever_a_request_is_cut(
+    solo: dict[str, Any], speculative: dict[str, Any]
+) -> None:
+    assert {"stop string", "regex", "penalties", "minimum"} < set(speculative["cut"])
+    for name, completions in speculative["cut"].items():
+        plain = solo["cut"][name][0]
+        for done in completions:
+            assert done.token_ids == plain.token_ids
+            assert done.logprobs == pytest.approx(plain.logprobs, abs=TOLERANCE)
+            assert (done.finish_reason, done.stop_reason) == (
+                plain.finish_reason,
+                plain.stop_reason,
+            )
+
+
+def test_tokens_that_a_step_drafts_past_a_stop_string_are_neither_returned_nor_counted(
+    speculative: dict[str, Any],
+) -> None:
+    lengths = [len(done.token_ids) for done in speculative["stopped"].values()]
+    assert lengths == [21, 22, 23, 24, 25]
+    assert {done.stop_reason for done in speculative["stopped"].values()} <= {"b", "c"}
+    assert speculative["stopped steps"] < 15
+    assert speculative["stopped tokens"] == sum(lengths)
+
+
+def test_versions_and_logprobs_of_drafted_tokens_are_exact_on_both_sides_of_a_pull(
+    speculative: dict[str, Any], root: Path
+) -> None:
+    old, new = root / "tied-old", root / "tied-new"
+    for name, done in speculative["mixed"].items():
+        first, second = done.version_runs
+        assert (first, second.version) == (VersionRun(0, 0), 1)
+        prompt = REPEATED_PROMPT if name == "repeated" else PROMPT
+        how: dict[str, Any] = {"temperature": 0.7 if name == "seeded-warm" else 1.0}
+        assert logprob_error(old, done, prompt, end=second.start, **how) < TOLERANCE
+        assert logprob_error(new, done, prompt, start=second.start, **how) < TOLERANCE
+        # The two models are far apart, or the lines above would prove nothing.
+        assert logprob_error(old, done, prompt, start=second.start, **how) > 0.1
+    assert speculative["mixed"]["repeated"].version_runs[1].start > 2 * SPECULATIVE_PULL_STEP
+    warm = speculative["mixed"]["seeded-warm"]
+    assert [top[0] for top in warm.top_logprobs] == list(
+        zip(warm.token_ids, warm.logprobs, strict=True)
+    )
+
+
+def test_a_seeded_request_with_drafts_does_not_depend_on_its_company(
+    speculative: dict[str, Any],
+) -> None:
+    alone, together = speculative["seeded"], speculative["mixed"]["seeded"]
+    same = together.version_runs[1].start
+    assert together.token_ids[:same] == alone.token_ids[:same]
+
+
+def test_with_drafts_the_tokens_that_a_sampler_keeps_are_unknown(solo: dict[str, Any]) -> None:
+    for name, done in solo["speculative"]["truncated"].items():
+        if name in ("top_p", "top_k", "allowed tokens", "json and top_p", "regex and minimum"):
+            assert [run.kept for run in done.kept_tokens] == [None]
 
 
 def test_a_refused_request_disturbs_no_neighbour(solo: dict[str, Any]) -> None:

@@ -45,10 +45,17 @@ from torchtitan_rl.types import GenerationRequest, SamplingParams
 
 PROMPT = tuple(range(40, 70))
 LONG_PROMPT = tuple(40 + index % 97 for index in range(300))  # some full prefix blocks
-PULL_STEP, ABORT_STEP = 20, 30
+PULL_STEP, ABORT_STEP, SPECULATIVE_PULL_STEP = 20, 30, 8
 WAIT_S = 120.0
 INCOMPLETE = 1000  # a version
 FAMILIES = ("qwen2", "llama", "mistral")  # next to Qwen3, which plays all scenarios
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 3,
+}
+REPEATED_PROMPT = tuple(40 + index % 7 for index in range(100))
 
 
 class Checkpoints:
@@ -109,6 +116,7 @@ def build(
     kv_cache_bytes: int = 32 << 20,
     dtype: Literal["float32", "bfloat16"] = "float32",
     sleeps: bool = False,
+    vllm: dict[str, Any] | None = None,
 ) -> TriggeredEngine:
     """On CUDA, ``kv_cache_bytes`` holds too; several engines fit into a device."""
     generator = GeneratorConfig(
@@ -116,6 +124,7 @@ def build(
         kv_cache_bytes=kv_cache_bytes,
         max_running_requests=16,
         gpu_memory_utilization=0.2,
+        vllm=vllm or {},
     )
     spec = GeneratorSpec(
         model=path,
@@ -336,6 +345,43 @@ def soak(root: Path) -> dict[str, Any]:
     return {**seen, "stats": engine.stats()}
 
 
+def speculative(root: Path) -> dict[str, Any]:
+    """Requests of an engine that drafts tokens, so that a step samples several of a request."""
+    paths = checkpoints(root)
+    weights = Checkpoints([paths["tied-old"], paths["tied-new"]])
+    engine = build(paths["tied-old"], weights, vllm={"speculative_config": NGRAM})
+    items = [
+        item
+        for item in sensitive_requests(engine)
+        if "logit_bias" not in item.sampling.engine_options
+    ]
+    seen: dict[str, Any] = {"cut": cut_everywhere(engine, items, stride=9)}
+    cuts = [item for item in truncated_requests() if not item.sampling.min_p]
+    seen["truncated"] = run_all(engine, cuts)
+    counted, engine.steps = engine.stats().generated_tokens, 0
+    letters = {"allowed_token_ids": [65, 66]}
+    stopped = [
+        greedy(f"b or c after {size}", stop=("b", "c"), min_tokens=size, engine_options=letters)
+        for size in range(20, 25)
+    ]
+    seen["stopped"] = run_all(engine, stopped)
+    seen["stopped steps"] = engine.steps
+    seen["stopped tokens"] = engine.stats().generated_tokens - counted
+    seen["seeded"] = play(engine, [request("seeded", seed=11)])["seeded"]
+    together = [
+        request("repeated", 60, prompt=REPEATED_PROMPT, temperature=0.0),
+        request("seeded", seed=11),
+        request("seeded-warm", seed=12, temperature=0.7, num_logprobs=2),
+        request("unseeded"),
+    ]
+    seen["mixed"] = play(
+        engine,
+        together,
+        triggers=lambda loop: {SPECULATIVE_PULL_STEP: lambda: loop.execute(Pull(1))},
+    )
+    return seen
+
+
 def pulled(root: Path, family: str, *, tensor_parallel: int = 1) -> dict[str, Any]:
     """`mixed` on another family's old and new weights."""
     from torchtitan_rl.backends.vllm.engine import GlooLockstep
@@ -378,6 +424,7 @@ def solo(root: Path) -> dict[str, Any]:
     seen["updated-untied"] = probes(untied)
     seen["incomplete-pull"] = incomplete_pull(untied)
     seen["fresh-untied"] = probes(build(paths["untied-new"], None))
+    seen["speculative"] = speculative(root)
     seen["families"] = {family: pulled(root, family) for family in FAMILIES}
     return seen
 
