@@ -424,8 +424,9 @@ def solo(root: Path) -> dict[str, Any]:
     seen["updated-untied"] = probes(untied)
     seen["incomplete-pull"] = incomplete_pull(untied)
     seen["fresh-untied"] = probes(build(paths["untied-new"], None))
-    seen["speculative"] = speculative(root)
     seen["families"] = {family: pulled(root, family) for family in FAMILIES}
+    # The last one: vLLM cannot build another engine in a process that has loaded numba.
+    seen["speculative"] = speculative(root)
     return seen
 
 
