@@ -20,8 +20,9 @@ from tests.support import turns
 from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS
 from torchtitan_rl.orchestration.batching import GrammarReplay
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
+from torchtitan_rl.token_sets import kept_to_json
 from torchtitan_rl.training.packing import pack_episodes
-from torchtitan_rl.types import Completion, FinishReason, Grammar, Turn, VersionRun
+from torchtitan_rl.types import Completion, FinishReason, Grammar, Turn, VersionRun, spans
 
 TOLERANCE = 1e-5  # float32 on both sides
 PROMPT = tuple(range(40, 70))
@@ -233,6 +234,32 @@ def test_trap_8_a_greedy_request_cut_at_any_token_goes_on_as_if_never_cut(
         letters = "".join(chr(ord("a") + token - LETTERS[0]) for token in ends[name].token_ids)
         assert letters.endswith(string)
     assert endings["early stop string"][1] in letters[:8]
+
+
+def test_a_prompt_that_is_computed_in_chunks_gives_the_same_tokens(
+    solo: dict[str, Any], root: Path
+) -> None:
+    seen = solo["chunked"]
+    for name, (undisturbed, *_) in solo["cut"].items():
+        for done in seen["cut"][name]:
+            assert done.token_ids == undisturbed.token_ids
+            assert done.finish_reason is undisturbed.finish_reason
+            assert done.logprobs == pytest.approx(undisturbed.logprobs, abs=TOLERANCE)
+    assert seen["short"].token_ids == solo["cut"]["plain"][0].token_ids
+    assert logprob_error(root / "tied-old", seen["long"], LONG_PROMPT) < TOLERANCE
+    done = seen["kept"]
+    for start, end, kept in spans(done.kept_tokens, len(done.token_ids)):
+        assert set(done.token_ids[start:end]) <= set(kept_to_json(kept))
+        assert len(kept_to_json(kept)) == 5
+
+
+def test_a_request_has_no_token_before_its_last_chunk_and_none_of_older_weights_after_a_pull(
+    solo: dict[str, Any], root: Path
+) -> None:
+    seen = solo["chunked"]
+    assert seen["lengths"] == {"aborted": 0, "pulled": 0}
+    assert seen["aborted"].token_ids == ()
+    assert logprob_error(root / "tied-new", seen["pulled"], LONG_PROMPT[2:]) < TOLERANCE
 
 
 def test_trap_8_what_was_sampled_before_a_cut_matters_in_each_of_these_requests(

@@ -303,6 +303,26 @@ def paused(engine: TriggeredEngine) -> dict[str, Any]:
     return seen
 
 
+def chunked(paths: list[Path]) -> dict[str, Any]:
+    """An engine that computes prompts in chunks of 64 tokens, as CUDA engines do in larger ones.
+    Without seeds, because vLLM cannot do both on a CPU."""
+    chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}
+    engine = build(paths[0], Checkpoints(paths), vllm=chunks)
+    seen: dict[str, Any] = {"cut": cut_everywhere(engine, sensitive_requests(engine), stride=9)}
+    long = greedy("long", LONG_PROMPT)
+    kept = greedy("kept", LONG_PROMPT[1:], temperature=0.7, top_k=5)
+    seen |= run_all(engine, [long, kept, greedy("short")])
+    for name in ("aborted", "pulled"):
+        engine.add_request(greedy(name, LONG_PROMPT[2:]), arrival_s=0.0)
+    for _ in range(2):
+        assert engine.step() == []
+    seen["lengths"] = engine.generated_lengths()
+    seen["aborted"] = engine.abort(("aborted",))[0]
+    engine.swap_weights(1)
+    engine.reset_prefix_cache(recompute_running=True)
+    return seen | run_all(engine, [])
+
+
 def incomplete_pull(engine: TriggeredEngine) -> Any:
     loop = make_loop(engine)
     loop.start()
@@ -417,6 +437,7 @@ def solo(root: Path) -> dict[str, Any]:
     seen["updated-tied"] = probes(tied)
     # An engine takes the process's groups with it when it goes, so nothing steps this one later.
     seen["alternatives"] = alternatives(tied, str(paths["tied-new"]))
+    seen["chunked"] = chunked([paths["tied-old"], paths["tied-new"]])
     seen["fresh-tied"] = probes(build(paths["tied-new"], None))
     untied = build(paths["untied-old"], Checkpoints([paths["untied-old"], paths["untied-new"]]))
     seen["untied-before"] = probes(untied)
