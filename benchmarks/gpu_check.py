@@ -37,13 +37,12 @@ import torch
 from benchmarks.options import at_least
 from benchmarks.report import heading, write_report
 from benchmarks.training import SHAPES, random_policy
-from benchmarks.training_work import num_visible_pairs, pack, siblings, step_flops
+from benchmarks.training_work import pack, siblings
 from torchtitan_rl.backends.monarch.trainer_rank import JointPublisher
 from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
-from torchtitan_rl.training.batch import TrainingBatch, trained_mask
+from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import TrainerConfig
-from torchtitan_rl.training.packing import rank_share
 from torchtitan_rl.weights.shm import SharedMemoryPublisher, WeightStaging
 
 IS_CUDA = torch.cuda.is_available()
@@ -190,42 +189,20 @@ def main() -> None:
 
 
 def _steps(trainer: PolicyTrainer, options: argparse.Namespace) -> dict[str, Any]:
-    batch, shape = _batch(options), SHAPES[options.shape]
+    batch = _batch(options)
     if IS_CUDA:
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(options.repeats + 1):
         started = time.perf_counter()
-        trainer.train_step(batch)
+        metrics = trainer.train_step(batch).metrics
         seconds.append(_elapsed(started))
-    share = rank_share(
-        batch,
-        trained_mask(batch),
-        max_tokens=options.tokens,
-        padding_multiple=1,
-        share_prefixes=True,
-        rank=0,
-        num_ranks=1,
-    )
-    width = shape["head_dim"] * shape["num_attention_heads"]
-    of_keys = shape["head_dim"] * shape["num_key_value_heads"]
-    layers, size = shape["num_hidden_layers"], shape["hidden_size"]
-    flops = step_flops(
-        share.num_computed,
-        sum(len(set(part.predecessors_E)) for part in share.parts),
-        num_visible_pairs(share.parts),
-        num_layer_parameters=layers
-        * size
-        * (2 * width + 2 * of_keys + 3 * shape["intermediate_size"]),
-        num_head_parameters=shape["vocab_size"] * size,
-        attention_width=layers * width,
-    )
-    later = statistics.median(seconds[1:])
     return {
         "first_s": seconds[0],
-        "later_s": later,
-        "computed_tokens_per_second": share.num_computed / later,
-        "flops_per_second": flops / later,
+        "later_s": statistics.median(seconds[1:]),
+        "computed_tokens": metrics["computed_tokens"],
+        "flops_per_second": metrics["flops_per_second_per_rank"],
+        "mfu": metrics.get("mfu"),
         "peak_bytes": torch.cuda.max_memory_allocated() if IS_CUDA else None,
     }
 
