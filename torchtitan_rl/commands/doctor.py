@@ -170,7 +170,8 @@ def _check_run(config_file: Path, options: Sequence[str]) -> Iterator[Finding]:
         yield Finding("ok", line.strip())
     run_dir = prepared.config.run_dir
     yield _check_disk(run_dir)
-    if prepared.num_weights is not None:
+    # Devices of `launch.hosts` need not be here, so their speed is unknown.
+    if prepared.num_weights is not None and not prepared.config.launch.hosts:
         yield Finding("ok", describe_step(estimate_step(prepared, measure_speed())))
     if (step_s := usual_step_s(run_dir)) is not None:
         rest = format_seconds(step_s * prepared.config.num_steps)

@@ -55,8 +55,10 @@ def main(words: Sequence[str]) -> int:
         return 1
     chosen = load_config(config_file, [*overrides, *option_words(changes)])
     command = ["torchtitan-rl", "train", str(config_file), *overrides, *option_words(changes)]
-    lines = [f"{what} fits on {on}", *_describe(chosen, policy, hosts), shlex.join(command)]
-    print("\n".join(lines))
+    lines = [f"{what} fits on {on}", *_describe(chosen, policy, hosts)]
+    if len(hosts) > 1:
+        lines.append("docs/clusters.md says how to start this command on several hosts:")
+    print("\n".join([*lines, shlex.join(command)]))
     return 0
 
 

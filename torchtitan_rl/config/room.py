@@ -331,8 +331,8 @@ def start_errors(launch: LaunchConfig) -> list[str]:
     if not launch.hosts:
         return []
     return [
-        f"launch.hosts is {launch.hosts!r}: these hosts are made up, for --dry-run; give "
-        "launch.attach to start"
+        f"launch.hosts is {launch.hosts!r}: these hosts are made up, for --dry-run; leave it "
+        "out to start, with launch.attach or torchrun for several hosts"
     ]
 
 

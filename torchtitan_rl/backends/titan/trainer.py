@@ -452,12 +452,15 @@ def _loss_function(config: LossConfig) -> LossFunction:
 
 def _memory_advice(config: TrainerConfig, version: int) -> str:
     """Say what to lower, first what costs least time."""
-    options = [f"--trainer.max-tokens-per-microbatch (it is {config.max_tokens_per_microbatch})"]
+    options = []
+    if (tokens := config.max_tokens_per_microbatch) > config.max_episode_tokens:
+        options.append(f"--trainer.max-tokens-per-microbatch (it is {tokens})")
     if config.activation_checkpointing != "full":
         options.append("--trainer.activation-checkpointing full")
     options += [
         f"a larger --trainer.data-parallel-shard (it is {config.data_parallel_shard})",
-        "a lower --trainer.max-episode-tokens and --rollout.max-total-tokens",
+        "in a new run a lower --trainer.max-episode-tokens, --rollout.max-total-tokens and "
+        "--rollout.sampling.max-tokens-per-turn",
     ]
     return (
         f"the step after version {version} needs more memory than the device has; change, in this "
