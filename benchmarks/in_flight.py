@@ -56,7 +56,8 @@ async def _measure(engine: str, options: argparse.Namespace, folder: Path) -> di
     variants[AUTOMATIC] = None
     measured: dict[str, Any] = {}
     async with _replicas(engine, options, folder) as router:
-        for name, kind in _WORKLOADS.items():
+        for name in options.workloads:
+            kind = _WORKLOADS[name]
             repeats: dict[str, list[dict[str, float]]] = {one: [] for one in variants}
             for repeat in range(options.repeats):
                 workload = draw_workload(
@@ -193,6 +194,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--engines", nargs="+", choices=("simulated", "cpu"), default=["simulated", "cpu"]
     )
+    parser.add_argument("--workloads", nargs="+", choices=_WORKLOADS, default=list(_WORKLOADS))
     parser.add_argument("--numbers", nargs="+", type=at_least(1), default=[64, 112, 128, 192])
     parser.add_argument("--rollouts", type=at_least(16), default=2048)
     parser.add_argument("--repeats", type=at_least(1), default=3)

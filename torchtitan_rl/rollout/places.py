@@ -8,20 +8,20 @@ them. Rollouts of evaluations take no place.
 
 `KvLimit` is a state machine without I/O or clock. From readings of the replicas it learns how much
 of the caches a rollout uses on average, and so how many rollouts fill them. Prompts that siblings
-share, several turns and tool calls need no rule of their own, because the use is measured. Requests
-vary in length, so a short queue is needed to keep the caches full: the number of rollouts is a
-factor times the number that fills the caches, and the factor follows the use of the caches.
+share, several turns and tool calls need no rule of their own, because the use is measured. At first
+all rollouts are young and will use more than is measured; this is assumed to be three times as much
+until as many rollouts have ended as run.
 
-| reading | effect |
+Rollouts vary in length, so the caches would overflow at times with the right number of rollouts,
+and have room at others. Against this, the limit falls below the number that fills the caches while
+they are fuller than `_TARGET`, and exceeds it while they are less full.
+
+| reading | limit |
 |---|---|
-| requests wait in an engine, or the caches are nearly full | the limit is at most factor x number |
-| all places are taken | the limit grows, within the line above |
-| the same, and the caches are used less than `_TARGET` | the factor grows |
-| the caches are used more than `_TARGET` | the factor falls |
-| no request runs (a pause, a restart) | none |
-
-Limit and factor change in proportion to the share of rollouts that ended since the last reading, so
-that short and long rollouts are treated alike.
+| the caches are nearly full | number that fills the caches x (`_TARGET` + `_GAIN` x (`_TARGET` - use)) |
+| they are not, but requests wait in an engine | at most this number |
+| neither, and all places are taken | grows by the share of rollouts that ended since the last reading |
+| no request runs (a pause, a restart) | unchanged |
 
 Invariants: there is at least one place for each live replica. A lower limit ends no rollout.
 """
@@ -37,10 +37,9 @@ from contextlib import asynccontextmanager
 from torchtitan_rl.types import EngineStats
 
 _TARGET = 0.95  # use of the caches; above it, requests are preempted more and more often
-_NEARLY_FULL = 0.7  # below this use, the limit may exceed what fills the caches on average
-_LEAST, _MOST = 0.8, 1.25  # of the factor
-_FACTOR_GAIN = 2.0
-_GROWTH = 0.1  # greatest relative growth of the limit in one reading
+_NEARLY_FULL = 0.7  # below this use, the limit may exceed what fills the caches
+_GAIN = 2.0
+_YOUNG = 2.0  # how much more young rollouts will use, as a multiple of what they use
 _MEMORY = 3.0  # number of generations of rollouts over which the average use is learned
 
 
@@ -51,7 +50,7 @@ class KvLimit:
     def __init__(self, at_first: int, *, num_replicas: int) -> None:
         self._each = float(at_first)
         self._num_replicas = num_replicas
-        self._factor = 1.0
+        self._generations = 0.0  # of rollouts that have ended
         self._use = self._rollouts = 0.0  # sums over the readings, weighted by their age
 
     @property
@@ -80,17 +79,17 @@ class KvLimit:
         # Rollouts in an engine's queue have nothing in its cache.
         rollouts = max(0.0, running / num_replicas - waiting)
         generations = ended / max(1, running)
-        kept = math.exp(-generations / _MEMORY)
+        self._generations += generations
+        kept = math.exp(-generations / (min(_MEMORY, self._generations) or _MEMORY))
         self._use = kept * self._use + use
         self._rollouts = kept * self._rollouts + rollouts
-        if is_taken or use > _TARGET:
-            self._factor += _FACTOR_GAIN * generations * (_TARGET - use)
-            self._factor = min(max(self._factor, _LEAST), _MOST)
-        is_nearly_full = use > _NEARLY_FULL
-        if is_taken and (is_nearly_full or not waiting):
-            self._each *= 1.0 + min(generations, _GROWTH)
-        if (is_nearly_full or waiting) and self._use:
-            self._each = min(self._each, self._factor * self._rollouts / self._use)
+        if use > _NEARLY_FULL or (waiting and self._use):
+            growth = 1.0 + _YOUNG * math.exp(-self._generations)
+            fills = self._rollouts / (self._use * growth)
+            follows = fills * (_TARGET + _GAIN * (_TARGET - use))
+            self._each = follows if use > _NEARLY_FULL else min(self._each, follows)
+        elif is_taken:
+            self._each *= 1.0 + min(generations, 1.0)
         self._each = max(1.0, self._each)
 
 
