@@ -9,8 +9,7 @@ them. Rollouts of evaluations take no place.
 `KvLimit` is a state machine without I/O or clock. From readings of the replicas it learns how much
 of the caches a rollout uses on average, and so how many rollouts fill them. Prompts that siblings
 share, several turns and tool calls need no rule of their own, because the use is measured. At first
-all rollouts are young and will use more than is measured; this is assumed to be three times as much
-until as many rollouts have ended as run.
+all rollouts are young and will use more: three times as much is assumed, and less as rollouts end.
 
 Rollouts vary in length, so the caches would overflow at times with the right number of rollouts,
 and have room at others. Against this, the limit falls below the number that fills the caches while
@@ -18,9 +17,9 @@ they are fuller than `_TARGET`, and exceeds it while they are less full.
 
 | reading | limit |
 |---|---|
-| the caches are nearly full | number that fills the caches x (`_TARGET` + `_GAIN` x (`_TARGET` - use)) |
+| the caches are nearly full | number that fills them x (`_TARGET` + `_GAIN` x (`_TARGET` - use)) |
 | they are not, but requests wait in an engine | at most this number |
-| neither, and all places are taken | grows by the share of rollouts that ended since the last reading |
+| neither, and all places are taken | grows by the share of rollouts that ended since the last one |
 | no request runs (a pause, a restart) | unchanged |
 
 Invariants: there is at least one place for each live replica. A lower limit ends no rollout.
@@ -36,7 +35,7 @@ from contextlib import asynccontextmanager
 
 from torchtitan_rl.types import EngineStats
 
-_TARGET = 0.95  # use of the caches; above it, requests are preempted more and more often
+_TARGET = 0.97  # use of the caches; above it, requests are preempted more and more often
 _NEARLY_FULL = 0.7  # below this use, the limit may exceed what fills the caches
 _GAIN = 2.0
 _YOUNG = 2.0  # how much more young rollouts will use, as a multiple of what they use
