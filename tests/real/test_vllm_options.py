@@ -23,9 +23,15 @@ WRONG = {
     "enforce_eagre": True,
     "enforce_eager": "yes",
     "attention_backend": "FLASH",
-    "compilation_config": {"levels": 3},
     "kv_cache_dtype": "fp9",
-    "speculative_config": {"method": "ngrm", "num_speculative_tokens": "4", "lookup": 3},
+    "\x1b[31m": "control characters",
+    "compilation_config": {"levels": "9" * 1_000_000},
+    "speculative_config": {
+        "method": "ngrm",
+        "num_speculative_tokens": "4",
+        "prompt_lookup_max": 0,
+        "lookup": 3,
+    },
 }
 
 
@@ -40,10 +46,12 @@ def test_names_and_types_are_those_of_vllm_and_each_refused_field_exists() -> No
             "enforce_eagre is not a field of vLLM's EngineArgs (similar: enforce_eager",
             'enforce_eager is "yes": it must be a valid boolean',
             'attention_backend is "FLASH": it must be one of FLASH_ATTN, ',
-            'compilation_config is {"levels": 3}: levels: Unexpected keyword argument',
             "kv_cache_dtype is \"fp9\": it must be 'auto', ",
+            "\\u001b[31m is not a field of vLLM's EngineArgs",
+            f'compilation_config is {{"levels": "{"9" * 188}...: levels: Unexpected keyword',
             "speculative_config.method is \"ngrm\": it must be 'ngram', ",
             'speculative_config.num_speculative_tokens is "4": it must be a valid integer',
+            "speculative_config.prompt_lookup_max is 0: it must be greater than or equal to 1",
             "speculative_config.lookup is not a field of vLLM's SpeculativeConfig",
         ),
         strict=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torchtitan_rl.bounds import check_fields
 from torchtitan_rl.config.fit import device_bytes, fitting_options, option_words
@@ -16,6 +17,7 @@ from torchtitan_rl.config.machine import HostFacts, count, made_up_hosts
 from torchtitan_rl.config.memory import memory_plan
 from torchtitan_rl.config.model import PolicyFacts, find_policy
 from torchtitan_rl.config.published import published_facts
+from torchtitan_rl.config.room import chosen_host_errors
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 
@@ -45,13 +47,16 @@ def main(words: Sequence[str]) -> int:
     config = load_config(config_file, overrides)
     check_fields(config)
     hosts = _hosts(devices)
+    if errors := chosen_host_errors(replace(config.launch, hosts=devices)):
+        raise ConfigError(errors)
     checkpoint = config.policy.checkpoint
     policy = published_facts(checkpoint) or find_policy(checkpoint, is_trained=True)[1]
     what = f"{checkpoint} ({policy.num_weights / 1e9:.1f} B parameters)"
     on = f"{count(len(hosts), 'host')} of {hosts[0].describe()}"
     changes = fitting_options(config, policy, hosts, uses_all=True)
     if changes is None:
-        print(f"nothing fits: {what} cannot be trained on {on}")
+        done = "run" if config.mode == "generate" else "be trained"
+        print(f"nothing fits: {what} cannot {done} on {on}")
         return 1
     chosen = load_config(config_file, [*overrides, *option_words(changes)])
     command = ["torchtitan-rl", "train", str(config_file), *overrides, *option_words(changes)]
@@ -65,9 +70,15 @@ def main(words: Sequence[str]) -> int:
 def _describe(config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts]) -> list[str]:
     trainer, generator = config.trainer, config.generator
     plan = memory_plan(config, policy, device="cuda", device_bytes=device_bytes(hosts))
+    replicas = (
+        f"{count(generator.replicas, 'replica')} of {count(generator.tensor_parallel, 'rank')}"
+    )
+    parts = [
+        *([] if config.mode == "generate" else [count(trainer.world_size, "trainer rank")]),
+        *([] if config.mode == "train" else [replicas]),
+    ]
     return [
-        f"placement: {config.placement}, {count(trainer.world_size, 'trainer rank')}, "
-        f"{count(generator.replicas, 'replica')} of {count(generator.tensor_parallel, 'rank')}",
+        f"placement: {', '.join([config.placement, *parts])}",
         *plan.describe(),
     ]
 

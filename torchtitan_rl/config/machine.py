@@ -16,6 +16,7 @@ name: the entry of the parent's mask, or the plain index if the parent has no ma
   are spread evenly over the chosen hosts. On CUDA each rank has its own device.
 * In a colocated run trainer and replicas share devices. The trainer is placed first on hosts that
   are chosen for the replicas. The replicas are placed first on the trainer's hosts.
+* With ``mode`` ``generate`` or ``train`` there is only one of the two, which may take every device.
 * A CPU has room for any number of processes (`room.py` limits their threads), so replicas are
   spread evenly. If the configuration chooses hosts for the trainer, its ranks are spread evenly
   over the chosen hosts.
@@ -45,6 +46,7 @@ _MADE_UP = re.compile(
     r"(?P<hosts>[1-9]\d{0,3})x(?P<devices>\d{1,3})(x(?P<size>[1-9]\d{0,3})GB)?"
     r"|(?P<own>[1-9]\d{0,2})x(?P<own_size>[1-9]\d{0,3})GB"
 )
+_MOST_MADE_UP = 4096  # devices; a plan of millions takes minutes
 _MADE_UP_CORES = 64
 _MADE_UP_MEMORY = 1 << 40
 _INDEX = re.compile(
@@ -127,7 +129,7 @@ def made_up_hosts(text: str, addresses: Sequence[str] = ()) -> tuple[HostFacts, 
     size, and ``8x80GB`` is one host.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text has another form, or there are too many devices.
     """
     found = _MADE_UP.fullmatch(text)
     if found is None:
@@ -136,6 +138,8 @@ def made_up_hosts(text: str, addresses: Sequence[str] = ()) -> tuple[HostFacts, 
             "devices' size, 8x80GB for one host or 4x8x80GB"
         )
     number, devices = int(found["hosts"] or 1), int(found["devices"] or found["own"])
+    if number * devices > _MOST_MADE_UP:
+        raise ValueError(f"give at most {_MOST_MADE_UP} devices")
     size = int(found["size"] or found["own_size"] or 0) * 10**9
     return tuple(
         HostFacts(
@@ -280,7 +284,12 @@ class Placement:
 
 
 class NoRoomError(ValueError):
-    """The hosts have no room for the run. The message names the field to change."""
+    """The hosts have no room for the run. The message names the field to change, and ``proposal``
+    may continue it with options that share devices."""
+
+    def __init__(self, message: str, proposal: str = "") -> None:
+        super().__init__(message + proposal)
+        self.message = message
 
 
 def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
@@ -290,11 +299,19 @@ def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
         NoRoomError: trainer and replicas do not fit on the hosts, or not on those that the
             configuration chooses for them.
     """
+    if config.mode == "generate":  # the rank that remains takes no device from the replicas
+        trainer = replace(
+            config.trainer, data_parallel_replicate=1, data_parallel_shard=1, tensor_parallel=1
+        )
+        config = replace(config, trainer=trainer)
+    elif config.mode == "train":
+        generator = replace(config.generator, replicas=1, tensor_parallel=1)
+        config = replace(config, generator=generator)
     devices = None
     if device_of(hosts) == "cuda":
         devices = tuple(len(host.cuda_devices) for host in hosts)
     trainer_places = _trainer_places(config, len(hosts), devices)
-    for are_apart in (False,) if config.placement == "colocated" else (True, False):
+    for are_apart in (False,) if _share_devices(config) else (True, False):
         for trainer_hosts in trainer_places:
             replica_hosts = _replica_hosts(
                 config, len(hosts), devices, trainer_hosts, are_apart=are_apart
@@ -302,9 +319,13 @@ def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
             if replica_hosts is not None:
                 return Placement(replica_hosts=replica_hosts, trainer_hosts=trainer_hosts)
     raise NoRoomError(
-        _explain(config, devices or (), trainer_places)
-        + (sharing_proposal(config, devices[0]) if devices and len(devices) == 1 else "")
+        _explain(config, devices or (), trainer_places),
+        sharing_proposal(config, devices[0]) if devices and len(devices) == 1 else "",
     )
+
+
+def _share_devices(config: RunConfig) -> bool:
+    return config.is_colocated or config.mode != "both"
 
 
 def _trainer_places(
@@ -318,7 +339,7 @@ def _trainer_places(
         candidates = [chosen]
     else:
         order = list(range(num_hosts))
-        is_separate = config.placement == "separate"
+        is_separate = not _share_devices(config)
         if is_separate:
             order.reverse()
         order.sort(key=lambda host: (host in config.launch.generator_hosts) == is_separate)
@@ -347,7 +368,7 @@ def _replica_hosts(
 ) -> tuple[int, ...] | None:
     """The host of each replica; None if the replicas do not fit."""
     replicas, ranks = config.generator.replicas, config.generator.tensor_parallel
-    launch, are_shared = config.launch, config.placement == "colocated"
+    launch, are_shared = config.launch, _share_devices(config)
     allowed = launch.generator_hosts or tuple(range(num_hosts))
     if are_shared:
         if devices is None and not launch.generator_hosts:

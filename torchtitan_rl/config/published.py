@@ -1,11 +1,12 @@
 """The sizes of published models, for plans on made-up devices where the model itself is missing.
 
 Nothing is downloaded. A model is known by the last part of its name, with or without a suffix such
-as ``-Instruct``.
+as ``-Instruct``. Quantized models are not, because they cannot be trained.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,15 @@ _NAMES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"),
 )
+_QUANTIZED = re.compile(r"-(FP8|AWQ|GPTQ|GGUF|MLX|Int[48]|[48]bit|bnb)\b", re.IGNORECASE)
 _FAMILIES = (("qwen3", 40_960, _QWEN3), ("qwen2", 32_768, _QWEN2), ("llama", 131_072, _LLAMA))
 
 
 def published_facts(checkpoint: str) -> PolicyFacts | None:
     """The facts about a published model; None if its sizes are not known here."""
     name = Path(checkpoint).name
+    if _QUANTIZED.search(name):
+        return None
     for model_type, positions, models in _FAMILIES:
         for known, sizes in models.items():
             if name == known or name.startswith(f"{known}-"):

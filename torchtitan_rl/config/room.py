@@ -292,7 +292,7 @@ def launch_errors(config: RunConfig) -> list[str]:
     launch = config.launch
     errors = _host_list_errors(launch) or _job_errors(launch)
     if not errors:
-        errors = [*_address_errors(launch), *_chosen_host_errors(launch)]
+        errors = [*_address_errors(launch), *chosen_host_errors(launch)]
     chosen, generating = launch.trainer_hosts, launch.generator_hosts
     if config.is_colocated and chosen and generating and not {*chosen} & {*generating}:
         errors.append(
@@ -345,7 +345,7 @@ def host_errors(
     except NoRoomError as error:
         if policy is None or not device_bytes(hosts):
             return [str(error)]
-        return [f"{error}; {describe_fit(fitting_options(config, policy, hosts))}"]
+        return [f"{error.message}; {describe_fit(fitting_options(config, policy, hosts))}"]
     errors = _transport_errors(config, placement)
     if all(hosts[host].address for host in placement.trainer_hosts):
         errors += _plain_text_errors(config.launch, hosts, placement.trainer_hosts)
@@ -495,7 +495,8 @@ def _address_errors(launch: LaunchConfig) -> list[str]:
     return errors
 
 
-def _chosen_host_errors(launch: LaunchConfig) -> list[str]:
+def chosen_host_errors(launch: LaunchConfig) -> list[str]:
+    """Errors in the hosts that are chosen for the trainer and the replicas."""
     number = len(made_up_hosts(launch.hosts)) if launch.hosts else len(launch.attach)
     errors = []
     for name in ("generator_hosts", "trainer_hosts"):

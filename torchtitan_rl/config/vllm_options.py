@@ -90,6 +90,10 @@ _LOST_AT_A_PULL = (
     *("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size"),
     *("offload_num_in_group", "offload_params", "offload_prefetch_step"),
 )
+_DRAFT_CONFIGS = (  # which vLLM makes; reading them could run a checkpoint's code
+    *("target_model_config", "target_parallel_config"),
+    *("draft_model_config", "draft_parallel_config"),
+)
 _BATCH_INVARIANT = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # methods that draft without a model
 
@@ -101,6 +105,11 @@ def vllm_option_errors(generator: GeneratorConfig, *, is_on_cpu: bool) -> list[s
     for name in options:
         if name in OWNED:
             errors.append(f"generator.vllm has {name}, which is not passed on: {OWNED[name]}")
+    errors += [
+        f"generator.vllm: speculative_config.{name} is set by vLLM; leave it out"
+        for name in _DRAFT_CONFIGS
+        if name in _speculative(generator)
+    ]
     if options and not errors:
         errors = [f"generator.vllm: {error}" for error in _field_errors(json.dumps(options))]
     if _speculative(generator).get("rejection_sample_method") == "synthetic":

@@ -14,6 +14,7 @@ from torchtitan_rl.config.fit import device_memory_errors, fitting_options
 from torchtitan_rl.config.loader import load_config, parse_options
 from torchtitan_rl.config.machine import made_up_hosts
 from torchtitan_rl.config.memory import memory_plan
+from torchtitan_rl.config.plan import plan_on_hosts
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.config.published import published_facts
 from torchtitan_rl.config.run import RunConfig
@@ -72,6 +73,54 @@ def test_fit_prints_a_command_whose_dry_run_passes_or_says_that_nothing_fits(
     _, *command = shlex.split(last)
     assert main([*command, "--dry-run", "--launch.hosts", devices]) == 0
     assert "memory of each trainer rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [
+        (["--mode", "generate"], "2x8x80GB"),
+        (["--mode", "generate", "--generator.replicas", "1"], "1x80GB"),
+        (["--mode", "train", "--rollouts", "recorded"], "8x80GB"),
+    ],
+)
+def test_a_run_without_trainer_or_replicas_may_take_every_device(
+    words: list[str], devices: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["alphabet_sort_qwen3_0_6b", "--policy.checkpoint", "Qwen/Qwen3-4B"]
+    assert main(["fit", *model, *words, "--devices", devices]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    _, _, config_name, *options = shlex.split(last)
+    hosts = made_up_hosts(devices)
+    plan = plan_on_hosts(load_config(Path(config_name), options), hosts)
+    assert plan.num_devices == sum(len(host.cuda_devices) for host in hosts)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--devices", "9999x999x80GB"], "--devices is '9999x999x80GB'"),
+        (["--devices", "2x8x80GB", "--launch.trainer-hosts", "5"], "launch.trainer_hosts is (5,)"),
+        (["--devices", "8x80GB", "--policy.checkpoint", "Qwen/Qwen3-4B-FP8"], "Qwen3-4B-FP8"),
+    ],
+)
+def test_what_fit_cannot_take_is_one_error(
+    words: list[str],
+    error: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = ["alphabet_sort_qwen3_0_6b", "--policy.checkpoint", "Qwen/Qwen3-0.6B"]
+    assert main(["fit", *model, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error in line
+
+
+def test_a_refusal_proposes_one_set_of_options(tmp_path: Path) -> None:
+    for hosts, model in (("1x24GB", "Qwen/Qwen3-0.6B"), ("1x80GB", "Qwen/Qwen2.5-72B-Instruct")):
+        with pytest.raises(ConfigError) as refused:
+            planned(tmp_path, hosts, model)
+        assert "or let trainer and replicas share" not in refused.value.errors[0]
 
 
 @pytest.mark.parametrize("hosts", GPUS)

@@ -77,6 +77,10 @@ def test_each_field_that_is_set_here_is_refused_by_name() -> None:
             {"vllm": {"speculative_config": NGRAM | {"rejection_sample_method": "synthetic"}}},
             "speculative_config.rejection_sample_method is synthetic",
         ),
+        (
+            {"vllm": {"speculative_config": NGRAM | {"draft_model_config": {"model": "evil"}}}},
+            "speculative_config.draft_model_config is set by vLLM",
+        ),
     ],
 )
 def test_what_would_break_the_samples_is_refused(generator: dict[str, Any], message: str) -> None:

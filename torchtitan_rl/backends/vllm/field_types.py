@@ -11,24 +11,41 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import EnumMeta
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+_MOST_SHOWN = 200  # characters of a value in a message
 
 
 def option_errors(kind: Any, options: Mapping[str, Any], prefix: str) -> list[str]:
-    """One message for each option that is no field of the dataclass ``kind``, or has a value of
-    another type."""
-    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    """One message of one line for each option that is no field of the dataclass ``kind``, or has a
+    value of another type or outside of the field's bounds."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     errors = []
     for name, value in options.items():
         if name not in fields or name.startswith("_"):
             similar = get_close_matches(name, fields, n=3)
             hint = f" (similar: {', '.join(similar)})" if similar else ""
-            errors.append(f"{prefix}{name} is not a field of vLLM's {kind.__name__}{hint}")
-        elif cause := _type_error(_resolved(fields[name], kind), value):
-            errors.append(f"{prefix}{name} is {json.dumps(value)}: {cause}")
+            what = prefix + _shown(name).strip('"')
+            errors.append(f"{what} is not a field of vLLM's {kind.__name__}{hint}")
+        elif cause := _type_error(_bounded(fields[name], kind), value):
+            errors.append(f"{prefix}{name} is {_shown(value)}: {' '.join(cause.split())}")
     return errors
+
+
+def _shown(value: object) -> str:
+    """A value as JSON, which escapes control characters, with only the beginning of a long one."""
+    text = json.dumps(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _bounded(field: dataclasses.Field[Any], kind: Any) -> Any:
+    """The type of a field of ``kind``, with the bounds that its default states."""
+    hint = _resolved(field.type, kind)
+    bounds = field.default.metadata if isinstance(field.default, FieldInfo) else ()
+    return Annotated[hint, *bounds] if bounds else hint
 
 
 def _resolved(hint: Any, kind: Any) -> Any:
