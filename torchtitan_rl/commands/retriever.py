@@ -170,15 +170,15 @@ class Corpus:
 def _load(bm25s: Any, folder: Path, rows: Sequence[Rows]) -> Any:
     try:
         made_of = json.loads((folder / _CORPUS_FILE).read_text())
+        sources = ", ".join(made_of)
         index = bm25s.BM25.load(folder, mmap=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--index is {folder}: it is no index ({error}); give a folder that does not exist"
         ) from error
     if made_of != [one.size for one in rows]:
         raise ConfigError(
-            f"--index is {folder}: it was made of {', '.join(made_of)}; give another folder, or "
-            "that corpus"
+            f"--index is {folder}: it was made of {sources}; give another folder, or that corpus"
         )
     return index
 

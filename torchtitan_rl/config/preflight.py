@@ -26,6 +26,7 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _PROBE_TIMEOUT_S = 120.0
 _OLDEST_DRIVERS = {"12": "525", "13": "580"}  # of each CUDA version, for any of its minor versions
+_OLDEST_CAPABILITIES = {"13": (7, 5)}  # of devices that a CUDA version has compilers for
 _BFLOAT16_CAPABILITY = (8, 0)
 _EXCHANGE_BYTES = 256 << 20  # of shared memory for NCCL's buffers; containers often give 64 MiB
 
@@ -103,20 +104,28 @@ def cuda_errors(
     errors = []
     if facts.error:
         errors.append(f"CUDA cannot be used: {_explain(facts)}")
+    oldest = _OLDEST_CAPABILITIES.get(facts.built_for.partition(".")[0], (0, 0))
     for number, device in enumerate(facts.devices):
         major, minor = device.capability
-        if dtype == "bfloat16" and device.capability < _BFLOAT16_CAPABILITY:
+        if device.capability < oldest:
+            errors.append(
+                f"cuda:{number} ({device.name}) has compute capability {major}.{minor}, and torch "
+                f"{facts.torch} for CUDA {facts.built_for} needs {oldest[0]}.{oldest[1]}; leave it "
+                "out of CUDA_VISIBLE_DEVICES"
+            )
+        elif dtype == "bfloat16" and device.capability < _BFLOAT16_CAPABILITY:
             errors.append(
                 f"policy.dtype is bfloat16: cuda:{number} ({device.name}) has compute capability "
                 f"{major}.{minor}, and bfloat16 needs 8.0; give float32"
             )
         share = device.free_bytes / device.total_bytes
         if number in replica_devices and share < memory_share:
+            most = int(share * 100) / 100
             errors.append(
                 f"generator.gpu_memory_utilization is {memory_share}: cuda:{number} "
                 f"({device.name}) has {device.free_bytes / 2**30:.1f} of "
-                f"{device.total_bytes / 2**30:.1f} GiB free; end what uses it (nvidia-smi), or "
-                f"give at most {int(share * 100) / 100}"
+                f"{device.total_bytes / 2**30:.1f} GiB free; end what uses it (nvidia-smi)"
+                + (f", or give at most {most}" if most else "")
             )
     if not facts.has_compiler:
         errors.append(

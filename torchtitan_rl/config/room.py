@@ -218,7 +218,17 @@ def too_little_memory(
     needed = needed_bytes(
         config, policy, replicas=replicas, trainer_ranks=trainer_ranks, device=device
     )
-    return _memory_errors(config.generator, policy, needed, memory_bytes, where)
+    if device == "cpu":
+        return _memory_errors(config.generator, policy, needed, memory_bytes, where)
+    if needed <= memory_bytes:
+        return []
+    what, state, fix = f"generator.replicas is {config.generator.replicas}", "", "fewer"
+    if config.is_colocated:
+        what, state, fix = "placement is colocated", ", the trainer's pinned state", "separate"
+    return [
+        f"{what}: processes{state} and published weights need about {needed / 2**30:.0f} GiB of "
+        f"host memory and {where} has {memory_bytes / 2**30:.0f} GiB; give {fix}, or more memory"
+    ]
 
 
 def _memory_errors(

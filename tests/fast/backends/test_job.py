@@ -19,7 +19,10 @@ JOBS = "tests.support.monarch_jobs"
     [
         ("jobs", "give MODULE.ATTR, such as jobs.slurm for `slurm` in jobs.py"),
         ("no_such.job", "no_such cannot be imported (ModuleNotFoundError: No module named"),
-        (f"{JOBS}.far", f"{JOBS} has no job 'far' (of a class in monarch.job, such as SlurmJob); "),
+        (
+            f"{JOBS}.far",
+            f"{JOBS} has no job 'far' (an object of a class in monarch.job, such as SlurmJob); ",
+        ),
         (f"{JOBS}.number", "it has apart, odd, one, other"),
     ],
 )

@@ -141,6 +141,9 @@ def test_an_index_is_written_once_and_belongs_to_its_corpus(tmp_path: Path) -> N
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="it is no index"):
         Corpus([str(file)], tmp_path / "empty")
+    (folder / "corpus.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="it is no index"):
+        Corpus([str(file)], folder)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["corpus.jsonl", "empty", "index"]
 
 

@@ -17,6 +17,7 @@ from torchtitan_rl.config.memory import memory_plan
 from torchtitan_rl.config.plan import plan_on_hosts
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.config.published import published_facts
+from torchtitan_rl.config.room import too_little_memory
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_qwen3_0_6b import config as QWEN3
 from torchtitan_rl.errors import ConfigError
@@ -114,6 +115,17 @@ def test_what_fit_cannot_take_is_one_error(
     assert main(["fit", *model, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert error in line
+
+
+def test_a_host_without_memory_for_a_run_on_cuda_gets_no_advice_for_a_cpu() -> None:
+    policy = published_facts("Qwen/Qwen3-8B")
+    assert policy is not None
+    colocated = replace(QWEN3, placement="colocated")
+    (error,) = too_little_memory(
+        colocated, policy, 64 * GIB, device="cuda", replicas=4, trainer_ranks=2
+    )
+    assert error.startswith("placement is colocated: processes, the trainer's pinned state and ")
+    assert error.endswith("the machine has 64 GiB; give separate, or more memory")
 
 
 def test_a_refusal_proposes_one_set_of_options(tmp_path: Path) -> None:

@@ -57,6 +57,16 @@ FAULTS = [
         "8.0; give float32",
     ),
     (
+        {"devices": (GPU, replace(GPU, name="V100", capability=(7, 0)))},
+        "cuda:1 (V100) has compute capability 7.0, and torch 2.13.0 for CUDA 13.0 needs 7.5; leave "
+        "it out of CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        {"devices": (GPU, replace(GPU, free_bytes=1 << 20))},
+        "generator.gpu_memory_utilization is 0.85: cuda:1 (A10) has 0.0 of 24.0 GiB free; end what "
+        "uses it (nvidia-smi)",
+    ),
+    (
         {"devices": (GPU, BUSY, BUSY)},  # the last one is the trainer's
         "generator.gpu_memory_utilization is 0.85: cuda:1 (A10) has 6.0 of 24.0 GiB free; end "
         "what uses it (nvidia-smi), or give at most 0.25",
@@ -109,7 +119,7 @@ def test_a_run_is_refused_on_a_machine_and_on_hosts_that_cannot_compute(tmp_path
             address=address,
             cuda_devices=("0", "1", "2"),
             num_cores=8,
-            memory_bytes=GIB,
+            memory_bytes=16 * GIB,
             cuda=replace(faulty, locked_bytes=locked),
         )
         for address, locked in zip(launch.attach, (0, None), strict=True)

@@ -67,7 +67,7 @@ def _load(name: str, field: str) -> JobTrait:
     jobs = {name: value for name, value in found.items() if isinstance(value, JobTrait)}
     if attribute not in jobs:
         raise ConfigError(
-            f"{field}: {place} has no job {attribute!r} (of a class in monarch.job, such as "
-            f"SlurmJob); it has {', '.join(jobs) or 'none'}"
+            f"{field}: {place} has no job {attribute!r} (an object of a class in monarch.job, "
+            f"such as SlurmJob); it has {', '.join(jobs) or 'none'}"
         )
     return jobs[attribute]
