@@ -70,7 +70,7 @@ def machine_errors(
     if not has_hosts(config.launch):
         device: Device = "cuda" if machine.cuda_devices else "cpu"
         if device == "cuda":
-            errors = _device_errors(config, machine.cuda_devices)
+            errors = _device_errors(config, policy, machine)
         else:
             errors = _thread_errors(config, machine.num_cores)
         if machine.cuda is not None:
@@ -124,14 +124,18 @@ def _largest(config: RunConfig, *names: str) -> str:
     return f"{name} is {values[name]}"
 
 
-def _device_errors(config: RunConfig, devices: tuple[str, ...]) -> list[str]:
+def _device_errors(
+    config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts
+) -> list[str]:
     needed = config.together(config.generator.num_ranks, config.trainer.world_size)
-    errors = []
+    devices, errors = machine.cuda_devices, []
     if len(devices) < needed:
+        fix = f"give fewer{sharing_proposal(config, len(devices))}"
+        if policy is not None and machine.device_bytes:
+            fix = describe_fit(fitting_options(config, policy, [host_of(machine)]))
         errors.append(
             f"{_largest(config, 'generator.replicas', *_RANKS)}: replicas and trainer need "
-            f"{needed} CUDA devices, and {_visible(devices)}; give fewer"
-            f"{sharing_proposal(config, len(devices))}"
+            f"{needed} CUDA devices, and {_visible(devices)}; {fix}"
         )
     if devices[0].startswith(MIG):
         errors += [

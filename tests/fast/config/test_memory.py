@@ -12,12 +12,12 @@ from tests.support.ready_configs import NUM_GPUS, TOYS, ready
 from torchtitan_rl.commands.cli import main
 from torchtitan_rl.config.fit import device_memory_errors, fitting_options
 from torchtitan_rl.config.loader import load_config, parse_options
-from torchtitan_rl.config.machine import made_up_hosts
+from torchtitan_rl.config.machine import MachineFacts, made_up_hosts
 from torchtitan_rl.config.memory import memory_plan
 from torchtitan_rl.config.plan import plan_on_hosts
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.config.published import published_facts
-from torchtitan_rl.config.room import too_little_memory
+from torchtitan_rl.config.room import machine_errors, too_little_memory
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_qwen3_0_6b import config as QWEN3
 from torchtitan_rl.errors import ConfigError
@@ -133,6 +133,14 @@ def test_a_refusal_proposes_one_set_of_options(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             planned(tmp_path, hosts, model)
         assert "or let trainer and replicas share" not in refused.value.errors[0]
+    machine = MachineFacts(
+        cuda_devices=("0",), device_bytes=24 * 10**9, num_cores=16, memory_bytes=64 * GIB
+    )
+    (error,) = machine_errors(QWEN3, published_facts("Qwen/Qwen3-0.6B"), machine)
+    assert error.endswith(
+        "1 is visible; give --placement colocated --generator.replicas 1 "
+        "--trainer.data-parallel-shard 1 --trainer.max-tokens-per-microbatch 4096"
+    )
 
 
 @pytest.mark.parametrize("hosts", GPUS)
