@@ -26,7 +26,7 @@ from torchtitan_rl.config.evaluate import EvalConfig
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.machine import MachineFacts
 from torchtitan_rl.config.prepare import ServeConfig, evaluation_problems, prepare_run
-from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.launch.scripts import (
     ComposeOptions,
     KubernetesOptions,
@@ -64,7 +64,8 @@ def known() -> frozenset[str]:
         *(PreviewConfig, ReplayConfig, ReportOptions, ViewOptions),
         *(WorkerOptions, KeysConfig, LaunchScriptOptions, *OPTIONS_OF_KINDS),
     )
-    return fields(RunConfig).union(*(fields(kind) for kind in commands))
+    sections = (fields(RunConfig), fields(PolicyConfig, "policy."))
+    return frozenset().union(*sections, *(fields(kind) for kind in commands))
 
 
 def test_the_whole_configuration_of_an_agent_task_is_complete(tmp_path: Path) -> None:
