@@ -480,7 +480,7 @@ def _job_errors(launch: LaunchConfig) -> list[str]:
             errors.append(f"{field}: launch.{name} does not go with it; give one of the two")
     if not launch.allow_plain_tcp:
         errors.append(
-            f"{field}: Monarch's jobs neither encrypt nor authenticate: whoever reaches their "
+            f"{field}: Monarch's jobs neither encrypt nor authenticate: anyone who reaches their "
             "workers (on one machine, every user of it) can run programs there; where no one else "
             "is, give launch.allow_plain_tcp"
         )

@@ -171,7 +171,7 @@ def test_a_map_that_cannot_be_reused_is_released(
 
 
 class Offers:
-    """Fails for every third memory."""
+    """Refuses every third registration."""
 
     num_offers = 0
 
