@@ -5,6 +5,8 @@ time it takes on a busy machine."""
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,3 +33,12 @@ class ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """torch has one default group in a process: a file that leaves one fails another file's
+    tests, which depends on the files that this process of pytest-xdist got."""
+    yield
+    if distributed := sys.modules.get("torch.distributed"):
+        assert not distributed.is_initialized()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,15 @@ def test_an_architecture_that_is_not_supported_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="'mamba' is not supported"), trainer(tmp_path):
         pass
+
+
+def test_a_policy_that_cannot_be_loaded_leaves_no_process_group(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    with pytest.raises(Exception, match="safetensors"), trainer(tmp_path):
+        pass
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_step_tells_the_logprob_and_the_part_of_the_loss_of_each_token(checkpoint: Path) -> None:

@@ -63,13 +63,15 @@ def set_up(config: TrainerConfig) -> Layout:
     device = _device()
     timeout = timedelta(seconds=config.step_timeout_s + _COLLECTIVE_GRACE_S)
     owns = not dist.is_initialized()
+    # Before this process joins a group, in which a refused trainer would leave it.
+    launched = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    ranks = launched if owns else dist.get_world_size()
+    if ranks != config.world_size:
+        raise ValueError(
+            f"the trainer is configured for {config.world_size} ranks and runs on {ranks}"
+        )
     if owns:
         _join(device, timeout)
-    if dist.get_world_size() != config.world_size:
-        raise ValueError(
-            f"the trainer is configured for {config.world_size} ranks and runs on "
-            f"{dist.get_world_size()}"
-        )
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=config.data_parallel_replicate,
         data_parallel_shard_degree=config.data_parallel_shard,

@@ -105,7 +105,15 @@ class PolicyTrainer:
         self._architecture = read_architecture(self._source)
         torch.set_num_threads(config.threads)
         self._layout = titan_setup.set_up(config)
-        torch.manual_seed(seed)
+        try:
+            self._build(max_steps, dtype)
+        except BaseException:
+            titan_setup.tear_down(self._layout)
+            raise
+
+    def _build(self, max_steps: int, dtype: Literal["float32", "bfloat16"]) -> None:
+        config = self._config
+        torch.manual_seed(self._seed)
         self._dtype = "float32" if self._layout.device.type == "cpu" else dtype
         self._model = build_policy(self._architecture, config, self._layout, dtype=self._dtype)
         load_hf(self._model, self._source)
