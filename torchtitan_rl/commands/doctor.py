@@ -32,6 +32,7 @@ from torchtitan_rl.config.preflight import (
     probe_cuda,
 )
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.observability.console import format_seconds, usual_step_s
 from torchtitan_rl.sandbox.sandbox import Isolation, SandboxConfig
@@ -62,16 +63,16 @@ def main(words: Sequence[str]) -> int:
         return 0
     if words and words[0].startswith("-"):
         raise ConfigError(f"CONFIG is missing before {words[0]}; {_USAGE}")
-    findings = _findings(words)
+    config = load_config(Path(words[0]), words[1:]) if words else None
     has_errors = False
-    for finding in findings:
+    for finding in _findings(config):
         is_error = finding.level == "error"
         has_errors |= is_error
         print(finding, file=sys.stderr if is_error else sys.stdout, flush=True)
     return int(has_errors)
 
 
-def _findings(words: Sequence[str]) -> Iterator[Finding]:
+def _findings(config: RunConfig | None) -> Iterator[Finding]:
     machine = machine_facts()
     yield from check_requirements(metadata.requires("torchtitan-rl") or (), _installed())
     facts = machine.cuda or (probe_cuda() if DRIVER_FILE.exists() else None)
@@ -83,10 +84,10 @@ def _findings(words: Sequence[str]) -> Iterator[Finding]:
     yield _check_shared_memory()
     yield _check_ports()
     yield check_isolation(lambda kind: SandboxConfig(isolation=kind).errors(kind))
-    if not words:
+    if config is None:
         yield _check_disk(Path())
         return
-    yield from _check_run(Path(words[0]), words[1:])
+    yield from _check_run(config)
 
 
 def check_requirements(
@@ -159,9 +160,9 @@ def check_isolation(errors_of: Callable[[Isolation], list[str]]) -> Finding:
     return Finding("error", "code of a policy cannot be isolated here", refused)
 
 
-def _check_run(config_file: Path, options: Sequence[str]) -> Iterator[Finding]:
+def _check_run(config: RunConfig) -> Iterator[Finding]:
     try:
-        prepared = prepare_run(load_config(config_file, options))
+        prepared = prepare_run(config)
     except ConfigError as error:
         for text in error.errors:
             yield Finding("error", text)

@@ -22,7 +22,7 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import msgspec
 from starlette.applications import Starlette
@@ -268,9 +268,10 @@ class _Guard:
         given = request.query_params.get("key")
         if given is not None and hmac.compare_digest(given.encode(), self._key):
             rest = [(n, v) for n, v in request.query_params.multi_items() if n != "key"]
-            target = request.url.path + (f"?{urlencode(rest)}" if rest else "")
             # One slash: a path that begins with two would name another host.
-            answer = Response(status_code=303, headers={"location": f"/{target.lstrip('/')}"})
+            target = "/" + quote(request.scope["path"].lstrip("/"))
+            target += f"?{urlencode(rest)}" if rest else ""
+            answer = Response(status_code=303, headers={"location": target})
             answer.set_cookie(self._cookie, self._cookie_value, httponly=True, samesite="strict")
             return answer
         scheme, _, token = request.headers.get("authorization", "").partition(" ")

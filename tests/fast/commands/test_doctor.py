@@ -112,6 +112,11 @@ def test_every_error_of_a_configuration_is_a_finding(capsys):
     assert "error: generator.replicas is 4000: " in capsys.readouterr().err
 
 
+def test_a_configuration_that_does_not_exist_is_a_wrong_command(capsys):
+    assert main(["doctor", "no_such_run"]) == 2
+    assert "no_such_run" in capsys.readouterr().err
+
+
 def test_options_without_a_configuration_are_refused(capsys):
     assert main(["doctor", "--generator.replicas", "2"]) == 2
     assert "CONFIG is missing before --generator.replicas" in capsys.readouterr().err

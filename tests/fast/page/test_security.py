@@ -142,6 +142,8 @@ def test_a_key_in_the_address_does_not_lead_to_another_site(run_dir: Path) -> No
     with asked(run_dir, key=KEY) as page:
         answer = page.send("http://127.0.0.1:8000//evil.example/", params={"key": KEY})
         assert answer.headers["location"] == "/evil.example/"
+        answer = page.send("http://127.0.0.1:8000/%E4%B8%AD%25%3F", params={"key": KEY})
+        assert answer.headers["location"] == "/%E4%B8%AD%25%3F"
 
 
 def test_an_address_that_other_machines_reach_needs_a_key(
