@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.agents.verifiers.task import VerifiersError as VerifiersError
     from torchtitan_rl.agents.verifiers.task import VerifiersTask as VerifiersTask
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer as PolicyTrainer
+    from torchtitan_rl.config.lora import LoraConfig as LoraConfig
     from torchtitan_rl.config.run import LaunchConfig as LaunchConfig
     from torchtitan_rl.config.run import MetricsConfig as MetricsConfig
     from torchtitan_rl.config.run import MonarchConfig as MonarchConfig

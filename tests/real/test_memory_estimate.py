@@ -12,6 +12,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from tests.real.trainer_helpers import CONFIG
+from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.memory import trainer_memory
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.training.batch import TrainingBatch
@@ -39,19 +40,26 @@ def test_a_trainer_takes_the_memory_that_was_estimated_up_to_15_percent(
         activation_checkpointing=checkpointing,
     )
     batch = trained_batch(vocab_size, num_episodes=2 * tokens // 64)
-    measured = peak_bytes(policy, config, batch, tmp_path / "trace.json")
-    parts = trainer_memory(config, read_architecture(policy), device="cpu", dtype="float32")
-    assert sum(parts.values()) == pytest.approx(measured, rel=0.15)
+    # One shape with adapters, which the other shapes' terms are common to.
+    lora = LoraConfig(rank=16 if name == "a large vocabulary" else 0)
+    for one in {LoraConfig(), lora}:
+        measured = peak_bytes(policy, config, batch, tmp_path / "trace.json", one)
+        parts = trainer_memory(
+            config, read_architecture(policy), device="cpu", dtype="float32", lora=one
+        )
+        assert sum(parts.values()) == pytest.approx(measured, rel=0.15), one
 
 
-def peak_bytes(policy: Path, config: TrainerConfig, batch: TrainingBatch, trace: Path) -> int:
+def peak_bytes(
+    policy: Path, config: TrainerConfig, batch: TrainingBatch, trace: Path, lora: LoraConfig
+) -> int:
     """The largest number of bytes that PyTorch's allocator holds from the start of a trainer to the
     end of its second step, when AdamW's moments exist."""
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 
     gc.collect()  # a trainer of another test would be freed meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        trainer = PolicyTrainer(policy, config, seed=0, max_steps=2)
+        trainer = PolicyTrainer(policy, config, seed=0, max_steps=2, lora=lora)
         for _ in range(2):
             trainer.train_step(batch)
     trainer.close()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tests.support.episodes import random_set
+from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.launch.interfaces import free_port
 from torchtitan_rl.token_sets import kept_bits, kept_runs
 from torchtitan_rl.training.batch import TrainingBatch
@@ -81,12 +82,15 @@ def trainer(
     *,
     max_steps: int = MAX_STEPS,
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    lora: LoraConfig | None = None,
     **fields: Any,
 ) -> Iterator[PolicyTrainer]:
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 
     config = dataclasses.replace(CONFIG, **fields)
-    policy_trainer = PolicyTrainer(checkpoint, config, seed=0, max_steps=max_steps, dtype=dtype)
+    policy_trainer = PolicyTrainer(
+        checkpoint, config, seed=0, max_steps=max_steps, dtype=dtype, lora=lora
+    )
     try:
         yield policy_trainer
     finally:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.training.config import ProfileConfig, TrainerConfig
@@ -29,6 +30,7 @@ class GeneratorSpec:
     stream_interval_s: float = 0.05  # time between two reports of a request's new tokens
     sleeps: bool = False  # shares its devices with the trainer, so a sleep must free their memory
     reasoning_parser: str = ""  # for structured outputs that begin after reasoning
+    lora: LoraConfig | None = None  # the adapters that are pulled; None: pulls replace all weights
 
     @property
     def start_timeout_s(self) -> float:
@@ -51,6 +53,7 @@ class TrainerSpec:
     trace_dir: Path | None
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    lora: LoraConfig | None = None  # adapters that are trained in place of all weights
     python_path: tuple[str, ...] = ()  # folders from which `LossConfig.function` may import
 
 

@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.bounds import load_function
+from torchtitan_rl.config.lora import lora_errors
 from torchtitan_rl.config.machine import HostFacts, MachineFacts, device_of
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.room import host_errors, launch_errors, machine_errors
@@ -111,6 +112,7 @@ def find_errors(
         if not on_hosts:
             is_on_cpu = not machine.cuda_devices
             errors += generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
+    errors += lora_errors(config.policy.lora)
     errors += vllm_run_errors(config)
     errors += launch_errors(config)
     errors += tracker_errors(config.metrics.trackers)

@@ -13,6 +13,9 @@ step. Its estimate is what it keeps, plus the largest of these moments:
 Sizes of tensors are in elements of one token, or of the weights. D is the model dimension, F the
 hidden dimension, Q and K are the sizes of a token's queries and keys, V is the vocabulary.
 
+With adapters (LoRA), gradients and moments are those of the adapters, the reference policy is the
+base, and only the adapters are published.
+
 On a CPU the trainer's part was measured: it is within 15 % of the allocator's peak. On CUDA nothing
 was measured yet.
 """
@@ -23,6 +26,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from torchtitan_rl.config.lora import (
+    LoraConfig,
+    adapter_shapes,
+    engine_rank,
+    num_adapter_weights,
+)
 from torchtitan_rl.config.model import PolicyArchitecture, PolicyFacts
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.generation.config import GeneratorConfig
@@ -34,6 +43,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 PUBLISHED = "published weights"
 PINNED = "pinned copies of the trainer's state"
+SLEEPING = "weights of sleeping engines"  # with adapters; otherwise a pull loads them again
 PROCESS_BYTES = 1 << 30  # imported libraries, or contexts and communicators on a device
 _SHOWN_BYTES = 1 << 27
 _SLEEPING_BYTES = 5 << 29  # an engine that is asleep: its context, communicators and CUDA graphs
@@ -75,21 +85,31 @@ def memory_plan(
     dtype: Dtype = config.policy.dtype if device == "cuda" else "float32"
     of_trainer: dict[str, int] = {}
     if config.mode != "generate" and policy.architecture is not None:
-        of_trainer = trainer_memory(trainer, policy.architecture, device=device, dtype=dtype)
+        of_trainer = trainer_memory(
+            trainer, policy.architecture, device=device, dtype=dtype, lora=config.policy.lora
+        )
         of_trainer["process"] = PROCESS_BYTES
         if device == "cuda" and config.is_colocated:
             of_trainer["sleeping engine"] = _SLEEPING_BYTES
             host[PINNED] = trainer.data_parallel_replicate * (
-                _pinned_bytes(policy.architecture, trainer.data_parallel_shard)
+                _pinned_bytes(policy.architecture, trainer.data_parallel_shard, config.policy.lora)
             )
     if config.mode == "both":
         number = config.num_published_versions
-        host[PUBLISHED] = number * _weight_bytes(policy, dtype)
+        host[PUBLISHED] = number * version_bytes(config, policy, dtype)
     of_replica: dict[str, int] = {}
     if config.mode != "train":
         of_replica = replica_memory(
-            config.generator, policy, device=device, dtype=dtype, device_bytes=device_bytes
+            config.generator,
+            policy,
+            device=device,
+            dtype=dtype,
+            device_bytes=device_bytes,
+            adapters=0 if config.adapters is None else engine_rank(config.adapters.rank),
         )
+        if device == "cuda" and config.is_colocated and config.adapters is not None:
+            ranks = config.generator.replicas * config.generator.tensor_parallel
+            host[SLEEPING] = ranks * of_replica.get("weights", 0)
     token = policy.kv_values_per_token * BYTES[dtype] // config.generator.tensor_parallel
     return MemoryPlan(
         trainer=of_trainer,
@@ -106,17 +126,23 @@ def replica_memory(
     device: Device,
     dtype: Dtype = "float32",
     device_bytes: int = 0,
+    adapters: int = 0,
 ) -> dict[str, int]:
     """The memory of a rank of a replica, in bytes, by part. On CUDA the KV cache gets what the
-    other parts leave of the engine's share of the device."""
+    other parts leave of the engine's share of the device. ``adapters`` is the sum of the ranks of
+    all adapters, as the engine allocates them."""
     ranks = generator.tensor_parallel
     weights = _weight_bytes(policy, dtype) // ranks
+    more: dict[str, int] = {}
+    if adapters and policy.architecture is not None:
+        one = num_adapter_weights(policy.architecture, LoraConfig(rank=1))
+        more = {"adapters": 2 * adapters * one * BYTES[dtype]}  # in the layers, and a host copy
     if device == "cpu":  # plain and packed weights
         parts = {"weights": 2 * weights, "KV cache": generator.kv_cache_bytes}
-        return parts | {"process": PROCESS_BYTES}
+        return parts | more | {"process": PROCESS_BYTES}
     if not device_bytes:
         return {}
-    parts = {"weights": weights, "process": PROCESS_BYTES}
+    parts = {"weights": weights, **more, "process": PROCESS_BYTES}
     if policy.architecture is not None:
         tokens = generator.step_tokens(device)
         elements = 4 * policy.architecture.dim + 3 * policy.architecture.hidden_dim // ranks
@@ -132,12 +158,23 @@ def _weight_bytes(policy: PolicyFacts, dtype: Dtype) -> int:
     return num_weights(policy.architecture) * BYTES[dtype]
 
 
-def _pinned_bytes(policy: PolicyArchitecture, shard: int) -> int:
+def version_bytes(config: RunConfig, policy: PolicyFacts, dtype: Dtype) -> int:
+    """The size of a published version: all weights, or the adapters."""
+    if config.adapters is not None and policy.architecture is not None:
+        return num_adapter_weights(policy.architecture, config.adapters) * BYTES[dtype]
+    return _weight_bytes(policy, dtype)
+
+
+def _pinned_bytes(policy: PolicyArchitecture, shard: int, lora: LoraConfig) -> int:
     """The host memory of the offloaded weights and moments of a whole model. PyTorch rounds each
     pinned tensor up to a power of two."""
     layers = layer_matrices(policy) * policy.num_layers
     heads = [head_weights(policy)] * (1 if policy.has_tied_embeddings else 2)
-    return sum(3 * shard * (1 << (4 * size // shard - 1).bit_length()) for size in layers + heads)
+    sizes = 3 * (layers + heads)
+    if lora.rank:
+        shapes = adapter_shapes(policy, lora).values()
+        sizes = layers + heads + 3 * [rows * columns for rows, columns in shapes]
+    return sum(shard * (1 << (4 * size // shard - 1).bit_length()) for size in sizes)
 
 
 def layer_matrices(policy: PolicyArchitecture) -> list[int]:
@@ -173,18 +210,28 @@ class _Moment:
 
 
 def trainer_memory(
-    config: TrainerConfig, policy: PolicyArchitecture, *, device: Device, dtype: Dtype
+    config: TrainerConfig,
+    policy: PolicyArchitecture,
+    *,
+    device: Device,
+    dtype: Dtype,
+    lora: LoraConfig | None = None,
 ) -> dict[str, int]:
     """The largest memory of a trainer rank during a step, in bytes, by part. ``dtype`` is the type
     in which the rank computes."""
+    lora = lora or LoraConfig()
     ranks, shard = config.tensor_parallel, config.data_parallel_shard
-    own = 4 * num_weights(policy) // (ranks * shard)
-    peak = max(_moments(config, policy, device, dtype), key=lambda one: one.total)
+    own = trained = 4 * num_weights(policy) // (ranks * shard)
+    if lora.rank:  # tensor parallelism splits one of the two matrices of an adapter
+        trained = 4 * num_adapter_weights(policy, lora) // shard
+    peak = max(_moments(config, policy, device, dtype, lora), key=lambda one: one.total)
+    has_reference = config.loss.kl_coefficient > 0 and not lora.rank
     parts = {
         "weights": own,
-        "gradients": own,
-        "optimizer": 2 * own,
-        "reference policy": own if config.loss.kl_coefficient > 0 else 0,
+        "adapters": trained if lora.rank else 0,
+        "gradients": trained,
+        "optimizer": 2 * trained,
+        "reference policy": own if has_reference else 0,
         "gathered weights": peak.gathered,
         "activations": peak.activations,
         "logits": peak.logits,
@@ -193,13 +240,17 @@ def trainer_memory(
 
 
 def _moments(
-    config: TrainerConfig, policy: PolicyArchitecture, device: Device, dtype: Dtype
+    config: TrainerConfig,
+    policy: PolicyArchitecture,
+    device: Device,
+    dtype: Dtype,
+    lora: LoraConfig,
 ) -> list[_Moment]:
     size, ranks, shard = BYTES[dtype], config.tensor_parallel, config.data_parallel_shard
     tokens, is_tied = config.max_tokens_per_microbatch, policy.has_tied_embeddings
     head, layer = head_weights(policy) // ranks, sum(layer_matrices(policy)) // ranks
     logits = tokens * policy.vocab_size // ranks
-    every, one = _layer_activations(config, policy, device, size)
+    every, one = _layer_activations(config, policy, device, size, lora)
     all_layers = tokens * (policy.num_layers * every + 3 * policy.dim * size)
     recomputed = tokens * (one - every)
     chunks = min(_CHUNKS * _CHUNK_BYTES[device], 3 * 4 * logits)
@@ -209,6 +260,18 @@ def _moments(
         copy = 4 if shard == 1 else 0  # which FSDP divides
         return weights * max(size + 4, 4 + copy + 4 // shard)
 
+    if lora.rank:
+        adapters = num_adapter_weights(policy, lora) // policy.num_layers
+        backward = 2 * layer * size + adapters * size
+        return [
+            _Moment(
+                gathered=head * size, activations=all_layers, logits=2 * logits * size + chunks
+            ),
+            _Moment(
+                gathered=backward + reduced(adapters),
+                activations=all_layers + recomputed + _backward_activations(config, policy, size),
+            ),
+        ]
     tied = head * size if is_tied else 0  # the head's gradient waits for that of the embeddings
     return [
         _Moment(gathered=head * size, activations=all_layers, logits=2 * logits * size + chunks),
@@ -227,7 +290,11 @@ def _moments(
 
 
 def _layer_activations(
-    config: TrainerConfig, policy: PolicyArchitecture, device: Device, size: int
+    config: TrainerConfig,
+    policy: PolicyArchitecture,
+    device: Device,
+    size: int,
+    lora: LoraConfig,
 ) -> tuple[int, int]:
     """The bytes of a token that a layer keeps for the backward pass: with the configured activation
     checkpointing, and without any."""
@@ -240,9 +307,10 @@ def _layer_activations(
     elements = 2 * dim // ranks + 2 * dim + 2 * queries + 2 * keys
     elements += queries + keys if policy.has_qk_norm else 0
     # FlexAttention's output is copied. Autograd composes SwiGLU of operations that keep 4 hidden
-    # tensors; `CpuFeedForward` and compiled layers keep 2.
+    # tensors; `CpuFeedForward`, which is not for adapters, and compiled layers keep 2.
     elements += queries if is_cuda else 0
-    elements += hidden * (4 if is_cuda and not config.compile else 2)
+    elements += hidden * (4 if (is_cuda or lora.rank) and not config.compile else 2)
+    elements += lora.rank * len(lora.target_modules)
     whole = elements * size + normalizers + 4 * 2 * policy.head_dim  # cosines and sines
     kept = dim // ranks * size
     match config.activation_checkpointing:

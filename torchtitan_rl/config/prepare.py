@@ -147,8 +147,9 @@ class PreparedRun:
             trainer_hosts=trainer.rank_hosts or (trainer.host,),
             replica_hosts=[group.host for group in replicas],
         )
+        what = "weights" if self.config.adapters is None else "adapters"
         return (
-            f"weights: at most {self.config.num_published_versions} versions published at a time, "
+            f"{what}: at most {self.config.num_published_versions} versions published at a time, "
             f"{_TRANSPORTS[transport]}"
         )
 
@@ -164,7 +165,9 @@ class PreparedRun:
     def _describe_training(self) -> str:
         trainer = self.config.trainer
         shared = "once" if trainer.share_prefixes else "in each (trainer.share_prefixes is off)"
-        return (
+        lora = self.config.policy.lora
+        adapters = f"adapters of rank {lora.rank} on {' '.join(lora.target_modules)}; "
+        return (adapters if lora.rank else "") + (
             f"at most {trainer.max_tokens_per_microbatch:,} tokens in a forward pass of a rank; "
             f"tokens that several episodes begin with are computed {shared}"
         )

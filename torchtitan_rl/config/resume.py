@@ -32,6 +32,7 @@ from typing import Any
 
 import xxhash
 
+from torchtitan_rl.config.lora import ADAPTER_FOLDER
 from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE, RunConfig
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.files import parse_object, replace_file
@@ -267,9 +268,11 @@ _LISTED = (
     "journal.sqlite",
     f"checkpoints/*/{MARKER}",
     "policy/**/*",
+    f"{ADAPTER_FOLDER}/*",
 )
 FIXES = {
     "policy/": "restore it, or remove policy/ and resume the run, which exports it again",
+    f"{ADAPTER_FOLDER}/": "restore it, or remove policy/ and resume the run, which exports both",
     "checkpoints/": "restore the checkpoint; resumed without it, a run continues from an older one",
 }
 _FIX = "restore it from a copy"

@@ -37,9 +37,11 @@ from torchtitan_rl.config.memory import (
     PINNED,
     PROCESS_BYTES,
     PUBLISHED,
+    SLEEPING,
     Device,
     memory_plan,
     replica_memory,
+    version_bytes,
 )
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.plan import ProcessPlan, threads_on_hosts
@@ -203,7 +205,8 @@ def needed_bytes(
     ranks = replicas * config.generator.tensor_parallel
     if device == "cuda":
         pinned = plan.host.get(PINNED, 0) * trainer_ranks // config.trainer.world_size
-        return (ranks + trainer_ranks) * PROCESS_BYTES + pinned + published
+        asleep = plan.host.get(SLEEPING, 0) * replicas // config.generator.replicas
+        return (ranks + trainer_ranks) * PROCESS_BYTES + pinned + asleep + published
     replica, trainer = sum(plan.replica.values()), sum(plan.trainer.values())
     return ranks * replica + trainer_ranks * trainer + published
 
@@ -267,7 +270,7 @@ def find_weight_room(
             devices.add(device)
     return weight_room(
         num_versions=config.num_published_versions,
-        num_bytes=policy.num_bytes_as(dtype),
+        num_bytes=version_bytes(config, policy, dtype),
         free=free,
         root=SHARED_MEMORY_ROOT,
     )
@@ -393,7 +396,9 @@ def _host_cuda_errors(
 ) -> list[str]:
     replicas, trained_on = Counter(placement.replica_hosts), {*placement.trainer_hosts}
     is_sent = {*replicas} != trained_on or len(trained_on) > 1
-    size = policy.num_bytes_as(config.policy.dtype) if policy is not None and is_sent else 0
+    size = 0
+    if policy is not None and is_sent:
+        size = version_bytes(config, policy, config.policy.dtype)
     errors = []
     for host in sorted({*replicas} | trained_on):
         if (facts := hosts[host].cuda) is not None:

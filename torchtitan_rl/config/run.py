@@ -27,6 +27,7 @@ from torchtitan_rl.bounds import (
     Seed,
     Weight,
 )
+from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.config import (
     Capacity,
@@ -115,6 +116,7 @@ class PolicyConfig:
     policy of an experiment."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the engines' weights on CUDA. A CPU always computes in float32."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -212,6 +214,11 @@ class RunConfig:
         """Deadline of one request, in seconds; by default that of its rollout."""
         given = self.generator.request_timeout_s
         return self.rollout.rollout_timeout_s if given is None else given
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """The adapters that are trained and published; None if all weights are, or none."""
+        return self.policy.lora if self.policy.lora.rank and self.mode != "generate" else None
 
     @property
     def is_colocated(self) -> bool:

@@ -67,7 +67,11 @@ _REFUSED = {  # what to give instead or the reason -> fields
         "ec_transfer_config kv_events_config kv_offloading_backend kv_offloading_size "
         "kv_transfer_config"
     ),
-    "whole policies are trained, without adapters": "enable_lora",
+    "give policy.lora (adapters of serve)": (
+        "default_mm_loras enable_lora enable_mixed_moe_lora_format enable_moe_shared_loras "
+        "enable_tower_connector_lora lora_dtype lora_target_modules max_cpu_loras "
+        "max_lora_cls_labels max_lora_rank max_loras"
+    ),
     "engines complete token ids and nothing else": (
         "convert enable_prompt_embeds io_processor_plugin pooler_config runner tokens_only"
     ),

@@ -112,7 +112,8 @@ class CheckpointConfig:
     resume: bool = False
     """Continue from the newest usable checkpoint in the run's folder."""
     export_hf: bool = True
-    """Write the final policy as Hugging Face safetensors at the end of the run."""
+    """Write the final policy as Hugging Face safetensors at the end of the run. Adapters
+    (``policy.lora``) are merged into it, and are also written to ``adapter`` in PEFT's format."""
 
 
 class ControllerConfig(Protocol):

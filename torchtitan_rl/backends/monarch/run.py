@@ -237,6 +237,7 @@ def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
         trace_dir=trace_dir,
         weight_sync=config.weight_sync,
         profile=config.profile,
+        lora=config.adapters,
         python_path=tuple(map(os.path.abspath, sys.path)) if loss.function else (),
     )
 
@@ -258,6 +259,7 @@ def _generator_spec(
         stream_interval_s=config.endpoint.stream_interval_s,
         sleeps=prepared.plan.is_shared,
         reasoning_parser=config.endpoint.reasoning_parser,
+        lora=config.adapters if isinstance(config, RunConfig) else None,
     )
 
 

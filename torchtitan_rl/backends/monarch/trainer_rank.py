@@ -66,6 +66,7 @@ class TrainerRank:
                 seed=spec.seed,
                 max_steps=spec.num_steps,
                 dtype=spec.dtype,
+                lora=spec.lora,
             )
             self._pins = HostPins(self._trainer.cuda_device)
             self._shared: SharedMemoryPublisher | None = None

@@ -1,7 +1,9 @@
 """The trainer's state on disk: tensors in torch's distributed checkpoint, and files of our own.
 
 A checkpoint holds model and optimizer (readable by any parallel layout), each rank's random state,
-the caller's attachments, and the marker with the version (see `training/checkpoint_files.py`).
+the caller's attachments, and the marker with the version (see `training/checkpoint_files.py`). With
+adapters it holds only these of the model, because the base does not change, and the marker has
+their configuration.
 
 A thread of each rank writes while training continues. Invariants:
 - A checkpoint holds the state at the call of `CheckpointWriter.save`.
@@ -21,6 +23,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +36,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from torchtitan_rl.backends.titan.model import LORA_A, LORA_B
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
+from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.errors import CheckpointError, one_line
 from torchtitan_rl.files import write_file
 from torchtitan_rl.training.checkpoint_files import (
@@ -51,6 +56,7 @@ from torchtitan_rl.training.checkpoint_files import (
 )
 
 _T = TypeVar("_T")
+_LORA = "lora"  # in the marker
 _FULL_BYTES = 1 << 20  # a disk with less room is full
 
 
@@ -60,9 +66,11 @@ class CheckpointWriter:
 
     Args:
         timeout: how long one rank's thread waits for the threads of other ranks.
+        lora: the model's adapters.
     """
 
-    def __init__(self, *, timeout: timedelta) -> None:
+    def __init__(self, *, timeout: timedelta, lora: LoraConfig) -> None:
+        self._lora = lora
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._lock = threading.Lock()
@@ -95,10 +103,10 @@ class CheckpointWriter:
         self._together(path, make_folder)  # no rank writes before the folder is empty
         # The call returns after the tensors are copied, because all options of its stager are off.
         tensors = async_save(
-            _state(model, optimizer), checkpoint_id=temporary, process_group=self._group
+            _state(model, optimizer, self._lora), checkpoint_id=temporary, process_group=self._group
         )
         assert isinstance(tensors, Future)
-        document = {"version": version, "ranks": dist.get_world_size()}
+        document = {"version": version, "ranks": dist.get_world_size(), **_named(self._lora)}
         with self._lock:
             self._pending = self._thread.submit(
                 self._write, path, tensors, random, attachments, document
@@ -174,7 +182,7 @@ class CheckpointWriter:
         return _together(phase, f"checkpoint {path} was not written", self._group)
 
 
-def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> int:
+def load_state(path: Path, model: Any, optimizer: PolicyOptimizer, lora: LoraConfig) -> int:
     """Read a checkpoint into model and optimizer, and return its version. Collective.
 
     Random states are restored only if the checkpoint was written by the same number of ranks.
@@ -184,13 +192,15 @@ def load_state(path: Path, model: Any, optimizer: PolicyOptimizer) -> int:
             was changed), or belongs to another model (then the trainer cannot be used any more).
     """
     checked = _together(lambda: _check(path), "a checkpoint cannot be resumed from")
-    document = read_document(path)
-    state = _state(model, optimizer)
+    document, saved = read_document(path), checkpoint_lora(path)
+    if saved != lora:
+        raise CheckpointError(f"checkpoint {path} was written with {saved}, not with {lora}")
+    state = _state(model, optimizer, lora)
     try:
         load(state, checkpoint_id=path, planner=SafeLoadPlanner())
     except CheckpointException as error:  # no subclass of Exception
         raise CheckpointError(f"checkpoint {path} does not fit: {_message(error)}") from error
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state["model"], strict=not lora.rank)
     optimizer.container.load_state_dict(state["optimizer"])
     optimizer.restore_schedule(document["version"])
     random = checked[dist.get_rank()]
@@ -214,13 +224,32 @@ def _check(path: Path) -> dict[str, torch.Tensor] | None:
     return random
 
 
-def _state(model: Any, optimizer: PolicyOptimizer) -> dict[str, Any]:
+def checkpoint_lora(path: Path) -> LoraConfig:
+    """Return the configuration of the adapters in a checkpoint; of rank 0 if it has all weights.
+
+    Raises:
+        CheckpointError: the marker is damaged.
+    """
+    found = read_document(path).get(_LORA)
+    if found is None:
+        return LoraConfig()
+    return LoraConfig(**found | {"target_modules": tuple(found["target_modules"])})
+
+
+def _named(lora: LoraConfig) -> dict[str, Any]:
+    return {_LORA: asdict(lora)} if lora.rank else {}
+
+
+def _state(model: Any, optimizer: PolicyOptimizer, lora: LoraConfig) -> dict[str, Any]:
     if next(optimizer.tensors(), None) is None:
         # To make the state, torch takes a step without gradients and counts it. Otherwise AdamW's
         # first step would be corrected for bias as its second.
         optimizer.container.state_dict()
         optimizer.forget_steps()
-    return {"model": model.state_dict(), "optimizer": optimizer.container.state_dict()}
+    state = model.state_dict()
+    if lora.rank:
+        state = {n: one for n, one in state.items() if LORA_A in n or LORA_B in n}
+    return {"model": state, "optimizer": optimizer.container.state_dict()}
 
 
 def _random_state() -> bytes:

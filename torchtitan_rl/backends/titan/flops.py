@@ -21,31 +21,39 @@ _A100_PEAK = 312e12
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySizes:
     """The sizes of a policy that determine its FLOPs. ``attention_width`` is layers x heads x head
-    dimension."""
+    dimension. ``frozen_parameters`` of the layers are not trained; if there are any, the head is
+    not trained either."""
 
     layer_parameters: int
     head_parameters: int
     attention_width: int
+    frozen_parameters: int = 0
 
     @staticmethod
-    def of(architecture: PolicyArchitecture, *, layer_parameters: int) -> PolicySizes:
+    def of(
+        architecture: PolicyArchitecture, *, layer_parameters: int, frozen_parameters: int = 0
+    ) -> PolicySizes:
         a = architecture
         return PolicySizes(
             layer_parameters=layer_parameters,
             head_parameters=a.vocab_size * a.dim,
             attention_width=a.num_layers * a.num_heads * a.head_dim,
+            frozen_parameters=frozen_parameters,
         )
 
     def step_flops(self, *, num_tokens: float, num_logits: float, num_pairs: float) -> float:
         """FLOPs that forward and backward passes need, in any implementation.
 
-        Each token needs 6 FLOPs for each weight (Kaplan et al. 2020, 2001.08361). For the weights
+        Each token needs 6 FLOPs for each weight (Kaplan et al. 2020, 2001.08361), and 4 for a
+        weight that gets no gradient. For the weights
         of the head, only the ``num_logits`` tokens whose logits are read count. Attention's two
         products for each of the ``num_pairs`` query-key pairs count three times, because of the
         backward pass.
         """
         weights = num_tokens * self.layer_parameters + num_logits * self.head_parameters
-        return 6.0 * weights + 12.0 * self.attention_width * num_pairs
+        frozen = num_tokens * self.frozen_parameters
+        frozen += num_logits * self.head_parameters if self.frozen_parameters else 0.0
+        return 6.0 * weights - 2.0 * frozen + 12.0 * self.attention_width * num_pairs
 
 
 def num_logits(parts: Sequence[Microbatch]) -> int:

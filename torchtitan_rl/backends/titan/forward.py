@@ -17,7 +17,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.backends.titan.hf import load_hf
-from torchtitan_rl.backends.titan.model import PolicyModel, build_policy
+from torchtitan_rl.backends.titan.model import (
+    PolicyModel,
+    adapter_layers,
+    build_policy,
+    without_adapters,
+)
 from torchtitan_rl.backends.titan.setup import Layout
 from torchtitan_rl.config.model import PolicyArchitecture
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_bits
@@ -129,12 +134,16 @@ def load_reference(
     config: TrainerConfig,
     layout: Layout,
     *,
+    policy: PolicyModel,
     dtype: str,
 ) -> PolicyModel | None:
     """Load the initial policy as a second, frozen model of the same layout: the reference of the KL
-    penalty. None without a penalty. Collective."""
+    penalty. None without a penalty. With adapters it is the policy itself, whose adapters
+    `PolicyObjective` turns off. Collective."""
     if config.loss.kl_coefficient == 0.0:
         return None
+    if any(adapter_layers(policy)):
+        return policy
     reference = build_policy(architecture, config, layout, dtype=dtype)
     load_hf(reference, source)
     return reference.requires_grad_(False)
@@ -179,7 +188,7 @@ class PolicyObjective:
         batch, sources_E = self._batch, output.sources_E
         reference_E = None
         if self._reference is not None:
-            with torch.no_grad():
+            with torch.no_grad(), without_adapters(self._reference):
                 reference_E = forward(self._reference, batch, part, self._layout).logprobs_E
 
         def of_entries(values: npt.NDArray[Any]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -27,10 +27,15 @@ from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (bef
 # isort: split
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-from torchtitan_rl.backends.titan.checkpoint import SafeLoadPlanner, check_metadata
-from torchtitan_rl.backends.titan.model import PolicyModel
-from torchtitan_rl.config.model import FAMILIES, read_architecture
-from torchtitan_rl.errors import CheckpointError, ConfigError
+from torchtitan_rl.backends.titan.checkpoint import (
+    SafeLoadPlanner,
+    check_metadata,
+    checkpoint_lora,
+)
+from torchtitan_rl.backends.titan.model import LORA_A, LORA_B, PolicyModel
+from torchtitan_rl.config.lora import PEFT_PREFIX, LoraConfig, write_adapter
+from torchtitan_rl.config.model import FAMILIES, PolicyArchitecture, read_architecture
+from torchtitan_rl.errors import CheckpointError, ConfigError, one_line
 from torchtitan_rl.training.checkpoint_files import check_contents
 from torchtitan_rl.weights.image import TensorPart
 
@@ -53,6 +58,8 @@ class PolicyStateDictAdapter(Qwen3StateDictAdapter):
 def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
     """Load the directory's safetensors into the model; each rank reads its shards. Collective.
 
+    Adapters are not in the directory, and are left as they are.
+
     Raises:
         ConfigError: the directory has no safetensors file.
     """
@@ -64,19 +71,52 @@ def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
     adapter = PolicyStateDictAdapter(model.config)
     hf_state = adapter.to_hf(model.state_dict())
     load(hf_state, storage_reader=adapter.get_hf_storage_reader(str(checkpoint_dir)))
-    model.load_state_dict(adapter.from_hf(hf_state))
+    state = adapter.from_hf(hf_state)
+    missing = model.load_state_dict(state, strict=False).missing_keys
+    if others := [name for name in missing if not _is_of_adapter(name)]:
+        raise RuntimeError(f"{checkpoint_dir} lacks {', '.join(others)}")
 
 
-def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def published(model: PolicyModel) -> dict[str, torch.Tensor]:
+    """Return the tensors of which a version consists: all weights under Hugging Face names, or the
+    adapters under PEFT's. Nothing is copied. A tied head is left out."""
+    state = model.state_dict()
+    if any(map(_is_of_adapter, state)):
+        return peft_names(PolicyStateDictAdapter(model.config), state)
+    return whole_weights(model)
+
+
+def whole_weights(model: PolicyModel) -> dict[str, torch.Tensor]:
+    """Return all weights under Hugging Face names, without adapters. Nothing is copied."""
+    state: dict[str, torch.Tensor] = PolicyStateDictAdapter(model.config).to_hf(model.state_dict())
+    return state
+
+
+def peft_names(
+    adapter: PolicyStateDictAdapter, state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the adapters in a state of torchtitan's model by PEFT's names."""
+    named: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        for ours, theirs in ((LORA_A, ".lora_A."), (LORA_B, ".lora_B.")):
+            if ours in name:
+                (layer,) = adapter.to_hf({name.replace(ours, "."): value})
+                named[PEFT_PREFIX + theirs.join(layer.rsplit(".", 1))] = value
+    return named
+
+
+def _is_of_adapter(name: str) -> bool:
+    return LORA_A in name or LORA_B in name
+
+
+def hf_state(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return whole tensors in ``dtype`` on the CPU of rank 0, and nothing on other ranks.
     Collective.
 
-    A tied head is left out. Tensors may share memory with the model, so they are valid only until
-    the model's next step.
+    Tensors may share memory with the model, so they are valid only until the model's next step.
     """
-    adapter = PolicyStateDictAdapter(model.config)
     state: dict[str, torch.Tensor] = {}
-    for name, value in adapter.to_hf(model.state_dict()).items():
+    for name, value in tensors.items():
         value = value.detach().to(dtype)  # before the ranks exchange it, and on its device
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
@@ -84,17 +124,18 @@ def hf_state(model: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return state
 
 
-def hf_parts(model: PolicyModel, dtype: torch.dtype) -> dict[str, TensorPart] | None:
+def hf_parts(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, TensorPart] | None:
     """Return the part of each tensor that this rank writes, in ``dtype``. All ranks together write
     every element once. Not collective. Nothing is copied, so the parts are valid only until the
     model's next step.
 
     The result is None if a rank's shard is not a box (data and tensor parallelism split the same
-    dimension into uneven parts). A tied head is left out.
+    dimension into uneven parts).
     """
-    adapter = PolicyStateDictAdapter(model.config)
     parts: dict[str, TensorPart] = {}
-    for index, (name, value) in enumerate(adapter.to_hf(model.state_dict()).items()):
+    for index, (name, value) in enumerate(tensors.items()):
         part = _part(value, dtype, index)
         if part is None:
             return None
@@ -168,6 +209,30 @@ def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> Non
     temporary.rename(path)
 
 
+def merge_adapters(
+    state: dict[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], scaling: float
+) -> None:
+    """Add adapters, under PEFT's names, to the weights in ``state``, under Hugging Face's."""
+    for name, a in adapters.items():
+        if ".lora_A." in name:
+            weight = name.removeprefix(PEFT_PREFIX).replace(".lora_A.", ".")
+            b, whole = adapters[name.replace(".lora_A.", ".lora_B.")], state[weight]
+            merged = whole.float() + scaling * (b.float() @ a.float())
+            state[weight] = merged.to(whole.dtype)
+
+
+def write_adapter_folder(
+    path: Path, lora: LoraConfig, adapters: Mapping[str, torch.Tensor], *, source: Path
+) -> None:
+    """Write an adapter's folder. An existing one is replaced after the new one is complete."""
+    temporary = path.with_name(path.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write_adapter(temporary, lora, adapters, base=str(source))
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.rename(path)
+
+
 _MODEL = "model."
 
 
@@ -176,6 +241,7 @@ def export_checkpoint(
 ) -> None:
     """Write the model of ``checkpoint`` to ``target``, all or nothing. Configuration and tokenizer
     come from ``source``, the initial policy of the run. The whole model must fit into memory.
+    Adapters are merged into the weights of ``source``.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or belongs to another policy.
@@ -195,11 +261,33 @@ def export_checkpoint(
     architecture = read_architecture(source)
     model_config: Any = SimpleNamespace(enable_weight_tying=architecture.has_tied_embeddings)
     named = {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
-    state = PolicyStateDictAdapter(model_config).to_hf(named)
+    adapter, kind = PolicyStateDictAdapter(model_config), getattr(torch, dtype)
+    state = adapter.to_hf(named)
+    if (lora := checkpoint_lora(checkpoint)).rank:
+        state = {n: one.to(kind) for n, one in _weights(source, architecture).items()}
+        try:
+            merge_adapters(state, peft_names(adapter, named), lora.scaling)
+        except (KeyError, RuntimeError) as error:  # another layer, or another size
+            raise CheckpointError(
+                f"checkpoint {checkpoint} is not of the policy in {source}: {one_line(error)}"
+            ) from error
     embedding = state.get("model.embed_tokens.weight")
     shape = (architecture.vocab_size, architecture.dim)
     if embedding is None or tuple(embedding.shape) != shape:
         raise CheckpointError(f"checkpoint {checkpoint} is not of the policy in {source}")
-    kind = getattr(torch, dtype)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_hf(target, {name: tensor.to(kind) for name, tensor in state.items()}, source=source)
+
+
+def _weights(source: Path, architecture: PolicyArchitecture) -> dict[str, torch.Tensor]:
+    """Return all weights of a Hugging Face directory, without a tied head."""
+    from safetensors.torch import load_file
+
+    state = {
+        n: one
+        for file in sorted(source.glob("*.safetensors"))
+        for n, one in load_file(file).items()
+    }
+    if architecture.has_tied_embeddings:
+        state.pop("lm_head.weight", None)
+    return state

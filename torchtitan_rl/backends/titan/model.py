@@ -10,7 +10,8 @@ of this module need fewer passes over memory than torchtitan's. With torchtitan'
 rotations took a fifth of a step of a small policy, mostly in backward passes that autograd composes
 of single operations. The hidden tensors of SwiGLU layers are the largest tensors of a step. The
 layer of this module keeps two of them for the backward pass, where autograd keeps four. Compiled
-models and tensors that are split over ranks use torchtitan's layers.
+models, tensors that are split over ranks, and SwiGLU layers of policies with adapters use
+torchtitan's layers.
 
 Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary; T tokens of a forward
 pass, in one row; in layers, H elements normalized or rotated together, F hidden dimension.
@@ -20,7 +21,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -29,11 +31,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import xxhash
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
 
 # isort: split
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import CosSinRoPE, Embedding, FeedForward, Linear
@@ -55,6 +58,7 @@ from torchtitan_rl.backends.titan.tree_attention import (
     tree_mask_mod,
     tree_nodes,
 )
+from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.model import PolicyArchitecture
 from torchtitan_rl.training.config import TrainerConfig
 
@@ -62,6 +66,17 @@ _NO_INIT = {
     "weight": skip_param_init,
     "bias": skip_param_init,
 }  # all weights come from the checkpoint
+LORA_A, LORA_B = ".lora_a.", ".lora_b."  # in names of parameters
+_WITHOUT_ADAPTERS = LoraConfig()
+_LORA_LAYERS = {  # torchtitan's names of `LoraConfig.target_modules`
+    "q_proj": "wq",
+    "k_proj": "wkv",
+    "v_proj": "wkv",
+    "o_proj": "wo",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
 
 
 class PolicyModel(Qwen3Model):
@@ -107,11 +122,17 @@ class PolicyModel(Qwen3Model):
 
 
 def build_policy(
-    architecture: PolicyArchitecture, config: TrainerConfig, layout: Layout, *, dtype: str
+    architecture: PolicyArchitecture,
+    config: TrainerConfig,
+    layout: Layout,
+    *,
+    dtype: str,
+    lora: LoraConfig = _WITHOUT_ADAPTERS,
 ) -> PolicyModel:
     """Build a parallelized model, on its device, that computes in ``dtype``. Its float32 weights
-    are *not initialized*."""
-    return build_model(policy_config(architecture, config, layout, dtype), config, layout, dtype)
+    are *not initialized*. With ``lora`` only its adapters require gradients."""
+    model_config = policy_config(architecture, config, layout, dtype, lora)
+    return build_model(model_config, config, layout, dtype)
 
 
 def build_model(
@@ -151,13 +172,18 @@ def build_model(
 
 
 def policy_config(
-    architecture: PolicyArchitecture, config: TrainerConfig, layout: Layout, dtype: str
+    architecture: PolicyArchitecture,
+    config: TrainerConfig,
+    layout: Layout,
+    dtype: str,
+    lora: LoraConfig = _WITHOUT_ADAPTERS,
 ) -> Any:
     """Build the `PolicyModel.Config` of an architecture."""
     a = architecture
     is_cpu = layout.device.type == "cpu"
     norm_config = CpuRMSNorm.Config if is_cpu else RMSNorm.Config
-    ffn_config = CpuFeedForward.Config if is_cpu else FeedForward.Config
+    # `CpuFeedForward` reads the weights of its linear layers, and would not call their adapters.
+    ffn_config = CpuFeedForward.Config if is_cpu and not lora.rank else FeedForward.Config
     norm = partial(norm_config, eps=a.norm_eps, param_init=_NO_INIT)
     linear = partial(Linear.Config, param_init=_NO_INIT)
     layers = [
@@ -187,7 +213,11 @@ def policy_config(
     set_qwen3_sharding_config(
         model_config, enable_sp=layout.parallelism.enable_sequence_parallel, enable_ep=False
     )
-    return model_config
+    if not lora.rank:
+        return model_config
+    layers = sorted({_LORA_LAYERS[name] for name in lora.target_modules})
+    converter = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=layers)
+    return converter.build().convert(model_config)
 
 
 def _attention(
@@ -264,12 +294,12 @@ class _Norm(torch.autograd.Function):
         return (x * scale).mul_(weight_H)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # With s the scale and z = grad x weight: s z - x s^3 mean(x z).
         x, weight_H, scale = ctx.saved_tensors
         size = x.shape[-1]
         inner = (grads[0] * x).reshape(-1, size)
-        grad_weight_H = scale.reshape(1, -1).mm(inner)[0]
+        grad_weight_H = scale.reshape(1, -1).mm(inner)[0] if ctx.needs_input_grad[1] else None
         common = inner.mv(weight_H).reshape(scale.shape).mul_(scale.pow(3)).div_(-size)
         return (grads[0] * weight_H).mul_(scale).addcmul_(x, common), grad_weight_H, None
 
@@ -392,6 +422,46 @@ class _SwiGLU(torch.autograd.Function):
         grad_x_TD = grad_gate_TF.mm(w1_FD).addmm_(grad_up_TF, w3_FD)
         grad_w1_FD, grad_w3_FD = grad_gate_TF.T.mm(x_TD), grad_up_TF.T.mm(x_TD)
         return grad_x_TD.view(grads[0].shape), grad_w1_FD, grad_w2_DF, grad_w3_FD
+
+
+def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield torchtitan's linear layers with adapters, ``lora_a`` and ``lora_b``, by name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_a"):
+            yield name, module
+
+
+def init_adapters(model: torch.nn.Module, seed: int) -> None:
+    """Initialize adapters as PEFT does: A uniform within 1 / sqrt(in), B zero. Each A is drawn
+    whole, from its name and the seed, so that it is the same in every parallel layout."""
+    for name, weight in model.state_dict().items():  # whose tensors are the parameters'
+        if LORA_B in name:
+            weight.zero_()
+        elif LORA_A in name:
+            seeded = xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1
+            whole = torch.empty(weight.shape, dtype=weight.dtype)
+            generator = torch.Generator().manual_seed(seeded)
+            torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            whole = whole.to(weight.device)
+            if isinstance(weight, DTensor):
+                whole = distribute_tensor(
+                    whole, weight.device_mesh, weight.placements, src_data_rank=None
+                )
+            weight.copy_(whole)
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Turn the adapters off: the model computes as its base."""
+    layers = [layer for _, layer in adapter_layers(model)]
+    scalings = [layer._lora_scaling for layer in layers]  # torchtitan has no switch
+    try:
+        for layer in layers:
+            layer._lora_scaling = 0.0
+        yield
+    finally:
+        for layer, scaling in zip(layers, scalings, strict=True):
+            layer._lora_scaling = scaling
 
 
 _DIGEST_BITS = 52  # a float holds such integers exactly

@@ -41,10 +41,20 @@ from torchtitan_rl.backends.titan.forward import (
     forward,
     load_reference,
 )
-from torchtitan_rl.backends.titan.hf import hf_parts, hf_state, load_hf, write_hf
-from torchtitan_rl.backends.titan.model import build_policy, weights_digest
+from torchtitan_rl.backends.titan.hf import (
+    hf_parts,
+    hf_state,
+    load_hf,
+    merge_adapters,
+    published,
+    whole_weights,
+    write_adapter_folder,
+    write_hf,
+)
+from torchtitan_rl.backends.titan.model import build_policy, init_adapters, weights_digest
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.bounds import load_function
+from torchtitan_rl.config.lora import ADAPTER_FOLDER, LoraConfig
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.errors import DeviceMemoryError, DivergedError
 from torchtitan_rl.training.batch import (
@@ -82,6 +92,7 @@ class PolicyTrainer:
             they are checkpointed).
         max_steps: the number of steps of the whole run, for the learning-rate schedule.
         dtype: the type of matrix multiplications; the CPU always uses float32.
+        lora: adapters that are trained in place of all weights; of rank 0 for none.
 
     Raises:
         ConfigError: the checkpoint is missing, its model is not supported, or
@@ -97,7 +108,9 @@ class PolicyTrainer:
         seed: int,
         max_steps: int,
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
+        lora: LoraConfig | None = None,
     ) -> None:
+        self._lora = lora or LoraConfig()
         self._source = Path(checkpoint_dir)
         self._config = config
         self._seed = seed
@@ -115,21 +128,34 @@ class PolicyTrainer:
         config = self._config
         torch.manual_seed(self._seed)
         self._dtype = "float32" if self._layout.device.type == "cpu" else dtype
-        self._model = build_policy(self._architecture, config, self._layout, dtype=self._dtype)
+        self._model = build_policy(
+            self._architecture, config, self._layout, dtype=self._dtype, lora=self._lora
+        )
         load_hf(self._model, self._source)
+        init_adapters(self._model, self._seed)
         self._reference = load_reference(
-            self._source, self._architecture, config, self._layout, dtype=self._dtype
+            self._source,
+            self._architecture,
+            config,
+            self._layout,
+            policy=self._model,
+            dtype=self._dtype,
         )
         self._sizes = PolicySizes.of(
             self._architecture,
             layer_parameters=sum(one.numel() for one in self._model.layers.parameters()),
+            frozen_parameters=sum(
+                one.numel() for one in self._model.layers.parameters() if not one.requires_grad
+            ),
         )
         self._peak_flops = _peak_flops(self._layout.device, self._dtype)
         self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=max_steps)
         self._memory = DeviceMemory(self.state_tensors)
         self._version = 0
         self._is_between_updates = False
-        self._writer = CheckpointWriter(timeout=timedelta(seconds=config.step_timeout_s))
+        self._writer = CheckpointWriter(
+            timeout=timedelta(seconds=config.step_timeout_s), lora=self._lora
+        )
 
     @property
     def version(self) -> int:
@@ -219,25 +245,34 @@ class PolicyTrainer:
         return logprobs_N
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the whole weights under Hugging Face names on rank 0, and nothing on other ranks.
-        The weights have the type that the policy computes in. They may share memory with the model,
-        so they are valid only until the next step."""
+        """Return what a version consists of on rank 0, and nothing on other ranks: the whole
+        weights under Hugging Face names, or the adapters under PEFT's. The tensors have the type
+        that the policy computes in. They may share memory with the model, so they are valid only
+        until the next step."""
         self._require()
-        return hf_state(self._model, getattr(torch, self._dtype))
+        return hf_state(published(self._model), getattr(torch, self._dtype))
 
     def hf_parts(self) -> dict[str, TensorPart] | None:
-        """Return this rank's part of the weights of `hf_state_dict`; None if the weights must be
-        gathered (see `hf.hf_parts`). Not collective. The parts are valid until the next step."""
+        """Return this rank's part of the tensors of `hf_state_dict`; None if they must be gathered
+        (see `hf.hf_parts`). Not collective. The parts are valid until the next step."""
         self._require()
-        return hf_parts(self._model, getattr(torch, self._dtype))
+        return hf_parts(published(self._model), getattr(torch, self._dtype))
 
     def export_hf(self, path: Path, *, dtype: str | None = None) -> None:
-        """Write a Hugging Face directory, in ``dtype`` (default: the source checkpoint's type)."""
+        """Write a Hugging Face directory, in ``dtype`` (default: the source checkpoint's type).
+        Adapters are merged into it, and are also written by themselves, in float32, to the folder
+        ``adapter`` next to it."""
         self._require()
-        state = hf_state(self._model, getattr(torch, dtype or self._architecture.dtype))
+        path, kind = Path(path), getattr(torch, dtype or self._architecture.dtype)
+        state = hf_state(whole_weights(self._model), kind)
+        adapters = hf_state(published(self._model), torch.float32) if self._lora.rank else {}
         try:
             if self._layout.rank == 0:
-                write_hf(Path(path), state, source=self._source)
+                if adapters:
+                    folder = path.with_name(ADAPTER_FOLDER)
+                    write_adapter_folder(folder, self._lora, adapters, source=self._source)
+                    merge_adapters(state, adapters, self._lora.scaling)
+                write_hf(path, state, source=self._source)
         finally:
             dist.barrier()
 
@@ -269,7 +304,7 @@ class PolicyTrainer:
         """
         self._memory.require()
         self._writer.finish()
-        self._version = load_state(Path(path), self._model, self._optimizer)
+        self._version = load_state(Path(path), self._model, self._optimizer, self._lora)
         self._is_between_updates = False
 
     def offload(self) -> None:
@@ -389,11 +424,14 @@ class PolicyTrainer:
         }
         if self._peak_flops is not None:
             metrics["mfu"] = metrics["flops_per_second_per_rank"] / self._peak_flops
-        metrics["weights_digest"] = float(weights_digest(self._model.parameters()))
+        metrics["weights_digest"] = float(weights_digest(self._trained()))
         selected_N = np.logical_or.reduce([one for one, _ in updates])
         logprobs_N, losses_N, gradients_N = columns.of_all_ranks(selected_N, missing=math.nan)
         tokens = TokenTerms(logprobs=logprobs_N, losses=losses_N, gradients=gradients_N)
         return StepOutput(version=self._version, metrics=metrics, tokens=tokens)
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [one for one in self._model.parameters() if one.requires_grad]
 
     def _arithmetic(self, parts: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
         """Count what the FLOPs of this rank's microbatches follow from."""

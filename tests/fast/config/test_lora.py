@@ -1,0 +1,126 @@
+"""The options of adapters: what is refused, and what adapters weigh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.ready_configs import ready
+from torchtitan_rl.config.lora import (
+    TARGETS,
+    LoraConfig,
+    Target,
+    adapter_shapes,
+    engine_rank,
+    num_adapter_weights,
+)
+from torchtitan_rl.config.memory import PUBLISHED, memory_plan, num_weights
+from torchtitan_rl.config.model import architecture_of
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.published import published_facts
+from torchtitan_rl.config.resume import resume_errors, run_identity
+from torchtitan_rl.configs.alphabet_sort_qwen3_0_6b import config as QWEN3
+from torchtitan_rl.errors import ConfigError
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("lora", "error"),
+    [
+        (LoraConfig(rank=513), "policy.lora.rank is 513"),
+        (LoraConfig(rank=-1), "policy.lora.rank is -1"),
+        (LoraConfig(rank=8, alpha=0.0), "policy.lora.alpha is 0.0"),
+        (LoraConfig(rank=8, target_modules=()), "policy.lora.target_modules is empty: give some"),
+        (
+            LoraConfig(rank=8, target_modules=("lm_head",)),  # type: ignore[arg-type]
+            "policy.lora.target_modules is ('lm_head',): it must be 'q_proj'",
+        ),
+        (LoraConfig(rank=8, target_modules=("q_proj", "q_proj")), "give each layer once"),
+        (LoraConfig(rank=8, target_modules=("q_proj", "k_proj")), "give both or neither"),
+    ],
+)
+def test_an_adapter_that_cannot_be_trained_or_served_is_refused(
+    lora: LoraConfig, error: str, tmp_path: Path
+) -> None:
+    config, machine = ready("alphabet_sort_tiny", tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        prepare_run(replace(config, policy=replace(config.policy, lora=lora)), machine)
+    (found,) = refused.value.errors
+    assert error in found
+
+
+def test_a_plan_names_the_adapters(tmp_path: Path) -> None:
+    config, machine = ready("alphabet_sort_tiny", tmp_path)
+    lora = LoraConfig(rank=8, target_modules=("q_proj", "o_proj"))
+    prepared = prepare_run(replace(config, policy=replace(config.policy, lora=lora)), machine)
+    assert "training: adapters of rank 8 on q_proj o_proj; at most" in prepared.describe()
+    assert "adapters: at most 3 versions published at a time" in prepared.describe()
+
+
+@pytest.mark.parametrize("other", [LoraConfig(), LoraConfig(rank=4), LoraConfig(rank=8, alpha=8.0)])
+def test_a_run_is_resumed_with_its_own_adapters_only(other: LoraConfig, tmp_path: Path) -> None:
+    config, _ = ready("alphabet_sort_tiny", tmp_path)
+    directory = Path(config.policy.checkpoint)
+    one, changed = (
+        run_identity(replace(config, policy=replace(config.policy, lora=lora)), directory)
+        for lora in (LoraConfig(rank=8), other)
+    )
+    assert resume_errors(one, one) == []
+    assert any(error.startswith("policy.lora.") for error in resume_errors(one, changed))
+
+
+def test_an_adapter_of_rank_8_is_less_than_4_percent_of_smollm2() -> None:
+    architecture = architecture_of(SMOLLM2)
+    weights = num_adapter_weights(architecture, LoraConfig(rank=8))
+    assert 0.015 < weights / num_weights(architecture) < 0.04
+
+
+def test_sizes_of_adapters() -> None:
+    """By hand, of 9 heads and 3 key/value heads of 64."""
+    lora = LoraConfig(rank=8)
+    shapes = adapter_shapes(architecture_of(SMOLLM2), lora)
+    assert len(shapes) == 2 * 30 * len(TARGETS)
+    layer = "base_model.model.model.layers.29."
+    assert shapes[f"{layer}self_attn.v_proj.lora_A.weight"] == (8, 576)
+    assert shapes[f"{layer}self_attn.v_proj.lora_B.weight"] == (192, 8)
+    assert shapes[f"{layer}mlp.down_proj.lora_A.weight"] == (8, 1536)
+    assert shapes[f"{layer}mlp.down_proj.lora_B.weight"] == (576, 8)
+    per_layer = 2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536)
+    assert num_adapter_weights(architecture_of(SMOLLM2), lora) == 8 * 30 * per_layer
+    some: tuple[Target, ...] = ("q_proj",)
+    assert len(adapter_shapes(architecture_of(SMOLLM2), replace(lora, target_modules=some))) == 60
+
+
+def test_an_engine_holds_every_rank_that_is_trained() -> None:
+    assert [engine_rank(rank) for rank in (1, 2, 8, 9, 257, 512)] == [1, 8, 8, 16, 320, 512]
+
+
+def test_adapters_take_the_memory_of_moments_and_of_a_reference_away() -> None:
+    policy = published_facts("Qwen/Qwen3-8B")
+    assert policy is not None
+    penalized = replace(
+        QWEN3,
+        trainer=replace(QWEN3.trainer, loss=replace(QWEN3.trainer.loss, kl_coefficient=0.1)),
+    )
+    lora = replace(penalized, policy=replace(penalized.policy, lora=LoraConfig(rank=16)))
+    whole = memory_plan(penalized, policy, device="cuda", device_bytes=80 * 10**9)
+    small = memory_plan(lora, policy, device="cuda", device_bytes=80 * 10**9)
+    assert small.trainer["weights"] == whole.trainer["weights"]
+    assert small.trainer["optimizer"] < 0.02 * whole.trainer["optimizer"]
+    assert "reference policy" in whole.trainer
+    assert "reference policy" not in small.trainer
+    assert small.host[PUBLISHED] < 0.02 * whole.host[PUBLISHED]
+    assert small.replica["KV cache"] < whole.replica["KV cache"]
+    assert small.replica["adapters"] > 0
