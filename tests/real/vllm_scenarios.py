@@ -37,6 +37,7 @@ from tests.real.resume_scenarios import (
 )
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.engine import VllmEngine, engine_arguments
+from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
@@ -117,6 +118,7 @@ def build(
     dtype: Literal["float32", "bfloat16"] = "float32",
     sleeps: bool = False,
     vllm: dict[str, Any] | None = None,
+    lora: LoraConfig | None = None,
 ) -> TriggeredEngine:
     """On CUDA, ``kv_cache_bytes`` holds too; several engines fit into a device."""
     generator = GeneratorConfig(
@@ -133,6 +135,7 @@ def build(
         device=installed_device(),
         dtype=dtype,
         sleeps=sleeps,
+        lora=lora,
     )
     arguments = engine_arguments(spec) | {"kv_cache_memory_bytes": kv_cache_bytes}
     with patch("torchtitan_rl.backends.vllm.engine.engine_arguments", lambda _: arguments):

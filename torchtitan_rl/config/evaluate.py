@@ -21,6 +21,7 @@ from tyro.conf import Positional, arg
 from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.bounds import Positive, check_fields, field_errors
 from torchtitan_rl.config.checks import generator_errors, start_notes
+from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.machine import machine_facts
 from torchtitan_rl.config.model import find_policy, is_hub_name, resolve_checkpoint
 from torchtitan_rl.config.plan import plan_serving
@@ -144,6 +145,8 @@ def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
             "on each machine, with a part of the models or problems and an --output of its own"
         )
     check_fields(config)
+    # Adapters of runs are merged into the models.
+    config = replace(config, policy=replace(config.policy, lora=LoraConfig()))
     machine, keys = machine_facts(), Keys.of()
     policy_dir, policy = find_policy(config.policy.checkpoint)
     errors = [

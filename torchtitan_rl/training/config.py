@@ -88,7 +88,7 @@ class LossConfig:
     """Number of tokens that each sequence counts as; only with ``aggregation`` ``constant``."""
     kl_coefficient: Weight = 0.0
     """Weight of a KL penalty against the initial policy; 0 turns it off. Above 0, a second model is
-    kept in memory."""
+    kept in memory, unless adapters are trained (``policy.lora``)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL divergence (Schulman, "Approximating KL divergence")."""
     max_log_ratio: Annotated[float, _FITS_EXP] = 20.0

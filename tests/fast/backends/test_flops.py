@@ -38,3 +38,12 @@ def test_a_token_costs_six_flops_a_weight_and_attention_by_what_it_sees() -> Non
     assert sizes.step_flops(num_tokens=7, num_logits=3, num_pairs=28) == (
         6 * (7 * 100 + 3 * 10) + 3 * 4 * 28 * 4
     )
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    sizes = PolicySizes(
+        layer_parameters=100, head_parameters=10, attention_width=4, frozen_parameters=98
+    )
+    assert sizes.step_flops(num_tokens=7, num_logits=3, num_pairs=28) == (
+        7 * (4 * 98 + 6 * 2) + 3 * 4 * 10 + 3 * 4 * 28 * 4
+    )

@@ -44,11 +44,10 @@ class PolicySizes:
     def step_flops(self, *, num_tokens: float, num_logits: float, num_pairs: float) -> float:
         """FLOPs that forward and backward passes need, in any implementation.
 
-        Each token needs 6 FLOPs for each weight (Kaplan et al. 2020, 2001.08361), and 4 for a
-        weight that gets no gradient. For the weights
-        of the head, only the ``num_logits`` tokens whose logits are read count. Attention's two
-        products for each of the ``num_pairs`` query-key pairs count three times, because of the
-        backward pass.
+        Each token needs 6 FLOPs for each weight (Kaplan et al. 2020, 2001.08361), or 4 if the
+        weight gets no gradient. For the weights of the head, only the ``num_logits`` tokens whose
+        logits are read count. Attention's two products for each of the ``num_pairs`` query-key
+        pairs count three times, because of the backward pass.
         """
         weights = num_tokens * self.layer_parameters + num_logits * self.head_parameters
         frozen = num_tokens * self.frozen_parameters

@@ -1,0 +1,77 @@
+"""Runs vLLM engines with adapters in a process of its own and saves what it saw, as
+`vllm_scenarios` does: ``python -m tests.real.lora_scenarios pulled DIR``, and under torchrun
+``tp DIR``. DIR has the policy ``base`` and its adapters, ``v1/adapter`` to ``v3/adapter``."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.real.vllm_scenarios import (
+    TriggeredEngine,
+    build,
+    idle_pull,
+    incomplete_pull,
+    is_leader,
+    kept_kv,
+    mixed,
+    probes,
+)
+
+# isort: split
+import torch
+from safetensors.torch import load_file
+
+from torchtitan_rl.config.lora import ADAPTER_FOLDER, ADAPTER_WEIGHTS, LoraConfig
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+class StagedAdapters:
+    """Version v is the adapter in ``v{v}``. Any other lacks a tensor."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
+        folder = self._root / f"v{version}" / ADAPTER_FOLDER
+        if folder.is_dir():
+            return load_file(folder / ADAPTER_WEIGHTS)
+        tensors = load_file(self._root / "v1" / ADAPTER_FOLDER / ADAPTER_WEIGHTS)
+        return dict(list(tensors.items())[1:])
+
+
+def engine_of(root: Path, *, tensor_parallel: int = 1) -> TriggeredEngine:
+    weights = StagedAdapters(root)
+    return build(root / "base", weights, tensor_parallel=tensor_parallel, lora=LORA)
+
+
+def pulled(root: Path) -> dict[str, Any]:
+    engine = engine_of(root)
+    seen: dict[str, Any] = {"before": probes(engine), "kept": kept_kv(engine)}
+    idle_pull(engine, 2)
+    seen["mixed"] = mixed(engine)  # with a pull of version 1
+    idle_pull(engine, 3)
+    seen["third"] = probes(engine)
+    seen["shm"] = [path.name for path in Path("/dev/shm").glob("torchtitan-rl-adapter-*")]
+    seen["incomplete"] = incomplete_pull(engine)
+    fresh = engine_of(root)
+    idle_pull(fresh, 3)
+    seen["fresh"] = probes(fresh)
+    return seen
+
+
+def tp(root: Path) -> dict[str, Any]:
+    from torchtitan_rl.backends.vllm.engine import GlooLockstep
+
+    return mixed(engine_of(root, tensor_parallel=2), GlooLockstep(timeout_s=120.0))
+
+
+if __name__ == "__main__":
+    mode, root = sys.argv[1], Path(sys.argv[2])
+    observed = {"pulled": pulled, "tp": tp}[mode](root)
+    if is_leader():
+        (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))

@@ -1,0 +1,116 @@
+"""Adapters on vLLM, after steps of the real trainer: pulled in place, judged by `transformers`."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real.lora_scenarios import LORA
+from tests.real.models import tiny_model
+from tests.real.runs import run_module
+from tests.real.test_vllm_engine import (
+    LONG_PROMPT,
+    PROMPT,
+    PULL_STEP,
+    TOLERANCE,
+    logprob_error,
+)
+from tests.real.trainer_helpers import random_batch, trainer
+from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS
+from torchtitan_rl.training.config import OptimizerConfig
+from torchtitan_rl.types import VersionRun
+
+FAST = OptimizerConfig(learning_rate=0.02)  # so that versions are far apart
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy, and the adapter and the merged policy after each of three optimizer steps."""
+    root = tmp_path_factory.mktemp("lora")
+    tiny_model(root / "base")
+    with trainer(root / "base", lora=LORA, optimizer=FAST) as policy_trainer:
+        for version in (1, 2, 3):
+            policy_trainer.train_step(random_batch(seed=version))
+            policy_trainer.export_hf(root / f"v{version}" / "policy")
+    return root
+
+
+@pytest.fixture(scope="module")
+def pulled(root: Path) -> dict[str, Any]:
+    return run("pulled", root)
+
+
+def run(mode: str, root: Path, *, ranks: int = 1) -> dict[str, Any]:
+    run_module("tests.real.lora_scenarios", mode, str(root), ranks=ranks, OMP_NUM_THREADS="1")
+    seen: dict[str, Any] = pickle.loads((root / f"{mode}.pickle").read_bytes())
+    return seen
+
+
+def policy(root: Path, version: int) -> Path:
+    return root / f"v{version}" / "policy" if version else root / "base"
+
+
+def test_the_initial_policy_is_the_base(pulled: dict[str, Any], root: Path) -> None:
+    assert logprob_error(policy(root, 0), pulled["before"]["seeded"]) < TOLERANCE
+
+
+def test_logprobs_after_three_steps_with_pulls_are_those_of_the_trainer(
+    pulled: dict[str, Any], root: Path
+) -> None:
+    for name, prompt in (("greedy", PROMPT), ("seeded", PROMPT), ("long", LONG_PROMPT)):
+        done = pulled["third"][name]
+        assert logprob_error(policy(root, 3), done, prompt) < TOLERANCE
+        for version in (0, 1, 2):
+            assert logprob_error(policy(root, version), done, prompt) > 0.05
+
+
+def check_both_sides_of_a_pull(seen: dict[str, Any], root: Path, before: int) -> None:
+    assert seen["report"].recomputed
+    for name, prompt in (("greedy", PROMPT), ("greedy-long", LONG_PROMPT), ("unseeded", PROMPT)):
+        done = seen[name]
+        assert done.version_runs == (VersionRun(0, 0), VersionRun(PULL_STEP, 1))
+        assert logprob_error(policy(root, before), done, prompt, end=PULL_STEP) < TOLERANCE
+        assert logprob_error(policy(root, 1), done, prompt, start=PULL_STEP) < TOLERANCE
+        assert logprob_error(policy(root, before), done, prompt, start=PULL_STEP) > 0.05
+
+
+def test_a_request_that_runs_through_a_pull_goes_on_with_the_new_adapter(
+    pulled: dict[str, Any], root: Path
+) -> None:
+    """The loop of this scenario counts from version 0; its engine has version 2."""
+    check_both_sides_of_a_pull(pulled["mixed"], root, before=2)
+
+
+@pytest.mark.soak
+def test_tensor_parallel_ranks_pull_the_same_adapter(root: Path) -> None:
+    check_both_sides_of_a_pull(run("tp", root, ranks=2), root, before=0)
+
+
+def test_no_request_reads_prefixes_of_an_earlier_adapter(
+    pulled: dict[str, Any], root: Path
+) -> None:
+    kept = pulled["kept"]
+    cached = len(LONG_PROMPT) // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS
+    assert kept["second"].metrics.cached_tokens == cached
+    assert kept["third"].metrics.cached_tokens == 0
+    assert logprob_error(policy(root, 1), kept["third"], LONG_PROMPT) < TOLERANCE
+    # The running request kept its KV.
+    assert logprob_error(policy(root, 1), kept["first"], LONG_PROMPT, start=21) > 1e-3
+
+
+def test_an_engine_after_several_pulls_equals_one_that_pulled_only_the_last_version(
+    pulled: dict[str, Any],
+) -> None:
+    for name, fresh in pulled["fresh"].items():
+        assert pulled["third"][name].token_ids == fresh.token_ids
+        assert pulled["third"][name].logprobs == fresh.logprobs
+
+
+def test_an_adapter_that_lacks_a_tensor_fails_the_pull_and_leaves_no_file(
+    pulled: dict[str, Any],
+) -> None:
+    assert "not those of an adapter of rank 4" in pulled["incomplete"]
+    assert pulled["shm"] == []

@@ -1,0 +1,116 @@
+"""LoRA adapters of one vLLM engine.
+
+A run's policy with adapters is the base that the engine was built with and one adapter, which
+every request uses. A pull replaces this adapter in place, between two steps; running requests go on
+with the new one. vLLM reads adapters from folders, so a pulled one is written to a folder of this
+process in shared memory, which no other user can read, and which is removed when vLLM has read it.
+
+Invariants
+- A version is loaded only if it has exactly the tensors of the run's adapter, in their shapes. vLLM
+  itself would take a version that lacks some.
+- Prefix blocks of an earlier version are not read: vLLM keys blocks by an adapter's name, which is
+  the same for all versions, so `VllmEngine` salts them with the number of the pull.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchtitan_rl.config.lora import LoraConfig, adapter_shapes, engine_rank, write_adapter
+from torchtitan_rl.config.model import read_architecture
+from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.weights.shm_cleanup import (
+    HEADROOM_BYTES,
+    SHARED_MEMORY_ROOT,
+    folder_name,
+    make_folder,
+)
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+_POLICY, _POLICY_ID = "policy", 1
+_PACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+_PACKED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+
+
+def adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``EngineArgs`` for an engine whose policy has an adapter."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": engine_rank(lora.rank),
+        "lora_target_modules": sorted({_PACKED.get(one, one) for one in lora.target_modules}),
+    }
+
+
+class PulledAdapter:
+    """The adapter of the policy of a run. At first it is one that changes nothing.
+
+    Args:
+        engine: vLLM's ``LLMEngine``, built with `adapter_arguments`.
+        model: the base.
+    """
+
+    def __init__(self, engine: Any, lora: LoraConfig, model: Path) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self._engine = engine
+        self._lora = lora
+        self._model = model
+        self._shapes = adapter_shapes(read_architecture(model), lora)
+        # The path is never read, because the adapter stays loaded.
+        self.request: LoRARequest = LoRARequest(_POLICY, _POLICY_ID, _POLICY)
+        self._load({name: torch.zeros(shape) for name, shape in self._shapes.items()})
+
+    def replace(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Use the adapter of another version from the next step on.
+
+        Raises:
+            WeightSyncError: the tensors are not those of the adapter, or vLLM cannot load them.
+        """
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if found != self._shapes:
+            wrong = sorted(set(found.items()) ^ set(self._shapes.items()))
+            raise WeightSyncError(
+                f"version {version}: its tensors are not those of an adapter of rank "
+                f"{self._lora.rank} on {self._model}: {wrong[:2]}"
+            )
+        try:
+            self._load(tensors)
+        except Exception as cause:  # of many types
+            raise WeightSyncError(f"version {version} cannot be loaded: {cause!r}") from cause
+
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        from vllm.lora.request import LoRARequest
+
+        folder, lock = _private_folder(sum(tensor.nbytes for tensor in tensors.values()))
+        try:
+            write_adapter(folder, self._lora, tensors, base=str(self._model))
+            new = LoRARequest(_POLICY, _POLICY_ID, str(folder), load_inplace=True)
+            if not self._engine.add_lora(new):
+                raise RuntimeError("vLLM has not added the adapter")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+
+
+def _private_folder(num_bytes: int) -> tuple[Path, int | None]:
+    """Make a folder that only this user can read. Returns it, and its lock. It is in shared memory,
+    where a later command removes it if this process is killed, or, without room there, on the disk
+    of temporary files."""
+    try:
+        if shutil.disk_usage(SHARED_MEMORY_ROOT).free - HEADROOM_BYTES > num_bytes:
+            folder = SHARED_MEMORY_ROOT / folder_name("adapter")
+            return folder, make_folder(folder)
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="torchtitan-rl-adapter-")), None
