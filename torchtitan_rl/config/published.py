@@ -38,12 +38,23 @@ _LLAMA = {
     "Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128, 128_256, False),
     "Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128, 128_256, False),
 }
+# The same sizes (the hidden dimension is that of dense layers), then those of the experts.
+_QWEN3_MOE = {
+    "Qwen3-30B-A3B": (2048, 6144, 48, 32, 4, 128, 151_936, False, 768, 128, 8),
+    "Qwen3-235B-A22B": (4096, 12288, 94, 64, 4, 128, 151_936, False, 1536, 128, 8),
+}
 _NAMES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"),
+    *("moe_intermediate_size", "num_experts", "num_experts_per_tok"),
 )
 _QUANTIZED = re.compile(r"-(FP8|AWQ|GPTQ|GGUF|MLX|Int[48]|[48]bit|bnb)\b", re.IGNORECASE)
-_FAMILIES = (("qwen3", 40_960, _QWEN3), ("qwen2", 32_768, _QWEN2), ("llama", 131_072, _LLAMA))
+_FAMILIES = (
+    ("qwen3", 40_960, _QWEN3),
+    ("qwen2", 32_768, _QWEN2),
+    ("llama", 131_072, _LLAMA),
+    ("qwen3_moe", 40_960, _QWEN3_MOE),
+)
 
 
 def published_facts(checkpoint: str) -> PolicyFacts | None:
@@ -59,7 +70,7 @@ def published_facts(checkpoint: str) -> PolicyFacts | None:
 
 
 def _facts(model_type: str, positions: int, *sizes: int) -> PolicyFacts:
-    config: dict[str, Any] = {"model_type": model_type, **dict(zip(_NAMES, sizes, strict=True))}
+    config: dict[str, Any] = {"model_type": model_type, **dict(zip(_NAMES, sizes, strict=False))}
     policy = architecture_of(config | {"dtype": "bfloat16"})
     return PolicyFacts(
         num_heads=policy.num_heads,

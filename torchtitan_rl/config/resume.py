@@ -66,6 +66,7 @@ _MAY_CHANGE = (
     "trainer.data_parallel_replicate",
     "trainer.data_parallel_shard",
     "trainer.tensor_parallel",
+    "trainer.expert_parallel",
     "trainer.max_episode_tokens",
     "trainer.max_tokens_per_microbatch",
     "trainer.share_prefixes",

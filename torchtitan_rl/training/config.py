@@ -162,7 +162,7 @@ _ATTENTION_BLOCK = 128  # tokens; FlexAttention computes whole blocks
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """The trainer. Its number of ranks is ``data_parallel_replicate`` x ``data_parallel_shard`` x
-    ``tensor_parallel``."""
+    ``tensor_parallel``; ``expert_parallel`` adds none."""
 
     data_parallel_replicate: Ranks = 1
     """Number of copies of the sharded model, each trained on a part of the batch (HSDP)."""
@@ -171,6 +171,10 @@ class TrainerConfig:
     Raise it for a policy that does not fit on one device."""
     tensor_parallel: Ranks = 1
     """Number of ranks that each layer is split over."""
+    expert_parallel: Ranks = 1
+    """Number of ranks that the experts of an MoE policy are distributed over: a divisor of
+    ``data_parallel_shard`` x ``tensor_parallel`` and a multiple of ``tensor_parallel``. These ranks
+    exchange tokens instead of gathering all experts."""
     max_episode_tokens: Tokens = 512
     """Maximum length of an episode, in tokens; at least ``rollout.max_total_tokens``."""
     max_tokens_per_microbatch: Tokens = 4096

@@ -12,8 +12,9 @@ from tests.support.config_mutations import with_value
 from torchtitan_rl.agents.task import AgentTask, RemoteAgentTask
 from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.config import machine
-from torchtitan_rl.config.checks import find_errors, start_notes
+from torchtitan_rl.config.checks import expert_errors, find_errors, start_notes
 from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.machine import (
     MachineFacts,
     NoRoomError,
@@ -21,7 +22,8 @@ from torchtitan_rl.config.machine import (
     made_up_hosts,
     place,
 )
-from torchtitan_rl.config.model import PolicyFacts
+from torchtitan_rl.config.model import Experts, PolicyFacts
+from torchtitan_rl.config.published import published_facts
 from torchtitan_rl.config.room import serving_errors, weight_room
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
@@ -34,6 +36,7 @@ from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.sandbox.sandbox import SandboxConfig, SandboxLimits
+from torchtitan_rl.training.config import TrainerConfig
 
 POLICY = PolicyFacts(
     num_heads=4,
@@ -324,6 +327,38 @@ def test_a_cpu_engine_takes_its_weights_twice_and_its_ranks_share_them(ranks: in
     too_small = replace(enough, memory_bytes=needed - 1)
     (error,) = serving_errors(generator, policy, too_small, dtype="float32")
     assert error.startswith("generator.replicas is 2: all processes need about ")
+
+
+@pytest.mark.parametrize(
+    ("shard", "tensor", "expert", "message"),
+    [
+        (1, 1, 1, ""),
+        (2, 2, 2, ""),
+        (2, 2, 4, ""),
+        (32, 1, 8, ""),  # then ranks split the experts' hidden dimension
+        (1, 2, 1, "trainer.expert_parallel is 1: give a divisor of trainer.data_parallel_shard x "),
+        (2, 1, 4, "trainer.expert_parallel is 4: give a divisor of trainer.data_parallel_shard x "),
+        (6, 1, 2, "trainer.expert_parallel is 2: the policy has 16 experts in each layer, which"),
+        (3, 1, 3, "trainer.expert_parallel is 3: the policy has 16 experts in each layer, which"),
+    ],
+)
+def test_ranks_that_cannot_hold_the_experts_are_refused(
+    shard: int, tensor: int, expert: int, message: str
+) -> None:
+    trainer = TrainerConfig(
+        data_parallel_shard=shard, tensor_parallel=tensor, expert_parallel=expert
+    )
+    moe = published_facts("Qwen3-30B-A3B")
+    assert moe is not None
+    assert moe.architecture is not None
+    experts = Experts(number=16, per_token=4, has_normalized_weights=True)
+    moe = replace(moe, architecture=replace(moe.architecture, experts=experts))
+    found = expert_errors(trainer, moe, LoraConfig())
+    assert [error[: len(message)] for error in found] == ([message] if message else [])
+    (of_dense,) = expert_errors(replace(trainer, expert_parallel=2), POLICY, LoraConfig())
+    assert of_dense == "trainer.expert_parallel is 2: the policy has no experts; give 1"
+    (adapters,) = expert_errors(TrainerConfig(), moe, LoraConfig(rank=8))
+    assert adapters.startswith("policy.lora.rank is 8: a policy with experts cannot get adapters")
 
 
 @pytest.mark.parametrize(

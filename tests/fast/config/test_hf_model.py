@@ -19,6 +19,8 @@ from torchtitan_rl.errors import ConfigError
 
 QWEN3: dict[str, Any] = json.loads((Path(TINY.policy.checkpoint) / "config.json").read_text())
 
+MOE: dict[str, Any] = {"model_type": "qwen3_moe"}
+
 
 def written(folder: Path, **changes: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(QWEN3 | changes))
@@ -68,6 +70,11 @@ def architecture_errors(folder: Path) -> list[str]:
         ({"vocab_size": "many"}, "vocab_size is 'many'; it must be a whole number"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads"),
         ({"head_dim": 33}, "head_dim 33 is odd"),
+        (MOE | {"decoder_sparse_step": 2}, "mlp_only_layers or decoder_sparse_step leaves layers"),
+        (MOE | {"mlp_only_layers": [0]}, "mlp_only_layers or decoder_sparse_step leaves layers"),
+        (MOE | {"num_experts": 512}, "num_experts is 512; at most 256 are supported"),
+        (MOE | {"num_experts": "8"}, "num_experts is '8'; it must be a whole number above 0"),
+        (MOE | {"num_local_experts": 4}, "num_experts_per_tok is 8, and num_experts is 4"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_one_line(
@@ -135,3 +142,8 @@ def test_what_a_file_leaves_out_is_as_transformers_takes_it(tmp_path: Path, fami
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.has_tied_embeddings == theirs.tie_word_embeddings
+    if ours.experts is not None:
+        assert ours.hidden_dim == theirs.moe_intermediate_size
+        assert ours.experts.number == theirs.num_experts
+        assert ours.experts.per_token == theirs.num_experts_per_tok
+        assert ours.experts.has_normalized_weights == theirs.norm_topk_prob

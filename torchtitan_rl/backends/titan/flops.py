@@ -12,6 +12,7 @@ from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (bef
 # isort: split
 from torchtitan.tools.utils import get_peak_flops
 
+from torchtitan_rl.config.memory import expert_weights
 from torchtitan_rl.config.model import PolicyArchitecture
 from torchtitan_rl.training.trees import Microbatch
 
@@ -33,7 +34,12 @@ class PolicySizes:
     def of(
         architecture: PolicyArchitecture, *, layer_parameters: int, frozen_parameters: int = 0
     ) -> PolicySizes:
+        """``layer_parameters``: number of weights of all layers. Those of experts that do not
+        compute a token are subtracted."""
         a = architecture
+        if a.experts is not None:
+            share = 1 - a.experts.per_token / a.experts.number
+            layer_parameters -= int(share * a.num_layers * expert_weights(a))
         return PolicySizes(
             layer_parameters=layer_parameters,
             head_parameters=a.vocab_size * a.dim,

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -47,34 +50,97 @@ _NOT_COPIED = (
 
 
 class PolicyStateDictAdapter(Qwen3StateDictAdapter):
-    """Maps names of tensors between torchtitan and Hugging Face checkpoints, for all families."""
+    """Maps names of tensors between torchtitan and Hugging Face checkpoints, for all families.
+
+    Tensors that hold all experts of a layer keep their name and value; `expert_names` has the names
+    of their parts. (torchtitan's adapter returns only the experts of one rank, and refuses layouts
+    with copies.)
+    """
 
     def __init__(self, model_config: PolicyModel.Config) -> None:
         super().__init__(model_config, hf_assets_path=None)
         for family in FAMILIES.values():
             self.from_hf_map |= family.tensor_names
 
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        grouped = {name: value for name, value in state_dict.items() if _EXPERTS.match(name)}
+        others = {name: value for name, value in state_dict.items() if name not in grouped}
+        return {**super().to_hf(others), **grouped}
 
-def load_hf(model: PolicyModel, checkpoint_dir: Path) -> None:
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        grouped = {name: value for name, value in hf_state_dict.items() if _EXPERTS.match(name)}
+        others = {name: value for name, value in hf_state_dict.items() if name not in grouped}
+        return {**super().from_hf(others), **grouped}
+
+    def is_of_model(self, name: str) -> bool:
+        """Whether the model has the tensor ``name`` of a Hugging Face checkpoint."""
+        is_tied_head = name == "lm_head.weight" and self.model_config.enable_weight_tying
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)
+        return self.from_hf_map.get(pattern) is not None and not is_tied_head
+
+
+_EXPERTS = re.compile(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(w[123])_")
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def expert_names(name: str, number: int) -> list[str] | None:
+    """Return the Hugging Face names of the ``number`` experts that the tensor ``name`` of our model
+    holds; None for other tensors."""
+    found = _EXPERTS.match(name)
+    if found is None:
+        return None
+    prefix, projection = f"model.layers.{found[1]}.mlp.experts", _PROJECTIONS[found[2]]
+    return [f"{prefix}.{expert}.{projection}.weight" for expert in range(number)]
+
+
+def load_hf(model: PolicyModel, checkpoint_dir: Path) -> set[str]:
     """Load the directory's safetensors into the model; each rank reads its shards. Collective.
+    Return the names of the tensors in the files that belong to the model.
 
     Adapters are not in the directory, and are left as they are.
 
     Raises:
-        ConfigError: the directory has no safetensors file.
+        ConfigError: the directory has no safetensors file, or an expert is not in them.
     """
-    if not any(checkpoint_dir.glob("*.safetensors")):
+    from safetensors import safe_open
+
+    files = sorted(checkpoint_dir.glob("*.safetensors"))
+    if not files:
         raise ConfigError(
             f"policy.checkpoint: {checkpoint_dir} has no *.safetensors file; save the model with "
             "safe_serialization"
         )
     adapter = PolicyStateDictAdapter(model.config)
     hf_state = adapter.to_hf(model.state_dict())
+    grouped = {name: hf_state.pop(name) for name in list(hf_state) if _EXPERTS.match(name)}
     load(hf_state, storage_reader=adapter.get_hf_storage_reader(str(checkpoint_dir)))
-    state = adapter.from_hf(hf_state)
+    with contextlib.ExitStack() as stack:
+        where: dict[str, Any] = {}
+        for path in files:
+            file = stack.enter_context(safe_open(path, "pt"))
+            where |= dict.fromkeys(file.keys(), file)
+        for name, value in grouped.items():
+            _read_experts(name, value, where)
+    state = adapter.from_hf({**hf_state, **grouped})
     missing = model.load_state_dict(state, strict=False).missing_keys
     if others := [name for name in missing if not _is_of_adapter(name)]:
         raise RuntimeError(f"{checkpoint_dir} lacks {', '.join(others)}")
+    return {name for name in where if adapter.is_of_model(name)}
+
+
+def _read_experts(name: str, value: torch.Tensor, where: Mapping[str, Any]) -> None:
+    """Read this rank's shard of the experts in one tensor. ``where``: the open file of each
+    tensor."""
+    shard, names = _shard(value), expert_names(name, value.shape[0])
+    assert names is not None
+    if shard is None:
+        raise ConfigError("trainer: the ranks do not divide the policy's experts evenly")
+    if missing := [one for one in names if one not in where]:
+        raise ConfigError(f"policy.checkpoint: the files have no tensor {missing[0]}")
+    first, *others = shard.offset
+    for index, own in enumerate(shard.local, start=first):
+        box = tuple(slice(at, at + n) for at, n in zip(others, own.shape, strict=True))
+        own.copy_(where[names[index]].get_slice(names[index])[box])
 
 
 def published(model: PolicyModel) -> dict[str, torch.Tensor]:
@@ -120,8 +186,20 @@ def hf_state(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[st
         value = value.detach().to(dtype)  # before the ranks exchange it, and on its device
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
-            state[name] = whole.cpu().contiguous()
+            state |= _named(name, whole.cpu().contiguous())
     return state
+
+
+def hf_names(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of the tensors of `hf_state`, on every rank. Not collective."""
+    named = (expert_names(name, value.shape[0]) or [name] for name, value in tensors.items())
+    return {name for names in named for name in names}
+
+
+def _named(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a tensor by its name, or the experts that it holds by their names."""
+    names = expert_names(name, len(whole))
+    return {name: whole} if names is None else dict(zip(names, whole.unbind(), strict=True))
 
 
 def hf_parts(
@@ -136,36 +214,63 @@ def hf_parts(
     """
     parts: dict[str, TensorPart] = {}
     for index, (name, value) in enumerate(tensors.items()):
-        part = _part(value, dtype, index)
-        if part is None:
+        shard = _shard(value)
+        if shard is None:
             return None
-        parts[name] = part
+        writes = shard.is_written_by(index)
+        names = expert_names(name, value.shape[0])
+        if names is None:
+            local = shard.local if writes else None
+            parts[name] = TensorPart(
+                shape=value.shape, dtype=dtype, offset=shard.offset, local=local
+            )
+            continue
+        first, *others = shard.offset
+        own = dict(zip(names[first:], shard.local if writes else (), strict=False))
+        for one in names:
+            parts[one] = TensorPart(
+                shape=value.shape[1:], dtype=dtype, offset=tuple(others), local=own.get(one)
+            )
     return parts
 
 
-def _part(value: torch.Tensor, dtype: torch.dtype, index: int) -> TensorPart | None:
-    """Return this rank's part of one tensor. If several ranks hold the same shard, only one of them
-    writes it; the tensor's ``index`` selects this rank, so that the ranks share the work."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """This rank's shard of a tensor, which is a box. ``copies`` has, for each dimension of the mesh
+    that copies shards instead of splitting the tensor, this rank's place in it and its size."""
+
+    local: torch.Tensor
+    offset: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...]
+
+    def is_written_by(self, index: int) -> bool:
+        """Whether this rank writes its shard. If several ranks hold the same shard, the tensor's
+        ``index`` selects one, so that the ranks share the work."""
+        return all(place == index % size for place, size in self.copies)
+
+
+def _shard(value: torch.Tensor) -> _Shard | None:
+    """Return this rank's shard; None if it is not a box."""
     if not isinstance(value, DTensor):
-        is_writer, offset, local = dist.get_rank() == 0, (0,) * value.dim(), value
-    else:
-        mesh, where = value.device_mesh, value.device_mesh.get_coordinate()
-        assert where is not None  # every rank has a share of every tensor
-        places = [
-            Replicate() if size == 1 else place
-            for size, place in zip(mesh.shape, value.placements, strict=True)
-        ]
-        if not _is_box(value.shape, mesh.shape, places):
-            return None
-        is_writer = all(
-            rank == index % size
+        of_rank_0 = ((dist.get_rank(), 1),)
+        return _Shard(local=value, offset=(0,) * value.dim(), copies=of_rank_0)
+    mesh, where = value.device_mesh, value.device_mesh.get_coordinate()
+    assert where is not None  # every rank has a share of every tensor
+    places = [
+        Replicate() if size == 1 else place
+        for size, place in zip(mesh.shape, value.placements, strict=True)
+    ]
+    if not _is_box(value.shape, mesh.shape, places):
+        return None
+    _, offset = compute_local_shape_and_global_offset(value.shape, mesh, places)
+    return _Shard(
+        local=value.to_local(),
+        offset=tuple(offset),
+        copies=tuple(
+            (rank, size)
             for rank, size, place in zip(where, mesh.shape, places, strict=True)
             if place.is_replicate()
-        )
-        _, offset = compute_local_shape_and_global_offset(value.shape, mesh, places)
-        local = value.to_local()
-    return TensorPart(
-        shape=value.shape, dtype=dtype, offset=tuple(offset), local=local if is_writer else None
+        ),
     )
 
 
@@ -276,7 +381,8 @@ def export_checkpoint(
     if embedding is None or tuple(embedding.shape) != shape:
         raise CheckpointError(f"checkpoint {checkpoint} is not of the policy in {source}")
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_hf(target, {name: tensor.to(kind) for name, tensor in state.items()}, source=source)
+    tensors = {one: t for name, whole in state.items() for one, t in _named(name, whole).items()}
+    write_hf(target, {name: tensor.to(kind) for name, tensor in tensors.items()}, source=source)
 
 
 def _weights(source: Path, architecture: PolicyArchitecture) -> dict[str, torch.Tensor]:

@@ -1,9 +1,9 @@
 """The policies of all `FAMILIES` as torchtitan models.
 
-All families use torchtitan's Qwen3, with or without norms on queries and keys and with or without
-biases of queries, keys and values. (torchtitan's own Llama permutes rotary halves on load, which
-FSDP2 cannot do with an odd number of heads.) Rotary embeddings can use the frequencies of
-Llama 3.1.
+All families use torchtitan's Qwen3, with or without norms on queries and keys, with or without
+biases of queries, keys and values, dense or with experts (`experts.py`). (torchtitan's own Llama
+permutes rotary halves on load, which FSDP2 cannot do with an odd number of heads.) Rotary
+embeddings can use the frequencies of Llama 3.1.
 
 On the CPU, PyTorch has no fused kernels for norms, rotary embeddings and SwiGLU layers. The layers
 of this module need fewer passes over memory than torchtitan's. With torchtitan's layers, norms and
@@ -14,7 +14,8 @@ models, tensors that are split over ranks, and SwiGLU layers of policies with ad
 torchtitan's layers.
 
 Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary; T tokens of a forward
-pass, in one row; in layers, H elements normalized or rotated together, F hidden dimension.
+pass, in one row; X layers, K experts of a token; in layers, H elements normalized or rotated
+together, F hidden dimension.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
+from torchtitan_rl.backends.titan.experts import ReplayRouter, experts_config
 from torchtitan_rl.backends.titan.setup import Layout
 from torchtitan_rl.backends.titan.tree_attention import (
     TreeAttention,
@@ -93,9 +95,16 @@ class PolicyModel(Qwen3Model):
         positions_BL: torch.Tensor,
         attention_masks: Any,
         selected_S: torch.Tensor,
+        routed_experts_BLXK: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute logits [1, S, V] (a vocabulary-sharded DTensor under tensor parallelism) at the
-        positions ``selected_S``, which index the flattened tokens [B * L]."""
+        positions ``selected_S``, which index the flattened tokens [B * L].
+
+        ``routed_experts_BLXK``: the experts of each token and layer, see `ReplayRouter`; None: the
+        routers choose."""
+        for number, router in enumerate(self.routers()):
+            experts = routed_experts_BLXK
+            router.replayed_BLK = None if experts is None else experts[:, :, number].contiguous()
         h_BLD = self.tok_embeddings(tokens_BL)
         for layer in self.layers.values():
             h_BLD = layer(h_BLD, attention_masks, positions_BL)
@@ -104,6 +113,10 @@ class PolicyModel(Qwen3Model):
             h_BLD = h_BLD.to_local()
         logits_1SV: torch.Tensor = self.lm_head(h_BLD.flatten(0, 1)[None, selected_S])
         return logits_1SV
+
+    def routers(self) -> list[ReplayRouter]:
+        """The routers of all layers; none, if the policy is dense."""
+        return [one for one in self.layers.modules() if isinstance(one, ReplayRouter)]
 
     def get_attention_masks(self, positions_1T: torch.Tensor, subtree_end_T: torch.Tensor) -> Any:
         """Build the mask that the attention of all layers takes: query q sees key k if
@@ -180,10 +193,8 @@ def policy_config(
 ) -> Any:
     """Build the `PolicyModel.Config` of an architecture."""
     a = architecture
-    is_cpu = layout.device.type == "cpu"
+    is_cpu, ep = layout.device.type == "cpu", config.expert_parallel
     norm_config = CpuRMSNorm.Config if is_cpu else RMSNorm.Config
-    # `CpuFeedForward` reads the weights of its linear layers, and would not call their adapters.
-    ffn_config = CpuFeedForward.Config if is_cpu and not lora.rank else FeedForward.Config
     norm = partial(norm_config, eps=a.norm_eps, param_init=_NO_INIT)
     linear = partial(Linear.Config, param_init=_NO_INIT)
     layers = [
@@ -191,11 +202,8 @@ def policy_config(
             attention_norm=norm(normalized_shape=a.dim),
             ffn_norm=norm(normalized_shape=a.dim),
             attention=_attention(a, config, layout, dtype, norm),
-            feed_forward=ffn_config(
-                w1=linear(in_features=a.dim, out_features=a.hidden_dim),
-                w2=linear(in_features=a.hidden_dim, out_features=a.dim),
-                w3=linear(in_features=a.dim, out_features=a.hidden_dim),
-            ),
+            feed_forward=None if a.experts else _feed_forward(a, is_cpu and not lora.rank),
+            moe=experts_config(a, expert_parallel=ep) if a.experts else None,
         )
         for _ in range(a.num_layers)
     ]
@@ -211,13 +219,24 @@ def policy_config(
         enable_weight_tying=a.has_tied_embeddings,
     )
     set_qwen3_sharding_config(
-        model_config, enable_sp=layout.parallelism.enable_sequence_parallel, enable_ep=False
+        model_config, enable_sp=layout.parallelism.enable_sequence_parallel, enable_ep=ep > 1
     )
     if not lora.rank:
         return model_config
     layers = sorted({_LORA_LAYERS[name] for name in lora.target_modules})
     converter = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=layers)
     return converter.build().convert(model_config)
+
+
+def _feed_forward(architecture: PolicyArchitecture, is_fused: bool) -> Any:
+    """``is_fused``: by `CpuFeedForward`, which reads the weights of its linear layers, and would
+    not call their adapters."""
+    a, linear = architecture, partial(Linear.Config, param_init=_NO_INIT)
+    return (CpuFeedForward if is_fused else FeedForward).Config(
+        w1=linear(in_features=a.dim, out_features=a.hidden_dim),
+        w2=linear(in_features=a.hidden_dim, out_features=a.dim),
+        w3=linear(in_features=a.dim, out_features=a.hidden_dim),
+    )
 
 
 def _attention(

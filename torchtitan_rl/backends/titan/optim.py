@@ -22,8 +22,16 @@ class PolicyOptimizer:
     """For each update, call `clip`, then `step` or `discard`. After the last update of a training
     step, call `end_step`."""
 
-    def __init__(self, model: Any, config: OptimizerConfig, *, max_steps: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: OptimizerConfig,
+        *,
+        max_steps: int,
+        has_expert_parallel: bool = False,
+    ) -> None:
         self._model = model
+        self._has_expert_parallel = has_expert_parallel  # experts are on a mesh of their own
         self._max_grad_norm = config.max_grad_norm
         group = ParamGroupConfig(
             pattern=".*",
@@ -47,7 +55,11 @@ class PolicyOptimizer:
 
     def clip(self) -> float:
         """Clip gradients to the maximum norm, and return the global norm before clipping."""
-        return float(clip_grad_norm_(self._model.parameters(), self._max_grad_norm))
+        return float(
+            clip_grad_norm_(
+                self._model.parameters(), self._max_grad_norm, ep_enabled=self._has_expert_parallel
+            )
+        )
 
     def step(self) -> None:
         """Apply one update."""

@@ -76,6 +76,7 @@ def set_up(config: TrainerConfig) -> Layout:
         data_parallel_replicate_degree=config.data_parallel_replicate,
         data_parallel_shard_degree=config.data_parallel_shard,
         tensor_parallel_degree=config.tensor_parallel,
+        expert_parallel_degree=config.expert_parallel,
         spmd_backend=SPMD_BACKEND,
     )
     set_spmd_backend(SPMD_BACKEND)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # before torchtitan
 from torchtitan_rl.backends.titan.checkpoint import CheckpointWriter, load_state
+from torchtitan_rl.backends.titan.experts import routing_metrics
 from torchtitan_rl.backends.titan.flops import (
     PolicySizes,
     num_logits,
@@ -42,6 +43,7 @@ from torchtitan_rl.backends.titan.forward import (
     load_reference,
 )
 from torchtitan_rl.backends.titan.hf import (
+    hf_names,
     hf_parts,
     hf_state,
     load_hf,
@@ -56,7 +58,7 @@ from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.bounds import load_function
 from torchtitan_rl.config.lora import ADAPTER_FOLDER, LoraConfig
 from torchtitan_rl.config.model import read_architecture
-from torchtitan_rl.errors import DeviceMemoryError, DivergedError
+from torchtitan_rl.errors import DeviceMemoryError, DivergedError, WeightSyncError
 from torchtitan_rl.training.batch import (
     StepOutput,
     TokenTerms,
@@ -131,7 +133,7 @@ class PolicyTrainer:
         self._model = build_policy(
             self._architecture, config, self._layout, dtype=self._dtype, lora=self._lora
         )
-        load_hf(self._model, self._source)
+        self._names = load_hf(self._model, self._source)
         init_adapters(self._model, self._seed)
         self._reference = load_reference(
             self._source,
@@ -148,8 +150,14 @@ class PolicyTrainer:
                 one.numel() for one in self._model.layers.parameters() if not one.requires_grad
             ),
         )
+        self._routers = self._model.routers()
         self._peak_flops = _peak_flops(self._layout.device, self._dtype)
-        self._optimizer = PolicyOptimizer(self._model, config.optimizer, max_steps=max_steps)
+        self._optimizer = PolicyOptimizer(
+            self._model,
+            config.optimizer,
+            max_steps=max_steps,
+            has_expert_parallel=config.expert_parallel > 1,
+        )
         self._memory = DeviceMemory(self.state_tensors)
         self._version = 0
         self._is_between_updates = False
@@ -250,13 +258,26 @@ class PolicyTrainer:
         that the policy computes in. They may share memory with the model, so they are valid only
         until the next step."""
         self._require()
-        return hf_state(published(self._model), getattr(torch, self._dtype))
+        return hf_state(self._published(), getattr(torch, self._dtype))
 
     def hf_parts(self) -> dict[str, TensorPart] | None:
         """Return this rank's part of the tensors of `hf_state_dict`; None if they must be gathered
         (see `hf.hf_parts`). Not collective. The parts are valid until the next step."""
         self._require()
-        return hf_parts(published(self._model), getattr(torch, self._dtype))
+        return hf_parts(self._published(), getattr(torch, self._dtype))
+
+    def _published(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of a version, see `hf.published`.
+
+        Raises:
+            WeightSyncError: a tensor of the checkpoint is missing, so engines would keep its old
+                weights. All ranks raise.
+        """
+        tensors = published(self._model)
+        missing = set() if self._lora.rank else self._names - hf_names(tensors)
+        if missing:
+            raise WeightSyncError(f"version {self._version} lacks {sorted(missing)}")
+        return tensors
 
     def export_hf(self, path: Path, *, dtype: str | None = None) -> None:
         """Write a Hugging Face directory, in ``dtype`` (default: the source checkpoint's type).
@@ -373,6 +394,8 @@ class PolicyTrainer:
         total, shares, of_updates, flops = StepSums(), [], [], 0.0
         columns = TokenColumns(3, batch.num_tokens, self._layout)
         learning_rate = self._optimizer.learning_rate
+        for router in self._routers:
+            router.reset_counts()
         for number, (selected_N, objective) in enumerate(updates, start=1):
             shares.append(self._share(batch, selected_N))
             parts = shares[-1].parts
@@ -424,6 +447,7 @@ class PolicyTrainer:
         }
         if self._peak_flops is not None:
             metrics["mfu"] = metrics["flops_per_second_per_rank"] / self._peak_flops
+        metrics |= routing_metrics(self._routers)
         metrics["weights_digest"] = float(weights_digest(self._trained()))
         selected_N = np.logical_or.reduce([one for one, _ in updates])
         logprobs_N, losses_N, gradients_N = columns.of_all_ranks(selected_N, missing=math.nan)
