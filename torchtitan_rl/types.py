@@ -123,6 +123,8 @@ class GenerationRequest:
     and ``max_tokens`` are those of the whole request): the completion begins with these tokens. For
     a replica, the router appends them to the prompt and sets ``num_resumed`` to their number, so
     that stop strings, penalties and grammars still treat them as sampled.
+
+    ``adapter`` names one of the adapters that are served with the policy; empty: the policy itself.
     """
 
     request_id: str
@@ -133,6 +135,7 @@ class GenerationRequest:
     min_version: int = 0
     resume_from: Completion | None = None
     num_resumed: int = 0
+    adapter: str = ""
 
 
 class VersionRun(NamedTuple):

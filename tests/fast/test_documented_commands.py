@@ -12,10 +12,20 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.documentation import PAGES, ROOT, Command, commands, write_example_files
+from tests.support.documentation import (
+    PAGES,
+    PLACEHOLDERS,
+    ROOT,
+    Command,
+    commands,
+    write_example_files,
+)
 from tests.support.verifiers import needs_verifiers
 from torchtitan_rl.commands.cli import COMMANDS, main
+from torchtitan_rl.config.lora import LoraConfig, adapter_shapes, write_adapter
+from torchtitan_rl.config.model import read_architecture, resolve_checkpoint
 from torchtitan_rl.experiments import gsm8k
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile
 from torchtitan_rl.experiments.gsm8k.make_file import main as make_file
@@ -63,6 +73,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "checkpoints" / "Qwen3-0.6B").symlink_to(gsm8k.__path__[0] + "/policy")
     (tmp_path / "outputs" / "RUN").mkdir(parents=True)
     (tmp_path / "outputs" / "RUN" / "policy").symlink_to(gsm8k.__path__[0] + "/policy")
+    (tmp_path / "outputs" / "RUN" / "adapter").mkdir()
+    lora = LoraConfig(rank=4)
+    shapes = adapter_shapes(read_architecture(resolve_checkpoint(PLACEHOLDERS["DIR"])), lora)
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    write_adapter(tmp_path / "outputs" / "RUN" / "adapter", lora, tensors, base="base")
     make_file(MakeFile(output=tmp_path / "data" / "train.jsonl"))
     rows = ({"question": f"{n} + 1?", "solution": str(n + 1), "level": 1} for n in range(2000))
     (tmp_path / "data" / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

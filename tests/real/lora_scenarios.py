@@ -7,25 +7,37 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.real.vllm_scenarios import (
+    LONG_PROMPT,
+    WAIT_S,
     TriggeredEngine,
     build,
     idle_pull,
     incomplete_pull,
     is_leader,
     kept_kv,
+    make_loop,
     mixed,
+    play,
     probes,
+    request,
 )
 
 # isort: split
 import torch
 from safetensors.torch import load_file
 
-from torchtitan_rl.config.lora import ADAPTER_FOLDER, ADAPTER_WEIGHTS, LoraConfig
+from torchtitan_rl.config.lora import (
+    ADAPTER_FOLDER,
+    ADAPTER_WEIGHTS,
+    LoraConfig,
+    read_adapters,
+)
+from torchtitan_rl.config.model import read_architecture
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 
@@ -61,6 +73,35 @@ def pulled(root: Path) -> dict[str, Any]:
     fresh = engine_of(root)
     idle_pull(fresh, 3)
     seen["fresh"] = probes(fresh)
+    seen["served"] = served(root)
+    return seen
+
+
+def served(root: Path) -> dict[str, Any]:
+    """24 requests of two adapters and the base together, and those of each alone."""
+    adapters, errors = read_adapters(
+        [f"{name}={root / name / ADAPTER_FOLDER}" for name in ("v1", "v3")],
+        read_architecture(root / "base"),
+        model_name="policy",
+    )
+    assert errors == []
+    engine = build(root / "base", None, adapters=adapters)
+    requests = [
+        replace(
+            request(f"{name or 'base'}-{number}", 12 + number, LONG_PROMPT[: 60 + number], seed=1),
+            adapter=name,
+        )
+        for number in range(8)
+        for name in ("v1", "", "v3")
+    ]
+    seen = {"together": play(engine, requests)}
+    for name in ("", "v1", "v3"):  # whose prefixes are in the cache
+        seen[name or "base"] = play(engine, [one for one in requests if one.adapter == name])
+    loop = make_loop(engine)
+    loop.start()
+    unknown = replace(request("unknown"), adapter="v2")
+    seen["refusal"] = str(loop.submit(unknown).exception(WAIT_S))
+    loop.close()
     return seen
 
 

@@ -114,3 +114,22 @@ def test_an_adapter_that_lacks_a_tensor_fails_the_pull_and_leaves_no_file(
 ) -> None:
     assert "not those of an adapter of rank 4" in pulled["incomplete"]
     assert pulled["shm"] == []
+
+
+def test_two_adapters_and_the_base_in_one_batch_are_each_as_alone(
+    pulled: dict[str, Any], root: Path
+) -> None:
+    served = pulled["served"]
+    assert len(served["together"]) == 24
+    for name, done in served["together"].items():
+        model, number = name.split("-")
+        alone = served[model][name]
+        assert done.token_ids == alone.token_ids, name
+        assert done.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE), name
+        prompt = LONG_PROMPT[: 60 + int(number)]
+        path = policy(root, 0 if model == "base" else int(model[1]))
+        assert logprob_error(path, done, prompt) < TOLERANCE, name
+
+
+def test_a_request_of_an_adapter_that_is_not_served_is_refused(pulled: dict[str, Any]) -> None:
+    assert "there is no adapter 'v2'" in pulled["served"]["refusal"]

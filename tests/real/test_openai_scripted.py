@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 from tests.real.local_endpoint import local_endpoint
 from tests.support.endpoints import endpoint_spec
 from torchtitan_rl.backends.vllm.openai import build_application
+from torchtitan_rl.config.lora import AdapterFolder
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.bridge import EndpointBridge
 from torchtitan_rl.serving.link import ControllerLink, SystemStatus
@@ -47,12 +48,14 @@ class Script:
     reason: FinishReason = FinishReason.STOP
     request_ids: list[str] = field(default_factory=list)
     prompts: list[tuple[int, ...]] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
 
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
         self.request_ids.append(request.request_id)
         self.prompts.append(request.prompt_token_ids)
+        self.adapters.append(request.adapter)
         token_ids = tuple(self.tokenizer.encode(self.text, add_special_tokens=False))
         if self.reason is FinishReason.STOP:
             token_ids += (self.tokenizer.eos_token_id,)
@@ -129,6 +132,9 @@ def scripted(checkpoint: Path, constraints: Any, script: Script) -> Any:
     spec = endpoint_spec(
         checkpoint, max_model_len=1024, tool_call_parser="hermes", constraints=constraints
     )
+    # Its folder is of the engines; the front end does not read it.
+    adapter = AdapterFolder(name="sql", path=Path("/secret"), rank=4, targets=("q_proj",))
+    spec = replace(spec, adapters=(adapter,))
 
     def application(link: ControllerLink) -> EndpointApp:
         application = build_application(spec, link)
@@ -354,3 +360,31 @@ def test_messages_have_the_tokens_of_their_chat_template(endpoints) -> None:
 def num_missing(endpoints: Endpoints) -> float:
     lines = endpoints.ask("/metrics").text.splitlines()
     return sum(float(line.split()[1]) for line in lines if 'event="missing_calls"' in line)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"model": "policy", "prompt": "hi"}),
+        ("/v1/responses", ASKED),
+        ("/v1/messages", CHAT),
+    ],
+)
+def test_the_model_of_a_request_chooses_the_adapter(endpoints, path, body) -> None:
+    endpoints.script.adapters.clear()
+    for model, status in (("policy", 200), ("sql", 200), ("other", 404), ("/secret", 404)):
+        answer = endpoints.ask(path, body | {"model": model})
+        assert answer.status_code == status, answer.text
+        if status == 200:
+            assert answer.json()["model"] == model
+    assert endpoints.script.adapters == ["", "sql"]
+
+
+def test_the_list_of_models_has_the_adapters_and_no_path(endpoints) -> None:
+    answer = endpoints.ask("/v1/models")
+    assert [(one["id"], one["parent"]) for one in answer.json()["data"]] == [
+        ("policy", None),
+        ("sql", "policy"),
+    ]
+    assert "/secret" not in answer.text

@@ -37,7 +37,7 @@ from tests.real.resume_scenarios import (
 )
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.engine import VllmEngine, engine_arguments
-from torchtitan_rl.config.lora import LoraConfig
+from torchtitan_rl.config.lora import AdapterFolder, LoraConfig
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
@@ -119,6 +119,7 @@ def build(
     sleeps: bool = False,
     vllm: dict[str, Any] | None = None,
     lora: LoraConfig | None = None,
+    adapters: tuple[AdapterFolder, ...] = (),
 ) -> TriggeredEngine:
     """On CUDA, ``kv_cache_bytes`` holds too; several engines fit into a device."""
     generator = GeneratorConfig(
@@ -136,6 +137,7 @@ def build(
         dtype=dtype,
         sleeps=sleeps,
         lora=lora,
+        adapters=adapters,
     )
     arguments = engine_arguments(spec) | {"kv_cache_memory_bytes": kv_cache_bytes}
     with patch("torchtitan_rl.backends.vllm.engine.engine_arguments", lambda _: arguments):

@@ -32,10 +32,10 @@ class Command:
         words = shlex.split(re.sub(r"\s*(>\s*\S+|&)\s*$", "", self.text))
         # What stands for any value, and the brackets of what may be left out.
         words = [word.removesuffix("...").strip("[]") for word in words]
-        return [_PLACEHOLDERS.get(word, word) for word in words]
+        return [PLACEHOLDERS.get(word, word) for word in words]
 
 
-_PLACEHOLDERS = {
+PLACEHOLDERS = {
     "CONFIG": "alphabet_sort_tiny",
     "DIR": "package:calculator_agent",
     "MODEL_OR_RUN": "package:alphabet_sort",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_rl.config.lora import LoraConfig
+from torchtitan_rl.config.lora import AdapterFolder, LoraConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.training.config import ProfileConfig, TrainerConfig
@@ -31,6 +31,7 @@ class GeneratorSpec:
     sleeps: bool = False  # shares its devices with the trainer, so a sleep must free their memory
     reasoning_parser: str = ""  # for structured outputs that begin after reasoning
     lora: LoraConfig | None = None  # the adapters that are pulled; None: pulls replace all weights
+    adapters: tuple[AdapterFolder, ...] = ()  # that requests may name; not with ``lora``
 
     @property
     def start_timeout_s(self) -> float:
@@ -80,3 +81,4 @@ class EndpointSpec:
     endpoint: EndpointConfig
     keys: Keys
     log_dir: Path
+    adapters: tuple[AdapterFolder, ...] = ()

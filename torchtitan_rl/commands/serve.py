@@ -69,7 +69,8 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
                 router,
                 sessions,
                 interval_s=config.endpoint.interval_s,
-                handlers=loader.handlers(),
+                # The layers of a model with adapters have other names, so nothing can be loaded.
+                handlers={} if prepared.adapters else loader.handlers(),
                 grace_s=config.grace_s,
             )
         )

@@ -3,13 +3,15 @@
 An adapter adds ``alpha / rank * B A x`` to the output of a linear layer (Hu et al. 2021,
 2106.09685); A is [rank, in] and B is [out, rank]. B is zero at first, so the initial policy is the
 base. Names of tensors are those of PEFT, and a folder holds ``adapter_config.json`` and
-``adapter_model.safetensors``, which PEFT, transformers and vLLM load.
+``adapter_model.safetensors``, which PEFT, transformers and vLLM load. `read_adapter` checks folders
+that may come from others; it reads no pickle.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,6 +20,7 @@ from annotated_types import Interval
 
 from torchtitan_rl.bounds import PositiveFloat
 from torchtitan_rl.config.model import PolicyArchitecture
+from torchtitan_rl.files import parse_object
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +33,7 @@ TARGETS: tuple[Target, ...] = (
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FOLDER = "adapter"  # of a run, next to its exported policy
 PEFT_PREFIX = "base_model.model."
+_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's LoRAConfig.max_lora_rank
 
 
@@ -125,3 +129,104 @@ def write_adapter(
     mode = weights.stat().st_mode  # save_file creates a file that only the owner can read
     save_file(dict(tensors), weights, metadata={"format": "pt"})
     weights.chmod(mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFolder:
+    """An adapter that is served under a name. Its rank is the largest of its layers' ranks."""
+
+    name: str
+    path: Path
+    rank: int
+    targets: tuple[str, ...]
+
+
+def largest_rank(adapters: Sequence[AdapterFolder]) -> int:
+    """The rank that an engine allocates for each of its adapters; 0 without any."""
+    return engine_rank(max(one.rank for one in adapters)) if adapters else 0
+
+
+_UNSERVED = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "layer_replication",
+    "trainable_token_indices",
+)
+_TENSOR = re.compile(r"(?P<layer>.*\.(?P<target>[^.]+))\.lora_(?P<matrix>[AB])\.weight")
+
+
+def read_adapters(
+    named: Sequence[str], policy: PolicyArchitecture | None, *, model_name: str
+) -> tuple[tuple[AdapterFolder, ...], list[str]]:
+    """Read the adapters given as ``NAME=DIR``, and check them against the served policy (None: its
+    sizes are not known). Returns those without errors, and one message per error."""
+    found: list[AdapterFolder] = []
+    errors: list[str] = []
+    for text in named:
+        name, is_given, folder = text.partition("=")
+        try:
+            if not is_given or not name.strip() or not folder:
+                raise ValueError("give NAME=DIR, such as sql=outputs/run/adapter")
+            if not _NAME.fullmatch(name):
+                raise ValueError("a name has letters, digits and ._:/-, at most 128 of them")
+            if name == model_name:
+                raise ValueError("endpoint.model_name has that name; give another")
+            if any(name == one.name for one in found):
+                raise ValueError("the name is given twice; give each adapter a name of its own")
+            found.append(_read_adapter(name, Path(folder).absolute(), policy))
+        except (OSError, ValueError) as error:
+            errors.append(f"adapters has {text!r}: {error}")
+    return tuple(found), errors
+
+
+def _read_adapter(name: str, folder: Path, policy: PolicyArchitecture | None) -> AdapterFolder:
+    """
+    Raises:
+        OSError, ValueError: the folder has no adapter that can be served with the policy.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder} has no {file}; give a folder that PEFT or a run wrote")
+    document = parse_object(ADAPTER_CONFIG, (folder / ADAPTER_CONFIG).read_bytes())
+    if document.get("peft_type") != "LORA" or document.get("bias", "none") != "none":
+        raise ValueError(f"{ADAPTER_CONFIG} is not of LoRA without biases")
+    if used := [one for one in _UNSERVED if document.get(one)]:
+        raise ValueError(f"{ADAPTER_CONFIG} has {', '.join(used)}, which is not served")
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS, "np") as file:
+            shapes = {one: tuple(file.get_slice(one).get_shape()) for one in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{ADAPTER_WEIGHTS} is damaged or not complete: {error}") from error
+    ranks, targets = _ranks_and_targets(shapes, policy)
+    ranks.add(given if isinstance(given := document.get("r"), int) else 0)
+    if not targets or not 1 <= min(ranks) <= max(ranks) <= _ENGINE_RANKS[-1]:
+        raise ValueError(f"its rank is {given}; vLLM serves ranks of 1 to {_ENGINE_RANKS[-1]}")
+    return AdapterFolder(name=name, path=folder, rank=max(ranks), targets=tuple(sorted(targets)))
+
+
+def _ranks_and_targets(
+    shapes: Mapping[str, tuple[int, ...]], policy: PolicyArchitecture | None
+) -> tuple[set[int], set[str]]:
+    """
+    Raises:
+        ValueError: the tensors are not pairs of matrices, or do not fit the model's layers.
+    """
+    ranks, targets = set[int](), set[str]()
+    expected = {} if policy is None else adapter_shapes(policy, LoraConfig(rank=1))
+    for tensor, shape in shapes.items():
+        match = _TENSOR.fullmatch(tensor)
+        if match is None or len(shape) != 2:
+            raise ValueError(f"{ADAPTER_WEIGHTS} has {tensor}, which is no matrix of an adapter")
+        is_a = match["matrix"] == "A"  # A is [rank, in], B is [out, rank]
+        size, rank = (shape[1], shape[0]) if is_a else shape
+        if policy is not None and size != expected.get(tensor, (0, 0))[is_a]:
+            raise ValueError(f"{tensor} of shape {shape} does not fit the model")
+        second = shapes.get(f"{match['layer']}.lora_{'B' if is_a else 'A'}.weight", ())
+        if len(second) != 2 or second[is_a] != rank:
+            raise ValueError(f"{tensor} of shape {shape} has no second matrix that fits")
+        ranks.add(rank)
+        targets.add(match["target"])
+    return ranks, targets

@@ -20,7 +20,7 @@ from annotated_types import Interval
 from tyro.conf import Positional, arg
 
 from torchtitan_rl.agents.task import agent_notes
-from torchtitan_rl.bounds import MAX_SECONDS, Seed, check_fields
+from torchtitan_rl.bounds import MAX_SECONDS, Name, Seed, check_fields
 from torchtitan_rl.config.checks import (
     errors_on_hosts,
     find_errors,
@@ -28,6 +28,7 @@ from torchtitan_rl.config.checks import (
     start_notes,
 )
 from torchtitan_rl.config.fit import device_bytes
+from torchtitan_rl.config.lora import AdapterFolder, largest_rank, read_adapters
 from torchtitan_rl.config.machine import (
     HostFacts,
     MachineFacts,
@@ -531,6 +532,9 @@ class ServeConfig:
     """Folder for the output of each process."""
     episodes_file: File | None = None
     """JSONL file for the episodes of each session that is closed with a reward."""
+    adapters: tuple[Name, ...] = ()
+    """LoRA adapters to serve with the model, each as ``NAME=DIR``, where DIR is a folder in PEFT's
+    format (a run's ``adapter``). A request chooses one by its ``model`` field."""
     grace_s: Annotated[float, Interval(ge=0.0, le=MAX_SECONDS)] = 5.0
     """Seconds that running requests have to finish at shutdown."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
@@ -545,6 +549,7 @@ class PreparedServe:
     policy_dir: Path
     plan: ProcessPlan
     keys: Keys
+    adapters: tuple[AdapterFolder, ...] = ()
 
     def describe(self) -> str:
         """What ``--dry-run`` prints."""
@@ -552,6 +557,10 @@ class PreparedServe:
         return "\n".join(
             [
                 f"model: {self.policy_dir}",
+                *(
+                    f"adapter {one.name}: {one.path}, rank {one.rank} on {' '.join(one.targets)}"
+                    for one in self.adapters
+                ),
                 f"address: {host}, port {port or 'chosen at start'}; "
                 f"API key: {'set' if self.keys.api else 'none'}, "
                 f"admin key: {'set' if self.keys.admin else 'none (no admin routes)'}",
@@ -563,7 +572,12 @@ class PreparedServe:
 
     def document(self) -> dict[str, Any]:
         """What ``--dry-run --json`` prints: all of the configuration, and the plan."""
-        return {"configuration": self.config, "model": self.policy_dir, "processes": self.plan}
+        return {
+            "configuration": self.config,
+            "model": self.policy_dir,
+            "adapters": self.adapters,
+            "processes": self.plan,
+        }
 
 
 def prepare_serve(config: ServeConfig) -> PreparedServe:
@@ -575,9 +589,14 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
     check_fields(config)
     policy_dir, policy = find_policy(config.model, field="MODEL")
     machine, keys = machine_facts(), Keys.of()
+    adapters, wrong = read_adapters(
+        config.adapters, policy.architecture, model_name=config.endpoint.model_name
+    )
+    allocated = (1 + len(adapters)) * largest_rank(adapters)
     errors = [
+        *wrong,
         *generator_errors(config.generator, policy, is_on_cpu=not machine.cuda_devices),
-        *serving_errors(config.generator, policy, machine, dtype=config.dtype),
+        *serving_errors(config.generator, policy, machine, dtype=config.dtype, adapters=allocated),
         *endpoint_errors(config.endpoint, keys),
     ]
     if cause := cannot_write(config.log_dir):
@@ -596,4 +615,5 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
             seed=config.seed,
         ),
         keys=keys,
+        adapters=adapters,
     )

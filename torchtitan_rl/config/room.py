@@ -169,12 +169,18 @@ def _visible(devices: tuple[str, ...]) -> str:
 
 
 def serving_errors(
-    generator: GeneratorConfig, policy: PolicyFacts, machine: MachineFacts, *, dtype: str
+    generator: GeneratorConfig,
+    policy: PolicyFacts,
+    machine: MachineFacts,
+    *,
+    dtype: str,
+    adapters: int = 0,
 ) -> list[str]:
     """Errors if this machine has too few devices or, without CUDA, too little memory, for replicas
-    without a trainer."""
+    without a trainer. ``adapters`` as in `replica_memory`."""
     if not machine.cuda_devices:
-        rank = sum(replica_memory(generator, policy, device="cpu").values())
+        parts = replica_memory(generator, policy, device="cpu", adapters=adapters)
+        rank = sum(parts.values())
         needed = generator.num_ranks * rank
         return _memory_errors(generator, policy, needed, machine.memory_bytes, "the machine")
     errors = []

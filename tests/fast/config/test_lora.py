@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.ready_configs import ready
 from torchtitan_rl.config.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     TARGETS,
     LoraConfig,
     Target,
     adapter_shapes,
     engine_rank,
     num_adapter_weights,
+    read_adapters,
+    write_adapter,
 )
 from torchtitan_rl.config.memory import PUBLISHED, memory_plan, num_weights
 from torchtitan_rl.config.model import architecture_of
@@ -124,3 +132,105 @@ def test_adapters_take_the_memory_of_moments_and_of_a_reference_away() -> None:
     assert small.host[PUBLISHED] < 0.02 * whole.host[PUBLISHED]
     assert small.replica["KV cache"] < whole.replica["KV cache"]
     assert small.replica["adapters"] > 0
+
+
+SMALL = architecture_of(SMOLLM2 | {"num_hidden_layers": 2})
+
+
+def written(folder: Path, lora: LoraConfig) -> Path:
+    folder.mkdir()
+    tensors = {name: torch.ones(shape) for name, shape in adapter_shapes(SMALL, lora).items()}
+    write_adapter(folder, lora, tensors, base="base")
+    return folder
+
+
+def test_a_written_adapter_is_read(tmp_path: Path) -> None:
+    one = written(tmp_path / "one", LoraConfig(rank=4))
+    two = written(tmp_path / "two", LoraConfig(rank=9, target_modules=("q_proj", "o_proj")))
+    found, errors = read_adapters([f"a={one}", f"b/c={two}"], SMALL, model_name="policy")
+    assert errors == []
+    assert [(each.name, each.path, each.rank) for each in found] == [
+        ("a", one, 4),
+        ("b/c", two, 9),
+    ]
+    assert found[0].targets == tuple(sorted(TARGETS))
+    assert found[1].targets == ("o_proj", "q_proj")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("DIR", "give NAME=DIR"),
+        ("=DIR", "give NAME=DIR"),
+        ("a=", "give NAME=DIR"),
+        ("a b=DIR", "a name has letters"),
+        ("policy=DIR", "endpoint.model_name has that name"),
+        ("a=nowhere", "has no adapter_config.json"),
+    ],
+)
+def test_adapters_that_are_not_named_well_are_refused(
+    text: str, error: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path / "one", LoraConfig(rank=4))
+    text = text.replace("DIR", str(folder))
+    found, (message,) = read_adapters([text], SMALL, model_name="policy")
+    assert found == ()
+    assert message.startswith(f"adapters has {text!r}: ")
+    assert error in message
+    _, (message,) = read_adapters([f"a={folder}", f"a={folder}"], SMALL, model_name="policy")
+    assert "given twice" in message
+
+
+def config_with(**fields: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / ADAPTER_CONFIG
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def tensors_with(name: str, *shape: int) -> Callable[[Path], None]:
+    """A changed tensor; without a shape it is missing."""
+
+    def change(folder: Path) -> None:
+        path = folder / ADAPTER_WEIGHTS
+        tensors = load_file(path)
+        tensors.pop(name, None)
+        save_file(tensors | ({name: torch.ones(shape)} if shape else {}), path)
+
+    return change
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (config_with(peft_type="IA3"), "is not of LoRA"),
+        (config_with(bias="all"), "is not of LoRA without biases"),
+        (config_with(use_dora=True), "has use_dora, which is not served"),
+        (config_with(modules_to_save=["lm_head"]), "has modules_to_save"),
+        (config_with(r=1024), "its rank is 1024; vLLM serves ranks of 1 to 512"),
+        (config_with(r="8"), "its rank is 8"),
+        (config_with(r=0), "its rank is 0"),
+        (lambda folder: (folder / ADAPTER_CONFIG).write_text("["), "adapter_config.json"),
+        (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "has no adapter_model.safetensors"),
+        (lambda folder: (folder / ADAPTER_WEIGHTS).write_bytes(b"\x10"), "is damaged"),
+        (tensors_with(f"{FIRST}.lora_A.weight"), "has no second matrix"),
+        (tensors_with(f"{FIRST}.lora_A.weight", 4, 575), "does not fit the model"),
+        (tensors_with(f"{FIRST}.lora_B.weight", 575, 4), "does not fit the model"),
+        (tensors_with(f"{FIRST}.lora_B.weight", 576, 5), "has no second matrix that fits"),
+        (tensors_with(f"{FIRST}.lora_B.weight", 576), "has no second matrix that fits"),
+        (tensors_with("lm_head.weight", 4, 4), "no matrix of an adapter"),
+        (tensors_with(FIRST.replace("0", "2") + ".lora_A.weight", 4, 576), "does not fit"),
+    ],
+)
+def test_an_adapter_of_another_kind_or_model_is_refused(
+    change: Callable[[Path], object], error: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path / "one", LoraConfig(rank=4))
+    change(folder)
+    found, (message,) = read_adapters([f"a={folder}"], SMALL, model_name="policy")
+    assert found == ()
+    assert error in message

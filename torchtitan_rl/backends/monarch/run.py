@@ -260,6 +260,7 @@ def _generator_spec(
         sleeps=prepared.plan.is_shared,
         reasoning_parser=config.endpoint.reasoning_parser,
         lora=config.adapters if isinstance(config, RunConfig) else None,
+        adapters=prepared.adapters if isinstance(prepared, PreparedServe) else (),
     )
 
 
@@ -275,6 +276,7 @@ def _endpoint_spec(prepared: PreparedRun | PreparedServe) -> EndpointSpec:
         endpoint=config.endpoint,
         keys=prepared.keys,
         log_dir=config.log_dir.absolute(),
+        adapters=prepared.adapters if isinstance(prepared, PreparedServe) else (),
     )
 
 

@@ -36,7 +36,7 @@ from torchtitan_rl.backends.titan.checkpoint import (
     checkpoint_lora,
 )
 from torchtitan_rl.backends.titan.model import LORA_A, LORA_B, PolicyModel
-from torchtitan_rl.config.lora import PEFT_PREFIX, LoraConfig, write_adapter
+from torchtitan_rl.config.lora import ADAPTER_FOLDER, PEFT_PREFIX, LoraConfig, write_adapter
 from torchtitan_rl.config.model import FAMILIES, PolicyArchitecture, read_architecture
 from torchtitan_rl.errors import CheckpointError, ConfigError, one_line
 from torchtitan_rl.training.checkpoint_files import check_contents
@@ -324,6 +324,23 @@ def merge_adapters(
             b, whole = adapters[name.replace(".lora_A.", ".lora_B.")], state[weight]
             merged = whole.float() + scaling * (b.float() @ a.float())
             state[weight] = merged.to(whole.dtype)
+
+
+def export(
+    model: PolicyModel, path: Path, lora: LoraConfig, *, source: Path, dtype: torch.dtype
+) -> None:
+    """Write the model's weights, in ``dtype``, by `write_hf`. Adapters are merged into them, and
+    are also written by themselves, in float32, to the folder ``adapter`` next to it. Collective."""
+    state = hf_state(whole_weights(model), dtype)
+    adapters = hf_state(published(model), torch.float32) if lora.rank else {}
+    try:
+        if dist.get_rank() == 0:
+            if adapters:
+                write_adapter_folder(path.with_name(ADAPTER_FOLDER), lora, adapters, source=source)
+                merge_adapters(state, adapters, lora.scaling)
+            write_hf(path, state, source=source)
+    finally:
+        dist.barrier()
 
 
 def write_adapter_folder(

@@ -43,20 +43,17 @@ from torchtitan_rl.backends.titan.forward import (
     load_reference,
 )
 from torchtitan_rl.backends.titan.hf import (
+    export,
     hf_names,
     hf_parts,
     hf_state,
     load_hf,
-    merge_adapters,
     published,
-    whole_weights,
-    write_adapter_folder,
-    write_hf,
 )
 from torchtitan_rl.backends.titan.model import build_policy, init_adapters, weights_digest
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.bounds import load_function
-from torchtitan_rl.config.lora import ADAPTER_FOLDER, LoraConfig
+from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.errors import DeviceMemoryError, DivergedError, WeightSyncError
 from torchtitan_rl.training.batch import (
@@ -284,18 +281,8 @@ class PolicyTrainer:
         Adapters are merged into it, and are also written by themselves, in float32, to the folder
         ``adapter`` next to it."""
         self._require()
-        path, kind = Path(path), getattr(torch, dtype or self._architecture.dtype)
-        state = hf_state(whole_weights(self._model), kind)
-        adapters = hf_state(published(self._model), torch.float32) if self._lora.rank else {}
-        try:
-            if self._layout.rank == 0:
-                if adapters:
-                    folder = path.with_name(ADAPTER_FOLDER)
-                    write_adapter_folder(folder, self._lora, adapters, source=self._source)
-                    merge_adapters(state, adapters, self._lora.scaling)
-                write_hf(path, state, source=self._source)
-        finally:
-            dist.barrier()
+        kind = getattr(torch, dtype or self._architecture.dtype)
+        export(self._model, Path(path), self._lora, source=self._source, dtype=kind)
 
     def save_checkpoint(self, path: Path, attachments: Mapping[str, bytes] | None = None) -> None:
         """Copy model, optimizer, schedule, random state, version and the ``attachments`` of rank 0,

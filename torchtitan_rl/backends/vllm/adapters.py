@@ -1,4 +1,4 @@
-"""LoRA adapters of one vLLM engine.
+"""LoRA adapters of one vLLM engine: those that ``serve`` loads at its start, and that of a run.
 
 A run's policy with adapters is the base that the engine was built with and one adapter, which
 every request uses. A pull replaces this adapter in place, between two steps; running requests go on
@@ -17,13 +17,22 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_rl.config.lora import LoraConfig, adapter_shapes, engine_rank, write_adapter
+from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.config.lora import (
+    TARGETS,
+    AdapterFolder,
+    LoraConfig,
+    adapter_shapes,
+    engine_rank,
+    largest_rank,
+    write_adapter,
+)
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.weights.shm_cleanup import (
@@ -41,37 +50,74 @@ _PACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _PACKED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
-def adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
-    """Return the arguments of vLLM's ``EngineArgs`` for an engine whose policy has an adapter."""
+def adapter_arguments(adapters: LoraConfig | Sequence[AdapterFolder]) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``EngineArgs`` for an engine with the adapter of a run, or
+    with several adapters; none if there are no adapters."""
+    if isinstance(adapters, LoraConfig):
+        number, rank, targets = 1, engine_rank(adapters.rank), set[str](adapters.target_modules)
+    else:
+        # One more than adapters: on a CPU, rows without an adapter otherwise get the last one.
+        number, rank = len(adapters) + 1, largest_rank(adapters)
+        targets = {target for one in adapters for target in one.targets}
+    if not rank:
+        return {}
+    # Other layers would compute with adapters of zeros.
+    only = sorted({_PACKED.get(one, one) for one in targets}) if targets <= {*TARGETS} else None
     return {
         "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": engine_rank(lora.rank),
-        "lora_target_modules": sorted({_PACKED.get(one, one) for one in lora.target_modules}),
+        "max_loras": number,
+        "max_lora_rank": rank,
+        "lora_target_modules": only,
     }
 
 
-class PulledAdapter:
-    """The adapter of the policy of a run. At first it is one that changes nothing.
+def adapter_requests(adapters: Sequence[AdapterFolder]) -> dict[str, LoRARequest]:
+    """Return what vLLM's requests with these adapters have, by name. The path in it is shown to
+    clients, and is therefore the name: an engine has loaded the adapters before."""
+    from vllm.lora.request import LoRARequest
+
+    return {
+        one.name: LoRARequest(one.name, number, one.name)
+        for number, one in enumerate(adapters, start=1)
+    }
+
+
+class EngineAdapters:
+    """The adapters of one engine.
 
     Args:
         engine: vLLM's ``LLMEngine``, built with `adapter_arguments`.
-        model: the base.
     """
 
-    def __init__(self, engine: Any, lora: LoraConfig, model: Path) -> None:
+    def __init__(self, engine: Any, spec: GeneratorSpec) -> None:
         from vllm.lora.request import LoRARequest
 
         self._engine = engine
-        self._lora = lora
-        self._model = model
-        self._shapes = adapter_shapes(read_architecture(model), lora)
-        # The path is never read, because the adapter stays loaded.
-        self.request: LoRARequest = LoRARequest(_POLICY, _POLICY_ID, _POLICY)
-        self._load({name: torch.zeros(shape) for name, shape in self._shapes.items()})
+        self._model = spec.model
+        self._lora = spec.lora or LoraConfig()
+        self._requests: dict[str, LoRARequest] = adapter_requests(spec.adapters)
+        for one in spec.adapters:
+            number = self._requests[one.name].lora_int_id
+            engine.add_lora(LoRARequest(one.name, number, str(one.path)))
+        if spec.lora is not None:
+            # At first an adapter that changes nothing. Its path is never read, because it stays
+            # loaded.
+            self._requests[""] = LoRARequest(_POLICY, _POLICY_ID, _POLICY)
+            self._shapes = adapter_shapes(read_architecture(spec.model), spec.lora)
+            self._load({name: torch.zeros(shape) for name, shape in self._shapes.items()})
+
+    def request(self, name: str) -> LoRARequest | None:
+        """Return what vLLM's requests with this adapter have; None for the model alone.
+
+        Raises:
+            ValueError: there is no such adapter.
+        """
+        if name and name not in self._requests:
+            raise ValueError(f"there is no adapter {name!r}")
+        return self._requests.get(name)
 
     def replace(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Use the adapter of another version from the next step on.
+        """Use another version of a run's adapter from the next step on.
 
         Raises:
             WeightSyncError: the tensors are not those of the adapter, or vLLM cannot load them.

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_rl.backends.specs import GeneratorSpec
-from torchtitan_rl.backends.vllm.adapters import PulledAdapter, adapter_arguments
+from torchtitan_rl.backends.vllm.adapters import EngineAdapters, adapter_arguments
 from torchtitan_rl.backends.vllm.cpu import (
     keep_linear_weights,
     repack_linears,
@@ -101,9 +101,7 @@ class VllmEngine:
         self._core = self._engine.engine_core.engine_core
         worker = self._engine.model_executor.driver_worker.worker
         self._model = worker.get_model()
-        self._adapter: PulledAdapter | None = None
-        if spec.lora is not None:
-            self._adapter = PulledAdapter(self._engine, spec.lora, spec.model)
+        self._adapters = EngineAdapters(self._engine, spec)
         let_runner_resume(self._core, worker.model_runner)
         self._speculates = self._core.vllm_config.speculative_config is not None
         self._grammars = Grammars()
@@ -136,7 +134,7 @@ class VllmEngine:
                 params,
                 supported_tasks=self._engine.get_supported_tasks(),
                 arrival_time=arrival_s,
-                lora_request=None if self._adapter is None else self._adapter.request,
+                lora_request=self._adapters.request(request.adapter),
             )
             check_numbers_of_tokens(engine_request.sampling_params)
             self._engine.input_processor.assign_request_id(engine_request)
@@ -202,7 +200,7 @@ class VllmEngine:
         if self._spec.sleeps and self._spec.device == "cuda":
             # Level 2 frees the weights too, because a pull comes before the next step. A pull of an
             # adapter does not restore its base, so level 1 keeps all weights on the host.
-            self._engine.sleep(level=2 if self._adapter is None else 1)
+            self._engine.sleep(level=2 if self._spec.lora is None else 1)
 
     def wake_up(self) -> None:
         if self._spec.sleeps and self._spec.device == "cuda":
@@ -212,10 +210,10 @@ class VllmEngine:
         if self._weights is None:
             raise WeightSyncError(f"version {version}: this engine was built without weight sync")
         tensors = self._weights.tensors(version)
-        if self._adapter is not None:
-            self._adapter.replace(tensors, version)
-        else:
+        if self._spec.lora is None:
             self._load_weights(tensors, version)
+        else:
+            self._adapters.replace(tensors, version)
         self._version = version
         self._num_pulls += 1
 
@@ -348,8 +346,7 @@ def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
         args["structured_outputs_config"]["reasoning_parser"] = spec.reasoning_parser
     if spec.sleeps and not is_cpu:
         args["enable_sleep_mode"] = True
-    if spec.lora is not None:
-        args |= adapter_arguments(spec.lora)
+    args |= adapter_arguments(spec.adapters if spec.lora is None else spec.lora)
     if generator.tensor_parallel > 1:
         args["distributed_executor_backend"] = "external_launcher"
     if is_cpu:

@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +55,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from torchtitan_rl.backends.specs import EndpointSpec
+from torchtitan_rl.backends.vllm.adapters import adapter_arguments, adapter_requests
 from torchtitan_rl.backends.vllm.openai_chat import Chat, Completions, Messages, messages_routes
 from torchtitan_rl.backends.vllm.openai_constraints import (
     ConstraintPolicy,
@@ -68,6 +69,7 @@ from torchtitan_rl.backends.vllm.openai_core import (
 )
 from torchtitan_rl.backends.vllm.openai_responses import Responses, kept_responses
 from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
+from torchtitan_rl.config.lora import AdapterFolder
 from torchtitan_rl.rollout.chatml import ContentTokenizer
 from torchtitan_rl.serving.config import Constraints, EndpointConfig
 from torchtitan_rl.serving.errors import RefusedError
@@ -99,7 +101,7 @@ def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
         lifespan=lambda _: _lifespan(llm),
     )
     app.state.args = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0)
-    _serve_model(app, llm, spec.endpoint)
+    _serve_model(app, llm, spec.endpoint, spec.adapters)
     for router in (
         chat_router,
         completion_router,
@@ -211,12 +213,15 @@ def _vllm_config(spec: EndpointSpec) -> Any:
             {"max_new_tokens": endpoint.max_tokens} if endpoint.max_tokens else {}
         ),
         reasoning_parser=endpoint.reasoning_parser,
+        **adapter_arguments(spec.adapters),
         # the same backend as the engines use
         structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
     ).create_engine_config()
 
 
-def _serve_model(app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig) -> None:
+def _serve_model(
+    app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig, adapters: Sequence[AdapterFolder]
+) -> None:
     """Set the attributes of the application's state that vLLM's routes use."""
     template: dict[str, Any] = {
         "chat_template": load_chat_template(endpoint.chat_template or None),
@@ -241,6 +246,7 @@ def _serve_model(app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig) -> None
     # Clients see the name of the model, not its path.
     names = [BaseModelPath(name=endpoint.model_name, model_path=endpoint.model_name)]
     models = OpenAIServingModels(llm, names)
+    models.lora_requests |= adapter_requests(adapters)
     common: dict[str, Any] = {"online_renderer": renderer, "request_logger": None}
     state = app.state
     state.engine_client = llm

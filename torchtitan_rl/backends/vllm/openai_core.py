@@ -124,6 +124,7 @@ def generation_request(
         prompt_token_ids=tuple(request.prompt_token_ids),
         sampling=sampling,
         session_id=session,
+        adapter="" if request.lora_request is None else request.lora_request.lora_name,
     )
 
 
