@@ -47,6 +47,7 @@ class Promises:
     group_size: int | None = None
     num_steps: int | None = None
     exports: bool | None = None
+    has_adapters: bool = False
 
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> Promises:
@@ -58,6 +59,7 @@ class Promises:
             group_size=identity.get("rollout.group_size"),
             num_steps=identity.get("num_steps"),
             exports=identity.get("checkpoint.export_hf"),
+            has_adapters=bool(identity.get("policy.lora.rank")),
         )
 
 

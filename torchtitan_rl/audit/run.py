@@ -25,6 +25,7 @@ from torchtitan_rl.audit.rules import (
     ending_errors,
     errors_against_row,
 )
+from torchtitan_rl.config.lora import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from torchtitan_rl.config.resume import FIXES, MANIFEST, compare_with_manifest
 from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE
 from torchtitan_rl.errors import ConfigError
@@ -184,6 +185,13 @@ def _audit_end(
     check.require(
         not promises.exports or is_exported,
         f"all steps are done, and {policy} holds no policy: resume the run to export it",
+    )
+    adapter = run_dir / ADAPTER_FOLDER
+    is_written = all((adapter / one).is_file() for one in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    check.require(
+        not (promises.exports and promises.has_adapters) or is_written,
+        f"all steps are done, and {adapter} holds no adapter: remove {policy} and resume the run, "
+        "which exports both",
     )
     check.require(
         not metrics.logged or (run_dir / MANIFEST).is_file(),

@@ -22,6 +22,7 @@ from torchtitan_rl.audit.run import audit
 from torchtitan_rl.commands import cli
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.resume import (
+    read_run_identity,
     remove_manifest,
     run_identity,
     write_identity,
@@ -177,6 +178,29 @@ def test_a_whole_run_adds_up_with_a_line_for_each_check(whole: Path, audited: Au
         "end of the run: ok (1 finished runs)",
     ):
         assert line in out
+
+
+def test_a_finished_run_with_adapters_has_exported_them(
+    whole: Path, tmp_path: Path, audited: Audited
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    remove_manifest(run_dir)
+    identity = read_run_identity(run_dir)
+    assert identity is not None
+    write_identity(run_dir, identity | {"policy.lora.rank": 8})
+    write_manifest(run_dir)
+    code, _, err = audited(run_dir)
+    assert code == 1
+    assert f"{run_dir / 'adapter'} holds no adapter: remove {run_dir / 'policy'}" in err
+    (run_dir / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (run_dir / "adapter" / name).write_bytes(b"{}")
+    code, _, err = audited(run_dir)
+    assert code == 1
+    assert "adapter/adapter_config.json was added after the end: remove it" in err
+    write_manifest(run_dir)
+    assert audited(run_dir)[0] == 0
 
 
 def test_a_finished_run_that_was_given_more_steps_and_killed_adds_up(
