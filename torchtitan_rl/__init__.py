@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from torchtitan_rl.config.run import MonarchConfig as MonarchConfig
     from torchtitan_rl.config.run import PolicyConfig as PolicyConfig
     from torchtitan_rl.config.run import RunConfig as RunConfig
+    from torchtitan_rl.config.supervised import DpoConfig as DpoConfig
+    from torchtitan_rl.config.supervised import SftConfig as SftConfig
+    from torchtitan_rl.data.conversations import ExamplesConfig as ExamplesConfig
+    from torchtitan_rl.data.conversations import PairsConfig as PairsConfig
     from torchtitan_rl.data.curriculum import CurriculumConfig as CurriculumConfig
     from torchtitan_rl.data.curriculum import RestConfig as RestConfig
     from torchtitan_rl.data.row_dataset import ListDataset as ListDataset
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.environments.scoring import CheckTimeoutError as CheckTimeoutError
     from torchtitan_rl.environments.scoring import checked_score as checked_score
     from torchtitan_rl.environments.scoring import run_checker as run_checker
+    from torchtitan_rl.environments.supervised import HeldOutConfig as HeldOutConfig
     from torchtitan_rl.errors import ConfigError as ConfigError
     from torchtitan_rl.errors import TorchtitanRLError as TorchtitanRLError
     from torchtitan_rl.generation.config import GeneratorConfig as GeneratorConfig

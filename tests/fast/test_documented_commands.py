@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.conversations import examples_file
 from tests.support.documentation import (
     PAGES,
     PLACEHOLDERS,
@@ -26,11 +27,11 @@ from tests.support.verifiers import needs_verifiers
 from torchtitan_rl.commands.cli import COMMANDS, main
 from torchtitan_rl.config.lora import LoraConfig, adapter_shapes, write_adapter
 from torchtitan_rl.config.model import read_architecture, resolve_checkpoint
-from torchtitan_rl.experiments import gsm8k
+from torchtitan_rl.experiments import alphabet_sort, gsm8k
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile
 from torchtitan_rl.experiments.gsm8k.make_file import main as make_file
 
-PLANNED = ("train", "serve", "eval")  # have --dry-run
+PLANNED = ("train", "sft", "dpo", "serve", "eval")  # have --dry-run
 RUN = ("data", "doctor", "env", "fit", "keys", "launch-script", "new")
 NOT_RUN = {
     r"torchrun ": "starts a run or an engine: tests/real/hosts/test_launchers.py, "
@@ -78,8 +79,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shapes = adapter_shapes(read_architecture(resolve_checkpoint(PLACEHOLDERS["DIR"])), lora)
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     write_adapter(tmp_path / "outputs" / "RUN" / "adapter", lora, tensors, base="base")
+    (tmp_path / "outputs" / "sft_alphabet_sort_tiny").mkdir()
+    policy = alphabet_sort.__path__[0] + "/policy"
+    (tmp_path / "outputs" / "sft_alphabet_sort_tiny" / "policy").symlink_to(policy)
     make_file(MakeFile(output=tmp_path / "data" / "train.jsonl"))
     rows = ({"question": f"{n} + 1?", "solution": str(n + 1), "level": 1} for n in range(2000))
+    for name in ("conversations", "held_out"):
+        examples_file(tmp_path / "data" / f"{name}.jsonl")
     (tmp_path / "data" / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return tmp_path
 

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 
 import pytest
 
 import torchtitan_rl
 from tests.support.golden import check_golden
-from tests.support.ready_configs import READY, ready
+from tests.support.ready_configs import LAPTOP, READY, SUPERVISED, ready
 from torchtitan_rl.commands.cli import COMMANDS, main
 from torchtitan_rl.commands.console import plain
 from torchtitan_rl.config.prepare import prepare_run
@@ -31,6 +32,8 @@ HELP = [
     "",
     *COMMANDS,
     f"train {CONFIG}",
+    f"sft sft_{CONFIG}",
+    f"dpo dpo_{CONFIG}",
     f"env check {CONFIG}",
     f"data preview {CONFIG}",
     *(f"launch-script {kind}" for kind in SCRIPTS),
@@ -66,6 +69,20 @@ def test_the_plan_of_each_ready_configuration_is_as_it_was(name: str, tmp_path: 
             getattr(config.task, "retriever", "no retriever"): "RETRIEVER",
             str(tmp_path): "TMP",
         },
+    )
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_the_plan_of_each_ready_configuration_without_rollouts_is_as_it_was(
+    name: str, tmp_path: Path
+) -> None:
+    config = importlib.import_module(f"torchtitan_rl.configs.{name}").config
+    prepared = prepare_run(replace(config, output_dir=tmp_path).run(), LAPTOP)
+    document = json.dumps(plain(prepared.document()), indent=1)
+    check_golden(
+        f"plans/{name}.txt",
+        f"{prepared.describe()}\n\n{document}",
+        replaced={str(tmp_path): "TMP"},
     )
 
 

@@ -21,6 +21,7 @@ from tests.support.config_mutations import with_value
 from tests.support.retrievers import start_retriever
 from tests.support.verifiers import needs_verifiers
 from torchtitan_rl import DataTask, MixtureTask, Task, configs
+from torchtitan_rl.config.loader import ready_configs
 from torchtitan_rl.config.machine import MachineFacts
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.experiments.calculator_agent.dataset import make_problem
@@ -33,9 +34,11 @@ LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
 NUM_GPUS = {"alphabet_sort_qwen3_0_6b": 6, "gsm8k_qwen3_0_6b": 1}  # of the others 8
 NEEDS = {"verifiers_tiny": needs_verifiers}
 READY = [
-    pytest.param(module.name, marks=NEEDS.get(module.name, ()))
-    for module in pkgutil.iter_modules(configs.__path__)
+    pytest.param(name, marks=NEEDS.get(name, ()))
+    for name in (module.name for module in pkgutil.iter_modules(configs.__path__))
+    if not name.startswith(("sft_", "dpo_"))
 ]
+SUPERVISED = [*ready_configs("sft"), *ready_configs("dpo")]
 ARCHITECTURE = {
     "model_type": "qwen3",
     "hidden_size": 64,

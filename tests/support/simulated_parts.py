@@ -13,7 +13,12 @@ from typing import Any
 
 from tests.support.simulated_faults import Fate, Strike, Undisturbed
 from tests.support.simulated_replica import VOCAB
-from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
+from torchtitan_rl.orchestration.records import (
+    AccountRecord,
+    EvaluationRecord,
+    HeldOutRecord,
+    StepRecord,
+)
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.task import Outcome
 from torchtitan_rl.rollout.tree import LimitReachedError, TurnTree
@@ -235,6 +240,7 @@ class Memory:
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
+        self.held_out: list[HeldOutRecord] = []
         self.accounts: list[AccountRecord] = []
         self.said: list[str] = []
 
@@ -243,6 +249,9 @@ class Memory:
 
     def record_evaluation(self, record: EvaluationRecord) -> None:
         self.evaluations.append(record)
+
+    def record_held_out(self, record: HeldOutRecord) -> None:
+        self.held_out.append(record)
 
     def record_account(self, record: AccountRecord) -> None:
         self.accounts.append(record)

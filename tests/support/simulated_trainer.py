@@ -16,6 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from tests.support.simulated_faults import Fate, Undisturbed
 from tests.support.simulated_replica import pack_pair
 from torchtitan_rl.aio import deadline
@@ -27,7 +30,7 @@ from torchtitan_rl.errors import (
     WeightSyncError,
 )
 from torchtitan_rl.training import checkpoint_files as files
-from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.weights.distribution import SharedMemoryHandle
 
 if TYPE_CHECKING:
@@ -75,6 +78,9 @@ class SimTrainer:
         self.weights = 0
         self.version = 0
         self.batches: list[TrainingBatch] = []
+        self.losses: list[StepLoss | None] = []
+        self.examples: list[TrainingBatch | None] = []
+        self.num_logprobs = 0  # calls
         self.ages: list[int] = []  # the oldest token of each batch
         self.readable: set[int] = set()
         self.most_readable = 0
@@ -109,7 +115,15 @@ class SimTrainer:
     async def wait_until_lost(self) -> None:
         raise TrainerLostError(await asyncio.shield(self._lost))
 
-    async def train_step(self, batch: TrainingBatch) -> StepOutput:
+    async def train_step(
+        self,
+        batch: TrainingBatch,
+        loss: StepLoss | None = None,
+        *,
+        examples: TrainingBatch | None = None,
+    ) -> StepOutput:
+        self.losses.append(loss)
+        self.examples.append(examples)
         return await self._call("train_step", lambda: self._train_step(batch))
 
     async def _train_step(self, batch: TrainingBatch) -> StepOutput:
@@ -126,6 +140,15 @@ class SimTrainer:
         self.ages.append(self.version - int(batch.versions[batch.loss_mask].min()))
         self.version += 1
         return StepOutput(version=self.version)
+
+    async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
+        return await self._call("logprobs", lambda: self._logprobs(batch))
+
+    async def _logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
+        self._uses_the_devices("computes logprobs")
+        self.num_logprobs += 1
+        salt = self.weights % 997 + 1
+        return -((batch.token_ids * salt) % 89 / 89).astype(np.float32)
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> SharedMemoryHandle:
         return await self._call("publish", lambda: self._publish(keep))

@@ -202,7 +202,7 @@ def _step_errors(row: Row, promises: Promises) -> Errors:
         yield f"a batch of {groups} groups; rollout.groups_per_step is {promises.groups_per_step}"
     if promises.group_size is not None and rollouts != groups * promises.group_size:
         yield f"{rollouts} rollouts of {groups} groups of {promises.group_size}"
-    if row.get(f"{LOGGED}/train/rollouts") == rollouts:  # all rollouts were logged
+    if rollouts and row.get(f"{LOGGED}/train/rollouts") == rollouts:  # all were logged
         expected = [sampled, row.get("train/reward_sum", 0.0)]
         logged = [row[f"{LOGGED}/train/{name}"] for name in ("tokens", "reward_sum")]
         if logged != expected:

@@ -19,6 +19,8 @@ from torchtitan_rl.weights.shm_cleanup import remove_leftovers
 
 COMMANDS = {
     "train": ("CONFIG [options]", "train as a configuration says", "commands.train"),
+    "sft": ("CONFIG [options]", "fine-tune on conversations", "commands.sft"),
+    "dpo": ("CONFIG [options]", "train on pairs of answers", "commands.dpo"),
     "serve": ("MODEL [options]", "an OpenAI-compatible endpoint", "commands.serve"),
     "generate": ("[options]", "complete a file of prompts", "commands.generate"),
     "eval": (

@@ -101,6 +101,11 @@ def main(words: Sequence[str]) -> int:
     recorded = read_recorded(Path(words[0]))
     if recorded.identity.get("mode") == "generate":
         raise ConfigError(f"RUN_DIR is {words[0]}: this run only generated; give one that trained")
+    if recorded.identity.get("trainer.sft_coefficient"):
+        raise ConfigError(
+            f"RUN_DIR is {words[0]}: this run trained on conversations, too "
+            "(trainer.sft_coefficient), so its steps do not follow from its rollouts; give another"
+        )
     policy = _value_of("--policy.checkpoint", words)
     config, policy_dir = recorded_config(recorded, policy=policy)
     default = ReplayConfig(trainer=ReplayedTrainer(loss=config.trainer.loss))

@@ -18,11 +18,12 @@ import asyncio
 import os
 import shlex
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.aio import background
 from torchtitan_rl.commands.attaching import attachment
@@ -34,10 +35,11 @@ from torchtitan_rl.config.loader import load_config, ready_configs, split_config
 from torchtitan_rl.config.machine import count, host_name
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.plan import replica_name
-from torchtitan_rl.config.prepare import PreparedRun, claim_run
+from torchtitan_rl.config.prepare import PreparedRun, claim_run, supervised_task
 from torchtitan_rl.config.resume import MANIFEST, write_manifest
 from torchtitan_rl.config.room import start_errors, unused_options
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.environments.supervised import SupervisedTask
 from torchtitan_rl.errors import (
     CheckpointError,
     ConfigError,
@@ -61,6 +63,7 @@ from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.run_state import Claim, Parts, Trainer
+from torchtitan_rl.orchestration.supervised import SupervisedController, Supervision, packed
 from torchtitan_rl.processes import collect_less, stay_on_cores
 from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rendering import load_tokenizer
@@ -68,6 +71,7 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.restarts import ReplicaRestarts, first_name
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 
 if TYPE_CHECKING:
@@ -94,15 +98,31 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: the run cannot start as it is configured.
     """
+    return run_trainer(words, command="train", usage=_HELP, load=load_config)
+
+
+def run_trainer(
+    words: Sequence[str],
+    *,
+    command: str,
+    usage: str,
+    load: Callable[[Path, Sequence[str]], RunConfig],
+) -> int:
+    """Run a command that trains: ``torchtitan-rl COMMAND WORDS``. ``load`` loads the configuration
+    in a file and applies options. Returns the exit code.
+
+    Raises:
+        ConfigError: as for `main`.
+    """
     if list(words) in (["-h"], ["--help"]):
-        print(_HELP + STEP_WORDS)
+        print(usage + STEP_WORDS)
         return 0
-    config_file, options = split_config(words, prog="torchtitan-rl train")
+    config_file, options = split_config(words, prog=f"torchtitan-rl {command}", command=command)
     page, others = PageAddress.of(options)
     dry_run, overrides = DryRun.of(others)
     try:
         with dry_run.planning():
-            config = load_config(config_file, overrides)
+            config = load(config_file, overrides)
     except SystemExit as ended:
         if ended.code == 0:  # --help
             print(STEP_WORDS)
@@ -121,7 +141,7 @@ def main(words: Sequence[str]) -> int:
             print("\n".join(prepared.notes))
             return 0
         resume = [] if "--checkpoint.resume" in options else ["--checkpoint.resume"]
-        own = shlex.join(["torchtitan-rl", "train", str(config_file), *options, *resume])
+        own = shlex.join(["torchtitan-rl", command, str(config_file), *options, *resume])
         resume_command = os.environ.get(RESUME_COMMAND, own)
         with ExitStack() as stack:
             serve_page = stack.enter_context(page_of_run(page))
@@ -131,7 +151,7 @@ def main(words: Sequence[str]) -> int:
             run = _Run.of(prepared, resume_command, claim, attached.hosts, url, recorded)
             write_launch(
                 config.run_dir,
-                command=shlex.join(["torchtitan-rl", "train", str(config_file), *options]),
+                command=shlex.join(["torchtitan-rl", command, str(config_file), *options]),
                 resume_command=resume_command,
                 plan=prepared.describe().splitlines(),
                 policy_dir=prepared.policy_dir,
@@ -308,7 +328,12 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         )
         rollouter = generation.rollouter(num_reserved=len(reserved), places=places)
         parts = _parts(run, processes.trainer, generation, rollouter, ledger, recorder)
-        controller = Controller(config, parts)
+        controller: Controller | SupervisedController
+        if isinstance(config.task, SupervisedTask):
+            supervision = supervision_of(config, tokenizer)
+            controller = SupervisedController(config, parts, supervision, config.run_dir.absolute())
+        else:
+            controller = Controller(config, parts)
         recorder.watch_controller(controller.now)
 
         def stop_cleanly() -> None:
@@ -387,7 +412,32 @@ def _parts(
         ledger=ledger,
         identity=run.prepared.identity,
         success_reward=config.task.success_reward(),
+        examples=_examples(config, generation.tokenizer),
     )
+
+
+def supervision_of(config: RunConfig, tokenizer: Any) -> Supervision:
+    """Open the files of a run on conversations.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    task = supervised_task(config)
+    assert task is not None
+    max_tokens = config.trainer.max_episode_tokens
+    return Supervision(
+        task=task,
+        train=task.conversations(tokenizer, seed=config.seed, max_tokens=max_tokens),
+        held_out=task.held_out_conversations(tokenizer, max_tokens=max_tokens),
+    )
+
+
+def _examples(config: RunConfig, tokenizer: Any) -> Callable[[int], TrainingBatch | None] | None:
+    """Return what reads the demonstrations of a step of reinforcement learning, if it has any."""
+    if not config.trainer.sft_coefficient:
+        return None
+    train = supervision_of(config, tokenizer).train
+    return lambda step: packed(train.read(train.numbers(step))[0])
 
 
 def reserved_replicas(config: RunConfig) -> tuple[str, ...]:

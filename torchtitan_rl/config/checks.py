@@ -24,6 +24,7 @@ from torchtitan_rl.config.run import RunConfig, has_hosts, path_errors
 from torchtitan_rl.config.vllm_options import vllm_option_errors, vllm_run_errors
 from torchtitan_rl.environments.mcp import STARTS_PER_CORE, McpServer, McpTask, parts_of
 from torchtitan_rl.environments.open_env import OpenEnvTask
+from torchtitan_rl.environments.supervised import SupervisedTask
 from torchtitan_rl.errors import ConfigError, TorchtitanRLError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.decision import kv_policy_errors
@@ -101,6 +102,8 @@ def find_errors(
     Without a policy, checks that depend on the policy are left out. The task and its problems are
     checked by `find_problems`, several hosts by `errors_on_hosts`.
     """
+    if isinstance(config.task, SupervisedTask):
+        return supervised_errors(config, policy, machine)
     rollout, schedule, trainer = config.rollout, config.schedule, config.trainer
     capacity = capacity_errors(
         staleness=schedule.staleness, max_share=schedule.max_overtaking_share
@@ -123,6 +126,7 @@ def find_errors(
         trainer.loss, staleness=schedule.staleness, updates=trainer.updates_per_batch
     )
     errors += advantage_errors(rollout)
+    errors += _mixing_errors(config)
     errors += _profile_errors(config)
     errors += kv_policy_errors(
         resets=config.weight_sync.reset_prefix_cache_on_pull,
@@ -136,13 +140,69 @@ def find_errors(
     return errors + path_errors(config)
 
 
+def supervised_errors(
+    config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts
+) -> list[str]:
+    """Like `find_errors`, for a run on conversations: only what such a run reads is checked."""
+    trainer, errors = config.trainer, []
+    if trainer.max_tokens_per_microbatch < trainer.max_episode_tokens:
+        errors.append(
+            f"trainer.max_tokens_per_microbatch is {trainer.max_tokens_per_microbatch}: give at "
+            f"least trainer.max_episode_tokens ({trainer.max_episode_tokens})"
+        )
+    errors += _split_errors(trainer)
+    if policy is not None:
+        errors += head_errors("trainer.tensor_parallel", trainer.tensor_parallel, policy)
+        if trainer.max_episode_tokens > policy.max_positions:
+            errors.append(
+                f"trainer.max_episode_tokens is {trainer.max_episode_tokens}: the policy has "
+                f"{policy.max_positions} positions; give at most that"
+            )
+    for name in ("loss", "updates_per_batch", "sft_coefficient"):
+        if getattr(trainer, name) != getattr(TrainerConfig(), name):
+            errors.append(
+                f"trainer.{name} is {getattr(trainer, name)}: it is of reinforcement learning, and "
+                "this run does not read it; leave it out"
+            )
+    errors += launch_errors(config)
+    errors += tracker_errors(config.metrics.trackers)
+    errors += machine_errors(config, policy, machine)
+    return [*errors, *_profile_errors(config), *path_errors(config)]
+
+
+def _mixing_errors(config: RunConfig) -> list[str]:
+    """Check that a supervised loss in reinforcement learning has its examples."""
+    weight, files = config.trainer.sft_coefficient, config.examples.train
+    if bool(weight) != bool(files):
+        return [
+            f"trainer.sft_coefficient is {weight:g} and examples.train names {len(files)} files: "
+            "give both, or neither"
+        ]
+    if weight and config.mode != "both":
+        return [f"trainer.sft_coefficient is {weight:g}: with mode {config.mode} give 0"]
+    return []
+
+
+def _split_errors(trainer: TrainerConfig) -> list[str]:
+    """Check that the ranks of tensor parallelism can split the tokens between layers."""
+    ranks = trainer.tensor_parallel
+    return [
+        f"trainer.{name} is {getattr(trainer, name)}: give a multiple of trainer.tensor_parallel "
+        f"({ranks})"
+        for name in ("max_episode_tokens", "max_tokens_per_microbatch")
+        if getattr(trainer, name) % ranks
+    ]
+
+
 def errors_on_hosts(
     config: RunConfig, policy: PolicyFacts | None, hosts: Sequence[HostFacts]
 ) -> list[str]:
     """Errors if the run does not fit on its hosts; for runs with ``launch.attach`` or
     ``launch.hosts``. `find_errors` finds all other errors."""
     is_on_cpu = device_of(hosts) == "cpu"
-    if policy is None:
+    if isinstance(config.task, SupervisedTask):
+        errors = []
+    elif policy is None:
         errors = vllm_option_errors(config.generator, is_on_cpu=is_on_cpu)
     else:
         errors = generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
@@ -176,12 +236,7 @@ def _relation_errors(config: RunConfig) -> list[str]:
             f"rollouts is {config.rollouts}: it is the folder of the recorded run with mode train "
             f"and nothing otherwise, and mode is {config.mode}"
         )
-    for name in ("max_episode_tokens", "max_tokens_per_microbatch"):
-        tokens, ranks = getattr(config.trainer, name), config.trainer.tensor_parallel
-        if tokens % ranks:
-            errors.append(
-                f"trainer.{name} is {tokens}: give a multiple of trainer.tensor_parallel ({ranks})"
-            )
+    errors += _split_errors(config.trainer)
     if config.is_colocated and config.evaluation.reserves_replica:
         errors.append(
             "evaluation.placement is reserved: with placement colocated nothing is generated "

@@ -30,6 +30,8 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError, one_line
 
 _READY_DIR = Path(__file__).parents[1] / "configs"
+_SUPERVISED = ("sft", "dpo")  # the first words of the names of their ready configurations
+_C = TypeVar("_C")
 _RENAMED = {  # old names of options from the last release, accepted until the next release
     "max_kept_tokens": "max_recorded_candidates",
     "generator.max_kept_tokens": "generator.max_recorded_candidates",
@@ -49,7 +51,25 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         ConfigError: the file does not exist, fails, or has no `RunConfig`; or an option is wrong.
         SystemExit: ``--help`` is among the options.
     """
-    file = _config_file(path)
+    config = _config_in(path, RunConfig)
+    wrong, row_len, rows = field_errors(config), 0, 0
+    if not any(name.startswith("task") for name in wrong):
+        config = replace(config, task=config.task.with_all_options())
+    if not any(name.startswith("trainer") for name in wrong):
+        row_len = config.trainer.max_episode_tokens
+        rows = config.trainer.max_tokens_per_microbatch // row_len
+    words = _with_new_names(overrides, row_len=row_len, rows=rows)
+    return parse_options(RunConfig, words, prog=f"torchtitan-rl train {path}", default=config)
+
+
+def load_supervised(path: Path, overrides: Sequence[str], *, kind: type[_C], command: str) -> _C:
+    """Load the configuration of another kind, like `load_config`."""
+    config = _config_in(path, kind, command=command)
+    return parse_options(kind, overrides, prog=f"torchtitan-rl {command} {path}", default=config)
+
+
+def _config_in(path: Path, kind: type[_C], *, command: str = "train") -> _C:
+    file = _config_file(path, command)
     if file.suffix != ".py":
         raise ConfigError(f"CONFIG is {path}: give a Python file")
     try:
@@ -61,18 +81,12 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
             raise
         raise ConfigError(f"CONFIG is {path}: {_cause(error, file)}; correct the file") from error
     config = getattr(module, "config", None)
-    if not isinstance(config, RunConfig):
+    if not isinstance(config, kind):
         raise ConfigError(
-            f"CONFIG is {path}: it has no RunConfig named 'config'; write config = RunConfig(...)"
+            f"CONFIG is {path}: it has no {kind.__name__} named 'config'; write config = "
+            f"{kind.__name__}(...)"
         )
-    wrong, row_len, rows = field_errors(config), 0, 0
-    if not any(name.startswith("task") for name in wrong):
-        config = replace(config, task=config.task.with_all_options())
-    if not any(name.startswith("trainer") for name in wrong):
-        row_len = config.trainer.max_episode_tokens
-        rows = config.trainer.max_tokens_per_microbatch // row_len
-    words = _with_new_names(overrides, row_len=row_len, rows=rows)
-    return parse_options(RunConfig, words, prog=f"torchtitan-rl train {path}", default=config)
+    return config
 
 
 def _with_new_names(words: Sequence[str], *, row_len: int = 0, rows: int = 0) -> list[str]:
@@ -112,8 +126,11 @@ def _with_new_names(words: Sequence[str], *, row_len: int = 0, rows: int = 0) ->
     return [*rest, *([f"--{_RENAMED[waiting]}"] if waiting else [])]
 
 
-def split_config(words: Sequence[str], *, prog: str) -> tuple[Path, list[str]]:
-    """Split a command's words into CONFIG, which is the first word, and the others.
+def split_config(
+    words: Sequence[str], *, prog: str, command: str = "train"
+) -> tuple[Path, list[str]]:
+    """Split a command's words into CONFIG, which is the first word, and the others. ``command`` is
+    the one whose ready configurations an error lists.
 
     Raises:
         ConfigError: the first word is an option, or there is no word.
@@ -121,24 +138,31 @@ def split_config(words: Sequence[str], *, prog: str) -> tuple[Path, list[str]]:
     if not words or words[0].startswith("-"):
         place = f"it comes first, {prog} CONFIG [options]; " if len(words) > 1 else ""
         raise ConfigError(
-            f"CONFIG is missing: {place}give a Python file or one of {', '.join(ready_configs())}"
+            f"CONFIG is missing: {place}give a Python file or one of "
+            f"{', '.join(ready_configs(command))}"
         )
     return Path(words[0]), list(words[1:])
 
 
-def ready_configs() -> tuple[str, ...]:
-    """Names of the configurations that come with the package."""
-    return tuple(sorted(file.stem for file in _READY_DIR.glob("[!_]*.py")))
+def ready_configs(command: str = "train") -> tuple[str, ...]:
+    """Names of the configurations that come with the package for ``train``, ``sft`` or ``dpo``."""
+    names = sorted(file.stem for file in _READY_DIR.glob("[!_]*.py"))
+    firsts = {name: name.partition("_")[0] for name in names}
+    return tuple(
+        name
+        for name in names
+        if firsts[name] == command or (command == "train" and firsts[name] not in _SUPERVISED)
+    )
 
 
-def _config_file(given: Path) -> Path:
+def _config_file(given: Path, command: str) -> Path:
     if given.is_file():
         return given
-    if str(given) in ready_configs():
+    if str(given) in ready_configs(command):
         return _READY_DIR / f"{given}.py"
     raise ConfigError(
         f"CONFIG is {given}: there is no such file, and no ready configuration of that name; give "
-        f"a Python file or one of {', '.join(ready_configs())}"
+        f"a Python file or one of {', '.join(ready_configs(command))}"
     )
 
 
@@ -196,7 +220,6 @@ def _version(name: str) -> str:
     return "none"
 
 
-_C = TypeVar("_C")
 _BORDER, _RULES = " │|╰╯+", "─-"  # characters of tyro's boxes, which depend on the encoding
 
 

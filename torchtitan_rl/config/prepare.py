@@ -59,10 +59,12 @@ from torchtitan_rl.config.run import (
     output_file_errors,
     path_errors,
 )
+from torchtitan_rl.environments.supervised import SupervisedTask
 from torchtitan_rl.errors import ConfigError, one_line
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.launch.lease import Lease, hold_run, unwritable
 from torchtitan_rl.rollout.episodes import ADVANTAGE_KINDS
+from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.task import Split, Task
 from torchtitan_rl.serving.config import EndpointConfig, Keys, endpoint_errors
 from torchtitan_rl.training.config import decided_loss
@@ -95,12 +97,19 @@ class PreparedRun:
         """What ``--dry-run`` prints."""
         config, rollout = self.config, self.config.rollout
         size = "" if self.num_weights is None else f", {self.num_weights / 1e6:,.1f} M parameters"
-        lines = [
+        start = f"start: {self.describe_start(self._checkpoint_step)}"
+        first = [
             f"task: {type(config.task).__name__}",
             f"policy: {self.policy_dir}{size}",
             f"outputs: {config.run_dir}",
             self.plan.describe(),
             *([] if self.memory is None else self.memory.describe()),
+        ]
+        if isinstance(config.task, SupervisedTask):
+            supervised = [*self._describe_supervised(config.task), start, *self.notes]
+            return "\n".join([*first[1:], *supervised])
+        lines = [
+            *first,
             self._describe_mode(),
             f"steps: {config.num_steps} of {rollout.groups_per_step} groups of "
             f"{rollout.group_size} rollouts, each of at most {count(rollout.max_turns, 'turn')} "
@@ -112,16 +121,43 @@ class PreparedRun:
             f"{rollout.rollout_timeout_s:g} s for a rollout",
             "" if config.mode == "train" else _describe_replica(config.generator, self.plan.device),
             "" if config.mode == "generate" else f"training: {self._describe_training()}",
+            self._describe_mixing(),
             self._describe_weights(),
             f"evaluation: {self._describe_evaluation()}",
             self._describe_recording(),
-            f"start: {self.describe_start(self._checkpoint_step)}",
+            start,
             *self.notes,
         ]
         return "\n".join(line for line in lines if line)
 
+    def _describe_supervised(self, task: SupervisedTask) -> list[str]:
+        data, held_out, trainer = task.data, task.held_out, self.config.trainer
+        what = "conversations" if task.beta is None else f"pairs, beta {task.beta:g},"
+        every = f", every {held_out.every} steps" if held_out.every else ""
+        rows = f"the first {held_out.num_rows} rows" if held_out.num_rows else "all rows"
+        evaluation = f"{rows} of {', '.join(held_out.files)}, before the first step{every} and "
+        return [
+            f"steps: {self.config.num_steps} of {data.per_step} {what} of at most "
+            f"{trainer.max_episode_tokens} tokens, from {', '.join(data.train)}; learning rate "
+            f"{trainer.optimizer.learning_rate:g}",
+            f"training: {self._describe_training()}",
+            f"evaluation: {f'{evaluation}after the last' if held_out.files else 'none'}",
+        ]
+
     def document(self) -> dict[str, Any]:
         """What ``--dry-run --json`` prints: all of the configuration, and the plan."""
+        if isinstance(self.config.task, SupervisedTask):
+            return {
+                "configuration": self.identity,
+                "policy": self.policy_dir,
+                "num_weights": self.num_weights,
+                "outputs": self.config.run_dir,
+                "processes": self.plan,
+                "memory_bytes": self.memory,
+                "num_steps": self.config.num_steps,
+                "first_step": 1 + (self.resume_point.step if self.resume_point else 0),
+                "notes": self.notes,
+            }
         return {
             "configuration": self.config,
             "policy": self.policy_dir,
@@ -162,6 +198,15 @@ class PreparedRun:
                 return "mode: generate; the policy does not change"
             case "train":
                 return f"mode: train, on the rollouts of {self.config.rollouts}"
+
+    def _describe_mixing(self) -> str:
+        weight, examples = self.config.trainer.sft_coefficient, self.config.examples
+        if not weight:
+            return ""
+        return (
+            f"supervised loss: {weight:g} times that of {examples.per_step} conversations a step, "
+            f"from {', '.join(examples.train)}"
+        )
 
     def _describe_training(self) -> str:
         trainer = self.config.trainer
@@ -284,10 +329,14 @@ def prepare_run(
     errors += find_errors(config, policy, machine, keys)
     problems, found = find_problems(config)
     errors += found
+    is_supervised = isinstance(config.task, SupervisedTask)
+    if not errors and policy_dir is not None and is_here:
+        errors, found = row_errors(config, policy_dir)
+        notes += found
     identity: dict[str, Any] = {}
     resume_point: ResumePoint | None = None
     if policy is not None and policy_dir is not None and is_here:
-        if not has_hosts(config.launch):
+        if not has_hosts(config.launch) and not is_supervised:
             no_room, note = find_weight_room(config, policy, machine)
             errors += [no_room] if no_room else []
             notes += [note] if note else []
@@ -430,10 +479,35 @@ def find_problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
     """The problems of the evaluation, and the errors in the task or its problems."""
     if errors := config.task.errors():
         return (), errors
+    if isinstance(config.task, SupervisedTask):
+        return (), []
     try:
         return evaluation_problems(config), training_errors(config)
     except ConfigError as error:
         return (), [*error.errors, *training_errors(config)]
+
+
+def supervised_task(config: RunConfig) -> SupervisedTask | None:
+    """The conversations that a run trains on; None without any."""
+    if isinstance(config.task, SupervisedTask):
+        return config.task
+    return SupervisedTask(data=config.examples) if config.examples.train else None
+
+
+def row_errors(config: RunConfig, policy_dir: Path) -> tuple[list[str], list[str]]:
+    """The errors in the rows of a run on conversations, or with a supervised loss, and notes about
+    them."""
+    task = supervised_task(config)
+    if task is None:
+        return [], []
+    if errors := task.errors():
+        return errors, []
+    return task.row_errors(
+        load_tokenizer(policy_dir),
+        seed=config.seed,
+        num_steps=config.num_steps,
+        max_tokens=config.trainer.max_episode_tokens,
+    )
 
 
 def evaluation_problems(

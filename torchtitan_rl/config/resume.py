@@ -34,6 +34,7 @@ import xxhash
 
 from torchtitan_rl.config.lora import ADAPTER_FOLDER
 from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE, RunConfig
+from torchtitan_rl.environments.supervised import SupervisedTask
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.files import parse_object, replace_file
 from torchtitan_rl.launch.lease import lock_errors
@@ -74,6 +75,7 @@ _MAY_CHANGE = (
     "trainer.compile",
     "trainer.threads",
     "trainer.updates_per_batch",
+    "trainer.sft_coefficient",
     "trainer.step_timeout_s",
     "trainer.loss",
     "trainer.optimizer.learning_rate",
@@ -85,11 +87,25 @@ _MAY_CHANGE = (
     "checkpoint",
     "metrics",
     "profile",
+    "held_out",
     "endpoint",
     "launch",
     "monarch",
 )
 _MUST_STAY = ("endpoint.tool_call_parser", "endpoint.reasoning_parser", "endpoint.chat_template")
+_OF_ROLLOUTS = (
+    "rollout",  # rollout.* and rollouts
+    "schedule.",
+    "generator.",
+    "weight_sync.",
+    "evaluation.",
+    "endpoint.",
+    "placement",
+    "trainer.loss.",
+    "trainer.updates_per_batch",
+    "trainer.sft_coefficient",
+    "examples.",  # those in steps of reinforcement learning; the task has its own
+)
 _OLD_SHARE = "schedule.window"
 _NOT_COMPARED = ("name", "output_dir", "checkpoint.resume", "policy.checkpoint")
 _POLICY_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -105,12 +121,25 @@ def run_identity(config: RunConfig, policy_dir: Path) -> dict[str, Any]:
         OSError, ValueError: the policy's files cannot be read.
     """
     identity = _flatten(config, "")
+    if isinstance(config.task, SupervisedTask):
+        identity = _of_supervised(identity, config.task.section)
     # Older runs name the tasks of `experiments` without the package's name.
     module = type(config.task).__module__.removeprefix("torchtitan_rl.")
     identity[TASK] = f"{module}.{type(config.task).__qualname__}"
     identity[POLICY] = policy_fingerprint(policy_dir)
     loaded: dict[str, Any] = json.loads(json.dumps(identity))
     return loaded
+
+
+def _of_supervised(identity: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Leave out what a run on conversations does not read. Name the other fields as its own
+    configuration does (`config/supervised.py`)."""
+    names = {
+        name: name.replace(f"{TASK}.data.", f"{section}.").removeprefix(f"{TASK}.")
+        for name in identity
+        if not name.startswith(_OF_ROLLOUTS)
+    }
+    return {new: identity[old] for old, new in names.items()}
 
 
 def resume_errors(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ from torchtitan_rl.bounds import (
     Weight,
 )
 from torchtitan_rl.config.lora import LoraConfig
+from torchtitan_rl.data.conversations import ExamplesConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.config import (
     Capacity,
@@ -184,6 +185,7 @@ class RunConfig:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    examples: ExamplesConfig = field(default_factory=ExamplesConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

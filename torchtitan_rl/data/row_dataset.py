@@ -60,6 +60,26 @@ class RowDataset:
     def epoch(self) -> int:
         return self._epoch
 
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of an epoch, including those that ``make`` skips."""
+        return self._num_rows
+
+    def at(self, number: int) -> Problem | None:
+        """Move to row ``number`` of the endless sequence (from 0), and return its problem, or None
+        if ``make`` skips the row or the line is empty.
+
+        Raises:
+            DataError: the row cannot be read or used, or there is no row.
+        """
+        if not self._num_rows:
+            raise DataError(f"no row in {', '.join(self._sizes)}; see {self._chosen_by}")
+        epoch, position = divmod(number, self._num_rows)
+        if epoch != self._epoch:
+            self._move_to(epoch, position)
+        self._position = position
+        return self._problem_at(position)
+
     def next(self) -> Problem:
         """The next problem.
 

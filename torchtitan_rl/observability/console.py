@@ -31,6 +31,7 @@ The line of a step on the console:
   [1:20]        time since this process began
   step 9/50     steps done / steps of the whole run
   reward 0.610  mean reward of the step's rollouts
+  loss 1.2345   of sft and dpo: mean loss of the step, in place of the reward
   2 failed      rollouts of the step without a reward, which are not trained on
   val 0.580     mean reward of the newest evaluation
   1,840 tok/s   sampled tokens of the step's rollouts per second of the whole step
@@ -53,7 +54,7 @@ class ProgressState:
         self.num_steps = num_steps
         self.first_step = self.step = step  # the step after which this process starts
         self.phase = "start"
-        self.evaluation_reward: float | None = None
+        self.evaluation: float | None = None  # the newest reward; of a supervised run, the loss
         self._metrics: Mapping[str, float] = {}  # metrics of the last step
         self._num_failed = 0
         self._buffer: BufferStates | None = None
@@ -111,10 +112,13 @@ class ProgressState:
         parts = [f"step {self.step}/{self.num_steps}"]
         if (reward := metrics.get("train/reward_mean")) is not None:
             parts.append(f"reward {reward:.3f}")
+        elif "train/rollouts" in metrics and not metrics["train/rollouts"]:
+            loss = metrics.get("trainer/loss", math.nan)
+            parts.append(f"loss {loss:.4f}")
         if self._num_failed:
             parts.append(f"{self._num_failed} failed")
-        if self.evaluation_reward is not None:
-            parts.append(f"val {self.evaluation_reward:.3f}")
+        if self.evaluation is not None:
+            parts.append(f"val {self.evaluation:.3f}")
         if (rate := metrics.get("tokens/generated_per_second")) is not None:
             parts.append(f"{rate:,.0f} tok/s")
         if buffer is not None and (age := metrics.get("policy/staleness_mean")) is not None:
@@ -288,6 +292,8 @@ _IN_TURN = {
     "start": "start",
     "restore": "restoring",
     "rollout": "waiting for rollouts",
+    "rows": "waiting for rows",
+    "reference": "reference logprobs",
     "train": "training",
     "publish": "publishing weights",
     "switch": "switching devices",
@@ -345,12 +351,15 @@ def usual_step_s(run_dir: Path) -> float | None:
 
 
 def _evaluations(run_dir: Path) -> str:
-    """The rewards of the first and the last evaluation of the run, including evaluations before a
-    resume."""
-    found = _values(run_dir, RowKind.EVALUATION, "evaluation/reward_mean")
+    """The rewards (of a supervised run, the losses) of the first and the last evaluation of the
+    run, including evaluations before a resume."""
+    for what in ("reward", "loss"):
+        name = {"reward": "evaluation/reward_mean", "loss": "evaluation/loss"}[what]
+        if found := _values(run_dir, RowKind.EVALUATION, name):
+            break
     steps = sorted(found)
     return ", then ".join(
-        f"reward {found[step]:.3f} {f'after step {step}' if step else 'before the first step'}"
+        f"{what} {found[step]:.3f} {f'after step {step}' if step else 'before the first step'}"
         for step in dict.fromkeys((steps[0], steps[-1]) if steps else ())
     )
 

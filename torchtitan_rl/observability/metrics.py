@@ -17,6 +17,7 @@ from torchtitan_rl.orchestration.records import (
     AccountRecord,
     BufferStates,
     EvaluationRecord,
+    HeldOutRecord,
     LedgerTotals,
     StepRecord,
     TokenCounts,
@@ -66,6 +67,13 @@ def evaluation_metrics(record: EvaluationRecord) -> dict[str, float]:
             f"{Split.EVALUATION.value}/{prefix}{name}": value for name, value in statistics.items()
         }
     return metrics | {
+        "time/evaluation_s": record.seconds,
+        "policy/version": float(record.version),
+    }
+
+
+def held_out_metrics(record: HeldOutRecord) -> dict[str, float]:
+    return {f"{Split.EVALUATION.value}/{name}": value for name, value in record.metrics.items()} | {
         "time/evaluation_s": record.seconds,
         "policy/version": float(record.version),
     }

@@ -38,6 +38,7 @@ from torchtitan_rl.observability.metrics import (
     cost_metrics,
     evaluation_metrics,
     fetch_metrics,
+    held_out_metrics,
     step_metrics,
 )
 from torchtitan_rl.observability.page_files import NowFile
@@ -45,7 +46,12 @@ from torchtitan_rl.observability.rollouts import Decode, RolloutLog
 from torchtitan_rl.observability.sinks import MetricsLog, RowKind, Split
 from torchtitan_rl.observability.trace import Tracer, merge_traces
 from torchtitan_rl.observability.trackers import start_trackers
-from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
+from torchtitan_rl.orchestration.records import (
+    AccountRecord,
+    EvaluationRecord,
+    HeldOutRecord,
+    StepRecord,
+)
 from torchtitan_rl.rollout.calls import abandoned
 from torchtitan_rl.rollout.rollouter import describe_failures, num_failed
 from torchtitan_rl.serving.config import EndpointConfig
@@ -280,7 +286,7 @@ class RunRecorder:
             record.step, record.version, record.groups, Split.EVALUATION
         )
         self._record(RowKind.EVALUATION, record, metrics, Split.EVALUATION)
-        reward = self._state.evaluation_reward = metrics.get("evaluation/reward_mean")
+        reward = self._state.evaluation = metrics.get("evaluation/reward_mean")
         failures = describe_failures(record.groups)
         self.say(
             f"evaluation after step {record.step}: "
@@ -288,13 +294,19 @@ class RunRecorder:
             + (f"; warning: {failures}" if failures else "")
         )
 
+    def record_held_out(self, record: HeldOutRecord) -> None:
+        metrics = held_out_metrics(record)
+        self._record(RowKind.EVALUATION, record, metrics)
+        loss = self._state.evaluation = record.metrics["loss"]
+        self.say(f"evaluation after step {record.step}: loss {loss:.4f}")
+
     def record_account(self, record: AccountRecord) -> None:
         self._record(RowKind.ACCOUNT, record, account_metrics(record))
 
     def _record(
         self,
         kind: RowKind,
-        record: StepRecord | EvaluationRecord | AccountRecord,
+        record: StepRecord | EvaluationRecord | HeldOutRecord | AccountRecord,
         metrics: Mapping[str, float],
         split: Split | None = None,
     ) -> None:
@@ -308,7 +320,7 @@ class RunRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if name == "rollout" and not self._has_begun:
+        if name in ("rollout", "rows") and not self._has_begun:
             self._has_begun = True
             self._state.start_steps()
         self._phases.append(name)

@@ -159,10 +159,13 @@ class Consumer:
             self._report_ignored_rewards(groups)
             if not batch.advantages.any():
                 self._recorder.say(f"step {step}: no group has rewards that differ")
+            read, examples = self._parts.examples, None
+            if read is not None:
+                examples = await asyncio.to_thread(read, step)
             # The trainer's own deadline is shorter, and has a better message.
             limit_s = 2 * self._config.trainer.step_timeout_s
             with self._state.waits.track(f"the trainer takes step {step}", limit_s=limit_s):
-                return batched, await self._parts.trainer.train_step(batch)
+                return batched, await self._parts.trainer.train_step(batch, examples=examples)
 
     def _require_progress(self) -> None:
         """Check that the run still trains on something.

@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+import numpy.typing as npt
+
 from torchtitan_rl.errors import CheckpointError
-from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoint_files import (
     check_contents,
     discard,
@@ -27,12 +30,21 @@ from torchtitan_rl.weights.distribution import WeightHandle
 
 
 class FixedPolicy:
-    """See the module. `train_step`, `publish` and `export_hf` are never called."""
+    """See the module. `train_step`, `logprobs`, `publish` and `export_hf` are never called."""
 
     async def wait_until_lost(self) -> None:
         await asyncio.Event().wait()
 
-    async def train_step(self, batch: TrainingBatch) -> StepOutput:
+    async def train_step(
+        self,
+        batch: TrainingBatch,
+        loss: StepLoss | None = None,
+        *,
+        examples: TrainingBatch | None = None,
+    ) -> StepOutput:
+        _refuse()
+
+    async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
         _refuse()
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:

@@ -117,6 +117,17 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutRecord:
+    """One evaluation of the loss on held-out conversations, on one version. ``metrics`` are named
+    as in the table of metrics, without ``evaluation/``."""
+
+    step: int
+    version: int
+    seconds: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AccountRecord:
     """The result of comparing the ledger with the replicas, in tokens since this process started.
 
@@ -138,6 +149,8 @@ class Recorder(Protocol):
     def record_step(self, record: StepRecord) -> None: ...
 
     def record_evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def record_held_out(self, record: HeldOutRecord) -> None: ...
 
     def record_account(self, record: AccountRecord) -> None: ...
 
@@ -168,6 +181,9 @@ class RetryingRecorder:
 
     def record_evaluation(self, record: EvaluationRecord) -> None:
         self._write(lambda: self._recorder.record_evaluation(record))
+
+    def record_held_out(self, record: HeldOutRecord) -> None:
+        self._write(lambda: self._recorder.record_held_out(record))
 
     def record_account(self, record: AccountRecord) -> None:
         self._write(lambda: self._recorder.record_account(record))

@@ -12,6 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.config import Capacity
 from torchtitan_rl.orchestration.journal import Journal
@@ -22,7 +25,7 @@ from torchtitan_rl.orchestration.work_buffer import WorkBuffer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metrics_of
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.training.batch import StepOutput, TrainingBatch
+from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem, RolloutGroup
 from torchtitan_rl.weights.distribution import WeightHandle
@@ -62,7 +65,8 @@ class Unshared:
 class Parts:
     """The components of a run. ``ledger`` observes the router; ``identity`` describes the run and
     is stored in each checkpoint. A rollout with a reward of at least ``success_reward`` counts as
-    solved."""
+    solved. ``examples`` returns the demonstrations of a step, which are read in a thread; None:
+    there are none."""
 
     dataset: Dataset
     evaluation_problems: Sequence[Problem]
@@ -77,6 +81,7 @@ class Parts:
     claim: Claim = field(default_factory=Unshared)
     identity: Mapping[str, Any] = field(default_factory=dict)
     success_reward: float = 1.0 - 1e-9
+    examples: Callable[[int], TrainingBatch | None] | None = None
 
 
 class RunState:
@@ -154,13 +159,25 @@ class Trainer(Protocol):
         """
         ...
 
-    async def train_step(self, batch: TrainingBatch) -> StepOutput:
-        """Take one optimizer step.
+    async def train_step(
+        self,
+        batch: TrainingBatch,
+        loss: StepLoss | None = None,
+        *,
+        examples: TrainingBatch | None = None,
+    ) -> StepOutput:
+        """Take one optimizer step, of another ``loss`` than the configured one if it is given. With
+        ``examples``, their supervised loss is added (``trainer.sft_coefficient``).
 
         Raises:
             DivergedError: the loss or the gradient is not finite. The weights have not changed.
             TrainerLostError: a process of the trainer died. Every other method raises this too.
         """
+        ...
+
+    async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
+        """Compute the logprob [N] of every token under the current weights, at the batch's
+        temperature; 0 for the first token of an episode."""
         ...
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:

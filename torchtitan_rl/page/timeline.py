@@ -33,6 +33,8 @@ _MIN_IDLE_MS = 50.0
 _WHY = {  # by the phase that the controller is in meanwhile
     "start": "the run is starting",
     "restore": "a checkpoint is loaded",
+    "reference": "logprobs of the initial policy are computed",
+    "rows": "rows are being read",
     "train": "the trainer takes its step",
     "publish": "new weights are published",
     "sync": "replicas load new weights",

@@ -60,6 +60,16 @@ class ChatMLRenderer:
             return self._encode(self._chatml(messages) + "<|im_start|>assistant\n")
         return apply_template(self._tokenizer, messages, tools)
 
+    def completion(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> TokenIds:
+        prompt = self.initial_prompt(messages[:-1], tools)
+        if getattr(self._tokenizer, "chat_template", None):
+            whole = apply_template(self._tokenizer, messages, tools, has_header=False)
+        else:
+            whole = self._encode(self._chatml(messages))
+        return spoken_tokens(prompt, whole, (self._im_end,))
+
     def extend(
         self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
     ) -> TokenIds | None:
@@ -134,19 +144,39 @@ def apply_template(
     tokenizer: Any,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    has_header: bool = True,
     **options: Any,
 ) -> TokenIds:
-    """Render the conversation with the tokenizer's own template, including the header of the next
-    turn."""
+    """Render the conversation with the tokenizer's own template. With ``has_header``, the header of
+    the assistant's next turn follows."""
     ids = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=True,
+        add_generation_prompt=has_header,
         tokenize=True,
         return_dict=False,
         **options,
     )
     return tuple(ids)
+
+
+def spoken_tokens(prompt: TokenIds, whole: TokenIds, ends: TokenIds) -> TokenIds:
+    """Return the tokens of ``whole`` after ``prompt`` up to the first one that ends a turn. If
+    there is none, because the next message's header would end the turn, append the first of
+    ``ends``.
+
+    Raises:
+        ValueError: ``whole`` does not begin with ``prompt``.
+    """
+    if whole[: len(prompt)] != prompt:
+        raise ValueError(
+            "the chat format writes an assistant's message in another way than after the header "
+            "that a policy continues"
+        )
+    rest = whole[len(prompt) :]
+    end = next((place for place, token in enumerate(rest) if token in ends), None)
+    return (*rest, ends[0]) if end is None else rest[: end + 1]
 
 
 def has_token(tokenizer: Any, token: str) -> bool:

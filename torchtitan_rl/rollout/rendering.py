@@ -24,6 +24,7 @@ from torchtitan_rl.rollout.chatml import (
     apply_template,
     has_token,
     is_plain_json,
+    spoken_tokens,
 )
 
 RendererKind = Literal["auto", "qwen3", "chatml", "library", "template"]
@@ -65,6 +66,17 @@ class ChatRenderer(Protocol):
 
         Return None if it cannot be proven that the template renders the same tokens. The caller
         then renders the conversation from scratch.
+        """
+        ...
+
+    def completion(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> TokenIds:
+        """Return the tokens that a policy samples to write the last message, which is an
+        assistant's, after ``initial_prompt(messages[:-1], tools)``. The last token ends the turn.
+
+        Raises:
+            ValueError: the template does not continue that prompt with the message.
         """
         ...
 
@@ -162,12 +174,14 @@ class LibraryRenderer:
     def initial_prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> TokenIds:
-        ids = self._renderer.render_ids(
-            self._tokenizer.marked_messages(messages),
-            tools=self._tokenizer.marked(tools) or None,
-            add_generation_prompt=True,
-        )
-        return tuple(ids)
+        return self._render(messages, tools, has_header=True)
+
+    def completion(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> TokenIds:
+        prompt = self.initial_prompt(messages[:-1], tools)
+        whole = self._render(messages, tools, has_header=False)
+        return spoken_tokens(prompt, whole, self.stop_token_ids)
 
     def extend(
         self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
@@ -212,6 +226,16 @@ class LibraryRenderer:
 
     def decode(self, token_ids: TokenIds) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, has_header: bool
+    ) -> TokenIds:
+        ids = self._renderer.render_ids(
+            self._tokenizer.marked_messages(messages),
+            tools=self._tokenizer.marked(tools) or None,
+            add_generation_prompt=has_header,
+        )
+        return tuple(ids)
 
     def _bridge(
         self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]

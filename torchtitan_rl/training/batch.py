@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_rl.training.config import LossConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
@@ -64,6 +66,19 @@ def predicted_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
     return mask
 
 
+def imitated_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
+    """Return [N], True for the tokens of demonstrations that have loss."""
+    return batch.loss_mask & predicted_mask(batch)
+
+
+def sums_by_episode(
+    batch: TrainingBatch, values_N: npt.NDArray[np.float32], selected_N: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.float64]:
+    """Return the sum of the selected tokens' values for each episode."""
+    values_N = np.where(selected_N, values_N, 0.0).astype(np.float64)
+    return np.add.reduceat(values_N, batch.episode_starts)
+
+
 def trained_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
     """Return [N], True for tokens that are trained on: sampled, with a finite logprob."""
     finite: npt.NDArray[np.bool_] = np.isfinite(batch.logprobs)
@@ -79,6 +94,28 @@ def num_masked_nonfinite(batch: TrainingBatch) -> int:
 def cut_share(batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> float:
     """Return the share of the selected tokens that were sampled from a part of the vocabulary."""
     return 0.0 if batch.kept is None else float((batch.kept[selected_N] >= 0).mean())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedLoss:
+    """The loss of a step on demonstrations: the mean negative logprob of the tokens in
+    ``loss_mask``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLoss:
+    """The loss of a step on pairs: DPO, see `training/losses/preference.py`. The batch's episodes
+    are pairs, the chosen episode before the rejected one.
+
+    ``references`` has for each episode the sum of its trained tokens' logprobs under the reference
+    policy.
+    """
+
+    beta: float
+    references: npt.NDArray[np.float64]  # [number of episodes]
+
+
+StepLoss = LossConfig | SupervisedLoss | PreferenceLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

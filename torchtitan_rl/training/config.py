@@ -193,6 +193,9 @@ class TrainerConfig:
     updates_per_batch: Annotated[int, Interval(ge=1, le=1 << 16)] = 1
     """Number of optimizer updates in each step, each on a minibatch of whole groups; at most
     ``rollout.groups_per_step``."""
+    sft_coefficient: Weight = 0.0
+    """Weight of a supervised loss in each step of reinforcement learning: the mean negative logprob
+    of conversations from ``examples.train``. It keeps the policy near their format. 0: none."""
     step_timeout_s: Seconds = 1800.0
     """Deadline of one training step, and of each exchange between the ranks, in seconds."""
     loss: LossConfig = field(default_factory=LossConfig)

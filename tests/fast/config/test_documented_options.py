@@ -27,6 +27,8 @@ from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.machine import MachineFacts
 from torchtitan_rl.config.prepare import ServeConfig, evaluation_problems, prepare_run
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.configs.dpo_alphabet_sort_tiny import config as DPO
+from torchtitan_rl.configs.sft_alphabet_sort_tiny import config as SFT
 from torchtitan_rl.launch.scripts import (
     ComposeOptions,
     KubernetesOptions,
@@ -65,7 +67,8 @@ def known() -> frozenset[str]:
         *(WorkerOptions, KeysConfig, LaunchScriptOptions, *OPTIONS_OF_KINDS),
     )
     sections = (fields(RunConfig), fields(PolicyConfig, "policy."))
-    return frozenset().union(*sections, *(fields(kind) for kind in commands))
+    supervised = (fields(type(one)) for one in (SFT, DPO))
+    return frozenset().union(*sections, *(fields(kind) for kind in commands), *supervised)
 
 
 def test_the_whole_configuration_of_an_agent_task_is_complete(tmp_path: Path) -> None:
@@ -113,6 +116,7 @@ def test_the_options_that_others_have_become_ours_with_our_defaults() -> None:
     ours = [(name, value) for name, value in named if not name.endswith(".jsonl")]
     assert len(ours) > 60
     known = fields(RunConfig) | fields(PolicyConfig, "policy.") | {"DataTask.score"}
+    known |= fields(type(SFT)) | fields(type(DPO))
     assert {name for name, _ in ours} - known == set()
     for name, value in ours:
         if value:

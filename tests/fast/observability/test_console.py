@@ -73,7 +73,7 @@ def test_a_step_shows_what_is_known_and_of_an_asynchronous_run_age_buffer_and_id
 def test_the_words_of_a_step_are_explained_alike_by_help_and_docs() -> None:
     clock = Clock()
     state = ProgressState(50, step=8, clock=clock)
-    state.evaluation_reward = 0.58
+    state.evaluation = 0.58
     clock.now += 1
     state.end_step(9, METRICS, num_failed=2, buffer=BUFFER, overlap=OVERLAP)
     _, *explained, _ = STEP_WORDS.splitlines()
@@ -90,7 +90,7 @@ def test_a_terminal_of_110_columns_has_room_for_an_asynchronous_run_and_messages
 ) -> None:
     clock, terminal = Clock(), Terminal()
     state = ProgressState(500, step=399, clock=clock)
-    state.evaluation_reward = 0.512
+    state.evaluation = 0.512
     clock.now += 100
     state.end_step(400, METRICS, buffer=BUFFER, overlap=OVERLAP)
     assert len(f"[99:59:59] {state.describe()}") <= 110

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl.aio import cancel_all, retrieve
@@ -32,8 +34,7 @@ from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
 from torchtitan_rl.processes import collecting_later
-from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.training.config import LossConfig
+from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.weights.config import Transport
 from torchtitan_rl.weights.distribution import WeightHandle
 
@@ -64,8 +65,14 @@ class TrainerActor(Actor):
             self._trainer = await self._work(TrainerRank, self._spec, self._rank, transport)
 
     @concurrent_endpoint
-    async def train_step(self, batch: TrainingBatch, loss: LossConfig | None) -> StepOutput:
-        return await self._work(self._trainer.train_step, batch, loss)
+    async def train_step(
+        self, batch: TrainingBatch, loss: StepLoss | None, examples: TrainingBatch | None
+    ) -> StepOutput:
+        return await self._work(self._trainer.train_step, batch, loss, examples)
+
+    @concurrent_endpoint
+    async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
+        return await self._work(self._trainer.logprobs, batch)
 
     @concurrent_endpoint
     async def publish(self, keep: frozenset[int]) -> WeightHandle | None:
@@ -144,9 +151,22 @@ class MonarchTrainer:
     async def wait_until_lost(self) -> None:
         raise TrainerLostError(await asyncio.shield(self._lost))
 
-    async def train_step(self, batch: TrainingBatch, loss: LossConfig | None = None) -> StepOutput:
-        """Take one training step, with another ``loss`` if one is given."""
-        return await self._ask("optimizer step", lambda rank: rank.train_step.call(batch, loss))
+    async def train_step(
+        self,
+        batch: TrainingBatch,
+        loss: StepLoss | None = None,
+        *,
+        examples: TrainingBatch | None = None,
+    ) -> StepOutput:
+        return await self._ask(
+            "optimizer step", lambda rank: rank.train_step.call(batch, loss, examples)
+        )
+
+    async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
+        logprobs: npt.NDArray[np.float32] = await self._ask(
+            "logprobs", lambda rank: rank.logprobs.call(batch)
+        )
+        return logprobs
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
         return await self._ask("publishing of weights", lambda rank: rank.publish.call(keep))

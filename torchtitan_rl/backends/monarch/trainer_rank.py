@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -27,8 +29,13 @@ from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 from torchtitan_rl.errors import CheckpointError, WeightSyncError
 from torchtitan_rl.launch.interfaces import listen_privately
 from torchtitan_rl.observability.trace import Tracer, host_label
-from torchtitan_rl.training.batch import StepOutput, TrainingBatch
-from torchtitan_rl.training.config import LossConfig
+from torchtitan_rl.training.batch import (
+    PreferenceLoss,
+    StepLoss,
+    StepOutput,
+    SupervisedLoss,
+    TrainingBatch,
+)
 from torchtitan_rl.weights.config import Transport
 from torchtitan_rl.weights.distribution import (
     RemoteMemoryHandle,
@@ -85,12 +92,24 @@ class TrainerRank:
                 offers = PartPublisher(RdmaOffers(), owner=owner, pins=self._pins)
                 self._remote = RemotePublisher(offers)
 
-    def train_step(self, batch: TrainingBatch, loss: LossConfig | None) -> StepOutput:
+    def train_step(
+        self, batch: TrainingBatch, loss: StepLoss | None, examples: TrainingBatch | None
+    ) -> StepOutput:
         with (
             self._tracer.span("optimizer step", tokens=batch.num_tokens),
             self._profiler.step(self._trainer.version + 1),
         ):
-            return self._trainer.train_step(batch, loss)
+            match loss:
+                case SupervisedLoss():
+                    return self._trainer.supervised_step(batch)
+                case PreferenceLoss():
+                    return self._trainer.preference_step(batch, loss)
+                case _:
+                    return self._trainer.train_step(batch, loss, examples)
+
+    def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
+        with self._tracer.span("logprobs", tokens=batch.num_tokens):
+            return self._trainer.logprobs(batch)
 
     def publish(self, keep: frozenset[int]) -> WeightHandle | None:
         """Publish the current weights. Collective. Returns the handle on rank 0, None on other

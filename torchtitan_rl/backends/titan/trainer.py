@@ -41,6 +41,7 @@ from torchtitan_rl.backends.titan.forward import (
     TokenColumns,
     forward,
     load_reference,
+    to_device,
 )
 from torchtitan_rl.backends.titan.hf import (
     export,
@@ -57,12 +58,15 @@ from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.errors import DeviceMemoryError, DivergedError, WeightSyncError
 from torchtitan_rl.training.batch import (
+    PreferenceLoss,
     StepOutput,
     TokenTerms,
     TrainingBatch,
     cut_share,
+    imitated_mask,
     num_masked_nonfinite,
     predicted_mask,
+    sums_by_episode,
     trained_mask,
 )
 from torchtitan_rl.training.config import LossConfig, TrainerConfig
@@ -73,6 +77,7 @@ from torchtitan_rl.training.losses import (
     loss_metrics,
     policy_loss,
 )
+from torchtitan_rl.training.losses.preference import preferences
 from torchtitan_rl.training.packing import Share, minibatches, rank_share, sum_of_shares
 from torchtitan_rl.training.trees import Microbatch
 from torchtitan_rl.weights.image import TensorPart
@@ -173,13 +178,20 @@ class PolicyTrainer:
         device = self._layout.device
         return device.index if device.type == "cuda" else None
 
-    def train_step(self, batch: TrainingBatch, loss: LossConfig | None = None) -> StepOutput:
+    def train_step(
+        self,
+        batch: TrainingBatch,
+        loss: LossConfig | None = None,
+        examples: TrainingBatch | None = None,
+    ) -> StepOutput:
         """Take one training step of the policy loss. The step has `TrainerConfig.updates_per_batch`
         optimizer updates; each uses one minibatch and is normalized by that minibatch's totals.
 
         Args:
             loss: another loss for this step. It may only have a KL penalty if the configured loss
                 has one, because the reference policy is loaded at the start.
+            examples: demonstrations, whose mean negative logprob (at temperature 1) is added to
+                the loss with the weight `TrainerConfig.sft_coefficient`. Each update takes a part.
 
         Raises:
             DivergedError: the loss or gradient is NaN or Inf. All ranks raise.
@@ -209,7 +221,7 @@ class PolicyTrainer:
             )
             for part_N in parts
         ]
-        output = self._step(batch, updates)
+        output = self._step(batch, updates, examples)
         output.metrics["masked_nonfinite"] = float(num_masked_nonfinite(batch))
         output.metrics["cut_share"] = cut_share(batch, selected_N)
         return output
@@ -221,14 +233,46 @@ class PolicyTrainer:
         Raises:
             DivergedError, ValueError: as in `train_step`.
         """
-        selected_N = batch.loss_mask & predicted_mask(batch)
+        selected_N = imitated_mask(batch)
         num_trained = int(selected_N.sum())
 
         def objective(_: Microbatch, output: ForwardOutput) -> LossOutput:
             return cross_entropy_loss(output.logprobs_E, output.is_entry_E, num_trained=num_trained)
 
-        batch = replace(batch, temperature=1.0, kept=None)
-        return self._step(batch, [(selected_N, objective)])
+        return self._step(_as_demonstrations(batch), [(selected_N, objective)])
+
+    def preference_step(self, batch: TrainingBatch, loss: PreferenceLoss) -> StepOutput:
+        """Take one training step of DPO, at temperature 1 over the whole vocabulary. The step has
+        one optimizer update.
+
+        Raises:
+            DivergedError, ValueError: as in `train_step`.
+        """
+        batch, selected_N = _as_demonstrations(batch), imitated_mask(batch)
+        before_N = self._logprobs(batch, selected_N)
+        found = preferences(
+            sums_by_episode(batch, before_N, selected_N).reshape(-1, 2),
+            loss.references.reshape(-1, 2),
+            beta=loss.beta,
+        )
+        # Each token has an equal part of its pair's loss, so that the parts add up to the mean.
+        sizes_P2 = np.add.reduceat(selected_N, batch.episode_starts, dtype=np.int64).reshape(-1, 2)
+        parts_P = found.losses_P / len(found.losses_P) / sizes_P2.sum(axis=1)
+        part_N = np.repeat(parts_P, 2)[batch.episode_ids]
+        weight_N = found.weights_P2.reshape(-1)[batch.episode_ids]
+
+        def objective(_: Microbatch, output: ForwardOutput) -> LossOutput:
+            part_E, weight_E = (
+                to_device(values[output.sources_E].astype(np.float32), self._layout)
+                for values in (part_N, weight_N)
+            )
+            change_E = output.logprobs_E - output.logprobs_E.detach()
+            terms_E = torch.where(output.is_entry_E, part_E + weight_E * change_E, 0.0)
+            return LossOutput(loss=terms_E.sum(), sums={}, maxima={}, terms_T=terms_E.detach())
+
+        step = self._step(batch, [(selected_N, objective)])
+        step.metrics.update(found.metrics())
+        return step
 
     def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
         """Compute the logprob [N] of every token, given the preceding tokens of its episode, at the
@@ -348,6 +392,7 @@ class PolicyTrainer:
         self,
         batch: TrainingBatch,
         updates: Sequence[tuple[npt.NDArray[np.bool_], _Objective]],
+        examples: TrainingBatch | None = None,
     ) -> StepOutput:
         """Take a step, as `_updated_step` does.
 
@@ -358,7 +403,7 @@ class PolicyTrainer:
         try:
             if on_cuda:
                 torch.cuda.reset_peak_memory_stats()
-            output = self._updated_step(batch, updates)
+            output = self._updated_step(batch, updates, examples)
         except torch.OutOfMemoryError as error:
             self._optimizer.discard()
             raise DeviceMemoryError(_memory_advice(self._config, self._version)) from error
@@ -371,6 +416,7 @@ class PolicyTrainer:
         self,
         batch: TrainingBatch,
         updates: Sequence[tuple[npt.NDArray[np.bool_], _Objective]],
+        examples: TrainingBatch | None,
     ) -> StepOutput:
         """Take a step. ``updates``: for each update the mask of its tokens, and its objective."""
         self._require()
@@ -379,13 +425,14 @@ class PolicyTrainer:
         if num_trained == 0:
             raise ValueError(f"version {self._version}: the batch has no token to train on")
         total, shares, of_updates, flops = StepSums(), [], [], 0.0
+        imitations = self._imitations(examples, len(updates))
         columns = TokenColumns(3, batch.num_tokens, self._layout)
         learning_rate = self._optimizer.learning_rate
         for router in self._routers:
             router.reset_counts()
         for number, (selected_N, objective) in enumerate(updates, start=1):
-            shares.append(self._share(batch, selected_N))
-            parts = shares[-1].parts
+            own_shares = [self._share(batch, selected_N)]
+            parts = own_shares[0].parts
             own = StepSums(self._arithmetic(parts))
             for part in parts:
                 output = forward(self._model, batch, part, self._layout)
@@ -394,9 +441,12 @@ class PolicyTrainer:
                 loss.loss.backward()  # type: ignore[no-untyped-call]
                 columns.add(output, output.logprobs_E, loss.terms_T, output.logprobs_E.grad)
                 own.add_microbatch(loss, (output.entropy_E * output.is_entry_E).sum())
+            if number <= len(imitations):
+                own_shares.append(self._imitate(*imitations[number - 1], own))
+            shares += own_shares
             update = own.of_all_ranks(self._layout.data_group)
             flops += self._sizes.step_flops(
-                num_tokens=shares[-1].num_computed,
+                num_tokens=sum(share.num_computed for share in own_shares),
                 num_logits=update.sums.pop("num_logits").item(),
                 num_pairs=update.sums.pop("num_pairs").item(),
             )
@@ -415,6 +465,9 @@ class PolicyTrainer:
         metrics = loss_metrics(total.sums, total.maxima, num_trained=num_trained)
         for name in ("loss", "grad_norm"):
             metrics[name] = fmean(of_update[name] for of_update in of_updates)
+        if imitations:
+            metrics["sft_loss"] = fmean(one["sft_loss"] for one in of_updates[: len(imitations)])
+            metrics["sft_tokens"] = float(sum(int(one_N.sum()) for _, one_N in imitations))
         if len(updates) > 1:
             first, last = of_updates[0], of_updates[-1]
             metrics = {n: v for n, v in metrics.items() if "logprob_diff_" not in n}
@@ -443,6 +496,34 @@ class PolicyTrainer:
 
     def _trained(self) -> list[torch.Tensor]:
         return [one for one in self._model.parameters() if one.requires_grad]
+
+    def _imitations(
+        self, examples: TrainingBatch | None, num_updates: int
+    ) -> list[tuple[TrainingBatch, npt.NDArray[np.bool_]]]:
+        """Split demonstrations into one part for each of the first updates (all, unless there are
+        fewer demonstrations)."""
+        if examples is None:
+            return []
+        selected_N, seed = imitated_mask(examples), (self._seed, self._version)
+        parts = minibatches(examples, selected_N, num_updates, seed=seed)
+        return [(_as_demonstrations(examples), part_N) for part_N in parts]
+
+    def _imitate(
+        self, examples: TrainingBatch, selected_N: npt.NDArray[np.bool_], own: StepSums
+    ) -> Share:
+        """Add the weighted loss of demonstrations to an update: its gradient to the weights', its
+        values to ``own``."""
+        share, num_trained = self._share(examples, selected_N), int(selected_N.sum())
+        own.add(StepSums(self._arithmetic(share.parts)))
+        for part in share.parts:
+            output = forward(self._model, examples, part, self._layout)
+            loss = cross_entropy_loss(
+                output.logprobs_E, output.is_entry_E, num_trained=num_trained
+            ).loss
+            weighted = self._config.sft_coefficient * loss
+            weighted.backward()  # type: ignore[no-untyped-call]
+            own.add(StepSums({"loss": weighted.detach(), "sft_loss": loss.detach()}))
+        return share
 
     def _arithmetic(self, parts: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
         """Count what the FLOPs of this rank's microbatches follow from."""
@@ -494,6 +575,10 @@ class PolicyTrainer:
         self._memory.require()
         if self._is_between_updates:
             raise DivergedError(f"{_TORN}; resume from a checkpoint")
+
+
+def _as_demonstrations(batch: TrainingBatch) -> TrainingBatch:
+    return replace(batch, temperature=1.0, kept=None)
 
 
 def _peak_flops(device: torch.device, dtype: str) -> float | None:

@@ -17,7 +17,8 @@ from torchtitan_rl.training.config import LossConfig
 
 AGE_BUCKETS = ("age_0", "age_1", "age_2", "age_3plus")
 _BY_AGE = "by_age"
-_COUNTS = ("loss", "clamped_log_ratio")  # reported as sums, not as means over trained tokens
+# Reported as sums, not as means over trained tokens.
+_COUNTS = ("loss", "sft_loss", "clamped_log_ratio")
 
 
 @torch.no_grad()

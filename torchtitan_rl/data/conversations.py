@@ -1,0 +1,297 @@
+"""Conversations from data files, as episodes to imitate (`ExamplesConfig`) or to prefer one to
+another (`PairsConfig`).
+
+The examples of a step depend only on the files, the seed and the step: step k takes the next
+``per_step`` rows of an endless sequence of shuffled epochs. So a resumed run needs no saved
+position.
+
+Invariants: a row that cannot be used is an error, which names the row; it is never skipped. An
+example with an episode that is too long is left out whole, and counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan_rl.bounds import Name, Positive
+from torchtitan_rl.data.columns import column
+from torchtitan_rl.data.row_dataset import RowDataset
+from torchtitan_rl.data.rows import DataError, Row, open_sources
+from torchtitan_rl.errors import ConfigError, one_line
+from torchtitan_rl.rollout.chatml import Message
+from torchtitan_rl.rollout.conversation import conversation_to_episodes
+from torchtitan_rl.rollout.rendering import ChatRenderer, RendererKind, Thinking, make_renderer
+from torchtitan_rl.types import Episode, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationsConfig:
+    """Files of conversations, and how they become tokens."""
+
+    train: tuple[str, ...] = ()
+    """Files: ``.jsonl`` and ``.parquet`` files, patterns (``data/*.jsonl``), Hugging Face datasets
+    (``hf:NAME:CONFIG:SPLIT``; the name may be a local folder)."""
+    tools: Name = "tools"
+    """Column with the tools of a conversation, a list of their schemas or its JSON. Rows without it
+    have no tools."""
+    per_step: Positive = 32
+    """Number of rows that each step uses."""
+    shuffle: bool = True
+    """Whether the rows come in a different order in each epoch. If False, they come in the order of
+    the files."""
+    too_long: Literal["drop", "refuse"] = "drop"
+    """What happens to rows longer than ``trainer.max_episode_tokens``: ``drop`` leaves them out and
+    counts them; with ``refuse`` they are errors."""
+    renderer: RendererKind = "auto"
+    """How messages become tokens; ``auto`` chooses the renderer that fits the model. Give the one
+    that the policy is used with later."""
+    thinking: Thinking = "off"
+    """How Qwen3 thinks: ``off`` prefills an empty thought; with ``keep`` and ``strip`` thoughts
+    (``reasoning_content``) are learned."""
+
+    @property
+    def renders_by(self) -> tuple[RendererKind, Thinking]:
+        return self.renderer, self.thinking
+
+    def resume_identity(self) -> Mapping[str, Any]:
+        """A resumed run must have files with the same names and contents."""
+        return contents_of(self, "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExamplesConfig(ConversationsConfig):
+    """Conversations to imitate. The loss is on the assistant's turns alone."""
+
+    messages: Name = "messages"
+    """Column with the conversation: a list of messages with ``role`` and ``content``, and for the
+    assistant also ``tool_calls`` and ``reasoning_content``."""
+
+    def episodes(self, name: str, place: str, row: Row, renderer: ChatRenderer) -> list[Episode]:
+        """Convert a row; there are several episodes if the chat format rewrites the history.
+
+        Raises:
+            DataError: the row cannot be used.
+        """
+        messages = _messages(self.messages, row, place)
+        return _rendered(name, place, messages, renderer, tools=_tools(self.tools, row, place))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsConfig(ConversationsConfig):
+    """Pairs of a chosen and a rejected continuation of one conversation. The loss is on the
+    assistant's turns of the continuation."""
+
+    prompt: str = "prompt"
+    """Column with the conversation so far: messages, or the text of a user's message. Empty:
+    ``chosen`` and ``rejected`` are whole conversations, whose common beginning is the prompt."""
+    chosen: Name = "chosen"
+    """Column with the better continuation: messages, or the text of the assistant's answer."""
+    rejected: Name = "rejected"
+    """Column with the worse continuation, like ``chosen``."""
+
+    def episodes(self, name: str, place: str, row: Row, renderer: ChatRenderer) -> list[Episode]:
+        """Convert a row to two episodes, the chosen one first.
+
+        Raises:
+            DataError: the row cannot be used.
+        """
+        tools = _tools(self.tools, row, place)
+        answers = [
+            _messages(name_of, row, place, text_of="assistant")
+            for name_of in (self.chosen, self.rejected)
+        ]
+        if self.prompt:
+            prompt = _messages(self.prompt, row, place, text_of="user")
+            answers = [[*prompt, *answer] for answer in answers]
+        if answers[0] == answers[1]:
+            raise DataError(f"{place}: {self.chosen} and {self.rejected} are equal; leave it out")
+        first = len(prompt) if self.prompt else _num_common(*answers)
+        found = []
+        for column_of, messages in zip((self.chosen, self.rejected), answers, strict=True):
+            at = f"{place}, {column_of}"
+            made = _rendered(name, at, messages, renderer, tools=tools, first=first)
+            if len(made) > 1:
+                raise DataError(
+                    f"{at}: the chat format rewrites the history within the continuation; give "
+                    "continuations of one turn, or another renderer"
+                )
+            found += made
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A row as episodes; the id of the row is their group."""
+
+    name: str
+    episodes: tuple[Episode, ...]
+
+    @property
+    def num_learned(self) -> int:
+        """The number of tokens with loss."""
+        return sum(episode.num_trained_tokens for episode in self.episodes)
+
+    @property
+    def longest(self) -> int:
+        return max(len(episode.token_ids) for episode in self.episodes)
+
+
+class Conversations:
+    """The examples of a run's steps, or of a held-out file.
+
+    Args:
+        files: as `ConversationsConfig.train`.
+        max_tokens: examples with a longer episode are left out.
+        prefix: the beginning of the examples' names.
+
+    Raises:
+        ConfigError: a file cannot be read, or the policy's tokenizer does not fit the renderer.
+    """
+
+    def __init__(
+        self,
+        config: ExamplesConfig | PairsConfig,
+        files: Sequence[str],
+        tokenizer: Any,
+        *,
+        seed: int,
+        shuffle: bool,
+        max_tokens: int,
+        prefix: str = "",
+    ) -> None:
+        kind, thinking = config.renders_by
+        self._renderer = make_renderer(tokenizer, kind=kind, thinking=thinking)
+        self._config = config
+        self._max_tokens = max_tokens
+        self._prefix = prefix
+        self.rows = rows_of(files, seed=seed, shuffle=shuffle)
+
+    def numbers(self, step: int) -> range:
+        """Return the rows of a step (the first is 1), as numbers in the endless sequence."""
+        last = step * self._config.per_step
+        return range(last - self._config.per_step, last)
+
+    def names(self, numbers: range) -> list[str]:
+        """Return the names of the rows' examples, without rendering them."""
+        problems = map(self.rows.at, numbers)
+        return [self._prefix + one.problem_id for one in problems if one is not None]
+
+    def read(self, numbers: range) -> tuple[list[Example], list[Example]]:
+        """Return the examples of some rows, and those that are left out because they are too long.
+
+        Raises:
+            DataError: a row cannot be read or used.
+        """
+        fitting: list[Example] = []
+        too_long: list[Example] = []
+        for example in self._examples(numbers):
+            (fitting if example.longest <= self._max_tokens else too_long).append(example)
+        return fitting, too_long
+
+    def _examples(self, numbers: range) -> Iterator[Example]:
+        for number in numbers:
+            problem = self.rows.at(number)
+            if problem is not None:
+                place, row = problem.data["place"], problem.data["row"]
+                name = self._prefix + problem.problem_id
+                episodes = self._config.episodes(name, place, row, self._renderer)
+                yield Example(name=name, episodes=tuple(episodes))
+
+
+def rows_of(files: Sequence[str], *, seed: int, shuffle: bool) -> RowDataset:
+    """Open the rows of files.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    return RowDataset(
+        open_sources(files), _as_problem, seed=seed, shuffle=shuffle, chosen_by="the files"
+    )
+
+
+def contents_of(config: Any, *names: str) -> dict[str, list[str] | None]:
+    """Return what identifies the contents of the files in each field of ``names``."""
+    found: dict[str, list[str] | None] = {}
+    for name in names:
+        try:
+            found[name] = [rows.size for rows in open_sources(getattr(config, name))]
+        except ConfigError:  # a check of the run reports it
+            continue
+    return found
+
+
+def _as_problem(row_id: str, place: str, row: Row) -> Problem:
+    return Problem(problem_id=row_id, data={"place": place, "row": row})
+
+
+def _rendered(
+    name: str,
+    place: str,
+    messages: Sequence[Message],
+    renderer: ChatRenderer,
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    first: int = 0,
+) -> list[Episode]:
+    if messages[0]["role"] == "assistant":
+        raise DataError(f"{place}: the first message is the assistant's; begin with another role")
+    try:
+        return conversation_to_episodes(
+            name, messages, renderer=renderer, tools=tools, first=max(1, first)
+        )
+    except Exception as error:  # the model's template may raise any exception
+        raise DataError(f"{place}: {one_line(error)}") from error
+
+
+def _messages(name: str, row: Row, place: str, *, text_of: str = "") -> list[Message]:
+    """Read a column of messages; with ``text_of``, a text is one message of that role."""
+    value = column(name, row, place)
+    if text_of and isinstance(value, str):
+        value = [{"role": text_of, "content": value}]
+    are_messages = isinstance(value, list) and all(
+        isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in value
+    )
+    if not are_messages or not value:
+        or_text = "a text, or " if text_of else ""
+        raise DataError(
+            f"{place}: column {name!r} is not {or_text}a list of messages such as "
+            '{"role": "user", "content": "Hi"}'
+        )
+    # Parquet files have a null for each field that only other messages have.
+    messages = [{key: one[key] for key in one if one[key] is not None} for one in value]
+    for number, message in enumerate(messages, start=1):
+        if message["role"] == "assistant" and not _says_something(message):
+            raise DataError(
+                f"{place}: message {number} of {name!r} is the assistant's and is empty; give it "
+                "content or tool_calls, or leave the row out"
+            )
+        message.setdefault("content", "")
+    return list(messages)
+
+
+def _says_something(message: Message) -> bool:
+    content = message.get("content")
+    said = content.strip() if isinstance(content, str) else content
+    return bool(said or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def _tools(name: str, row: Row, place: str) -> list[Mapping[str, Any]]:
+    value = row.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"{place}: column {name!r} is not JSON ({error})") from error
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+        raise DataError(f"{place}: column {name!r} is not a list of tools")
+    return value
+
+
+def _num_common(one: Sequence[Message], other: Sequence[Message]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
