@@ -84,5 +84,7 @@ def test_a_run_goes_on_without_an_engine_that_is_stuck_in_a_process_that_answers
     assert "is lost and is started again" in said
     require_audit(tmp_path / "run")
     rows = read_metrics(tmp_path / "run")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    # The wedged engine may evaluate version 0, and the other one may hold a later version by then.
+    first = [] if "NO EVALUATION after step 0" in said else [0]
+    assert [row["step"] for row in rows] == [*first, 1, 2, 3, 4]
     assert rows[-1]["policy/version"] == 4
