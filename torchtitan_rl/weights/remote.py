@@ -9,9 +9,10 @@ be offered to further hosts.
 
 Invariants
 - Packed parts start at multiples of their item size, largest item size first.
-- Memory of an offered version is not written to again before the offer is withdrawn.
 - When another version is published, only the newest earlier version and the versions to keep stay
-  readable. A version that could not be packed is not readable.
+  readable. The memory of the others is packed again under the same offer, because registering it
+  with RDMA hardware takes long; a late reader sees other checksums. A version that could not be
+  packed is not readable.
 - A version has its final name only after every byte of every tensor was verified.
 """
 
@@ -86,7 +87,7 @@ class PartPublisher:
         self._owner = owner
         self._pins = pins or HostPins()
         self._held: dict[int, _Offered] = {}  # by version, in order of publishing
-        self._spare: list[torch.Tensor] = []  # memory of released versions
+        self._spare: list[_Offered] = []  # memory of released versions
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -104,19 +105,19 @@ class PartPublisher:
         boxes = boxes_of(parts)
         if not boxes:
             return None
-        packed = self._memory(sum(box.num_bytes for box in boxes))
+        offered = self._memory(sum(box.num_bytes for box in boxes))
         try:
-            source = RemoteSource(
-                owner=self._owner,
-                parts=pack(boxes, parts, packed),
-                buffers=self._offers.offer(packed),
-                num_bytes=packed.numel(),
-            )
+            packed = pack(boxes, parts, offered.memory)
         except BaseException:
-            self._spare.append(packed)
+            self._spare.append(offered)
             raise
-        self._held[version] = _Offered(source, packed)
-        return source
+        self._held[version] = offered
+        return RemoteSource(
+            owner=self._owner,
+            parts=packed,
+            buffers=offered.buffers,
+            num_bytes=offered.memory.numel(),
+        )
 
     def close(self) -> None:
         self._release(list(self._held))
@@ -125,26 +126,31 @@ class PartPublisher:
     def _release(self, versions: list[int]) -> None:
         for version in versions:
             if (offered := self._held.pop(version, None)) is not None:
-                self._offers.withdraw(offered.source.buffers)
-                self._spare.append(offered.memory)
+                self._spare.append(offered)
 
-    def _memory(self, num_bytes: int) -> torch.Tensor:
+    def _memory(self, num_bytes: int) -> _Offered:
         """Return memory of a released version, or new memory."""
-        if not self._spare or self._spare[-1].numel() != num_bytes:
-            self._forget_spare()  # of other sizes
-            self._spare.append(torch.empty(num_bytes, dtype=torch.uint8))
-            self._pins.pin(self._spare[-1])
-        return self._spare.pop()
+        if self._spare and self._spare[-1].memory.numel() == num_bytes:
+            return self._spare.pop()
+        self._forget_spare()  # of other sizes
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self._pins.pin(memory)
+        try:
+            return _Offered(memory, self._offers.offer(memory))
+        except BaseException:
+            self._pins.unpin(memory)
+            raise
 
     def _forget_spare(self) -> None:
-        for memory in self._spare:
-            self._pins.unpin(memory)
+        for offered in self._spare:
+            self._offers.withdraw(offered.buffers)
+            self._pins.unpin(offered.memory)
         self._spare.clear()
 
 
 class _Offered(NamedTuple):
-    source: RemoteSource
-    memory: torch.Tensor  # its packed bytes
+    memory: torch.Tensor  # packed bytes of one version after another
+    buffers: tuple[Any, ...]  # over slices of the memory
 
 
 def checksum(content: torch.Tensor) -> int:
@@ -332,7 +338,8 @@ class WeightReceiver:
             if names:
                 raise WeightSyncError(
                     f"version {layout.version}: {_listed(names)} arrived damaged twice at "
-                    f"{self._host} from {source.owner}: the checksums differ"
+                    f"{self._host} from {source.owner} (the checksums differ), or {source.owner} "
+                    "has replaced the version"
                 )
         if start is None:
             unpack(boxes, layout, packed, image)

@@ -171,28 +171,36 @@ def test_a_map_that_cannot_be_reused_is_released(
 
 
 class Offers:
-    """Refuses every third registration."""
+    """Refuses the second registration."""
 
-    num_offers = 0
+    def __init__(self) -> None:
+        self.num_offers = 0
+        self.offered: set[int] = set()
 
     def offer(self, memory: torch.Tensor) -> tuple[int, ...]:
         self.num_offers += 1
-        if self.num_offers % 3 == 0:
+        if self.num_offers == 2:
             raise WeightSyncError("no room")
+        self.offered.add(self.num_offers)
         return (self.num_offers,)
 
-    def withdraw(self, buffers: Sequence[int]) -> None: ...
+    def withdraw(self, buffers: Sequence[int]) -> None:
+        self.offered -= set(buffers)
 
 
 def test_packed_memory_is_registered_once_and_released_at_close(cuda: FakeCuda) -> None:
-    publisher = PartPublisher(Offers(), owner="rank 0", pins=HostPins(device=0))
+    offers = Offers()
+    publisher = PartPublisher(offers, owner="rank 0", pins=HostPins(device=0))
     for version in range(12):
         with suppress(WeightSyncError):
             publisher.publish(version, whole_parts(weights(version)), keep=NONE)
-    assert cuda.num_registrations == len(cuda.registered) == 2
+        assert len(cuda.registered) == len(offers.offered)
+    assert (cuda.num_registrations, offers.num_offers) == (3, 3)
+    assert len(offers.offered) == 2
     publisher.publish(12, whole_parts(weights(12, size=5000)), keep=NONE)
     publisher.close()
     assert cuda.registered == {}
+    assert offers.offered == set()
 
 
 def test_memory_that_cuda_refuses_is_used_all_the_same(

@@ -144,7 +144,7 @@ def test_a_host_offers_what_it_has_to_others(memory: Memory, tmp_path: Path) -> 
         first.offer(0)
 
 
-def test_memory_of_released_versions_is_not_offered_any_more(
+def test_a_released_version_is_refused_and_close_withdraws_all_memory(
     memory: Memory, tmp_path: Path
 ) -> None:
     trainer, host = Trainer(memory, ranks=1), receiver(memory, tmp_path)
@@ -153,8 +153,11 @@ def test_memory_of_released_versions_is_not_offered_any_more(
         handles.append(trainer.publish(version))
         host.fetch(handles[-1], None)
         host.offer(version)
-    with pytest.raises(WeightSyncError, match="it is gone"):
-        receiver(memory, tmp_path, "host 2").fetch(handles[0], None)
+    for late in (0, 1):
+        trainer.publish(3 + late, keep=frozenset({2}))
+        with pytest.raises(WeightSyncError, match="or trainer rank 0 has replaced the version"):
+            receiver(memory, tmp_path, "host 2").fetch(handles[late], None)
+    assert_holds(receiver(memory, tmp_path, "host 3").fetch(handles[2], None).handle, 2)
     host.close()
     for rank in trainer.ranks:
         rank.close()
@@ -168,10 +171,13 @@ def test_a_rank_packs_later_versions_into_the_memory_of_released_ones(
     seen = set()
     for version in range(8):
         handle = trainer.publish(version)
-        first = handle.sources[0].buffers[0]
-        seen.add(memory.offered[first].data_ptr())
+        seen.add(handle.sources[0].buffers)
         assert_holds(host.fetch(handle, None).handle, version)
     assert len(seen) == 2  # the current version and the one before
+    offered = [trainer.publish(version).sources for version in (8, 9)]
+    assert memory.offered.keys() == {
+        buffer for sources in offered for source in sources for buffer in source.buffers
+    }
 
 
 def test_versions_that_are_kept_stay_readable(memory: Memory, tmp_path: Path) -> None:
