@@ -19,6 +19,8 @@ $(STAMP): pyproject.toml tools/setup.sh | accelerator
 		bash tools/setup.sh $(VENV) $(ACCELERATOR) $(STAMP)
 
 accelerator:
+	@for former in $(VENV)/.installed-*; do if [ -e "$$former" ]; then echo "$(VENV) was made by an" \
+	"earlier version of this Makefile ($$former): remove $(VENV)" >&2; exit 2; fi; done
 	@held=$$(cat $(STAMP) 2> /dev/null || echo $(ACCELERATOR)); \
 	if [ "$$held" != "$(ACCELERATOR)" ]; then echo "$(VENV) holds the packages for $$held, and" \
 	"ACCELERATOR is $(ACCELERATOR): leave ACCELERATOR out, or remove $(VENV)" >&2; exit 2; fi

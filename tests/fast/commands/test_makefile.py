@@ -89,6 +89,24 @@ def test_an_installation_that_failed_is_repeated_for_the_same_accelerator(projec
     assert installed(project) == [".[cuda,smollm2,tasks,dev]"]
 
 
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_an_environment_with_the_stamp_of_an_earlier_makefile_is_refused(
+    project: Path, accelerator: str
+) -> None:
+    stamp = project / ".venv" / f".installed-{accelerator}"
+    stamp.parent.mkdir()
+    stamp.touch()
+    for target in ("setup", "demo", "test"):
+        refused = make(project, target)
+        assert refused.returncode != 0
+        (line,) = (line for line in refused.stderr.splitlines() if "make: ***" not in line)
+        assert line == (
+            ".venv was made by an earlier version of this Makefile "
+            f"(.venv/.installed-{accelerator}): remove .venv"
+        )
+    assert installed(project) == []
+
+
 def test_without_an_environment_everything_is_for_the_cpu(project: Path) -> None:
     planned = make(project, "-n", "test").stdout
     assert "setup.sh .venv cpu" in planned
