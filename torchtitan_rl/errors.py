@@ -58,6 +58,11 @@ class ReplicaError(GenerationError):
     """The replica of a request was closed, has failed or has died."""
 
 
+class EngineMemoryError(ReplicaError):
+    """An engine cannot start with the memory that it has. The message names the options to
+    change."""
+
+
 class LoopClosedError(ReplicaError):
     """The engine loop was asked to close."""
 

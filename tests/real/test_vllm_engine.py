@@ -81,6 +81,15 @@ def logprob_error(
     return max(abs(mine - theirs) for mine, theirs in pairs)
 
 
+def test_an_engine_whose_cache_is_too_small_names_the_options_to_change(
+    solo: dict[str, Any],
+) -> None:
+    assert solo["no memory"].startswith(
+        "replica has too little memory; of the generator's options, raise kv_cache_bytes (it is "
+        "65536), or lower max_model_len (it is 512): To serve at least one request"
+    )
+
+
 def test_a_short_request_submitted_after_a_long_one_ends_first(solo: dict[str, Any]) -> None:
     assert solo["order"] == ["short", "long"]
 

@@ -38,7 +38,7 @@ from tests.real.resume_scenarios import (
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.engine import VllmEngine, engine_arguments
 from torchtitan_rl.config.lora import AdapterFolder, LoraConfig
-from torchtitan_rl.errors import LoopFailedError
+from torchtitan_rl.errors import EngineMemoryError, LoopFailedError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
@@ -416,10 +416,21 @@ def pulled(root: Path, family: str, *, tensor_parallel: int = 1) -> dict[str, An
     return mixed(engine, GlooLockstep(timeout_s=120.0) if tensor_parallel > 1 else None)
 
 
+def without_memory(path: Path) -> str:
+    """The error of an engine whose cache is too small for one request."""
+    try:
+        build(path, None, kv_cache_bytes=64 << 10)
+    except EngineMemoryError as error:
+        return str(error)
+    return ""
+
+
 def solo(root: Path) -> dict[str, Any]:
     paths = checkpoints(root)
+    no_memory = without_memory(paths["tied-old"])
     tied = build(paths["tied-old"], Checkpoints([paths["tied-old"], paths["tied-new"]]))
-    seen: dict[str, Any] = {"order": short_after_long(tied), "stops": stops(tied)}
+    seen: dict[str, Any] = {"no memory": no_memory}
+    seen |= {"order": short_after_long(tied), "stops": stops(tied)}
     seen["seeded-alone"] = play(tied, [request("seeded", seed=11)])["seeded"]
     seen["seeded-in-company"] = play(tied, mixed_requests())["seeded"]
     seen["seeded-same-weights"] = play(

@@ -49,7 +49,12 @@ from torchtitan_rl.backends.vllm.sampling import (
     vllm_sampling_params,
 )
 from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS
-from torchtitan_rl.errors import InvalidRequestError, LoopFailedError, WeightSyncError
+from torchtitan_rl.errors import (
+    EngineMemoryError,
+    InvalidRequestError,
+    LoopFailedError,
+    WeightSyncError,
+)
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
 from torchtitan_rl.generation.engine import EngineLimits, ReadingRate, engine_metrics
@@ -74,7 +79,11 @@ _NO_TOKEN = "its constraints (structured output, allowed or biased tokens) leave
 
 class VllmEngine:
     """Implements `Engine`. With ``tensor_parallel > 1`` the variables of torch.distributed must be
-    set."""
+    set.
+
+    Raises:
+        EngineMemoryError: there is too little memory for the weights or the KV cache.
+    """
 
     def __init__(self, spec: GeneratorSpec, weights: WeightStaging | None = None) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -94,8 +103,14 @@ class VllmEngine:
             use_cpu_kernels()
         is_cpu_group = is_cpu and spec.generator.tensor_parallel > 1
         names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
-        with names:
-            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(spec)))
+        self._engine: Any
+        try:
+            with names:
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(spec)))
+        except (ValueError, torch.OutOfMemoryError) as error:
+            if advice := memory_advice(error, spec):
+                raise EngineMemoryError(advice) from error
+            raise
         self._counters = _Counters()
         self._engine.logger_manager = self._counters
         self._core = self._engine.engine_core.engine_core
@@ -355,6 +370,30 @@ def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
     else:
         args["gpu_memory_utilization"] = generator.gpu_memory_utilization
     return args | generator.vllm
+
+
+# Parts of vLLM's messages.
+CACHE_IS_TOO_SMALL = ("cache is needed, which is larger than", "No available memory for the cache")
+DEVICE_IS_IN_USE = "is less than desired GPU memory utilization"
+
+
+def memory_advice(error: Exception, spec: GeneratorSpec) -> str:
+    """Say what to change if an engine cannot start for lack of memory; "" after another error."""
+    generator, message = spec.generator, str(error).partition("\n")[0]
+    share = f"gpu_memory_utilization (it is {generator.gpu_memory_utilization})"
+    length = f"max_model_len (it is {generator.max_model_len})"
+    if DEVICE_IS_IN_USE in message:
+        change = f"end other programs on the device, or lower {share}"
+    elif any(part in message for part in CACHE_IS_TOO_SMALL):
+        raised = f"kv_cache_bytes (it is {generator.kv_cache_bytes})"
+        if spec.device == "cuda":
+            raised = f"{share} or tensor_parallel (it is {generator.tensor_parallel})"
+        change = f"raise {raised}, or lower {length}"
+    elif isinstance(error, torch.OutOfMemoryError):
+        change = f"lower {share} or max_running_requests, or raise tensor_parallel"
+    else:
+        return ""
+    return f"{spec.name} has too little memory; of the generator's options, {change}: {message}"
 
 
 def _finish_reason(request_id: str, reason: str | None) -> FinishReason:
