@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torchtitan_rl.commands.retriever import Corpus, retriever_app, serve_retriever
@@ -16,7 +17,9 @@ def start_retriever(folder: Path, texts: Sequence[str], keys: Keys | None = None
     rows = [{"id": str(number), "contents": text} for number, text in enumerate(texts)]
     file = folder / "corpus.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    app = retriever_app(Corpus([str(file)]), topk=3, keys=keys or Keys())
+    keys = keys or Keys()
+    app = retriever_app(Corpus([str(file)]), topk=3, keys=keys)
     listening = listen("127.0.0.1", 0, backlog=100)
-    threading.Thread(target=serve_retriever, args=(app, listening), daemon=True).start()
+    serve = partial(serve_retriever, app, listening, keys=keys)
+    threading.Thread(target=serve, daemon=True).start()
     return f"http://127.0.0.1:{listening.getsockname()[1]}/retrieve"

@@ -40,6 +40,7 @@ from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.data.columns import column
 from torchtitan_rl.data.rows import DataError, Row, Rows, open_sources, require
 from torchtitan_rl.errors import ConfigError, EndpointLostError
+from torchtitan_rl.launch.own_user import accept_own_user
 from torchtitan_rl.serving.config import API_KEY, Keys, is_loopback, listen, reachable
 from torchtitan_rl.serving.connections import BoundedProtocol, ConnectionLimits, Connections
 from torchtitan_rl.serving.errors import RefusedError, answer_errors
@@ -71,7 +72,8 @@ class RetrieverConfig:
     reading the whole corpus. Without a folder, each start makes the index."""
     host: Name = "127.0.0.1"
     """Address to listen on. An address that other machines can reach needs a key in the environment
-    variable TORCHTITAN_RL_API_KEY, which clients send as a bearer token."""
+    variable TORCHTITAN_RL_API_KEY, which clients send as a bearer token, and so do clients of other
+    users of this machine."""
     port: Annotated[int, Interval(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
     topk: Annotated[int, Interval(ge=1, le=_MAX_TOPK)] = 3
@@ -102,7 +104,8 @@ def main(words: Sequence[str]) -> int:
         corpus = Corpus(config.corpus, config.index)
         address = f"http://{reachable(config.host)}:{listening.getsockname()[1]}/retrieve"
         print(f"{len(corpus)} documents: {address}", flush=True)
-        serve_retriever(retriever_app(corpus, topk=config.topk, keys=keys), listening)
+        app = retriever_app(corpus, topk=config.topk, keys=keys)
+        serve_retriever(app, listening, keys=keys)
     return 0
 
 
@@ -267,11 +270,14 @@ async def _answer(send: Send, content: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def serve_retriever(app: ASGIApp, listening: socket.socket) -> None:
-    """Serve on this socket until a signal ends it."""
+def serve_retriever(app: ASGIApp, listening: socket.socket, *, keys: Keys) -> None:
+    """Serve on this socket until a signal ends it. Without a key, connections of other users of this
+    machine are closed."""
     import uvicorn
     import uvloop
 
+    if not keys.api:
+        accept_own_user(uvloop.loop.__file__, "accept4")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     room = _MAX_CONNECTIONS if most == resource.RLIM_INFINITY else most - _OTHER_FILES

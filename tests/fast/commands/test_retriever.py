@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.other_user import as_other_user, needs_root, reach
 from tests.support.retrievers import start_retriever
 from torchtitan_rl.commands.retriever import Corpus, main
 from torchtitan_rl.errors import ConfigError
@@ -98,6 +99,22 @@ def test_with_a_key_only_its_holders_are_served(tmp_path: Path) -> None:
     assert ask(url, asked).status_code == 401
     assert ask(url, asked, headers={"Authorization": "Bearer wrong"}).status_code == 401
     assert ask(url, asked, headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+@needs_root
+def test_other_users_neither_read_nor_load_it_without_a_key(url: str) -> None:
+    port = int(url.rsplit(":", 1)[1].partition("/")[0])
+    body = json.dumps({"queries": ["play"] * 4000, "topk": 4}).encode()
+    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    attacks = (health, head + body, head + body[:9], head[:-2])
+
+    def attack() -> str:
+        address = ("127.0.0.1", port)
+        return " ".join(reach(socket.AF_INET, address, one) for one in attacks for _ in range(5))
+
+    assert set(as_other_user(attack).split()) == {"closed"}
+    assert ask(url, {"queries": ["faust"]}).status_code == 200
 
 
 def test_without_a_key_it_listens_on_this_machine_only(
