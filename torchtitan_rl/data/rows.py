@@ -35,6 +35,7 @@ Row = Mapping[str, Any]
 HUB_PREFIX = "hf:"
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _SAVED = ("state.json", "dataset_dict.json")  # files that `save_to_disk` writes
+_HUB_S = 10.0  # for one question to the hub
 _SCAN_BYTES = 1 << 22
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 256
@@ -194,6 +195,9 @@ def _hub(source: str) -> Rows:
     datasets = require("datasets", "datasets")
     folder, config, split = ([*source.removeprefix(HUB_PREFIX).split(":"), "", ""])[:3]
     split = split or "train"
+    absent = "" if Path(folder).is_dir() else _unreachable(folder)
+    if absent:
+        datasets.config.HF_HUB_OFFLINE = True  # or `datasets` would try again for half a minute
     try:
         if any(Path(folder, saved).is_file() for saved in _SAVED):
             loaded = datasets.load_from_disk(folder)
@@ -201,7 +205,7 @@ def _hub(source: str) -> Rows:
         else:
             rows = datasets.load_dataset(folder, config or None, split=split)
     except Exception as error:  # a dozen libraries may raise: network, files, names
-        cause = one_line(error)
+        cause = f"not in the cache, and the hub: {absent}" if absent else one_line(error)
         raise ConfigError(
             f"{source}: cannot be loaded ({cause}); give hf:NAME:CONFIG:SPLIT of the hub, or a "
             "local folder as NAME"
@@ -215,6 +219,20 @@ def _hub(source: str) -> Rows:
     return Rows(
         name=name, size=size, blocks=(len(rows),), read=rows.__getitem__, place=f"{name}, row"
     )
+
+
+def _unreachable(name: str) -> str:
+    """Say why the Hugging Face hub does not answer; "" if it does."""
+    import httpx
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(name, timeout=_HUB_S)
+    except httpx.TransportError as error:
+        return one_line(error)
+    except Exception:  # an answer, or a wrong name: `datasets` says so
+        pass
+    return ""
 
 
 def require(module: str, package: str) -> Any:

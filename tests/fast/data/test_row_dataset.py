@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from torchtitan_rl.data.row_dataset import RowDataset
@@ -164,15 +165,32 @@ def test_filters_that_leave_nothing_are_an_error(source: str) -> None:
         ("none.jsonl", "there is no such file"),
         ("rows.csv", "cannot tell the format"),
         ("broken.parquet", "cannot be read"),
-        ("hf:none-such-folder/x", "cannot be loaded"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_a_configuration_error(
     tmp_path: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "rows.csv").write_text("a,b\n")
     (tmp_path / "broken.parquet").write_text("PAR1")
     with pytest.raises(ConfigError, match=message):
         open_sources([name])
+
+
+def test_a_hub_that_is_not_reached_is_asked_once_for_each_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    datasets, hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
+    asked: list[str] = []
+
+    def no_network(self: object, name: str, **_: object) -> None:
+        asked.append(name)
+        raise httpx.ConnectError("Name or service not known")
+
+    monkeypatch.setattr(hub.HfApi, "dataset_info", no_network)
+    monkeypatch.setattr(hub.HfApi, "hf_hub_download", no_network)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    for source in ("hf:none/such", "hf:none/other:main:test"):
+        with pytest.raises(ConfigError, match=r"\(not in the cache, and the hub: .*not known"):
+            open_sources([source])
+    assert asked == ["none/such", "none/other"]
