@@ -152,7 +152,7 @@ class SearchR1Task(DataTask):
         return []
 
     def _error(self, cause: str) -> RetrieverError:
-        return RetrieverError(f"retriever {self.retriever}: {cause}")
+        return RetrieverError(f"retriever {self.retriever!r}: {cause}")
 
 
 def _documents(answer: bytes, max_chars: int) -> list[str]:

@@ -271,8 +271,8 @@ async def _answer(send: Send, content: Any) -> None:
 
 
 def serve_retriever(app: ASGIApp, listening: socket.socket, *, keys: Keys) -> None:
-    """Serve on this socket until a signal ends it. Without a key, connections of other users of this
-    machine are closed."""
+    """Serve on this socket until a signal ends it. Without a key, connections of other users of
+    this machine are closed."""
     import uvicorn
     import uvloop
 

@@ -33,7 +33,12 @@ from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import ADVANTAGE_KINDS, turn_advantages
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.serving.config import Keys, endpoint_errors
-from torchtitan_rl.training.config import LossConfig, TrainerConfig, decided_loss
+from torchtitan_rl.training.config import (
+    LossConfig,
+    ProfileConfig,
+    TrainerConfig,
+    decided_loss,
+)
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -411,6 +416,8 @@ def _profile_errors(config: RunConfig) -> list[str]:
     if steps and config.mode == "generate":
         return ["profile.steps: mode generate trains nothing; leave it out"]
     errors = []
+    if ranks != ProfileConfig.ranks and not steps:
+        errors.append(f"profile.ranks is {ranks}: no step is profiled; give profile.steps, too")
     if steps and max(steps) > config.num_steps:
         errors.append(
             f"profile.steps has {max(steps)}: the run has {config.num_steps} steps; give at most "

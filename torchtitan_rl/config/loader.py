@@ -220,6 +220,9 @@ def _version(name: str) -> str:
     return "none"
 
 
+# Of a field with several types: the option, what it takes, and the given words.
+_NO_TYPE = r"Error parsing (\S+): no type matching (\S+) .* from \[(.*?)\]\."
+_KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 _BORDER, _RULES = " │|╰╯+", "─-"  # characters of tyro's boxes, which depend on the encoding
 
 
@@ -282,6 +285,10 @@ def _first_section(box: str) -> str:
         return _missing([line.split()[0] for line in section[1:] if line[:5] != " " * 5])
     if positional := re.match(r"Missing value for argument '(\w+)'", message):
         return _missing([positional[1].upper()])
+    if wrong := re.match(_NO_TYPE, message):
+        kinds = re.sub(r"[{}]", "", wrong[2]).replace(",", "|").split("|")
+        kinds = [_KINDS.get(kind, kind) for kind in kinds]
+        return f"{wrong[1]} is {wrong[3]}: give {' or '.join(kinds)}"
     words = (line.split()[0].strip(",") for line in begins.get("Perhaps", ()))
     similar = [word for word in words if word.startswith("--")]
     return f"{message} (similar: {', '.join(similar)})" if similar else message

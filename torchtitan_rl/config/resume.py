@@ -415,6 +415,11 @@ def compare_with_saved(
     if changes := resume_changes(before, identity):
         since = "the checkpoint" if saved.checkpoint else "the run's last start"
         notes.append(f"changed since {since}: {', '.join(changes)}")
+    if past := [step for step in config.profile.steps if step <= saved.version]:
+        notes.append(
+            f"profile.steps: {', '.join(map(str, past))} not profiled, because the checkpoint has "
+            f"version {saved.version}"
+        )
     if is_complete(saved, config):
         notes.append(
             f"{run_dir} is complete: all {saved.step} steps are done; give more by --num-steps"

@@ -5,9 +5,11 @@ room for published weights. Also checks how the hosts of a run are named.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -313,7 +315,7 @@ def weight_room(
 def launch_errors(config: RunConfig) -> list[str]:
     """Errors in the options that name the hosts. Contacts no host."""
     launch = config.launch
-    errors = _host_list_errors(launch) or _job_errors(launch)
+    errors = [*_host_list_errors(launch), *_job_errors(launch)]
     if not errors:
         errors = [*_address_errors(launch), *chosen_host_errors(launch)]
     chosen, generating = launch.trainer_hosts, launch.generator_hosts
@@ -483,19 +485,31 @@ def _job_errors(launch: LaunchConfig) -> list[str]:
     if not launch.job:
         return []
     field, errors = f"launch.job is {launch.job!r}", []
+    module, _, attribute = launch.job.rpartition(".")
     others = {"attach": launch.attach, "keys": launch.keys}
     if not launch.hosts:  # made-up hosts have no meshes
         others |= {name: getattr(launch, name) for name in ("generator_hosts", "trainer_hosts")}
-    for name, value in others.items():
-        if value:
-            errors.append(f"{field}: launch.{name} does not go with it; give one of the two")
+    given = [f"launch.{name}" for name, value in others.items() if value]
+    if not module or not attribute:
+        errors.append(f"{field}: give MODULE.ATTR, such as jobs.slurm for `slurm` in jobs.py")
+    elif not launch.hosts and not _is_package(module.partition(".")[0]):
+        errors.append(f"{field}: there is no {module}; give a module of this folder or a package")
+    if given:
+        errors.append(
+            f"{', '.join(given)}: not with launch.job, which has hosts of its own; give one of them"
+        )
     if not launch.allow_plain_tcp:
         errors.append(
-            f"{field}: Monarch's jobs neither encrypt nor authenticate: anyone who reaches their "
-            "workers (on one machine, every user of it) can run programs there; where no one else "
-            "is, give launch.allow_plain_tcp"
+            "launch.allow_plain_tcp is False: the hosts of launch.job neither encrypt nor "
+            "authenticate: anyone who reaches their workers (on one machine, every user of it) can "
+            "run programs there; where no one else is, give launch.allow_plain_tcp"
         )
     return errors
+
+
+def _is_package(name: str) -> bool:
+    """Whether Python finds this module or package, also in the working folder. Imports nothing."""
+    return PathFinder.find_spec(name, [*sys.path, str(Path.cwd())]) is not None
 
 
 def _address_errors(launch: LaunchConfig) -> list[str]:

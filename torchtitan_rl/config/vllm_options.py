@@ -116,7 +116,15 @@ def vllm_option_errors(generator: GeneratorConfig, *, is_on_cpu: bool) -> list[s
     ]
     if options and not errors:
         errors = [f"generator.vllm: {error}" for error in _field_errors(json.dumps(options))]
-    if _speculative(generator).get("rejection_sample_method") == "synthetic":
+    speculative = _speculative(generator)
+    # The configuration of a draft model may have the number.
+    has_number = {"num_speculative_tokens", "model"} & speculative.keys()
+    if speculative and not has_number and speculative.get("method") != "suffix":
+        errors.append(
+            "generator.vllm: speculative_config has no num_speculative_tokens; give the number of "
+            "tokens to draft in a step, such as 4"
+        )
+    if speculative.get("rejection_sample_method") == "synthetic":
         errors.append(
             "generator.vllm: speculative_config.rejection_sample_method is synthetic: it accepts "
             "tokens that the policy did not sample; give standard or block"

@@ -105,7 +105,9 @@ def test_an_engine_without_memory_names_the_options_to_change(
 ) -> None:
     spec = GeneratorSpec(model=Path("policy"), name="replica1", device=device, generator=GENERATOR)
     advice = memory_advice(error, spec)
-    assert advice.startswith("replica1 has too little memory; of the generator's options, " + change)
+    assert advice.startswith(
+        "replica1 has too little memory; of the generator's options, " + change
+    )
     assert advice.endswith(str(error))
     assert memory_advice(ValueError("no such model"), spec) == ""
 

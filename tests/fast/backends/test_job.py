@@ -17,7 +17,6 @@ JOBS = "tests.support.monarch_jobs"
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("jobs", "give MODULE.ATTR, such as jobs.slurm for `slurm` in jobs.py"),
         ("no_such.job", "no_such cannot be imported (ModuleNotFoundError: No module named"),
         (
             f"{JOBS}.far",

@@ -144,6 +144,8 @@ WRONG_COMMANDS = {
     "train": "CONFIG is missing: ",
     "train --dry-run": "CONFIG is missing: ",
     "train --num-steps 3 alphabet_sort_tiny": "CONFIG is missing: it comes first, ",
+    "train alphabet_sort_tiny --schedule.max-rollouts AUTO": "--schedule.max-rollouts is 'AUTO': "
+    "give a whole number or auto or all; see ",
     "train alphabet_sort_tiny --json": "--json is of a plan: give --dry-run --json",
     "serve": "MODEL is missing",
     "serve --nosuch": "MODEL is missing",

@@ -26,7 +26,7 @@ MACHINE = MachineFacts(num_cores=2, memory_bytes=24 << 30)
 FAR = ("tls://10.0.0.2:26600", "tls://10.0.0.3:26600")
 NEAR = ("tcp://127.0.0.2:26600", "tcp://127.0.0.3:26600")
 PLAIN: dict[str, Any] = {"attach": NEAR, "allow_plain_tcp": True}
-JOB: dict[str, Any] = {"job": "jobs.slurm", "allow_plain_tcp": True}
+JOB: dict[str, Any] = {"job": "tests.support.monarch_jobs.one", "allow_plain_tcp": True}
 OWN = "tls://10.0.0.1:26600"
 KEYS = Path("keys")
 
@@ -71,10 +71,11 @@ def test_hosts_that_can_be_used(launch: LaunchConfig) -> None:
         ),
         ({**PLAIN, "generator_hosts": (0, 0)}, "launch.generator_hosts is (0, 0): give ea"),
         ({"trainer_hosts": (0,)}, "launch.trainer_hosts is (0,): the run is on this machine"),
-        ({"job": "jobs.a"}, "launch.job is 'jobs.a': Monarch's jobs neither encrypt nor authent"),
-        ({**JOB, "attach": NEAR}, "launch.job is 'jobs.slurm': launch.attach does not go with it"),
-        ({**JOB, "keys": KEYS}, "launch.job is 'jobs.slurm': launch.keys does not go with it"),
-        ({**JOB, "trainer_hosts": (0,)}, "launch.job is 'jobs.slurm': launch.trainer_hosts does "),
+        ({"job": JOB["job"]}, "launch.allow_plain_tcp is False: the hosts of launch.job neither"),
+        ({**JOB, "job": "jobs"}, "launch.job is 'jobs': give MODULE.ATTR, such as jobs.slurm for"),
+        ({**JOB, "job": "none.such"}, "launch.job is 'none.such': there is no none; give a module"),
+        ({**JOB, "keys": KEYS}, "launch.keys: not with launch.job, which has hosts of its own"),
+        ({**JOB, "trainer_hosts": (0,)}, "launch.trainer_hosts: not with launch.job, which has "),
         ({**JOB, "address": OWN}, f"launch.address is '{OWN}': only workers use it"),
     ],
 )
@@ -83,6 +84,15 @@ def test_each_error_names_the_field_and_the_fix(launch: dict[str, Any], message:
     assert errors
     assert errors[0].startswith(message), errors
     assert "give" in errors[0] or "make" in errors[0]
+
+
+def test_all_errors_of_a_job_come_at_once() -> None:
+    launch = LaunchConfig(job="none.such", attach=NEAR, keys=KEYS, hosts="3x")
+    assert [one.partition(":")[0] for one in launch_errors(replace(TINY, launch=launch))] == [
+        "launch.hosts is '3x'",
+        "launch.attach, launch.keys",
+        "launch.allow_plain_tcp is False",
+    ]
 
 
 def test_cores_are_not_given_out_on_other_hosts_and_made_up_hosts_do_not_start() -> None:

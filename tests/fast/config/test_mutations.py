@@ -35,7 +35,10 @@ MUTATED = [
     else pytest.param(*one.values, marks=[*one.marks, pytest.mark.soak])
     for one in READY
 ]
-RELATED = {"task.num_validation_problems": "evaluation.num_problems"}  # which says how many
+RELATED = {
+    "task.num_validation_problems": "evaluation.num_problems",  # which says how many
+    "task.messages": "task.prompt",  # which is used without messages
+}
 # A process of its own looks at each value of these, which takes seconds.
 SLOW = {"verifiers_tiny": ("task.env", "task.folders", "task.num_problems")}
 

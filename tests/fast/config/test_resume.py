@@ -224,6 +224,13 @@ def test_what_changed_since_the_checkpoint_is_a_note(tmp_path: Path) -> None:
     assert note == "changed since the checkpoint: num_steps: 10 -> 20, generator.replicas: 1 -> 2"
 
 
+def test_profiled_steps_that_were_taken_before_are_a_note(tmp_path: Path) -> None:
+    config = started(tmp_path)
+    checkpoint(config, 4, identity=identity(config), evaluated_step=0)
+    _, note = resumed(config, profile__steps=(3, 4, 5)).notes
+    assert note == "profile.steps: 3, 4 not profiled, because the checkpoint has version 4"
+
+
 def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path) -> None:
     config = started(tmp_path)
     checkpoint(config, 4, identity=identity(config))

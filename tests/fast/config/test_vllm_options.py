@@ -74,6 +74,10 @@ def test_each_field_that_is_set_here_is_refused_by_name() -> None:
     [
         ({"batch_invariant": True}, "generator.batch_invariant is True: vLLM has it only on CUDA"),
         (
+            {"vllm": {"speculative_config": {"method": "ngram", "prompt_lookup_max": 3}}},
+            "speculative_config has no num_speculative_tokens; give the number of tokens to draft",
+        ),
+        (
             {"vllm": {"speculative_config": NGRAM | {"rejection_sample_method": "synthetic"}}},
             "speculative_config.rejection_sample_method is synthetic",
         ),

@@ -158,7 +158,7 @@ def test_a_silent_or_missing_retriever_is_an_error_before_the_run() -> None:
         search_timeout_s=0.3,
     )
     (error,) = wrong.errors()
-    assert error.startswith(f"task.retriever: retriever http://127.0.0.1:{port}: ConnectError")
+    assert error.startswith(f"task.retriever: retriever 'http://127.0.0.1:{port}': ConnectError")
     assert "torchtitan-rl retriever" in error
 
 

@@ -55,8 +55,6 @@ def applied_job(name: str) -> Iterator[Mapping[str, HostMesh]]:
 
 def _load(name: str, field: str) -> JobTrait:
     place, _, attribute = name.rpartition(".")
-    if not place:
-        raise ConfigError(f"{field}: give MODULE.ATTR, such as jobs.slurm for `slurm` in jobs.py")
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.append(folder)
     try:
