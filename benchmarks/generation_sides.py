@@ -227,7 +227,7 @@ def _our_spec(settings: EngineSettings, log_dir: Path = Path()) -> Any:
 def _vllm_arguments(settings: EngineSettings) -> dict[str, Any]:
     """The arguments with which our adapter builds its engine, for an engine that vLLM builds
     itself."""
-    from torchtitan_rl.backends.vllm.engine import engine_arguments
+    from torchtitan_rl.backends.vllm.arguments import engine_arguments
 
     return engine_arguments(_our_spec(settings))
 

@@ -36,7 +36,8 @@ from tests.real.resume_scenarios import (
     truncated_requests,
 )
 from torchtitan_rl.backends.specs import GeneratorSpec
-from torchtitan_rl.backends.vllm.engine import VllmEngine, engine_arguments
+from torchtitan_rl.backends.vllm.arguments import engine_arguments
+from torchtitan_rl.backends.vllm.engine import VllmEngine
 from torchtitan_rl.config.lora import AdapterFolder, LoraConfig
 from torchtitan_rl.errors import EngineMemoryError, LoopFailedError
 from torchtitan_rl.generation.config import GeneratorConfig

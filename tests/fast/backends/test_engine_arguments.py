@@ -10,7 +10,7 @@ import torch
 import vllm
 
 from torchtitan_rl.backends.specs import GeneratorSpec
-from torchtitan_rl.backends.vllm.engine import (
+from torchtitan_rl.backends.vllm.arguments import (
     CACHE_IS_TOO_SMALL,
     DEVICE_IS_IN_USE,
     engine_arguments,

@@ -13,8 +13,8 @@ import pytest
 
 from torchtitan_rl.backends.monarch import generator as replica
 from torchtitan_rl.backends.specs import GeneratorSpec
+from torchtitan_rl.backends.vllm.arguments import engine_arguments
 from torchtitan_rl.backends.vllm.cpu import engine_environment
-from torchtitan_rl.backends.vllm.engine import engine_arguments
 from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.commands import generate
 from torchtitan_rl.config import vllm_options
