@@ -242,6 +242,8 @@ def _rendered(
         return conversation_to_episodes(
             name, messages, renderer=renderer, tools=tools, first=max(1, first)
         )
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
     except Exception as error:  # the model's template may raise any exception
         raise DataError(f"{place}: {one_line(error)}") from error
 
