@@ -163,6 +163,8 @@ def read_adapters(
     sizes are not known). Returns those without errors, and one message per error."""
     found: list[AdapterFolder] = []
     errors: list[str] = []
+    if named and policy is not None and policy.experts is not None:
+        return (), ["adapters: a model with experts is served without adapters; leave them out"]
     for text in named:
         name, is_given, folder = text.partition("=")
         try:

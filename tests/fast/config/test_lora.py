@@ -25,7 +25,7 @@ from torchtitan_rl.config.lora import (
     write_adapter,
 )
 from torchtitan_rl.config.memory import PUBLISHED, memory_plan, num_weights
-from torchtitan_rl.config.model import architecture_of
+from torchtitan_rl.config.model import Experts, architecture_of
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.published import published_facts
 from torchtitan_rl.config.resume import resume_errors, run_identity
@@ -179,6 +179,14 @@ def test_adapters_that_are_not_named_well_are_refused(
     assert error in message
     _, (message,) = read_adapters([f"a={folder}", f"a={folder}"], SMALL, model_name="policy")
     assert "given twice" in message
+
+
+def test_a_model_with_experts_is_served_without_adapters(tmp_path: Path) -> None:
+    folder = written(tmp_path / "one", LoraConfig(rank=4, target_modules=("q_proj",)))
+    mixture = replace(SMALL, experts=Experts(number=8, per_token=2, has_normalized_weights=True))
+    found, (message,) = read_adapters([f"a={folder}"], mixture, model_name="policy")
+    assert found == ()
+    assert "a model with experts" in message
 
 
 def config_with(**fields: object) -> Callable[[Path], None]:
