@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.data.curriculum import CurriculumConfig as CurriculumConfig
     from torchtitan_rl.data.curriculum import RestConfig as RestConfig
     from torchtitan_rl.data.row_dataset import ListDataset as ListDataset
+    from torchtitan_rl.distillation.config import TeacherConfig as TeacherConfig
     from torchtitan_rl.environments.data_task import DataTask as DataTask
     from torchtitan_rl.environments.data_task import PythonTask as PythonTask
     from torchtitan_rl.environments.data_task import PythonTools as PythonTools

@@ -135,6 +135,10 @@ class NothingTrainedError(TorchtitanRLError):
     """A run has nothing to train on: its rollouts fail, or all its groups are skipped."""
 
 
+class TeacherError(TorchtitanRLError):
+    """A teacher did not score a rollout. The run can be resumed, and scores the rollout again."""
+
+
 class DeadlineError(TorchtitanRLError):
     """A wait reached its deadline. The message names what was waited for."""
 

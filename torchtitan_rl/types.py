@@ -15,6 +15,30 @@ _T = TypeVar("_T")
 _Run = TypeVar("_Run", "VersionRun", "KeptRun")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """A model's logprobs of n given tokens, at temperature 1 and over the whole vocabulary.
+
+    ``top_ids`` and ``top_logprobs`` have the model's K most likely tokens at each position, the
+    most likely one first, as the bytes of little-endian arrays [n, K] of int32 and float32. They
+    are empty if no such tokens were requested.
+    """
+
+    logprobs: tuple[float, ...]
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+    def part(self, start: int, end: int) -> TokenScores:
+        """Return the scores of the tokens from ``start`` to ``end``."""
+        width = len(self.top_ids) // max(1, len(self.logprobs))  # bytes of one token
+        own = slice(start * width, end * width)
+        return TokenScores(
+            logprobs=self.logprobs[start:end],
+            top_ids=self.top_ids[own],
+            top_logprobs=self.top_logprobs[own],
+        )
+
+
 class FinishReason(StrEnum):
     """Why a completion ended."""
 
@@ -65,6 +89,8 @@ class SamplingParams:
     is the number of most likely alternatives to return for each token; without ``with_logprobs`` no
     logprobs are computed, and each is NaN. ``engine_options`` are further sampling parameters, with
     vLLM's names and values of JSON types (penalties, ``logit_bias``, ``structured_outputs``, ...).
+    ``prompt_logprobs`` requests `Completion.prompt_scores`, with this number of most likely tokens
+    at each position (0: none).
     """
 
     max_tokens: int
@@ -79,6 +105,7 @@ class SamplingParams:
     seed: int | None = None
     with_logprobs: bool = True
     num_logprobs: int = 0
+    prompt_logprobs: int | None = None
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -244,7 +271,8 @@ class Completion:
     ``stop_reason`` is the stop string or the stop token that ended the completion; None for the
     model's own end-of-sequence tokens. ``top_logprobs`` is empty unless the request asked for
     alternatives. ``kept_tokens`` is empty if no token was excluded. ``version_runs`` is empty in an
-    engine's own outputs; `generation/requests.py` fills it in.
+    engine's own outputs; `generation/requests.py` fills it in. ``prompt_scores`` are the scores of
+    the prompt's tokens after the first one; None unless the request asked for them.
     """
 
     request_id: str
@@ -257,6 +285,7 @@ class Completion:
     stop_reason: int | str | None = None
     top_logprobs: tuple[TopLogprobs, ...] = ()
     kept_tokens: tuple[KeptRun, ...] = ()
+    prompt_scores: TokenScores | None = None
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -326,7 +355,8 @@ class Turn:
     If ``is_seen`` is False, the turn is not trained on, because its agent never got the completion.
     ``branch_reward`` replaces the rollout's reward in the episode that contains this turn; if
     several turns of an episode have one, the last counts. ``request_key`` distinguishes the
-    requests with the same prompt in a `TurnTree`.
+    requests with the same prompt in a `TurnTree`. ``teacher`` are a teacher's scores of the
+    completion's tokens; None if no teacher scored the turn.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -336,6 +366,12 @@ class Turn:
     is_seen: bool = True
     branch_reward: float | None = None
     request_key: str | None = None  # None: the turn is not in a tree
+    teacher: TokenScores | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of prompt and completion."""
+        return self.prompt_token_ids + self.completion.token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +411,8 @@ class Episode:
     ``loss_mask`` is True for each sampled token whose distribution is known; ``kept_tokens`` is
     None for a sampled token whose distribution is unknown. Tokens that were not sampled have the
     placeholders 0.0 (logprob and advantage) and -1 (version). ``kept_tokens`` is empty if no token
-    was excluded.
+    was excluded. ``teacher_top`` has a teacher's most likely tokens at each position, as runs of
+    tokens: (index of the first token, `TokenScores`); it is empty without such tokens.
     """
 
     rollout_id: str
@@ -386,6 +423,7 @@ class Episode:
     advantages: tuple[float, ...]
     versions: tuple[int, ...]
     kept_tokens: tuple[KeptRun, ...] = ()
+    teacher_top: tuple[tuple[int, TokenScores], ...] = ()
 
     @property
     def num_trained_tokens(self) -> int:

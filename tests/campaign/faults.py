@@ -42,6 +42,7 @@ ACTIONS: dict[str, list[str]] = {
     "env.finish": ["raise", "late", "nonsense"],
     "env.close": ["raise", "late"],
     "reward": ["raise", "late", "nonsense"],
+    "teacher.score": ["raise", "late", "kill"],
     "dataset.next": ["end"],
     "disk.journal": ["no_space", "torn"],
     "disk.checkpoint": ["no_space", "torn"],
@@ -57,7 +58,7 @@ ACTIONS: dict[str, list[str]] = {
 HARMLESS = {"stop", "cancel", "kill", "torn", "block", "slow"}
 """After these a run at S = 0 arrives at the weights of an undisturbed one."""
 
-_RARE = {"trainer": 6, "replica": 4, "env": 2, "reward": 2, "dataset": 1, "disk": 4}
+_RARE = {"trainer": 6, "replica": 4, "env": 2, "reward": 2, "teacher": 2, "dataset": 1, "disk": 4}
 _REPLICA_NAME = re.compile(r"^r\d+(-\d+)?\.")
 
 

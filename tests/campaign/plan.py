@@ -91,6 +91,7 @@ def draw(seed: int) -> CampaignPlan:
         request_timeout_s=rng.choice([2.0, 8.0]) if hurries else 600.0,
         rollout_timeout_s=rng.choice([2.0, 5.0]) if hurries else 400.0,
         env_timeout_s=rng.choice([0.5, 1.5]) if hurries else 60.0,
+        teacher_s=random.Random(f"teacher {seed}").choice([None, None, None, 0.5, 3.0]),
         sync_timeout_s=30.0,
         trainer_timeout_s=400.0,
         max_wait_s=2_000.0,

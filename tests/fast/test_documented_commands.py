@@ -28,6 +28,7 @@ from torchtitan_rl.commands.cli import COMMANDS, main
 from torchtitan_rl.config.lora import LoraConfig, adapter_shapes, write_adapter
 from torchtitan_rl.config.model import read_architecture, resolve_checkpoint
 from torchtitan_rl.experiments import alphabet_sort, gsm8k
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile
 from torchtitan_rl.experiments.gsm8k.make_file import main as make_file
 
@@ -82,6 +83,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "outputs" / "sft_alphabet_sort_tiny").mkdir()
     policy = alphabet_sort.__path__[0] + "/policy"
     (tmp_path / "outputs" / "sft_alphabet_sort_tiny" / "policy").symlink_to(policy)
+    (tmp_path / "outputs" / "alphabet_sort_tiny").mkdir()
+    (tmp_path / "outputs" / "alphabet_sort_tiny" / "policy").symlink_to(POLICY_DIR)
     make_file(MakeFile(output=tmp_path / "data" / "train.jsonl"))
     rows = ({"question": f"{n} + 1?", "solution": str(n + 1), "level": 1} for n in range(2000))
     for name in ("conversations", "held_out"):

@@ -138,15 +138,20 @@ def hf_logprobs(
     path: Path, token_ids: tuple[int, ...], *, num_prompt: int, temperature: float = 1.0
 ) -> list[float]:
     """Logprob of each token after the first ``num_prompt``, by `transformers` in float32."""
-    import torch
-
-    with torch.inference_mode():
-        logits_LV = _hf_model(path)(torch.tensor([token_ids])).logits[0] / temperature
-    logprobs_LV = logits_LV.log_softmax(-1)
+    logprobs_LV = hf_logprob_rows(path, token_ids, temperature=temperature)
     return [
         float(logprobs_LV[position - 1, token_ids[position]])
         for position in range(num_prompt, len(token_ids))
     ]
+
+
+def hf_logprob_rows(path: Path, token_ids: tuple[int, ...], *, temperature: float = 1.0) -> Any:
+    """Logprobs of the whole vocabulary after each token [L, V], by `transformers` in float32."""
+    import torch
+
+    with torch.inference_mode():
+        logits_LV = _hf_model(path)(torch.tensor([token_ids])).logits[0] / temperature
+    return logits_LV.log_softmax(-1).numpy()
 
 
 @cache

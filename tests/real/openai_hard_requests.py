@@ -60,6 +60,7 @@ HARD_FOR_BOTH: list[dict[str, Any]] = [
     {"bad_words": [""]},
     {"bad_words": ["ab"] * 10000},
     {"prompt_logprobs": 1},
+    {"prompt_logprobs": 0, "stream": True},
     {"seed": (1 << 63) - 1},
     {"seed": -(1 << 63)},
     {"seed": 1 << 63},

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.real.models import VOCAB_SIZE, hf_logprobs, tiny_tokenizer
+from tests.real.models import VOCAB_SIZE, hf_logprob_rows, hf_logprobs, tiny_tokenizer
 from tests.real.pause_scenarios import FREEZE_STEP
 from tests.real.resume_scenarios import LETTERS, REFUSED, TEMPERATURE
 from tests.real.runs import run_module
@@ -116,6 +116,22 @@ def test_trap_25_logprobs_are_of_the_distribution_that_was_sampled_from(
     path = root / "tied-old"
     assert logprob_error(path, done, end=PULL_STEP, temperature=0.7) < TOLERANCE
     assert logprob_error(path, done, end=PULL_STEP, temperature=1.0) > 0.1
+
+
+def test_the_scores_of_a_prompt_are_those_of_transformers(solo: dict[str, Any], root: Path) -> None:
+    done = solo["scored"]
+    for name, prompt in (("scored", LONG_PROMPT), ("own only", PROMPT)):
+        expected = hf_logprobs(root / "tied-old", prompt, num_prompt=1)
+        assert done[name].prompt_scores.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert done["scored"].prompt_scores == done["scored again"].prompt_scores
+    assert done["own only"].prompt_scores.top_ids == b""
+    assert done["sampled"].prompt_scores is None
+    top_LV = hf_logprob_rows(root / "tied-old", LONG_PROMPT)[:-1]
+    scores = done["scored"].prompt_scores
+    ids_LK = np.frombuffer(scores.top_ids, dtype="<i4").reshape(-1, 8)
+    logprobs_LK = np.frombuffer(scores.top_logprobs, dtype="<f4").reshape(-1, 8)
+    assert ids_LK.tolist() == np.argsort(-top_LV, axis=1)[:, :8].tolist()
+    assert logprobs_LK == pytest.approx(np.take_along_axis(top_LV, ids_LK, 1), abs=TOLERANCE)
 
 
 def test_an_abort_keeps_the_tokens_so_far(solo: dict[str, Any], root: Path) -> None:

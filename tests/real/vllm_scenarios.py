@@ -278,6 +278,19 @@ def probes(engine: TriggeredEngine) -> dict[str, Any]:
     )
 
 
+def scored(engine: TriggeredEngine) -> dict[str, Any]:
+    """Prompts whose tokens are scored, alongside a sampled request; one prompt twice, so that its
+    blocks are in the prefix cache."""
+    params = {"with_logprobs": False, "prompt_logprobs": 8}
+    requests = [
+        request("sampled", seed=7),
+        request("scored", 1, prompt=LONG_PROMPT, **params),
+        request("scored again", 1, prompt=LONG_PROMPT, **params),
+        request("own only", 1, prompt=PROMPT, with_logprobs=False, prompt_logprobs=0),
+    ]
+    return play(engine, requests)
+
+
 def stops(engine: TriggeredEngine) -> dict[str, Any]:
     whole = play(engine, [request("whole", 40, seed=5)])["whole"]
     stop = whole.token_ids[9]
@@ -439,6 +452,7 @@ def solo(root: Path) -> dict[str, Any]:
         [request("seeded", seed=11)],
         triggers=lambda loop: {PULL_STEP: lambda: loop.execute(Pull(0))},
     )["seeded"]
+    seen["scored"] = scored(tied)
     seen["paused"] = paused(tied)
     seen["cut"] = cut_everywhere(tied, sensitive_requests(tied))
     seen["truncated"] = run_all(tied, truncated_requests())

@@ -70,6 +70,8 @@ def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
         (policy / "tokenizer.json").write_text("{}")
         (policy / "model.safetensors").write_bytes(safetensors.serialize({}))
         config = with_value(config, "policy.checkpoint", str(policy))
+    if config.teacher.checkpoint and not Path(config.teacher.checkpoint).is_dir():
+        config = with_value(config, "teacher.checkpoint", config.policy.checkpoint)
     if isinstance(config.task, MixtureTask):
         made = with_made_data(config.task.tasks["gsm8k"], folder)
         config = with_value(config, "task.tasks", {**config.task.tasks, "gsm8k": made})

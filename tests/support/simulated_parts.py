@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.support.simulated_faults import Fate, Strike, Undisturbed
 from tests.support.simulated_replica import VOCAB
+from torchtitan_rl.errors import TeacherError
 from torchtitan_rl.orchestration.records import (
     AccountRecord,
     EvaluationRecord,
@@ -22,7 +23,7 @@ from torchtitan_rl.orchestration.records import (
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.task import Outcome
 from torchtitan_rl.rollout.tree import LimitReachedError, TurnTree
-from torchtitan_rl.types import Completion, Problem, RolloutStatus
+from torchtitan_rl.types import Completion, Problem, RolloutStatus, TokenScores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +179,33 @@ ENVIRONMENTS = {
     "tree": SimTree,
     "forgetful tree": ForgetfulTree,
 }
+
+
+class SimTeacher:
+    """A `Teacher` whose logprob of a token depends on the token alone."""
+
+    def __init__(self, chance: random.Random, seconds: float, fate: Fate) -> None:
+        self._chance = chance
+        self._seconds = seconds
+        self._fate = fate
+        self.scored: list[str] = []
+
+    async def score(self, name: str, token_ids: tuple[int, ...]) -> TokenScores:
+        strike = self._fate.at("teacher.score")
+        await asyncio.sleep(self._seconds * self._chance.uniform(0.5, 2.0))
+        if strike is not None and strike.action == "late":
+            await asyncio.sleep(strike.seconds)
+        if strike is not None and strike.action == "raise":
+            raise TeacherError("the teacher failed as planned")
+        self.scored.append(name)
+        return TokenScores(logprobs=tuple(map(self.logprob, token_ids[1:])))
+
+    @staticmethod
+    def logprob(token: int) -> float:
+        return -1.0 - token % 7
+
+    def num_failures(self) -> int:
+        return 0
 
 
 class SimDataset:

@@ -14,10 +14,13 @@ from tests.support.simulated_parts import (
     Memory,
     SimCurriculum,
     SimDataset,
+    SimTeacher,
 )
 from tests.support.simulated_replica import SimReplica
 from tests.support.simulated_trainer import SimTrainer
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.distillation.config import TeacherConfig
+from torchtitan_rl.distillation.scoring import Teachers
 from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
@@ -79,6 +82,7 @@ class Plan(Habits):
     trainer_timeout_s: float = 1_000.0
     max_rollouts: int | None = None  # at once; None: as the replicas' caches allow
     cache_tokens: int = 1 << 20  # of a replica
+    teacher_s: float | None = None  # it takes to score a rollout; None: no teacher
     checks_idleness: bool = False  # of replicas, in the steps of a run that aborts its groups
 
 
@@ -136,7 +140,13 @@ class Simulation:
             active_time=self.router.active_time,
             places=self.places,
         )
-        self.batcher = EpisodeBatcher(config=self.config.rollout, row_len=256)
+        is_taught = plan.teacher_s is not None
+        self.batcher = EpisodeBatcher(
+            config=self.config.rollout,
+            row_len=256,
+            teacher=TeacherConfig(url="sim" if is_taught else ""),
+        )
+        self.teacher = SimTeacher(chance, plan.teacher_s or 0.0, fate)
         self.checkpoints = CheckpointDirectory(root / "checkpoints")
         self.controller = Controller(
             self.config,
@@ -155,6 +165,7 @@ class Simulation:
                 journal=Journal(root / JOURNAL),
                 ledger=self.ledger,
                 claim=claim or Unshared(),
+                teachers=Teachers({"sim": self.teacher}, lambda _: "sim") if is_taught else None,
             ),
         )
 

@@ -39,6 +39,8 @@ from torchtitan_rl.config.prepare import PreparedRun, claim_run, supervised_task
 from torchtitan_rl.config.resume import MANIFEST, write_manifest
 from torchtitan_rl.config.room import start_errors, unused_options
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.distillation.scoring import ReplicaTeacher, Teacher, Teachers
+from torchtitan_rl.distillation.server import ServedTeacher
 from torchtitan_rl.environments.supervised import SupervisedTask
 from torchtitan_rl.errors import (
     CheckpointError,
@@ -279,8 +281,11 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
     if config.checkpoint.resume:
         recorder.say(f"start: {prepared.describe_start(found.step)}")
     starting = [count(len(prepared.plan.replicas), "replica")] if prepared.plan.replicas else []
+    if prepared.plan.teachers:
+        starting.append(count(len(prepared.plan.teachers), "teacher replica"))
     starting += [] if prepared.plan.trainer is None else ["the trainer"]
-    recorder.say(f"starting {' and '.join(starting)}; logs in {config.log_dir}")
+    starting[-2:] = [" and ".join(starting[-2:])]
+    recorder.say(f"starting {', '.join(starting)}; logs in {config.log_dir}")
     tokenizer = await asyncio.to_thread(load_tokenizer, prepared.policy_dir)
     vocab_size = read_architecture(prepared.policy_dir).vocab_size
     recorder.decode_by(tokenizer.decode, vocab_size=vocab_size)
@@ -327,7 +332,8 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             config=config, router=router, tokenizer=tokenizer, endpoint=endpoint
         )
         rollouter = generation.rollouter(num_reserved=len(reserved), places=places)
-        parts = _parts(run, processes.trainer, generation, rollouter, ledger, recorder)
+        teachers = await _teachers(stack, prepared, processes, losses, recorder)
+        parts = _parts(run, processes.trainer, generation, rollouter, ledger, recorder, teachers)
         controller: Controller | SupervisedController
         if isinstance(config.task, SupervisedTask):
             supervision = supervision_of(config, tokenizer)
@@ -371,6 +377,37 @@ def _router(config: RunConfig, processes: RunProcesses, ledger: TokenLedger) -> 
     )
 
 
+async def _teachers(
+    stack: AsyncExitStack,
+    prepared: PreparedRun,
+    processes: RunProcesses,
+    losses: FailureHandling,
+    recorder: RunRecorder,
+) -> Teachers | None:
+    """The teachers of a run; None if it has none. Their lost replicas are started again while
+    ``stack`` is open."""
+    config, found = prepared.config.teacher, dict[str, Teacher]()
+    for source, replicas in processes.teachers.items():
+        router = GeneratorRouter(replicas, request_timeout_s=config.timeout_s)
+        await stack.enter_async_context(losses.restarts(router))
+        found[source] = ReplicaTeacher(source, router, num_top=config.num_top)
+    for source, one in prepared.teachers.items():
+        if one.model:
+            found[source] = served = ServedTeacher(
+                source,
+                model=one.model,
+                num_top=config.num_top,
+                timeout_s=config.timeout_s,
+                say=recorder.say,
+            )
+            stack.push_async_callback(served.close)
+    if not found:
+        return None
+    teachers = Teachers(found, config.source_for, num_top=config.num_top)
+    recorder.watch_teachers(teachers.take)
+    return teachers
+
+
 def _places(prepared: PreparedRun) -> Places | None:
     config = prepared.config
     limit, generator = config.schedule.max_rollouts, config.generator
@@ -390,6 +427,7 @@ def _parts(
     rollouter: Rollouter,
     ledger: TokenLedger,
     recorder: RunRecorder,
+    teachers: Teachers | None,
 ) -> Parts:
     config = generation.config
     return Parts(
@@ -399,6 +437,7 @@ def _parts(
         batcher=EpisodeBatcher(
             config=config.rollout,
             row_len=config.trainer.max_episode_tokens,
+            teacher=config.teacher,
             replay_grammars=GrammarReplay(
                 generation.tokenizer, read_architecture(run.prepared.policy_dir).vocab_size
             ),
@@ -413,6 +452,7 @@ def _parts(
         identity=run.prepared.identity,
         success_reward=config.task.success_reward(),
         examples=_examples(config, generation.tokenizer),
+        teachers=teachers,
     )
 
 
@@ -490,16 +530,26 @@ class FailureHandling:
         self, processes: RunProcesses, router: GeneratorRouter, *, reserved: tuple[str, ...]
     ) -> AsyncIterator[None]:
         self._run = processes, router
-        restarts = ReplicaRestarts(
+        max_restarts = 0 if self._plan.is_shared else self._max_restarts
+        async with self.restarts(router, max_restarts=max_restarts, reserved=reserved):
+            yield
+
+    def restarts(
+        self,
+        router: GeneratorRouter,
+        *,
+        max_restarts: int | None = None,
+        reserved: tuple[str, ...] = (),
+    ) -> ReplicaRestarts:
+        """Restarts of a router's replicas; for those of teachers, while `restarting` is open."""
+        return ReplicaRestarts(
             router,
             self._start,
-            max_restarts=0 if self._plan.is_shared else self._max_restarts,
+            max_restarts=self._max_restarts if max_restarts is None else max_restarts,
             say=self._say,
             is_alone=self._is_alone,
             reserved=reserved,
         )
-        async with restarts:
-            yield
 
     def _on_host_lost(self, host: int, cause: str) -> None:
         if self._run is None:
@@ -528,7 +578,8 @@ class FailureHandling:
         return self._watch is None or await self._watch.answers(self._host_of(name))
 
     def _host_of(self, replica: str) -> int:
-        names = {group.name: group.host for group in self._plan.replicas}
+        groups = (*self._plan.replicas, *self._plan.teachers)
+        names = {group.name: group.host for group in groups}
         return names[first_name(replica)]
 
     async def _show_last_lines(self, name: str, host: int) -> None:

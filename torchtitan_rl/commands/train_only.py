@@ -43,6 +43,13 @@ def recorded_rollouts(prepared: PreparedRun) -> RecordedRun | None:
             f"{recorded.identity.get(name)}; give that"
         )
     recorded.check(1, config.num_steps)
+    _, groups = next(recorded.steps(1, 1))
+    turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
+    if config.teacher.is_on and turns and all(turn.teacher is None for turn in turns):
+        raise ConfigError(
+            f"teacher is given: the rollouts in {config.rollouts} have no scores of a teacher; "
+            "give a run with a teacher, or none"
+        )
     return recorded
 
 
@@ -108,6 +115,7 @@ def recorded_batcher(prepared: PreparedRun) -> tuple[EpisodeBatcher, Any]:
     batcher = EpisodeBatcher(
         config=config.rollout,
         row_len=config.trainer.max_episode_tokens,
+        teacher=config.teacher,
         replay_grammars=GrammarReplay(tokenizer, vocab_size),
     )
     return batcher, tokenizer

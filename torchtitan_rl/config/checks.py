@@ -100,11 +100,13 @@ def find_errors(
     policy: PolicyFacts | None,
     machine: MachineFacts,
     keys: Keys | None = None,
+    teachers: Sequence[PolicyFacts] = (),
 ) -> list[str]:
     """All contradictions in ``config`` for this policy on this machine; empty if the run can start.
     `check_fields` must have passed.
 
-    Without a policy, checks that depend on the policy are left out. The task and its problems are
+    Without a policy, checks that depend on the policy are left out. ``teachers`` are checkpoints of
+    teachers, which `find_teachers` checks. The task and its problems are
     checked by `find_problems`, several hosts by `errors_on_hosts`.
     """
     if isinstance(config.task, SupervisedTask):
@@ -126,7 +128,7 @@ def find_errors(
     errors += launch_errors(config)
     errors += tracker_errors(config.metrics.trackers)
     if not capacity:
-        errors += machine_errors(config, policy, machine)
+        errors += machine_errors(config, policy, machine, teachers)
     errors += loss_errors(
         trainer.loss, staleness=schedule.staleness, updates=trainer.updates_per_batch
     )
@@ -219,6 +221,8 @@ def _relation_errors(config: RunConfig) -> list[str]:
     ordered = list(_ORDERED)
     if isinstance(config.task, AgentTask):
         ordered.append(("endpoint.session_timeout_s", ">", ("rollout.step_timeout_s",), _NOT_STUCK))
+    if config.teacher.is_on:
+        ordered.append(("teacher.timeout_s", "<", ("schedule.max_wait_s",), _NOT_STUCK))
     errors = []
     for name, relation, others, reason in ordered:
         holds, words = _RELATIONS[relation]

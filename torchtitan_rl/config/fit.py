@@ -149,7 +149,7 @@ def _sizes(
 ) -> Iterator[RunConfig]:
     """The run, and then with other numbers of ranks, which use all devices."""
     devices = [len(host.cuda_devices) for host in hosts]
-    total, most = sum(devices), max(devices, default=0)
+    total, most = sum(devices) - config.teacher_ranks, max(devices, default=0)
     if (
         not uses_all
         or config.together(config.generator.num_ranks, config.trainer.world_size) == total

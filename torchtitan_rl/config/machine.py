@@ -310,6 +310,7 @@ def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
     devices = None
     if device_of(hosts) == "cuda":
         devices = tuple(len(host.cuda_devices) for host in hosts)
+        devices = (max(0, devices[0] - config.teacher_ranks), *devices[1:])
     trainer_places = _trainer_places(config, len(hosts), devices)
     for are_apart in (False,) if _share_devices(config) else (True, False):
         for trainer_hosts in trainer_places:

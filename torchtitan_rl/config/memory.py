@@ -23,8 +23,8 @@ was measured yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan_rl.config.lora import (
@@ -35,6 +35,7 @@ from torchtitan_rl.config.lora import (
 )
 from torchtitan_rl.config.model import PolicyArchitecture, PolicyFacts
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.distillation.config import CUDA_STEP_TOKENS
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.training.config import TrainerConfig
 
@@ -60,6 +61,7 @@ class MemoryPlan:
     trainer: dict[str, int]
     replica: dict[str, int]
     host: dict[str, int]
+    teacher: dict[str, int] = field(default_factory=dict)  # of the largest teacher
     kv_tokens: int = 0  # that the KV cache of a replica holds; 0: unknown
 
     def describe(self) -> list[str]:
@@ -68,6 +70,7 @@ class MemoryPlan:
         lines = {
             "memory of each trainer rank": (self.trainer, ""),
             "memory of each replica rank": (self.replica, tokens),
+            "memory of each teacher rank": (self.teacher, ""),
             "memory of the hosts besides": (self.host, ""),
         }
         return [
@@ -78,10 +81,15 @@ class MemoryPlan:
 
 
 def memory_plan(
-    config: RunConfig, policy: PolicyFacts, *, device: Device, device_bytes: int = 0
+    config: RunConfig,
+    policy: PolicyFacts,
+    *,
+    device: Device,
+    device_bytes: int = 0,
+    teachers: Sequence[PolicyFacts] = (),
 ) -> MemoryPlan:
     """Estimate the memory of a run. Without ``device_bytes``, nothing is known of a replica on
-    CUDA."""
+    CUDA. ``teachers`` are the teachers' checkpoints."""
     trainer, host = config.trainer, {}
     dtype: Dtype = config.policy.dtype if device == "cuda" else "float32"
     of_trainer: dict[str, int] = {}
@@ -116,6 +124,15 @@ def memory_plan(
         trainer=of_trainer,
         replica=of_replica,
         host=host,
+        teacher=max(
+            (
+                teacher_memory(config, facts, device=device, dtype=dtype, device_bytes=device_bytes)
+                for facts in teachers
+                if config.teacher_ranks
+            ),
+            key=lambda parts: parts.get("weights", 0),
+            default={},
+        ),
         kv_tokens=of_replica.get("KV cache", 0) // token if token else 0,
     )
 
@@ -151,6 +168,29 @@ def replica_memory(
         parts["a step"] = tokens * elements * BYTES[dtype] + 3 * 4 * samples
     share = int(generator.gpu_memory_utilization * device_bytes)
     return parts | {"KV cache": max(0, share - sum(parts.values()))}
+
+
+def teacher_memory(
+    config: RunConfig,
+    teacher: PolicyFacts,
+    *,
+    device: Device,
+    dtype: Dtype = "float32",
+    device_bytes: int = 0,
+) -> dict[str, int]:
+    """The memory of a rank of a teacher's replica, in bytes, by part. Scores need the logits of
+    all tokens of a prompt at once (of its part, on CUDA), and their float32 logprobs."""
+    generator = config.teacher.generator(config.generator, config.rollout.max_total_tokens)
+    parts = replica_memory(
+        generator, teacher, device=device, dtype=dtype, device_bytes=device_bytes
+    )
+    if not parts:
+        return {}
+    tokens = CUDA_STEP_TOKENS if device == "cuda" else config.rollout.max_total_tokens
+    scores = tokens * teacher.vocab_size * (BYTES[dtype] + 4)
+    if device == "cuda":
+        parts["KV cache"] = max(0, parts["KV cache"] - scores)
+    return parts | {"scores": scores}
 
 
 def _weight_bytes(policy: PolicyFacts, dtype: Dtype) -> int:

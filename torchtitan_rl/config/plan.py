@@ -81,12 +81,14 @@ class ProcessGroup:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
     """All processes except the controller, which makes the plan. ``serve`` has no trainer. Without
-    ``hosts`` all processes are on this machine, which is host 0."""
+    ``hosts`` all processes are on this machine, which is host 0. ``teachers`` are the replicas of
+    the teachers' checkpoints, `TeacherConfig.replicas` of each."""
 
     device: Literal["cpu", "cuda"]
     hosts: tuple[HostFacts, ...] = ()
     replicas: tuple[ProcessGroup, ...]
     trainer: ProcessGroup | None = None
+    teachers: tuple[ProcessGroup, ...] = ()
     endpoint: ProcessGroup | None = None
     controller_cores: tuple[int, ...] = ()  # empty: any core
     is_shared: bool = False  # trainer and replicas have the same devices, and alternate
@@ -96,8 +98,10 @@ class ProcessPlan:
 
     @property
     def num_devices(self) -> int:
-        """The number of CUDA devices of trainer and replicas; without CUDA, of their hosts."""
-        groups = (*self.replicas, *([] if self.trainer is None else [self.trainer]))
+        """The number of CUDA devices of trainer, replicas and teachers; without CUDA, of their
+        hosts."""
+        trainer = [] if self.trainer is None else [self.trainer]
+        groups = (*self.replicas, *self.teachers, *trainer)
         parts = [part for group in groups for part in group.on_each_host()]
         if self.device == "cpu":
             return len({part.host for part in parts})
@@ -111,18 +115,12 @@ class ProcessPlan:
                 for index in range(len(self.hosts))
                 if (names := self._names_on(index))
             )
-        replicas = [
-            replace(
-                group,
-                name=count(len(self.replicas), "replica"),
-                devices=tuple(device for group in self.replicas for device in group.devices),
-                cores=tuple(core for group in self.replicas for core in group.cores),
-            )
-            for group in self.replicas[:1]
-        ]
+        replicas = _as_one(self.replicas, "replica")
+        teachers = _as_one(self.teachers, "teacher replica")
+        others = [group for group in (self.trainer, self.endpoint) if group is not None]
         return ", ".join(
             f"{group.name}{f' of {group.ranks} ranks' if group.ranks > 1 else ''} on {group.place}"
-            for group in (*replicas, *self._others())
+            for group in (*replicas, *teachers, *others)
         )
 
     def describe(self) -> str:
@@ -143,7 +141,8 @@ class ProcessPlan:
         return "\n".join(lines)
 
     def _others(self) -> list[ProcessGroup]:
-        return [group for group in (self.trainer, self.endpoint) if group is not None]
+        some = [group for group in (self.trainer, self.endpoint) if group is not None]
+        return [*self.teachers, *some]
 
     def _names_on(self, host: int) -> list[str]:
         """Describe the groups on a host: ``["2 replicas", "trainer"]``."""
@@ -159,6 +158,23 @@ class ProcessPlan:
         """The groups on one host. Of a group on several hosts, its part on this host."""
         groups = (*self.replicas, *self._others())
         return [part for group in groups for part in group.on_each_host() if part.host == host]
+
+
+def _as_one(groups: Sequence[ProcessGroup], noun: str) -> list[ProcessGroup]:
+    """Describe all replicas of a kind as one group; empty without replicas."""
+    return [
+        replace(
+            group,
+            name=count(len(groups), noun),
+            devices=tuple(device for group in groups for device in group.devices),
+            cores=tuple(core for group in groups for core in group.cores),
+        )
+        for group in groups[:1]
+    ]
+
+
+def teacher_name(index: int) -> str:
+    return f"teacher{index}"
 
 
 def replica_name(index: int) -> str:
@@ -225,6 +241,8 @@ def threads_on_hosts(config: RunConfig, placement: Placement) -> tuple[Counter[i
         generating[host] += generator.tensor_parallel * generator.threads
     for host in placement.trainer_hosts:
         training[host] += trainer.threads
+    if config.teacher_ranks:
+        generating[0] += config.teacher_ranks * generator.threads
     return generating, training
 
 
@@ -270,6 +288,7 @@ def _plan(
         hosts=tuple(hosts),
         replicas=tuple(replace(one, yields_cores=one.host in crowded) for one in replicas),
         trainer=None if config.mode == "generate" else trainer,
+        teachers=_teachers(config, hosts[0], [*replicas, trainer], free_cores),
         endpoint=_endpoint(config.endpoint) if has_endpoint else None,
         is_shared=config.is_colocated and config.mode == "both",
         shares_cores=bool(shared),
@@ -299,6 +318,22 @@ def _replica(
         # Replicas with equal seeds would sample with the same random numbers. An engine's seed has
         # 32 bits.
         seed=(seed * 1000 + index) % 2**32,
+    )
+
+
+def _teachers(
+    config: RunConfig, host: HostFacts, others: Sequence[ProcessGroup], cores: list[int]
+) -> tuple[ProcessGroup, ...]:
+    """Plan the teachers' replicas, on devices of the controller's machine that no other group
+    has."""
+    if config.mode == "train":
+        return ()
+    used = {device for group in others for device in group.devices}
+    free = [device for device in host.cuda_devices if device not in used]
+    engine = config.teacher.generator(config.generator, config.rollout.max_total_tokens)
+    return tuple(
+        replace(_replica(engine, config.seed, index, free, cores), name=teacher_name(index))
+        for index in range(config.teacher.num_replicas)
     )
 
 

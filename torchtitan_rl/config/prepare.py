@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,6 +59,7 @@ from torchtitan_rl.config.run import (
     output_file_errors,
     path_errors,
 )
+from torchtitan_rl.config.teachers import FoundTeacher, find_teachers
 from torchtitan_rl.environments.supervised import SupervisedTask
 from torchtitan_rl.errors import ConfigError, one_line
 from torchtitan_rl.generation.config import GeneratorConfig
@@ -88,6 +89,7 @@ class PreparedRun:
     memory: MemoryPlan | None = None  # None: the sizes of the policy are not known
     identity: dict[str, Any] = field(default_factory=dict)
     resume_point: ResumePoint | None = None
+    teachers: Mapping[str, FoundTeacher] = field(default_factory=dict)  # by their source
 
     @property
     def is_complete(self) -> bool:
@@ -101,6 +103,7 @@ class PreparedRun:
         first = [
             f"task: {type(config.task).__name__}",
             f"policy: {self.policy_dir}{size}",
+            self._describe_teachers(),
             f"outputs: {config.run_dir}",
             self.plan.describe(),
             *([] if self.memory is None else self.memory.describe()),
@@ -190,6 +193,19 @@ class PreparedRun:
             f"{_TRANSPORTS[transport]}"
         )
 
+    def _describe_teachers(self) -> str:
+        teacher = self.config.teacher
+        if not teacher.is_on:
+            return ""
+        names = [
+            f"{source if found is None or found.directory is None else found.directory}"
+            f"{f' ({found.model})' if found is not None and found.model else ''}"
+            for source in teacher.sources
+            for found in [self.teachers.get(source)]
+        ]
+        rewards = "alone" if self.config.rollout.advantage == "none" else "in addition to rewards"
+        return f"teacher: {', '.join(names)}; coefficient {teacher.coefficient:g}, {rewards}"
+
     def _describe_mode(self) -> str:
         match self.config.mode:
             case "both":
@@ -272,6 +288,7 @@ _TRANSPORTS = {
     "Monarch's channels without such hardware",
 }
 _SAMPLED_BYTES, _PROMPT_BYTES = 80, 7  # of a token in rollouts.jsonl
+_TEACHER_BYTES = 45  # a token's score and advantage
 
 
 def recorded_bytes(config: RunConfig) -> int:
@@ -280,7 +297,8 @@ def recorded_bytes(config: RunConfig) -> int:
     if config.rollouts_per_step != "all":
         return 0
     rollout = config.rollout
-    token_bytes = _SAMPLED_BYTES + _PROMPT_BYTES * (rollout.max_turns + 1) // 2
+    sampled_bytes = _SAMPLED_BYTES + (_TEACHER_BYTES if config.teacher.is_on else 0)
+    token_bytes = sampled_bytes + _PROMPT_BYTES * (rollout.max_turns + 1) // 2
     num_rollouts = rollout.groups_per_step * rollout.group_size
     return num_rollouts * rollout.max_total_tokens * token_bytes
 
@@ -326,7 +344,13 @@ def prepare_run(
             errors = error.errors if is_here else []
     if not is_here:
         policy_dir = Path(checkpoint)
-    errors += find_errors(config, policy, machine, keys)
+    teachers: dict[str, FoundTeacher] = {}
+    if policy is not None and policy_dir is not None and is_here:
+        is_on_cpu = not machine.cuda_devices
+        teachers, found = find_teachers(config, policy_dir, policy, is_on_cpu=is_on_cpu)
+        errors += found
+    of_teachers = [one.facts for one in teachers.values() if one.facts is not None]
+    errors += find_errors(config, policy, machine, keys, of_teachers)
     problems, found = find_problems(config)
     errors += found
     is_supervised = isinstance(config.task, SupervisedTask)
@@ -381,9 +405,11 @@ def prepare_run(
             policy,
             device=plan.device,
             device_bytes=device_bytes(plan.hosts or [host_of(machine)]),
+            teachers=of_teachers,
         ),
         identity=identity,
         resume_point=resume_point,
+        teachers=teachers,
     )
 
 

@@ -65,7 +65,10 @@ _RANKS = (
 
 
 def machine_errors(
-    config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts
+    config: RunConfig,
+    policy: PolicyFacts | None,
+    machine: MachineFacts,
+    teachers: Sequence[PolicyFacts] = (),
 ) -> list[str]:
     """Errors if the run's processes are all on this machine, and it has too few devices or, without
     CUDA, too few cores, or too little memory. Also an error if the controller may open too few
@@ -89,6 +92,7 @@ def machine_errors(
                 device=device,
                 replicas=config.generator.replicas,
                 trainer_ranks=config.trainer.world_size,
+                teachers=teachers,
             )
     limit = machine.max_open_files
     # Each running agent has open connections in the controller.
@@ -105,6 +109,7 @@ def machine_errors(
 def _thread_errors(config: RunConfig, num_cores: int) -> list[str]:
     generator, trainer = config.generator, config.trainer
     threads = config.together(generator.num_threads, trainer.num_threads)
+    threads += config.teacher_ranks * generator.threads
     if config.pin_cores and threads > num_cores:
         return [
             f"pin_cores is True: replicas and trainer compute in {threads} threads, and there are "
@@ -132,13 +137,15 @@ def _device_errors(
     config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts
 ) -> list[str]:
     needed = config.together(config.generator.num_ranks, config.trainer.world_size)
+    needed += config.teacher_ranks
     devices, errors = machine.cuda_devices, []
     if len(devices) < needed:
         fix = f"give fewer{sharing_proposal(config, len(devices))}"
         if policy is not None and machine.device_bytes:
             fix = describe_fit(fitting_options(config, policy, [host_of(machine)]))
+        who = "replicas, trainer and teachers" if config.teacher_ranks else "replicas and trainer"
         errors.append(
-            f"{_largest(config, 'generator.replicas', *_RANKS)}: replicas and trainer need "
+            f"{_largest(config, 'generator.replicas', *_RANKS)}: {who} need "
             f"{needed} CUDA devices, and {_visible(devices)}; {fix}"
         )
     if devices[0].startswith(MIG):
@@ -204,19 +211,27 @@ def serving_errors(
 
 
 def needed_bytes(
-    config: RunConfig, policy: PolicyFacts, *, replicas: int, trainer_ranks: int, device: Device
+    config: RunConfig,
+    policy: PolicyFacts,
+    *,
+    replicas: int,
+    trainer_ranks: int,
+    device: Device,
+    teachers: Sequence[PolicyFacts] = (),
 ) -> int:
-    """The memory that a host needs for some of a run's replicas and trainer ranks. On CUDA it holds
-    processes, published weights and the trainer's offloaded state."""
-    plan = memory_plan(config, policy, device=device)
+    """The memory that a host needs for some of a run's replicas and trainer ranks, and for its
+    teachers. On CUDA it holds processes, published weights and the trainer's offloaded state."""
+    plan = memory_plan(config, policy, device=device, teachers=teachers)
     published = plan.host.get(PUBLISHED, 0) if replicas or trainer_ranks else 0
     ranks = replicas * config.generator.tensor_parallel
     if device == "cuda":
         pinned = plan.host.get(PINNED, 0) * trainer_ranks // config.trainer.world_size
         asleep = plan.host.get(SLEEPING, 0) * replicas // config.generator.replicas
+        ranks += config.teacher_ranks if teachers else 0
         return (ranks + trainer_ranks) * PROCESS_BYTES + pinned + asleep + published
     replica, trainer = sum(plan.replica.values()), sum(plan.trainer.values())
-    return ranks * replica + trainer_ranks * trainer + published
+    of_teachers = config.teacher_ranks * sum(plan.teacher.values())
+    return ranks * replica + trainer_ranks * trainer + of_teachers + published
 
 
 def too_little_memory(
@@ -228,10 +243,16 @@ def too_little_memory(
     replicas: int,
     trainer_ranks: int,
     where: str = "the machine",
+    teachers: Sequence[PolicyFacts] = (),
 ) -> list[str]:
     """The error if all processes of a machine together need more memory than it has."""
     needed = needed_bytes(
-        config, policy, replicas=replicas, trainer_ranks=trainer_ranks, device=device
+        config,
+        policy,
+        replicas=replicas,
+        trainer_ranks=trainer_ranks,
+        device=device,
+        teachers=teachers,
     )
     if device == "cpu":
         return _memory_errors(config.generator, policy, needed, memory_bytes, where)

@@ -29,6 +29,7 @@ from torchtitan_rl.bounds import (
 )
 from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.data.conversations import ExamplesConfig
+from torchtitan_rl.distillation.config import TeacherConfig
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.config import (
     Capacity,
@@ -181,6 +182,7 @@ class RunConfig:
     """``separate`` gives trainer and replicas devices of their own; ``colocated`` lets them share
     devices and take turns."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
@@ -237,6 +239,12 @@ class RunConfig:
         generating = 0 if self.mode == "train" else generating
         training = 0 if self.mode == "generate" else training
         return max(generating, training) if self.is_colocated else generating + training
+
+    @property
+    def teacher_ranks(self) -> int:
+        """The number of ranks of all teachers' replicas, which are never colocated."""
+        ranks = self.teacher.num_replicas * self.teacher.tensor_parallel
+        return 0 if self.mode == "train" else ranks
 
     @property
     def max_rollouts(self) -> int:

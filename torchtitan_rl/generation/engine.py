@@ -302,6 +302,10 @@ def sampling_errors(sampling: SamplingParams, limits: EngineLimits) -> list[str]
             f"sampling.num_logprobs = {sampling.num_logprobs} without with_logprobs: alternatives "
             "come with the tokens' own logprobs"
         )
+    if sampling.prompt_logprobs is not None and sampling.prompt_logprobs < 0:
+        errors.append(
+            f"sampling.prompt_logprobs = {sampling.prompt_logprobs}: use 0 or more, or None"
+        )
     return [*errors, *_stop_errors(sampling.stop), *_option_errors(sampling.engine_options)]
 
 

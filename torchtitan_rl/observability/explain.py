@@ -514,7 +514,7 @@ def _phases(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     rows = list(steps)
     seconds = {
         phase: fmean(values)
-        for phase in ("environment", "generation", "reward")
+        for phase in ("environment", "generation", "reward", "teacher")
         if (values := _values(rows, f"train/phase_s/{phase}_mean"))
     }
     names = ("train/generation/queue_s_mean", "train/turns_mean")

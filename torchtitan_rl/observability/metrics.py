@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from math import fsum
+from math import expm1, fsum, isfinite
 from statistics import fmean, pstdev
 
 from torchtitan_rl.observability.engine import TRAINER_IDLE, idle_share
@@ -27,12 +27,15 @@ from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus, Turn, spans
 from torchtitan_rl.weights.distribution import Fetched
 
+_MAX_LOG_RATIO = 20.0  # as `trainer.loss.max_log_ratio`, so that one token cannot overflow a mean
+
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
     """Compute all metrics of one step from its record."""
     metrics = rollout_metrics(record.groups, Split.TRAIN, flat=record.flat)
     metrics |= {f"trainer/{name}": value for name, value in record.trainer.items()}
     metrics |= _token_metrics(record.tokens, record.wall_s)
+    metrics |= teacher_metrics(record.groups)
     if record.trainer:
         metrics |= staleness_metrics(record.groups, trained_version=record.version - 1)
     if record.publish_s:
@@ -127,6 +130,28 @@ def _token_metrics(tokens: TokenCounts, wall_s: float) -> dict[str, float]:
         "tokens/generated_per_second": tokens.generated / wall_s if wall_s > 0 else 0.0,
     }
     return metrics | {f"tokens/discarded/{c}": float(n) for c, n in tokens.discarded.items()}
+
+
+def teacher_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
+    """Estimates of KL(policy that sampled || teacher), as means over all sampled tokens with a
+    teacher's score; empty without scores. With d = logprob - teacher's logprob: k1 = d, k3 =
+    exp(-d) - 1 + d (see `reference_kl` in `training/losses/policy.py`)."""
+    differences = [
+        own - of_teacher
+        for group in groups
+        for rollout in group.rollouts
+        for turn in rollout.turns
+        if turn.teacher is not None
+        for own, of_teacher in zip(turn.completion.logprobs, turn.teacher.logprobs, strict=True)
+        if isfinite(own)
+    ]
+    if not differences:
+        return {}
+    return {
+        "teacher/kl_k1": fmean(differences),
+        "teacher/kl_k3": fmean(expm1(min(-d, _MAX_LOG_RATIO)) + d for d in differences),
+        "teacher/scored_tokens": float(len(differences)),
+    }
 
 
 def cost_metrics(

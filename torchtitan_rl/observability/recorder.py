@@ -109,6 +109,7 @@ class RunRecorder:
         self._lag = LoopLagSampler()
         self._engines: EngineSampler | None = None
         self._take_endpoint: Callable[[], Mapping[str, float]] = dict
+        self._take_teachers: Callable[[], Mapping[str, float]] = dict
         self._take_fetches: Callable[[], Sequence[Fetched]] = tuple
         self._has_begun = False
         self._has_shown_failures = False
@@ -164,6 +165,10 @@ class RunRecorder:
     def watch_endpoint(self, take: Callable[[], Mapping[str, float]]) -> None:
         """Add the endpoint's metrics since the last step, from ``take``, to each step's row."""
         self._take_endpoint = take
+
+    def watch_teachers(self, take: Callable[[], Mapping[str, float]]) -> None:
+        """Add the teachers' metrics since the last step, from ``take``, to each step's row."""
+        self._take_teachers = take
 
     def watch_weights(self, take_fetches: Callable[[], Sequence[Fetched]]) -> None:
         """Add metrics of the weights that hosts fetched since the last step to each step's row."""
@@ -227,6 +232,7 @@ class RunRecorder:
             record, num_devices=self._num_devices, dollars_per_hour=self._dollars_per_hour
         )
         metrics |= self._take_endpoint()
+        metrics |= self._take_teachers()
         metrics |= fetch_metrics(self._take_fetches())
         overlap = overlap_of(metrics)
         if overlap is not None:

@@ -39,6 +39,7 @@ from torchtitan_rl.types import (
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    TokenScores,
     Turn,
     VersionRun,
 )
@@ -180,6 +181,9 @@ def rollout_to_json(
     if is_whole:
         for turn, of_turn in zip(rollout.turns, turns, strict=True):
             of_turn["kept_sets"] = [_kept_to_json(run) for run in turn.completion.kept_tokens]
+            if turn.teacher is not None and turn.teacher.top_ids:
+                top = (turn.teacher.top_ids, turn.teacher.top_logprobs)
+                of_turn["teacher_top"] = [*map(_to_text, top)]
     return {
         "group_id": rollout.group_id,
         "rollout_id": rollout.rollout_id,
@@ -210,6 +214,7 @@ def _turn_to_json(turn: Turn, decode: Decode | None) -> dict[str, Any]:
         "token_ids": list(completion.token_ids),
         "logprobs": list(completion.logprobs),
         "versions": list(completion.versions),
+        "teacher_logprobs": None if turn.teacher is None else list(turn.teacher.logprobs),
         "finish_reason": completion.finish_reason.value,
         "stop_reason": completion.stop_reason,
         "replica": completion.replica,
@@ -274,6 +279,7 @@ def _trained_of(
     if found is None:
         return {
             "advantage": None,
+            "advantages": None,
             "loss_mask": [0] * size,
             "trainer_logprobs": None,
             "num_kept": None,
@@ -286,6 +292,7 @@ def _trained_of(
     is_cut = bool(turn.completion.kept_tokens)
     return {
         "advantage": episode.advantages[start + mask.index(1)] if any(mask) else None,
+        "advantages": None if turn.teacher is None else list(episode.advantages[own]),
         "loss_mask": mask,
         "trainer_logprobs": None if logprobs is None else logprobs[own].tolist(),
         "num_kept": [_num_kept(one, vocab_size) for one in kept] if is_cut else None,
@@ -337,7 +344,9 @@ def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
 
 def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
     versions = turn["versions"]
-    metrics = turn.get("metrics")  # earlier versions did not write them
+    # Earlier versions did not write these.
+    metrics, scores = turn.get("metrics"), turn.get("teacher_logprobs")
+    top = turn.get("teacher_top", ("", ""))
     runs = [(i, v) for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
     completion = Completion(
         request_id=request_id,
@@ -358,6 +367,13 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
         is_seen=turn.get("is_seen", True),  # earlier versions did not write this and the next two
         branch_reward=turn.get("branch_reward"),
         request_key=turn.get("request_key"),
+        teacher=None
+        if scores is None
+        else TokenScores(
+            logprobs=tuple(scores),
+            top_ids=base64.b64decode(top[0]),
+            top_logprobs=base64.b64decode(top[1]),
+        ),
     )
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_rl.distillation.config import TeacherConfig
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.records import TokenCounts
 from torchtitan_rl.rollout.config import OverlongConfig, RolloutConfig
@@ -148,6 +149,7 @@ class EpisodeBatcher:
 
     config: RolloutConfig
     row_len: int
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     replay_grammars: Callable[[Episode], Episode] = without_grammars
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> Batched:
@@ -163,6 +165,8 @@ class EpisodeBatcher:
         """
         discarded: Counter[str] = Counter()
         episodes: list[Episode] = []
+        num_top = self.teacher.num_top
+        coefficient = self.teacher.coefficient if self.teacher.is_on else 0.0
         for group in groups:
             advantages = turn_advantages(list(map(self._shaped, group.rollouts)), self.config)
             for rollout, advantage in zip(group.rollouts, advantages, strict=True):
@@ -172,18 +176,23 @@ class EpisodeBatcher:
                     discarded["overlong"] += rollout.num_sampled_tokens
                 else:
                     discarded["unseen_turn"] += num_unseen_tokens(rollout)
-                    made = rollout_to_episodes(rollout, advantage)
+                    made = rollout_to_episodes(
+                        rollout, advantage, teacher_coefficient=0.0 if num_top else coefficient
+                    )
                     episodes += map(self.replay_grammars, made)
         unknown = sum(episode.num_unknown_tokens for episode in episodes)
         discarded["truncated_sampling"] += unknown
         temperature = self.config.sampling.temperature
-        packing = pack_episodes(episodes, row_len=self.row_len, temperature=temperature)
+        packing = pack_episodes(
+            episodes, row_len=self.row_len, temperature=temperature, num_top=num_top
+        )
         for index in packing.oversized:
             discarded["oversized_episode"] += episodes[index].num_trained_tokens
             no_loss = (False,) * len(episodes[index].token_ids)
             episodes[index] = replace(episodes[index], loss_mask=no_loss)
         batch, trained = packing.batch, 0
         if batch is not None:
+            batch = replace(batch, teacher_coefficient=coefficient if num_top else 0.0)
             trained = int(trained_mask(batch).sum())
             masked = num_masked_nonfinite(batch)
             discarded["nonfinite_logprob"] += masked

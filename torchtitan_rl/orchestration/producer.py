@@ -24,7 +24,7 @@ from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.episodes import has_signal
 from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.rollout.task import adapts
-from torchtitan_rl.types import Problem, RolloutGroup
+from torchtitan_rl.types import Problem, Rollout, RolloutGroup
 
 _PATIENCE = 10  # factor of `max_empty_batches` for a dataset that chooses by earlier outcomes
 
@@ -203,9 +203,26 @@ class Producer:
             on_rollout=lambda _: self._state.notify(),
             on_turn=self._write_turn,
             on_discard=partial(self._discard_tokens, asyncio.current_task()),
+            score_tokens=self._score_tokens if self._is_taught(entry.problem) else None,
         )
         self._keep_or_drop(entry, group)
         self._state.notify()
+
+    def _is_taught(self, problem: Problem) -> bool:
+        teachers = self._parts.teachers
+        return teachers is not None and teachers.teach(problem)
+
+    async def _score_tokens(self, rollout: Rollout, problem: Problem) -> Rollout:
+        """Let the teacher score a rollout. If it fails, the run ends; until it has been saved, the
+        rollout and its siblings continue, so that no token of them is lost."""
+        assert self._parts.teachers is not None
+        try:
+            return await self._parts.teachers.score(rollout, problem)
+        except Exception as error:
+            self._failure = self._failure or error
+            self._state.notify()
+            await asyncio.Event().wait()
+            raise
 
     def _keep_or_drop(self, entry: Entry, group: RolloutGroup) -> None:
         """Keep the group for a batch, skip it or resample it."""
@@ -234,10 +251,11 @@ class Producer:
             )
 
     def _has_signal(self, group: RolloutGroup) -> bool:
-        """Whether to train on the group. Groups without any reward are kept too: the batcher
-        reports their failures."""
+        """Whether to train on the group. A teacher's scores are a signal even if the rewards do not
+        differ. Groups without any reward are kept too: the batcher reports their failures."""
         failed = all(rollout.reward is None for rollout in group.rollouts)
-        return failed or has_signal(group.rollouts, self._config.rollout)
+        is_taught = self._is_taught(group.problem)
+        return failed or is_taught or has_signal(group.rollouts, self._config.rollout)
 
     def _pop_recorded(self, entry: Entry) -> Mapping[str, RecordedRollout]:
         """Take the group's turns from before the run was resumed, and add their tokens to the

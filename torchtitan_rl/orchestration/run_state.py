@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_rl.distillation.scoring import Teachers
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.config import Capacity
 from torchtitan_rl.orchestration.journal import Journal
@@ -82,6 +83,7 @@ class Parts:
     identity: Mapping[str, Any] = field(default_factory=dict)
     success_reward: float = 1.0 - 1e-9
     examples: Callable[[int], TrainingBatch | None] | None = None
+    teachers: Teachers | None = None
 
 
 class RunState:

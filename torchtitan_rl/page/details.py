@@ -79,7 +79,7 @@ def _tokens(row: Row, turn: Row, ids: Sequence[Any], decode: Decode | None) -> I
         texts = decode(ids)
     names = ("logprobs", "trainer_logprobs", "versions", "loss_mask", "num_kept")
     logprobs, trainer_logprobs, versions, mask, kept = (items(turn.get(name)) for name in names)
-    advantages = turn.get("advantage")
+    of_turn, of_tokens = turn.get("advantage"), turn.get("advantages")
     newest = integer(row.get("version"))
     trained = newest - 1 if newest is not None and row.get("split") == "train" else None
     for index, (token, text) in enumerate(zip(ids, texts, strict=True)):
@@ -95,7 +95,9 @@ def _tokens(row: Row, turn: Row, ids: Sequence[Any], decode: Decode | None) -> I
             "version": version,
             "age": None if trained is None or version is None else trained - version,
             "mask": int(has_loss),
-            "advantage": finite(advantages) if has_loss else None,
+            "advantage": finite(at(items(of_tokens), index) if of_tokens else of_turn)
+            if has_loss
+            else None,
             "kept": integer(at(kept, index)),
         }
 

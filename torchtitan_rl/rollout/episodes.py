@@ -43,14 +43,18 @@ from torchtitan_rl.bounds import load_function
 from torchtitan_rl.errors import TorchtitanRLError, one_line
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_error
-from torchtitan_rl.types import Episode, KeptRun, Rollout, Turn, spans
+from torchtitan_rl.types import Episode, KeptRun, Rollout, TokenScores, Turn, spans
 
 
-def rollout_to_episodes(rollout: Rollout, advantage: float | Sequence[float]) -> list[Episode]:
+def rollout_to_episodes(
+    rollout: Rollout, advantage: float | Sequence[float], *, teacher_coefficient: float = 0.0
+) -> list[Episode]:
     """Return the episodes of one rollout, ordered by their tokens; the list is empty if nothing was
     sampled.
 
-    ``advantage`` is one number for all turns, or a sequence with one number per turn.
+    ``advantage`` is one number for all turns, or a sequence with one number per turn. The advantage
+    of each token that a teacher scored also gets ``teacher_coefficient`` x (teacher's logprob -
+    logprob): see `docs/distillation.md`.
 
     Raises:
         ValueError: a completion's token-aligned fields differ in length.
@@ -60,7 +64,7 @@ def rollout_to_episodes(rollout: Rollout, advantage: float | Sequence[float]) ->
     of_each = [advantage] * len(rollout.turns) if isinstance(advantage, int | float) else advantage
     advantage_of = dict(zip(map(id, rollout.turns), of_each, strict=True))
     return [
-        _episode(rollout, turns, [advantage_of[id(turn)] for turn in turns])
+        _episode(rollout, turns, [advantage_of[id(turn)] for turn in turns], teacher_coefficient)
         for turns in turns_by_episode(rollout)
     ]
 
@@ -144,13 +148,16 @@ def _extended(tokens_of: list[tuple[int, ...]], prompt: tuple[int, ...]) -> int 
     return found
 
 
-def _episode(rollout: Rollout, turns: list[Turn], turn_advantages: list[float]) -> Episode:
+def _episode(
+    rollout: Rollout, turns: list[Turn], turn_advantages: list[float], teacher_coefficient: float
+) -> Episode:
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     advantages: list[float] = []
     versions: list[int] = []
     kept_tokens: list[KeptRun] = []
+    teacher_top: list[tuple[int, TokenScores]] = []
     for turn, advantage in zip(turns, turn_advantages, strict=True):
         observed = turn.prompt_token_ids[len(token_ids) :]
         sampled = turn.completion
@@ -162,11 +169,14 @@ def _episode(rollout: Rollout, turns: list[Turn], turn_advantages: list[float]) 
         advantages += [0.0] * len(observed)
         logprobs += [0.0] * len(observed) + list(sampled.logprobs)
         versions += [-1] * len(observed) + list(sampled.versions)
+        if turn.teacher is not None and turn.teacher.top_ids:
+            teacher_top.append((start, turn.teacher))
         runs = sampled.kept_tokens or (KeptRun(0, WHOLE_VOCABULARY),)
+        own = _token_advantages(turn, advantage, teacher_coefficient)
         for first, end, kept in spans(runs, num_sampled):
             kept_tokens.append(KeptRun(start + first, kept))
             loss_mask += [kept is not None] * (end - first)
-            advantages += [0.0 if kept is None else advantage] * (end - first)
+            advantages += [0.0] * (end - first) if kept is None else own[first:end]
     is_cut = any(turn.completion.kept_tokens for turn in turns)
     return Episode(
         rollout_id=rollout.rollout_id,
@@ -177,7 +187,24 @@ def _episode(rollout: Rollout, turns: list[Turn], turn_advantages: list[float]) 
         advantages=tuple(advantages),
         versions=tuple(versions),
         kept_tokens=tuple(kept_tokens) if is_cut else (),
+        teacher_top=tuple(teacher_top),
     )
+
+
+def _token_advantages(turn: Turn, advantage: float, teacher_coefficient: float) -> list[float]:
+    """Return the advantages of a turn's sampled tokens.
+
+    The teacher's part is the single-sample estimate of the gradient of the reverse KL to the
+    teacher (Lu, "On-Policy Distillation", Thinking Machines Lab 2025). A token whose own logprob is
+    not finite is not trained on, so it gets none.
+    """
+    logprobs, teacher = turn.completion.logprobs, turn.teacher
+    if teacher is None or teacher_coefficient == 0.0:
+        return [advantage] * len(logprobs)
+    return [
+        advantage + (teacher_coefficient * (of_teacher - own) if math.isfinite(own) else 0.0)
+        for of_teacher, own in zip(teacher.logprobs, logprobs, strict=True)
+    ]
 
 
 def _check_alignment(rollout_id: str, turn: Turn) -> None:
@@ -186,11 +213,13 @@ def _check_alignment(rollout_id: str, turn: Turn) -> None:
     error = kept_error(completion.kept_tokens, lengths[0])
     if len(set(lengths)) != 1:
         error = f"tokens, logprobs and versions have lengths {lengths}"
+    if turn.teacher is not None and len(turn.teacher.logprobs) != lengths[0]:
+        error = f"a teacher scored {len(turn.teacher.logprobs)} of {lengths[0]} tokens"
     if error:
         raise ValueError(f"rollout {rollout_id}, request {completion.request_id}: {error}")
 
 
-ADVANTAGE_KINDS = ("mean", "std", "leave_one_out")
+ADVANTAGE_KINDS = ("mean", "std", "leave_one_out", "none")
 STD_EPS = 1e-6  # keeps the division finite if rewards hardly differ
 
 
@@ -281,6 +310,8 @@ def _comparison(
     The value may differ from the rollout's entry in ``values``: a branch with its own reward is
     compared with the rollouts' rewards, and does not change a built-in baseline.
     """
+    if config.advantage == "none":
+        return lambda _index, _value: 0.0
     if config.advantage in ADVANTAGE_KINDS:
         baseline, scale = _baseline(values, config.advantage)
         return lambda _, value: (value - baseline) * scale

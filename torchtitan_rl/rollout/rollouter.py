@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.places import Places
@@ -50,6 +51,12 @@ from torchtitan_rl.types import (
 )
 
 OnRollout = Callable[[Rollout], None]
+
+
+class ScoreTokens(Protocol):
+    """Adds a teacher's scores to a finished rollout (`distillation/scoring.py`)."""
+
+    async def __call__(self, rollout: Rollout, problem: Problem, /) -> Rollout: ...
 
 
 class Rollouter:
@@ -118,6 +125,7 @@ class Rollouter:
         on_discard: OnDiscard | None = None,
         generate: GenerateFn | None = None,
         active_time: ActiveTime | None = None,
+        score_tokens: ScoreTokens | None = None,
     ) -> RolloutGroup:
         """Roll one problem out ``size`` times; siblings are ``{group_id}/r0``, ``/r1``, ...
 
@@ -137,12 +145,14 @@ class Rollouter:
                 recorded tokens that cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and tokens
                 of a refused completion.
             generate, active_time: replace those of the `Rollouter` for this call.
+            score_tokens: called with each rollout that has a reward; returns it with a teacher's
+                scores.
 
         Raises:
             asyncio.CancelledError: the call was cancelled from outside; all environments are
                 closed.
-            ExceptionGroup: ``on_turn``, ``on_discard`` or ``on_rollout`` raised, or too many
-                abandoned calls hang (`HangingCallsError`). The siblings are cancelled.
+            ExceptionGroup: ``on_turn``, ``on_discard``, ``on_rollout`` or ``score_tokens`` raised,
+                or too many abandoned calls hang (`HangingCallsError`). The siblings are cancelled.
         """
         sampling = self._config.sampling
         if temperature is not None:
@@ -163,7 +173,7 @@ class Rollouter:
             on_turn=on_turn,
             on_discard=on_discard,
         )
-        group = _Group(settings, size, recorded or {}, self._rubric, on_rollout)
+        group = _Group(settings, size, recorded or {}, self._rubric, on_rollout, score_tokens)
         self._running.append(group)
         self._groups[group_id] = group
         try:
@@ -191,6 +201,7 @@ class _Group:
         recorded: Mapping[str, RecordedRollout],
         rubric: Rubric | None,
         on_rollout: OnRollout | None,
+        score_tokens: ScoreTokens | None,
     ) -> None:
         ids = [f"{settings.group_id}/r{i}" for i in range(size)]
         self.runs = tuple(RolloutRun(name, settings, recorded.get(name)) for name in ids)
@@ -198,6 +209,7 @@ class _Group:
         self._settings = settings
         self._rubric = rubric
         self._on_rollout = on_rollout
+        self._score_tokens = score_tokens
 
     async def run(self) -> RolloutGroup:
         """See `Rollouter.run_group`."""
@@ -221,10 +233,10 @@ class _Group:
         for run in self.runs:
             run.enter(Phase.REWARD, "score_group")
         scored = await score_whole_group(rubric, [task.result() for task in tasks], problem)
-        rollouts = [run.timed(one) for run, one in zip(self.runs, scored, strict=True)]
-        for rollout in rollouts:
-            self._report(rollout)
-        return rollouts
+        async with asyncio.TaskGroup() as siblings:
+            pairs = zip(self.runs, scored, strict=True)
+            ending = [siblings.create_task(self._end(run, one)) for run, one in pairs]
+        return [task.result() for task in ending]
 
     async def _run_and_score(self, run: RolloutRun) -> Rollout:
         rollout = await run.run()
@@ -235,6 +247,13 @@ class _Group:
                 run.enter(Phase.REWARD, "rubric")
                 score = await self._rubric.score(rollout, self._settings.problem)
             rollout = with_score(rollout, score)
+        return await self._end(run, rollout)
+
+    async def _end(self, run: RolloutRun, rollout: Rollout) -> Rollout:
+        """Let the teacher score the rollout's tokens, and report the rollout."""
+        if self._score_tokens is not None and rollout.reward is not None:
+            run.enter(Phase.TEACHER, "scores")
+            rollout = await self._score_tokens(rollout, self._settings.problem)
         rollout = run.timed(rollout)
         self._report(rollout)
         return rollout

@@ -69,6 +69,7 @@ class Phase(StrEnum):
     ENVIRONMENT = "environment"
     GENERATION = "generation"
     REWARD = "reward"
+    TEACHER = "teacher"  # see `distillation/scoring.py`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,6 +171,7 @@ def _append(joined: Completion, piece: Completion) -> Completion:
         replica=piece.replica or joined.replica,
         top_logprobs=joined.top_logprobs + piece.top_logprobs,
         kept_tokens=kept,
+        prompt_scores=joined.prompt_scores or piece.prompt_scores,
     )
 
 

@@ -52,6 +52,10 @@ class EndpointConfig:
     ``serve``); ``refuse`` answers 400."""
     chat_template: OptionalName = ""
     """File with a chat template. Empty: the tokenizer's own."""
+    prompt_logprobs: bool = False
+    """Serve ``prompt_logprobs`` (at most 20), which a teacher of other runs needs. On CUDA, a step
+    of an engine is then limited to 2,048 tokens, because the logits of whole prompts take much
+    memory."""
     max_body_bytes: Annotated[int, Interval(ge=1024, le=1 << 32)] = 4 << 20
     """Maximum size of a request body, in bytes."""
     max_n: Annotated[int, Interval(ge=1, le=1 << 12)] = 16

@@ -26,6 +26,10 @@ class TrainingBatch:
     Token i was sampled from the set ``kept_sets[kept[i]]`` (packed by `token_sets.py`);
     -1 means the whole vocabulary. ``kept`` None means the whole vocabulary for all tokens.
     ``groups`` has the number of each episode's group; the updates of a step never split a group.
+
+    ``teacher_ids`` and ``teacher_logprobs`` are a teacher's K most likely tokens at the position of
+    each token, and their logprobs; NaN where no teacher scored. None without such scores. The loss
+    gets ``teacher_coefficient`` x `teacher_kl` (`training/losses/teacher.py`).
     """
 
     episode_lengths: npt.NDArray[np.int64]  # length of each episode, at least 1
@@ -38,6 +42,9 @@ class TrainingBatch:
     groups: npt.NDArray[np.int64]  # group number of each episode
     kept: npt.NDArray[np.int32] | None = None  # [N]
     kept_sets: tuple[bytes, ...] = ()
+    teacher_ids: npt.NDArray[np.int32] | None = None  # [N, K]
+    teacher_logprobs: npt.NDArray[np.float32] | None = None  # [N, K]
+    teacher_coefficient: float = 0.0
 
     @property
     def num_episodes(self) -> int:

@@ -188,8 +188,11 @@ class Packing:
     oversized: tuple[int, ...]
 
 
-def pack_episodes(episodes: Sequence[Episode], *, row_len: int, temperature: float) -> Packing:
-    """Pack all episodes of at most ``row_len`` tokens into one batch, in their order.
+def pack_episodes(
+    episodes: Sequence[Episode], *, row_len: int, temperature: float, num_top: int = 0
+) -> Packing:
+    """Pack all episodes of at most ``row_len`` tokens into one batch, in their order. ``num_top``
+    is the number of a teacher's most likely tokens at each position.
 
     Raises:
         ValueError: an episode has no tokens, or fields of different lengths.
@@ -201,6 +204,7 @@ def pack_episodes(episodes: Sequence[Episode], *, row_len: int, temperature: flo
     if not fitting:
         return Packing(batch=None, oversized=oversized)
     kept, kept_sets = _kept(fitting)
+    teacher_ids, teacher_logprobs = _teacher_top(fitting, num_top)
     batch = TrainingBatch(
         episode_lengths=np.array([len(one.token_ids) for one in fitting]),
         token_ids=np.concatenate([np.array(one.token_ids, dtype=np.int64) for one in fitting]),
@@ -211,6 +215,8 @@ def pack_episodes(episodes: Sequence[Episode], *, row_len: int, temperature: flo
         temperature=temperature,
         kept=kept,
         kept_sets=kept_sets,
+        teacher_ids=teacher_ids,
+        teacher_logprobs=teacher_logprobs,
         groups=np.unique([one.group_id for one in fitting], return_inverse=True)[1],
     )
     return Packing(batch=batch, oversized=oversized)
@@ -253,6 +259,25 @@ def _kept(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int32] | None, tu
             else:
                 kept.append(-1)
     return np.array(kept, dtype=np.int32), tuple(numbers)[1:]
+
+
+def _teacher_top(
+    episodes: Sequence[Episode], num_top: int
+) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
+    """Return `TrainingBatch.teacher_ids` and ``teacher_logprobs``."""
+    if not num_top:
+        return None, None
+    num_tokens = sum(len(one.token_ids) for one in episodes)
+    ids_NK = np.zeros((num_tokens, num_top), dtype=np.int32)
+    logprobs_NK = np.full((num_tokens, num_top), np.nan, dtype=np.float32)
+    start = 0
+    for one in episodes:
+        for first, scores in one.teacher_top:
+            own = slice(start + first, start + first + len(scores.logprobs))
+            ids_NK[own] = np.frombuffer(scores.top_ids, dtype="<i4").reshape(-1, num_top)
+            logprobs_NK[own] = np.frombuffer(scores.top_logprobs, "<f4").reshape(-1, num_top)
+        start += len(one.token_ids)
+    return ids_NK, logprobs_NK
 
 
 def _check(index: int, episode: Episode) -> None:

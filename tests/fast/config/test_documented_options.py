@@ -45,7 +45,8 @@ MODULES = {
     "monarch._src.actor.bootstrap_main",
 }  # of Monarch
 NOT_OURS = re.compile(
-    r"git |pip |pytest|py-spy|torchrun|-m (tests|benchmarks)|python3? -m|sbatch |kubectl |docker "
+    r"git |pip |vllm serve |pytest|py-spy|torchrun|-m (tests|benchmarks)|python3? -m|sbatch "
+    r"|kubectl |docker "
 )
 
 

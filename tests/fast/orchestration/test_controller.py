@@ -6,16 +6,18 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.fast.orchestration.runs import live, run
+from tests.fast.orchestration.runs import failing, live, run
 from tests.fast.orchestration.test_checkpointing import NothingToTrain
-from tests.support.simulated_parts import SimEnv
+from tests.support.simulated_parts import SimEnv, SimTeacher
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import (
     DeadlineError,
     NothingTrainedError,
+    TeacherError,
     TorchtitanRLError,
     TrainerLostError,
 )
@@ -303,6 +305,37 @@ def test_trap_28_a_turn_that_was_finished_is_not_sampled_again_after_a_kill(tmp_
     assert len(finished) > 10
     resumed = run(plan, tmp_path, resume=True)
     assert not finished & set(resumed.requested)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_teacher_that_fails_ends_the_run_and_nothing_is_lost(
+    staleness: int, tmp_path: Path
+) -> None:
+    plan = Plan(staleness=staleness, turns=2, teacher_s=0.5, reward_levels=1)
+    fails = failing("score", 9, TeacherError("gone"), of="teacher", forever=True)
+    cut, error = live(plan, tmp_path / "cut", prepare=fails)
+    assert isinstance(error, TeacherError)
+    finished = {one.request_id for one in cut.answered}
+    resumed = run(plan, tmp_path / "cut", resume=True)
+    assert not finished & set(resumed.requested)
+    whole = run(plan, tmp_path / "whole")
+    totals = resumed.ledger.totals()
+    require_sums(totals)
+    if staleness == 0:
+        assert resumed.trainer.weights == whole.trainer.weights
+    assert not totals.tokens_discarded
+    # The rewards do not differ, so that the teacher alone trains.
+    for batch in resumed.trainer.batches:
+        tokens = batch.token_ids[batch.loss_mask].tolist()
+        expected = np.array([*map(SimTeacher.logprob, tokens)]) - batch.logprobs[batch.loss_mask]
+        assert batch.advantages[batch.loss_mask] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_slow_teacher_keeps_groups_within_the_bound_of_staleness(tmp_path: Path) -> None:
+    plan = Plan(staleness=1, num_steps=8, teacher_s=30.0, zero_variance="skip", reward_levels=1)
+    simulation = run(plan, tmp_path)
+    assert max(simulation.trainer.ages) == 1
+    assert simulation.ledger.groups_trained == 24
 
 
 def only_generating(simulation: Simulation) -> None:

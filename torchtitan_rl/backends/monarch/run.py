@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,9 @@ from torchtitan_rl.bounds import absolute
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.config.prepare import PreparedRun, PreparedServe, ServeConfig
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.distillation.config import CUDA_STEP_TOKENS, engine_options
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.weights.config import (
     Transport,
@@ -42,10 +45,12 @@ from torchtitan_rl.weights.distribution import WeightDistribution
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProcesses:
     """The processes of a run. ``replicas`` grows when lost replicas are started again; it is empty
-    in a run that only trains. ``weights`` fetches the trainer's weights to the replicas' hosts."""
+    in a run that only trains. ``teachers`` are the replicas of each teacher's checkpoint; they grow
+    in the same way. ``weights`` fetches the trainer's weights to the replicas' hosts."""
 
     trainer: MonarchTrainer | FixedPolicy
     replicas: list[MonarchReplica]
+    teachers: dict[str, list[MonarchReplica]]
     endpoint: MonarchEndpoint | None
     prepared: PreparedRun
     hosts: Hosts
@@ -60,11 +65,17 @@ class RunProcesses:
         Raises:
             ReplicaError, DeadlineError: the replica did not start.
         """
-        (group,) = (group for group in self.prepared.plan.replicas if group.name == first)
+        plan = self.prepared.plan
+        source = {group.name: source for group, source in _teacher_groups(self.prepared)}.get(first)
+        (group,) = (one for one in (*plan.replicas, *plan.teachers) if one.name == first)
         group = replace(group, name=name)
-        spec = _generator_spec(self.prepared, group, trace_dir=self.trace_dir)
+        if source is None:
+            spec = _generator_spec(self.prepared, group, trace_dir=self.trace_dir)
+        else:
+            spec = _teacher_spec(self.prepared, group, source, trace_dir=self.trace_dir)
         replica = await spawn_replica(group, spec, self.hosts, weights=self.weights)
-        self.replicas.append(replica)  # closed at the end in any case
+        started = self.replicas if source is None else self.teachers[source]
+        started.append(replica)  # closed at the end in any case
         try:
             await replica.peer.start()
         except TorchtitanRLError:
@@ -110,8 +121,12 @@ async def run_processes(
         spec = _trainer_spec(prepared, trace_dir)
         trainer = await MonarchTrainer.spawn(plan.trainer, spec, hosts)
     replicas: list[MonarchReplica] = []
+    teachers: dict[str, list[MonarchReplica]] = defaultdict(list)
     endpoint: MonarchEndpoint | None = None
     try:
+        for group, source in _teacher_groups(prepared):
+            of_teacher = _teacher_spec(prepared, group, source, trace_dir=trace_dir)
+            teachers[source].append(await spawn_replica(group, of_teacher, hosts))
         for group in plan.replicas:
             of_replica = _generator_spec(prepared, group, trace_dir=trace_dir)
             replicas.append(await spawn_replica(group, of_replica, hosts, weights=weights))
@@ -119,10 +134,12 @@ async def run_processes(
             endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
         start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
         starts = [start, *(host.start() for host in weight_hosts.values())]
+        starts += [one.peer.start() for of_source in teachers.values() for one in of_source]
         await all_of(*starts, *([] if endpoint is None else [endpoint.start()]))
         yield RunProcesses(
             trainer=trainer,
             replicas=replicas,
+            teachers=teachers,
             endpoint=endpoint,
             prepared=prepared,
             hosts=hosts,
@@ -132,6 +149,7 @@ async def run_processes(
         )
     finally:
         closes = [trainer.close(), *(replica.close() for replica in replicas)]
+        closes += [one.close() for of_source in teachers.values() for one in of_source]
         closes += [_close_weights(weights, weight_hosts.values())]
         if endpoint is not None:
             closes.append(endpoint.close())
@@ -252,7 +270,7 @@ def _generator_spec(
         device=prepared.plan.device,
         dtype=_dtype(config),
         seed=group.seed,
-        generator=config.generator,
+        generator=_generator(prepared),
         weight_sync=config.weight_sync if isinstance(config, RunConfig) else WeightSyncConfig(),
         log_dir=config.log_dir.absolute(),
         trace_dir=trace_dir,
@@ -261,6 +279,39 @@ def _generator_spec(
         reasoning_parser=config.endpoint.reasoning_parser,
         lora=config.adapters if isinstance(config, RunConfig) else None,
         adapters=prepared.adapters if isinstance(prepared, PreparedServe) else (),
+    )
+
+
+def _generator(prepared: PreparedRun | PreparedServe) -> GeneratorConfig:
+    config, plan = prepared.config, prepared.plan
+    if plan.endpoint is None or not config.endpoint.prompt_logprobs or plan.device == "cpu":
+        return config.generator
+    vllm = config.generator.vllm | {"max_num_batched_tokens": CUDA_STEP_TOKENS}
+    return replace(config.generator, vllm=vllm)
+
+
+def _teacher_groups(prepared: PreparedRun) -> list[tuple[ProcessGroup, str]]:
+    """The teachers' replicas in the plan, each with its checkpoint's name."""
+    teacher = prepared.config.teacher
+    sources = [source for source in teacher.checkpoints for _ in range(teacher.replicas)]
+    return list(zip(prepared.plan.teachers, sources, strict=bool(prepared.plan.teachers)))
+
+
+def _teacher_spec(
+    prepared: PreparedRun, group: ProcessGroup, source: str, *, trace_dir: Path | None
+) -> GeneratorSpec:
+    """The specification of a replica that only scores, and never loads other weights."""
+    config, device = prepared.config, prepared.plan.device
+    directory = prepared.teachers[source].directory
+    assert directory is not None
+    generator = config.teacher.generator(config.generator, config.rollout.max_total_tokens)
+    return replace(
+        _generator_spec(prepared, group, trace_dir=trace_dir),
+        model=directory,
+        generator=replace(generator, vllm=engine_options(config.teacher, device)),
+        sleeps=False,
+        reasoning_parser="",
+        lora=None,
     )
 
 

@@ -30,6 +30,7 @@ from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import LossConfig, TrainerConfig
 from torchtitan_rl.training.logprobs import selected_logprobs
 from torchtitan_rl.training.losses import LossFunction, LossOutput, LossTokens, StepTotals
+from torchtitan_rl.training.losses.teacher import add_teacher, teacher_kl
 from torchtitan_rl.training.trees import Microbatch
 
 
@@ -37,18 +38,26 @@ from torchtitan_rl.training.trees import Microbatch
 class ForwardOutput:
     """The E entries of a microbatch, in any order. ``sources_E`` are the entries' tokens, as
     indices into the batch. Every rank must run the forward pass, so a microbatch without entries
-    gets one placeholder, whose ``is_entry_E`` is False."""
+    gets one placeholder, whose ``is_entry_E`` is False. ``taught_EK`` are the logprobs of
+    `TrainingBatch.teacher_ids`; None if they were not requested."""
 
     logprobs_E: torch.Tensor
     entropy_E: torch.Tensor
     is_entry_E: torch.Tensor
     sources_E: npt.NDArray[np.int64]
+    taught_EK: torch.Tensor | None = None
 
 
 def forward(
-    model: PolicyModel, batch: TrainingBatch, part: Microbatch, layout: Layout
+    model: PolicyModel,
+    batch: TrainingBatch,
+    part: Microbatch,
+    layout: Layout,
+    *,
+    is_taught: bool = False,
 ) -> ForwardOutput:
-    """Compute logprobs of the part's entries, at the batch's temperature. Collective."""
+    """Compute logprobs of the part's entries, at the batch's temperature; with ``is_taught``, also
+    those of the teacher's most likely tokens, if the batch has them. Collective."""
     sources_E, predecessors_E = part.sources_E, part.predecessors_E
     is_empty = len(sources_E) == 0
     if is_empty:
@@ -66,20 +75,27 @@ def forward(
     if isinstance(logits_1SV, DTensor):
         shard_size = -(-vocab_size // dist.get_world_size(layout.tensor_group))  # as DTensor splits
         logits_1SV = logits_1SV.to_local()
-    logprobs_E, entropy_E = selected_logprobs(
+    targets_EW = batch.token_ids[sources_E, None]  # the token, then the teacher's
+    if is_taught and batch.teacher_ids is not None:
+        targets_EW = np.concatenate([targets_EW, batch.teacher_ids[sources_E]], axis=1)
+    width = targets_EW.shape[1]
+    logprobs, entropy = selected_logprobs(
         logits_1SV[0],
-        to_device(batch.token_ids[sources_E], layout),
-        to_device(rows.rows_E, layout),
+        to_device(targets_EW.reshape(-1), layout),
+        to_device(np.repeat(rows.rows_E, width), layout),
         temperature=batch.temperature,
         group=layout.tensor_group,
         shard_size=shard_size,
         kept_SB=None if rows.kept_S is None else _bits(batch, rows.kept_S, vocab_size, layout),
     )
+    logprobs_EW = logprobs.view(-1, width)
+    logprobs_E = logprobs_EW[:, 0]
     return ForwardOutput(
         logprobs_E=logprobs_E,
-        entropy_E=entropy_E,
+        entropy_E=entropy.view(-1, width)[:, 0],
         is_entry_E=torch.full_like(logprobs_E, not is_empty, dtype=torch.bool),
         sources_E=sources_E,
+        taught_EK=logprobs_EW[:, 1:] if width > 1 else None,
     )
 
 
@@ -205,7 +221,24 @@ class PolicyObjective:
             reference_T=reference_E,
             before_T=None if self._before_N is None else of_entries(self._before_N),
         )
-        return self._function(tokens, totals=self._totals, config=self._config)
+        loss = self._function(tokens, totals=self._totals, config=self._config)
+        if output.taught_EK is None or batch.teacher_logprobs is None:
+            return loss
+        is_whole_E = np.ones(len(sources_E), dtype=np.bool_)
+        if batch.kept is not None:  # a grammar may exclude tokens that the teacher finds likely
+            is_whole_E = batch.kept[sources_E] < 0
+        return add_teacher(
+            loss,
+            tokens,
+            teacher_kl(
+                output.taught_EK,
+                of_entries(batch.teacher_logprobs),
+                output.is_entry_E & to_device(is_whole_E, self._layout),
+            ),
+            coefficient=batch.teacher_coefficient,
+            totals=self._totals,
+            config=self._config,
+        )
 
 
 class TokenColumns:

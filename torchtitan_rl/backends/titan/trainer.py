@@ -435,7 +435,7 @@ class PolicyTrainer:
             parts = own_shares[0].parts
             own = StepSums(self._arithmetic(parts))
             for part in parts:
-                output = forward(self._model, batch, part, self._layout)
+                output = forward(self._model, batch, part, self._layout, is_taught=True)
                 output.logprobs_E.retain_grad()
                 loss = objective(part, output)
                 loss.loss.backward()  # type: ignore[no-untyped-call]

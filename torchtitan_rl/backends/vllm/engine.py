@@ -364,6 +364,7 @@ def _completion(
             last_token_s=stats.last_token_ts or None,
             cached_tokens=running.state.num_cached_tokens,
         ),
+        prompt_scores=running.state.logprobs_processor.prompt_scores,
         **columns,
     )
 

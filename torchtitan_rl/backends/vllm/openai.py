@@ -71,7 +71,7 @@ from torchtitan_rl.backends.vllm.openai_responses import Responses, kept_respons
 from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
 from torchtitan_rl.config.lora import AdapterFolder
 from torchtitan_rl.rollout.chatml import ContentTokenizer
-from torchtitan_rl.serving.config import Constraints, EndpointConfig
+from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import FAILED, ControllerLink, SystemStatus
 from torchtitan_rl.serving.routes import refused
@@ -93,7 +93,7 @@ def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
     """Build the application without keys and limits. The server must run the application, and its
     ASGI lifespan, on the event loop to which ``link`` is attached.
     """
-    llm = RouterLLM(_vllm_config(spec), link, spec.endpoint.constraints)
+    llm = RouterLLM(_vllm_config(spec), link, spec.endpoint)
     app = FastAPI(
         title="torchtitan-rl",
         docs_url=None,
@@ -123,10 +123,11 @@ def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
 class RouterLLM(AsyncLLM):
     """vLLM's asynchronous front end, with `RouterCore` as the engine core."""
 
-    def __init__(self, vllm_config: Any, link: ControllerLink, constraints: Constraints) -> None:
+    def __init__(self, vllm_config: Any, link: ControllerLink, endpoint: EndpointConfig) -> None:
         reasoning_parser = vllm_config.structured_outputs_config.reasoning_parser
         core = RouterCore(link, model_reasons=bool(reasoning_parser))
-        self.constraints = ConstraintPolicy(constraints, link.count)
+        self.constraints = ConstraintPolicy(endpoint.constraints, link.count)
+        self._scores_prompts = endpoint.prompt_logprobs
         self._link = link
         self._is_ending = False
         with _core_client(core):
@@ -147,7 +148,7 @@ class RouterLLM(AsyncLLM):
             VLLMValidationError: the request has an option that is not served, or an invalid
                 session.
         """
-        refuse_unserved(sampling_params)
+        refuse_unserved(sampling_params, scores_prompts=self._scores_prompts)
         self.constraints.free(sampling_params)
         refuse_unsupported_schema(sampling_params)
         session_of_request(options.get("session_id"))  # raises for an invalid session

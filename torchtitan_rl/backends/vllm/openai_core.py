@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
@@ -34,7 +35,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import ControllerLink, RequestEnd
@@ -46,6 +47,7 @@ from torchtitan_rl.types import (
     GenerationRequest,
     Progress,
     SamplingParams,
+    TokenScores,
     VersionRun,
 )
 
@@ -62,7 +64,6 @@ _OPTIONS = (  # vLLM's sampling parameters that are sent to the engine by name
 # These options decide in which text a stop string is searched.
 _TEXT_OPTIONS = ("skip_special_tokens", "spaces_between_special_tokens")
 _UNSERVED = (  # they request results or finish reasons that the engine does not have
-    "prompt_logprobs",
     "prompt_logprob_token_ids",
     "thinking_token_budget",
     "repetition_detection",
@@ -84,11 +85,19 @@ class RefusedRequest(GracefulHTTPError):
         self.refusal = refusal
 
 
-def refuse_unserved(params: VllmSamplingParams) -> None:
-    """Raise `VLLMValidationError` (a 400) for an option that the engines do not support."""
+def refuse_unserved(params: VllmSamplingParams, *, scores_prompts: bool) -> None:
+    """Raise `VLLMValidationError` (a 400) for an option that the engines do not support.
+    ``scores_prompts``: ``prompt_logprobs`` are served, unless the answer is streamed."""
     for name in _UNSERVED:
         if getattr(params, name) is not None:
             raise VLLMValidationError(f"{name} is not served here", parameter=name)
+    number, is_streamed = params.prompt_logprobs, params.output_kind != RequestOutputKind.FINAL_ONLY
+    if number is None or (scores_prompts and number >= 0 and not is_streamed):
+        return
+    why = "it needs endpoint.prompt_logprobs, no stream, and a number from 0 on"
+    raise VLLMValidationError(
+        f"prompt_logprobs is not served here: {why}", parameter="prompt_logprobs"
+    )
 
 
 def session_of_request(named: str | None) -> str | None:
@@ -146,6 +155,7 @@ def _sampling(request: EngineCoreRequest, *, model_reasons: bool) -> SamplingPar
         ignore_eos=params.ignore_eos,
         seed=params.seed,
         num_logprobs=params.num_logprobs or 0,
+        prompt_logprobs=params.prompt_logprobs,
         engine_options=options,
     )
 
@@ -173,7 +183,7 @@ def _engine_options(params: VllmSamplingParams) -> dict[str, Any]:
 class _SentRequest:
     """The state of a request that has not ended."""
 
-    num_prompt_tokens: int
+    prompt_token_ids: Sequence[int]
     has_logprobs: bool
     submitted_s: float  # time.monotonic()
     num_delivered: int = 0  # tokens
@@ -205,7 +215,7 @@ class RouterCore(EngineCoreClient):
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         params = request.sampling_params
         self._running[request.request_id] = _SentRequest(
-            num_prompt_tokens=len(request.prompt_token_ids),
+            prompt_token_ids=request.prompt_token_ids,
             has_logprobs=params.num_logprobs is not None,
             submitted_s=time.monotonic(),
         )
@@ -255,7 +265,11 @@ def _progressed(running: _SentRequest, progress: Progress) -> Iterator[Piece]:
 
 def _completed(running: _SentRequest, completion: Completion) -> Iterator[Piece]:
     last: EngineCoreOutput | None = None
+    scores = completion.prompt_scores
     for version, last in _new_tokens(running, completion, 0, metrics=completion.metrics):
+        if scores is not None:  # with the first piece
+            last.new_prompt_logprobs_tensors = _prompt_logprobs(running, scores)
+            scores = None
         yield version, last
     reason = _FINISH_REASONS[completion.finish_reason]
     if last is not None and not isinstance(completion.stop_reason, str):
@@ -325,6 +339,21 @@ def _logprobs(part: Progress | Completion, tokens: slice) -> LogprobsLists:
     )
 
 
+def _prompt_logprobs(running: _SentRequest, scores: TokenScores) -> LogprobsTensors:
+    """Return vLLM's form of the scores: a column for the prompt's own tokens, then the most likely
+    ones. A token that is not one of these has the rank after them."""
+    own = torch.tensor(scores.logprobs)[:, None]
+    top_ids = np.frombuffer(scores.top_ids, dtype="<i4").reshape(len(own), -1)
+    top = np.frombuffer(scores.top_logprobs, dtype="<f4").reshape(len(own), -1)
+    logprobs = torch.cat([own, torch.from_numpy(top.copy())], dim=1)
+    tokens = torch.tensor(running.prompt_token_ids[1:], dtype=torch.int32)[:, None]
+    return LogprobsTensors(
+        logprob_token_ids=torch.cat([tokens, torch.from_numpy(top_ids.copy())], dim=1),
+        logprobs=logprobs,
+        selected_token_ranks=1 + (logprobs > own).sum(dim=1),
+    )
+
+
 def _events(running: _SentRequest, metrics: CompletionMetrics | None) -> list[EngineCoreEvent]:
     """Return the times when the request was queued and scheduled, on this process's clock. While a
     request is streamed the second time is estimated, because ``metrics`` arrive with the request's
@@ -338,8 +367,9 @@ def _events(running: _SentRequest, metrics: CompletionMetrics | None) -> list[En
 
 def _prefill_stats(running: _SentRequest, metrics: CompletionMetrics | None) -> PrefillStats:
     stats = PrefillStats()
-    cached = min(metrics.cached_tokens, running.num_prompt_tokens) if metrics else 0
-    stats.set(running.num_prompt_tokens, cached, 0)
+    num_tokens = len(running.prompt_token_ids)
+    cached = min(metrics.cached_tokens, num_tokens) if metrics else 0
+    stats.set(num_tokens, cached, 0)
     return stats
 
 

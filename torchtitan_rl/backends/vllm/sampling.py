@@ -34,7 +34,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, pack_kept
-from torchtitan_rl.types import Grammar, KeptTokens, SamplingParams, TopLogprobs
+from torchtitan_rl.types import Grammar, KeptTokens, SamplingParams, TokenScores, TopLogprobs
 
 # Options that change which tokens are sampled or where a completion ends. Excluded are the fields
 # of `SamplingParams`, output formats (a completion is token ids) and engine-wide settings.
@@ -99,6 +99,7 @@ def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
         seed=sampling.seed,
         # 0 requests the logprob of the sampled token only.
         logprobs=sampling.num_logprobs if sampling.with_logprobs else None,
+        prompt_logprobs=sampling.prompt_logprobs,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -179,6 +180,7 @@ class SampledLogprobs:
     - ``top``: one tuple of (token, logprob) pairs per position, the sampled token first; empty if
       no alternatives were requested.
     - ``kept``: the results of ``read_kept``, one per token; empty without ``read_kept``.
+    - ``prompt_scores``: the scores of the prompt's tokens; None if they were not requested.
     """
 
     logprobs = None
@@ -195,12 +197,15 @@ class SampledLogprobs:
         self.sampled: list[float] = []
         self.top: list[TopLogprobs] = []
         self.kept: list[KeptTokens] = []
+        self.prompt_scores: TokenScores | None = None
 
     def update_from_output(self, output: Any) -> None:
         """Append the logprobs of an `EngineCoreOutput`: arrays [tokens, 1 + the largest number of
         alternatives in the batch]. Only speculative decoding samples several tokens in a step."""
         if self._read_kept is not None and output.new_token_ids:
             self.kept += [self._read_kept()] * len(output.new_token_ids)
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_scores = _scores_of(output.new_prompt_logprobs_tensors)
         if not self._has_any:
             self.sampled += [math.nan] * len(output.new_token_ids)
         new = output.new_logprobs
@@ -214,6 +219,17 @@ class SampledLogprobs:
                 strict=True,
             ):
                 self.top.append(tuple(zip(ids, logprobs, strict=True)))
+
+
+def _scores_of(tensors: Any) -> TokenScores:
+    """Convert vLLM's ``LogprobsTensors`` of a prompt: a column for the prompt's own tokens, then
+    one for each of the most likely tokens."""
+    ids, logprobs = tensors.logprob_token_ids.numpy(), tensors.logprobs.numpy()
+    return TokenScores(
+        logprobs=tuple(logprobs[:, 0].tolist()),
+        top_ids=ids[:, 1:].astype("<i4").tobytes(),
+        top_logprobs=logprobs[:, 1:].astype("<f4").tobytes(),
+    )
 
 
 def build_core_request(core: Any, engine_request: Any, num_resumed: int) -> Any:

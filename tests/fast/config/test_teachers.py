@@ -1,0 +1,142 @@
+"""Teachers that do not fit a run are refused before any process starts; others are planned."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.config_mutations import with_value
+from tests.support.ready_configs import LAPTOP, gpus
+from torchtitan_rl import MixtureTask
+from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.prepare import PreparedRun, prepare_run
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
+from torchtitan_rl.errors import ConfigError
+
+OTHER = "package:gsm8k"  # another tokenizer
+
+
+def prepared(
+    tmp_path: Path, machine: MachineFacts = LAPTOP, config: RunConfig = TINY, **changes: Any
+) -> PreparedRun:
+    config = with_value(config, "output_dir", tmp_path)
+    config = with_value(config, "teacher.checkpoint", config.policy.checkpoint)
+    for name, value in changes.items():
+        config = with_value(config, name.replace("__", "."), value)
+    return prepare_run(config, machine)
+
+
+def refusals(tmp_path: Path, **changes: Any) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        prepared(tmp_path, **changes)
+    return raised.value.errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"teacher__checkpoint": OTHER}, "teacher.checkpoint is package:gsm8k: it has another"),
+        ({"teacher__checkpoint": "package:none"}, "teacher.checkpoint is 'package:none': there is"),
+        ({"teacher__url": "http://h/v1"}, "teacher.url is http://h/v1: teacher.checkpoint is"),
+        ({"teacher__checkpoint": "http://h/v1"}, "teacher.checkpoint is http://h/v1: give a ser"),
+        ({"teacher__by_task": {"words": OTHER}}, "teacher.by_task has 'words': give the name of"),
+        ({"teacher__tensor_parallel": 3}, "teacher.tensor_parallel is 3: give a divisor of the t"),
+        ({"teacher__vllm": {"seed": 1}}, "teacher.vllm has seed, which is not passed on"),
+        ({"teacher__timeout_s": 1e6}, "teacher.timeout_s is 1000000.0: give less than schedule.m"),
+        (
+            {"teacher__loss": "topk", "rollout__sampling__top_p": 0.9},
+            "teacher.loss is topk: rollout.sampling.top_p excludes tokens",
+        ),
+        (
+            {"teacher__checkpoint": "", "rollout__advantage": "none"},
+            "rollout.advantage is none: without a teacher nothing would be trained",
+        ),
+        (
+            {"teacher__checkpoint": "", "teacher__url": "http://127.0.0.1:1/v1"},
+            "teacher.url is http://127.0.0.1:1/v1: ",
+        ),
+        ({"launch__hosts": "2x0"}, "teacher.checkpoint is /"),
+    ],
+)
+def test_an_error_names_field_value_and_fix(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (found,) = refusals(tmp_path, **changes)
+    assert found.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("vocab_size", 10, "its vocabulary has 10 tokens"),
+        ("max_position_embeddings", 256, "the teacher has 256 positions"),
+    ],
+)
+def test_a_teacher_that_cannot_score_every_token_is_refused(
+    name: str, value: int, message: str, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(TINY.policy.checkpoint, teacher)
+    facts = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(facts | {name: value}))
+    (found,) = refusals(tmp_path, teacher__checkpoint=str(teacher))
+    assert message in found
+
+
+def test_each_part_of_a_mixture_may_have_a_teacher(tmp_path: Path) -> None:
+    policy = TINY.policy.checkpoint
+    task = MixtureTask(tasks={"a": TINY.task, "b": TINY.task, "c": TINY.task})
+    config = replace(TINY, task=task)
+    made = prepared(
+        tmp_path,
+        config=config,
+        teacher__checkpoint="",
+        teacher__by_task={"a": policy, "b": "package:alphabet_sort"},
+    )
+    teacher = made.config.teacher
+    assert list(made.teachers) == [policy, "package:alphabet_sort"]
+    assert [teacher.source_for(part) for part in "abc"] == [policy, "package:alphabet_sort", ""]
+    assert [group.name for group in made.plan.teachers] == ["teacher0", "teacher1"]
+
+
+def test_a_teachers_replicas_have_devices_of_their_own(tmp_path: Path) -> None:
+    for placement, others in (("separate", 3), ("colocated", 2)):
+        made = prepared(
+            tmp_path,
+            gpus(others + 4),
+            placement=placement,
+            teacher__replicas=2,
+            teacher__tensor_parallel=2,
+            metrics__trace=placement == "separate",
+        )
+        plan = made.plan
+        assert plan.trainer is not None
+        used = {one for group in (*plan.replicas, plan.trainer) for one in group.devices}
+        taught = [group.devices for group in plan.teachers]
+        assert list(map(len, taught)) == [2, 2]
+        assert used.isdisjoint(one for group in taught for one in group)
+        assert len(used) == others
+        assert plan.num_devices == others + 4
+        assert "teacher1: 2 processes on cuda:" in made.describe()
+        assert made.memory is not None
+        assert made.memory.teacher["scores"] > 0
+        with pytest.raises(ConfigError, match=f"need {others + 4} CUDA devices"):
+            prepared(
+                tmp_path,
+                gpus(others + 3),
+                placement=placement,
+                teacher__replicas=2,
+                teacher__tensor_parallel=2,
+            )
+
+
+def test_a_run_that_trains_on_recorded_rollouts_starts_no_teacher(tmp_path: Path) -> None:
+    made = prepared(tmp_path, mode="train", rollouts=tmp_path, teacher__checkpoint="/moved")
+    assert made.plan.teachers == ()
+    assert made.teachers == {}

@@ -1,0 +1,255 @@
+"""A teacher behind a URL: any server whose ``/v1/completions`` takes token ids and returns
+``prompt_logprobs``, such as ``vllm serve`` or ``torchtitan-rl serve``.
+
+The server's answers are checked, because they come from another program: a list or number of
+another kind, or an answer that is too large, is a failure like a lost connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+
+from torchtitan_rl.errors import TeacherError, one_line
+from torchtitan_rl.types import TokenScores
+
+API_KEY = "TORCHTITAN_RL_TEACHER_KEY"
+_RETRIED = (408, 409, 425, 429)  # and all from 500 on
+_CONNECTIONS = 64
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
+_REPORTED_FAILURES = 3  # in a row, before the user is told
+_CHECK_TIMEOUT_S = 30.0
+_CHECKED_TOKENS = 128
+_MOST_LOGPROB = 1e-3  # rounding may give a little more than 0
+_BASE_BYTES, _ENTRY_BYTES = 1 << 16, 1 << 10  # largest answer, and part of it for one logprob
+
+
+class ServedTeacher:
+    """A `Teacher` behind ``url``, which serves it as ``model``.
+
+    A request that fails is sent again until ``timeout_s`` have passed. A request that the server
+    refuses is not.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str,
+        timeout_s: float,
+        say: Callable[[str], None],
+        num_top: int = 0,
+    ) -> None:
+        self._url = url
+        self._model = model
+        self._num_top = num_top
+        self._timeout_s = timeout_s
+        self._say = say
+        self._num_failures = 0
+        self._in_a_row = 0
+        self._http = httpx.AsyncClient(
+            base_url=f"{url.rstrip('/')}/",
+            headers=_headers(),
+            timeout=None,  # `score` has its own
+            limits=httpx.Limits(max_connections=_CONNECTIONS),
+        )
+
+    async def score(self, name: str, token_ids: tuple[int, ...]) -> TokenScores:
+        """See `Teacher.score`."""
+        last = "it did not answer"
+        pause_s = _FIRST_PAUSE_S
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    try:
+                        scores = await self._ask(token_ids)
+                    except _FailedError as error:
+                        last = str(error)
+                        self._note_failure(last)
+                    else:
+                        self._in_a_row = 0
+                        return scores
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        except TimeoutError as error:
+            raise TeacherError(
+                f"teacher {self._url}: no scores of {name} within teacher.timeout_s "
+                f"({self._timeout_s:g} s): {last}"
+            ) from error
+
+    def num_failures(self) -> int:
+        """See `Teacher.num_failures`."""
+        return self._num_failures
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    def _note_failure(self, cause: str) -> None:
+        self._num_failures += 1
+        self._in_a_row += 1
+        if self._in_a_row == _REPORTED_FAILURES:
+            self._say(
+                f"teacher {self._url} does not answer, and is asked again: {cause}; its rollouts "
+                "are kept"
+            )
+
+    async def _ask(self, token_ids: tuple[int, ...]) -> TokenScores:
+        body = request_body(self._model, token_ids, num_top=self._num_top)
+        most_bytes = _BASE_BYTES + _ENTRY_BYTES * (1 + self._num_top) * len(token_ids)
+        try:
+            async with self._http.stream("POST", "completions", json=body) as response:
+                content = bytearray()
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > most_bytes:
+                        raise _FailedError("its answer is too large")
+        except httpx.HTTPError as error:
+            raise _FailedError(one_line(error) or type(error).__name__) from error
+        status = response.status_code
+        if status == 200:
+            return read_scores(bytes(content), token_ids, num_top=self._num_top)
+        what = f"HTTP {status}: {_shown(bytes(content))}"
+        if status in _RETRIED or status >= 500:
+            raise _FailedError(what)
+        raise TeacherError(f"teacher {self._url} refuses a request: {what}")
+
+
+class _FailedError(Exception):
+    """An attempt failed, and may be repeated."""
+
+
+def request_body(model: str, token_ids: Sequence[int], *, num_top: int) -> dict[str, Any]:
+    """The body of a request for scores. One token has to be sampled, too."""
+    return {
+        "model": model,
+        "prompt": list(token_ids),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": num_top,
+    }
+
+
+def read_scores(content: bytes, token_ids: Sequence[int], *, num_top: int) -> TokenScores:
+    """Read the scores of all tokens after the first one, and the ``num_top`` most likely tokens.
+
+    Raises:
+        _FailedError: this is not the answer to `request_body`.
+    """
+    logprobs: list[float] = []
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+    for token, entry in zip(token_ids[1:], _entries(content, len(token_ids)), strict=True):
+        found = {_token_id(name): _logprob(name, one) for name, one in entry.items()}
+        if token not in found:
+            raise _FailedError(f"its answer has no logprob of token {token}")
+        logprobs.append(found[token])
+        # The token itself is in the answer even if it is not one of the most likely ones.
+        likely = sorted(found, key=lambda one: -found[one])[:num_top]
+        if len(likely) < num_top:
+            raise _FailedError(f"its answer has {len(likely)} of {num_top} most likely tokens")
+        top_ids += likely
+        top_logprobs += (found[one] for one in likely)
+    return TokenScores(
+        logprobs=tuple(logprobs),
+        top_ids=struct.pack(f"<{len(top_ids)}i", *top_ids),
+        top_logprobs=struct.pack(f"<{len(top_ids)}f", *top_logprobs),
+    )
+
+
+def _token_id(name: str) -> int:
+    if not (name.isascii() and name.isdigit() and len(name) < 10):
+        raise _FailedError(f"{_shown(name.encode())!r} in its answer is no token id")
+    return int(name)
+
+
+def _logprob(name: str, entry: Any) -> float:
+    logprob = entry.get("logprob") if isinstance(entry, dict) else None
+    if isinstance(logprob, bool) or not isinstance(logprob, int | float):
+        raise _FailedError(f"its answer has no logprob of token {name}")
+    if not math.isfinite(logprob) or logprob > _MOST_LOGPROB:
+        raise _FailedError(f"its logprob of token {name} is {logprob}")
+    return float(logprob)
+
+
+def _entries(content: bytes, num_tokens: int) -> list[dict[str, Any]]:
+    """The entries of ``prompt_logprobs`` after the first one, which is null."""
+    try:
+        entries = json.loads(content)["choices"][0]["prompt_logprobs"]
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise _FailedError(f"its answer has no prompt_logprobs: {_shown(content)}") from error
+    if not isinstance(entries, list) or len(entries) != num_tokens:
+        raise _FailedError(f"its answer has no prompt_logprobs of {num_tokens} tokens")
+    if not all(isinstance(entry, dict) for entry in entries[1:]):
+        raise _FailedError("its prompt_logprobs are not objects")
+    return entries[1:]
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(API_KEY, "")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _shown(content: bytes) -> str:
+    text = " ".join(content[:300].decode(errors="replace").split())
+    return text if text.isprintable() else ascii(text)
+
+
+def check_server(
+    url: str,
+    *,
+    model: str,
+    vocab_size: int,
+    decode: Callable[[list[int]], str],
+    num_top: int = 0,
+) -> str:
+    """Ask the server for the scores of tokens from the whole vocabulary, and compare the texts of
+    these tokens with ``decode``, the policy's. Returns the model's name on the server.
+
+    Raises:
+        TeacherError: the server does not answer, returns no prompt logprobs, or has another
+            tokenizer.
+    """
+    step = max(1, vocab_size // _CHECKED_TOKENS)
+    token_ids = [0, *range(0, vocab_size, step), vocab_size - 1]
+    try:
+        with httpx.Client(
+            base_url=f"{url.rstrip('/')}/", headers=_headers(), timeout=_CHECK_TIMEOUT_S
+        ) as http:
+            model = model or _first_model(http.get("models"))
+            body = request_body(model, token_ids, num_top=num_top)
+            answer = http.post("completions", json=body)
+        if answer.status_code != 200:
+            raise TeacherError(f"HTTP {answer.status_code}: {_shown(answer.content)}")
+        read_scores(answer.content, token_ids, num_top=num_top)
+        entries = _entries(answer.content, len(token_ids))
+    except (httpx.HTTPError, httpx.InvalidURL, _FailedError) as error:
+        raise TeacherError(one_line(error) or type(error).__name__) from error
+    for token, entry in zip(token_ids[1:], entries, strict=True):
+        text, own = entry[str(token)].get("decoded_token"), decode([token])
+        # Tokens that are parts of a character have no text of their own, and some tokenizers drop
+        # leading spaces.
+        is_text = isinstance(text, str) and "\ufffd" not in text + own
+        if is_text and text.strip() != own.strip():
+            raise TeacherError(
+                f"token {token} is {text!r} there and {own!r} in the policy's tokenizer; give a "
+                "teacher with the policy's tokenizer"
+            )
+    return model
+
+
+def _first_model(answer: httpx.Response) -> str:
+    try:
+        name = answer.json()["data"][0]["id"]
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise TeacherError(
+            f"it names no model (HTTP {answer.status_code}); give teacher.model, and a teacher.url "
+            "that ends in /v1"
+        ) from error
+    return str(name)
