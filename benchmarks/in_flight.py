@@ -5,7 +5,7 @@
 Rollouts of several turns wait for places (`rollout/places.py`), and their requests go through the
 real router to replicas whose KV cache is too small for all of them: simulated ones, which preempt
 as vLLM does (`kv_replica.py`), or vLLM on the CPU. Each run rolls out the same workload; the
-variants alternate. The number that follows the caches begins at the number of requests that an
+variants alternate. The number that follows the caches begins at a fourth of the requests that an
 engine decodes at most (``--max-running``), as in a training run.
 
 Tokens per second are those that the engines sampled between the ends of the first and of the last
@@ -19,7 +19,7 @@ import argparse
 import asyncio
 import statistics
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ async def _measure(engine: str, options: argparse.Namespace, folder: Path) -> di
     variants: dict[str, int | None] = {str(number): number for number in options.numbers}
     variants[AUTOMATIC] = None
     measured: dict[str, Any] = {}
-    async with _replicas(engine, options, folder) as router:
+    async with _replicas(engine, options, folder) as new_router:
         for name in options.workloads:
             kind = _WORKLOADS[name]
             repeats: dict[str, list[dict[str, float]]] = {one: [] for one in variants}
@@ -67,9 +67,10 @@ async def _measure(engine: str, options: argparse.Namespace, folder: Path) -> di
                     "lognormal", rollouts=options.rollouts, seed=repeat, **kind
                 )
                 for variant, fixed in variants.items():
+                    router = new_router()
                     places = Places(
                         fixed,
-                        at_first=options.max_running,
+                        at_first=options.max_running // 4,
                         num_replicas=len(router.unreserved()),
                     )
                     repeats[variant].append(await run(router, workload, places))
@@ -140,10 +141,12 @@ def _cpu_seconds_of_children() -> float:
 @asynccontextmanager
 async def _replicas(
     engine: str, options: argparse.Namespace, folder: Path
-) -> AsyncIterator[GeneratorRouter]:
+) -> AsyncIterator[Callable[[], GeneratorRouter]]:
+    """Yields a function that returns the router of a run. Simulated replicas are new in each run,
+    so that no session stays where an earlier run had it."""
     if engine == "simulated":
         speeds = KvSpeeds(cache_tokens=options.cache_tokens, max_running=options.max_running)
-        yield GeneratorRouter([KvReplica(f"r{i}", speeds) for i in range(2)])  # type: ignore[list-item]
+        yield lambda: GeneratorRouter([KvReplica(f"r{i}", speeds) for i in range(2)])  # type: ignore[list-item]
         return
     settings = EngineSettings(
         policy=str(with_room(options.policy, _LONGEST)),
@@ -153,7 +156,7 @@ async def _replicas(
     )
     router = GeneratorRouter([await monarch_replica(settings, folder)])
     try:
-        yield router
+        yield lambda: router
     finally:
         await router.close()
 

@@ -1,10 +1,10 @@
 """A replica with a small KV cache, whose work takes a computed time on the event loop's clock.
 
-It schedules as vLLM does: requests start in the order of their arrival, once their prompt fits. A
-running request takes a block of the cache for every 16 tokens. If no block is free, the request
-that started last is preempted: its blocks are freed, and when it continues, all its tokens are
-computed again. Siblings that run together share the blocks of their common prompt. Nothing else is
-cached.
+Requests wait as in an engine loop, until the cache has room for them (`num_fitting`). Then they are
+scheduled as vLLM does: they start in the order of their arrival, once their prompt fits. A running
+request takes a block of the cache for every 16 tokens. If no block is free, the request that
+started last is preempted: its blocks are freed, and when it continues, all its tokens are computed
+again. Siblings that run together share the blocks of their common prompt. Nothing else is cached.
 
 A step samples one token for each of ``r`` running requests and takes ``step_s + r * token_s``, and
 ``prefill_s`` more for each token of a prompt or of a preempted request.
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_rl.generation.commands import EngineCommand, ReadStats
+from torchtitan_rl.generation.decision import num_fitting
 from torchtitan_rl.types import (
     Completion,
     EngineStats,
@@ -64,6 +65,7 @@ class KvReplica:
         self._speeds = speeds
         self._num_blocks = self._free = speeds.cache_tokens // _BLOCK
         self._running: list[_Call] = []
+        self._inbox: deque[_Call] = deque()
         self._waiting: deque[_Call] = deque()
         self._siblings: Counter[tuple[int, ...]] = Counter()  # running requests, by prompt
         self._stepping: asyncio.Task[None] | None = None
@@ -77,7 +79,7 @@ class KvReplica:
         streams: bool = False,
     ) -> Completion:
         call = _Call(request, asyncio.get_running_loop().create_future())
-        self._waiting.append(call)
+        self._inbox.append(call)
         if self._stepping is None:
             self._stepping = asyncio.create_task(self._step_until_idle())
         await call.done
@@ -92,11 +94,16 @@ class KvReplica:
 
     async def execute(self, command: EngineCommand[Any], on_answer: Any = None) -> EngineStats:
         assert isinstance(command, ReadStats)
+        stats = self._stats()
+        return replace(stats, waiting=stats.waiting + len(self._inbox))
+
+    def _stats(self) -> EngineStats:
         return EngineStats(
             version=0,
             running=len(self._running),
             waiting=len(self._waiting),
             kv_use=1.0 - self._free / self._num_blocks,
+            kv_tokens=self._num_blocks * _BLOCK,
             preemptions=self._preemptions,
             generated_tokens=self._sampled,
             tokens_per_second=0.0,
@@ -107,7 +114,8 @@ class KvReplica:
 
     async def _step_until_idle(self) -> None:
         speeds = self._speeds
-        while self._running or self._waiting:
+        while self._running or self._waiting or self._inbox:
+            self._admit()
             prefilled = 0 if self._grow() else self._start()
             seconds = speeds.step_s + len(self._running) * speeds.token_s
             await asyncio.sleep(seconds + prefilled * speeds.prefill_s)
@@ -120,6 +128,12 @@ class KvReplica:
                     self._release(call)
                     call.done.set_result(None)
         self._stepping = None
+
+    def _admit(self) -> None:
+        prompts = [len(call.prompt) for call in self._inbox]
+        is_idle = not self._running and not self._waiting
+        for _ in range(num_fitting(prompts, self._stats(), is_idle=is_idle)):
+            self._waiting.append(self._inbox.popleft())
 
     def _grow(self) -> bool:
         """Give running requests the blocks of their next tokens. Returns whether some request was

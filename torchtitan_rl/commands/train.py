@@ -415,7 +415,7 @@ def _places(prepared: PreparedRun) -> Places | None:
         return None
     return Places(
         None if limit == "auto" else limit,
-        at_first=generator.running_requests(prepared.plan.device),
+        at_first=max(1, generator.running_requests(prepared.plan.device) // 4),
         num_replicas=generator.replicas - len(reserved_replicas(config)),
     )
 

@@ -63,7 +63,7 @@ class EngineConfig:
     max_running_requests: Annotated[int, Interval(ge=1, le=1 << 16)] | None = None
     """Maximum number of requests that one replica decodes at once; the others wait in its queue.
     By default 128 on a CPU and 256 on CUDA. Lower it if requests are preempted because the KV cache
-    is full."""
+    is full, although none starts unless 5 % of the cache stay free."""
     kv_cache_bytes: Annotated[int, Interval(ge=1, le=1 << 50)] = 128 << 20
     """Size of the KV cache of each rank on a CPU, in bytes. CUDA replicas use
     ``gpu_memory_utilization`` instead."""

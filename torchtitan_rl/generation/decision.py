@@ -13,6 +13,7 @@ Invariants
 - While the inbox is held (paused, or waiting for a pause), no request is admitted. While it is
   paused, no step runs. Pulls and aborts continue. A sleep is also a pause: even after a resume, no
   step runs and no request is admitted before a pull that follows the wake-up.
+- Requests are admitted in the order of their arrival, and while the KV cache has room for them.
 - Each command has one future. Either the future is resolved here, or the caller of `drain` or
   `resume` fails it, or it is still pending. Waiting never spins.
 """
@@ -23,9 +24,11 @@ import pickle
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any, Protocol
 
 from torchtitan_rl.errors import ConfigError, WeightSyncError
@@ -40,7 +43,7 @@ from torchtitan_rl.generation.commands import (
     uncancellable_future,
 )
 from torchtitan_rl.generation.engine import Engine
-from torchtitan_rl.types import GenerationRequest
+from torchtitan_rl.types import EngineStats, GenerationRequest
 
 
 class Power(StrEnum):
@@ -228,11 +231,29 @@ class Queued:
         )
 
 
+_RESERVED = 0.05  # share of the KV cache
+
+
+def num_fitting(prompts: Sequence[int], stats: EngineStats, *, is_idle: bool) -> int:
+    """Return how many of the waiting requests, whose prompts have these lengths, may start.
+
+    An engine would start a request as soon as its prompt fits, and preempt it again when running
+    requests grow. So a share of the cache is reserved for their growth. Prompts count in full
+    although siblings share them, and each request that waits in the engine as much as the first
+    prompt. An idle engine starts at least one request.
+    """
+    if not stats.kv_tokens:
+        return len(prompts)
+    room = stats.kv_tokens * (1.0 - _RESERVED - stats.kv_use) - stats.waiting * sum(prompts[:1])
+    fitting = sum(total <= room for total in accumulate(prompts))
+    return max(1, fitting) if is_idle else fitting
+
+
 def decide(
-    queued: Queued, *, max_steps: int, kv_policy: KvPolicy, is_idle: bool
+    queued: Queued, *, max_steps: int, kv_policy: KvPolicy, is_idle: bool, stats: EngineStats
 ) -> tuple[LoopDecision, Queued]:
     """Return the next decision, and the content that stays queued. ``is_idle``: the engine has no
-    unfinished request."""
+    unfinished request. ``stats``: of the engine at this moment."""
     if queued.must_close:
         return LoopDecision(action=Action.CLOSE), Queued()
     if queued.pull_version is not None and queued.pull_is_due:
@@ -249,12 +270,16 @@ def decide(
     if queued.pause_is_due(is_idle=is_idle):
         pause = LoopDecision(action=Action.PAUSE, aborts_all=queued.pause == "abort")
         return pause, replace(queued, pause=None, is_paused=True)
-    admitted, kept = queued.admissions, queued.admissions[:0]
-    if queued.is_held:
+    fitting = 0
+    if not queued.is_held:
+        prompts = [len(one.prompt_token_ids) for one in queued.admissions]
+        fitting = num_fitting(prompts, stats, is_idle=is_idle)
+    admitted, kept = queued.admissions[:fitting], queued.admissions[fitting:]
+    if kept and queued.aborts:
         # A request that is to be aborted is admitted in any case: the engine then ends it.
         aborts = frozenset(queued.aborts)
-        admitted = tuple(one for one in queued.admissions if one.request_id in aborts)
-        kept = tuple(one for one in queued.admissions if one.request_id not in aborts)
+        admitted += tuple(one for one in kept if one.request_id in aborts)
+        kept = tuple(one for one in kept if one.request_id not in aborts)
     step = LoopDecision(
         action=Action.STEP,
         admissions=admitted,
@@ -371,7 +396,13 @@ class Inbox:
             return len(self._admissions)
 
     def next_decision(
-        self, *, is_idle: bool, sleep_s: float | None, max_steps: int, kv_policy: KvPolicy
+        self,
+        *,
+        is_idle: bool,
+        sleep_s: float | None,
+        max_steps: int,
+        kv_policy: KvPolicy,
+        stats: EngineStats,
     ) -> LoopDecision:
         """Take the next decision. The next `answer` resolves the commands that it executes.
 
@@ -387,7 +418,11 @@ class Inbox:
                 timeout=sleep_s,
             )
             decision, rest = decide(
-                self._all_queued(), max_steps=max_steps, kv_policy=kv_policy, is_idle=is_idle
+                self._all_queued(),
+                max_steps=max_steps,
+                kv_policy=kv_policy,
+                is_idle=is_idle,
+                stats=stats,
             )
             self._admissions, self._aborts = list(rest.admissions), list(rest.aborts)
             self._queued = replace(rest, admissions=(), aborts=())

@@ -232,7 +232,7 @@ class EngineLoop:
         if self._inbox.take_readings():
             self._answer_reading()
         is_idle = self._engine.num_unfinished() == 0
-        self._read_stats(is_due=is_idle)
+        self._read_stats(is_due=is_idle or self._inbox.num_admissions() > 0)
         if is_idle or self._inbox.is_stopped():
             self._is_busy = False
         is_solo = self._channel.world_size == 1
@@ -241,6 +241,7 @@ class EngineLoop:
             sleep_s=None if is_solo else self._config.heartbeat_s,
             max_steps=self._config.max_steps_per_decision,
             kv_policy=self._config.kv_policy,
+            stats=self._stats,
         )
         if not is_solo:
             self._channel.broadcast(decision.to_bytes())

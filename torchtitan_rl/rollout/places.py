@@ -11,13 +11,14 @@ of the caches a rollout uses on average, and so how many rollouts fill them. Pro
 share, several turns and tool calls need no rule of their own, because the use is measured. At first
 all rollouts are young and will use more: three times as much is assumed, and less as rollouts end.
 
-Rollouts vary in length, so the caches would overflow at times with the right number of rollouts,
-and have room at others. Against this, the limit falls below the number that fills the caches while
-they are fuller than `_TARGET`, and exceeds it while they are less full.
+Rollouts vary in length, so the right number of rollouts would overflow the caches at times, and
+leave room at others. Against this, the limit exceeds the number that fills the caches by twice
+their free share. What is too much for a moment waits in the engine loops, which start no request in
+a nearly full cache (`num_fitting`).
 
 | reading | limit |
 |---|---|
-| the caches are nearly full | number that fills them x (`_TARGET` + `_GAIN` x (`_TARGET` - use)) |
+| the caches are nearly full | number that fills them x (1 + `_GAIN` x free share) |
 | they are not, but requests wait in an engine | at most this number |
 | neither, and all places are taken | grows by the share of rollouts that ended since the last one |
 | no request runs (a pause, a restart) | unchanged |
@@ -35,7 +36,6 @@ from contextlib import asynccontextmanager
 
 from torchtitan_rl.types import EngineStats
 
-_TARGET = 0.97  # use of the caches; above it, requests are preempted more and more often
 _NEARLY_FULL = 0.7  # below this use, the limit may exceed what fills the caches
 _GAIN = 2.0
 _YOUNG = 2.0  # how much more young rollouts will use, as a multiple of what they use
@@ -85,7 +85,7 @@ class KvLimit:
         if use > _NEARLY_FULL or (waiting and self._use):
             growth = 1.0 + _YOUNG * math.exp(-self._generations)
             fills = self._rollouts / (self._use * growth)
-            follows = fills * (_TARGET + _GAIN * (_TARGET - use))
+            follows = fills * (1.0 + _GAIN * (1.0 - use))
             self._each = follows if use > _NEARLY_FULL else min(self._each, follows)
         elif is_taken:
             self._each *= 1.0 + min(generations, 1.0)

@@ -17,10 +17,12 @@ from torchtitan_rl.generation.decision import (
     KvPolicy,
     LoopDecision,
     kv_policy_errors,
+    num_fitting,
 )
 from torchtitan_rl.generation.engine import EngineLimits, validate_request
 from torchtitan_rl.types import (
     Completion,
+    EngineStats,
     FinishReason,
     GenerationRequest,
     SamplingParams,
@@ -38,8 +40,24 @@ def asked(name: str, **sampling: object) -> GenerationRequest:
     return GenerationRequest(request_id=name, prompt_token_ids=(1, 2), sampling=params)
 
 
-def take(inbox: Inbox) -> LoopDecision:
-    return inbox.next_decision(is_idle=False, sleep_s=None, max_steps=4, kv_policy=POLICY)
+def stats(*, kv_tokens: int = 0, kv_use: float = 0.0, waiting: int = 0) -> EngineStats:
+    return EngineStats(
+        version=0,
+        running=1,
+        waiting=waiting,
+        kv_use=kv_use,
+        kv_tokens=kv_tokens,
+        preemptions=0,
+        generated_tokens=0,
+        tokens_per_second=0.0,
+        steps=0,
+    )
+
+
+def take(inbox: Inbox, *, is_idle: bool = False, **cache: float) -> LoopDecision:
+    return inbox.next_decision(
+        is_idle=is_idle, sleep_s=None, max_steps=4, kv_policy=POLICY, stats=stats(**cache)
+    )
 
 
 @given(st.lists(st.sampled_from(["admit", "abort", "pull", "take"]), max_size=40))
@@ -93,6 +111,45 @@ def test_a_pull_steps_at_once_but_not_while_paused() -> None:
     inbox.ask(Pull(4))
     paused = take(inbox)
     assert (paused.action, paused.num_steps) == (Action.PULL, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "cache", "number"),
+    [
+        ([10] * 9, {"kv_tokens": 0, "kv_use": 1.0}, 9),  # an unknown size
+        ([10] * 9, {"kv_tokens": 100}, 9),
+        ([10] * 9, {"kv_tokens": 100, "kv_use": 0.5}, 4),  # 5 would use the whole cache
+        ([10] * 9, {"kv_tokens": 100, "kv_use": 0.9}, 0),
+        ([10] * 9, {"kv_tokens": 100, "kv_use": 0.5, "waiting": 3}, 1),
+        ([30, 1, 1], {"kv_tokens": 100, "kv_use": 0.7}, 0),  # the small ones do not overtake
+        ([], {"kv_tokens": 100}, 0),
+    ],
+)
+def test_part_of_the_cache_stays_free_for_running_requests(
+    prompts: list[int], cache: dict[str, float], number: int
+) -> None:
+    assert num_fitting(prompts, stats(**cache), is_idle=False) == number
+
+
+def test_an_idle_engine_starts_a_prompt_that_fills_its_cache() -> None:
+    inbox = Inbox()
+    inbox.admit(asked("large"))
+    inbox.admit(asked("next"))
+    assert take(inbox, is_idle=True, kv_tokens=2).admissions == (asked("large"),)
+    assert take(inbox, kv_tokens=2, kv_use=1.0).admissions == ()
+    assert take(inbox, is_idle=True, kv_tokens=2).admissions == (asked("next"),)
+    assert not inbox.needs_decision()
+
+
+def test_an_abort_reaches_a_request_that_waits_for_room() -> None:
+    inbox = Inbox()
+    for name in "abc":
+        inbox.admit(asked(name))
+    inbox.abort(("b",))
+    full = take(inbox, kv_tokens=8, kv_use=1.0)
+    assert (full.admissions, full.aborts) == ((asked("b"),), ("b",))
+    assert take(inbox, kv_tokens=8, kv_use=0.5).admissions == (asked("a"),)
+    assert take(inbox, kv_tokens=8).admissions == (asked("c"),)
 
 
 @given(st.lists(st.sampled_from(["token", "pull"]), max_size=60))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -27,7 +28,7 @@ from torchtitan_rl.errors import (
 from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.generation.decision import KvPolicy, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.types import FinishReason, VersionRun
+from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest, VersionRun
 
 
 @contextmanager
@@ -72,6 +73,36 @@ def test_an_abort_keeps_the_tokens_so_far() -> None:
         done = future.result(WAIT_S)
     assert done.finish_reason is FinishReason.ABORT
     assert len(done.token_ids) == len(done.logprobs) == 4
+
+
+class CachedEngine(ScriptedEngine):
+    """Holds 64 tokens; every token of a request takes a place, and all requests run."""
+
+    most_used = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(max_running=1000)
+        self.started: list[str] = []
+
+    def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
+        super().add_request(request, arrival_s=arrival_s)
+        self.started.append(request.request_id)
+
+    def stats(self) -> EngineStats:
+        lengths = self.generated_lengths().values()
+        used = sum(3 + length for length in lengths) / 64  # `request` has prompts of 3 tokens
+        self.most_used = max(self.most_used, used)
+        return replace(super().stats(), kv_use=used, kv_tokens=64)
+
+
+def test_requests_start_in_order_when_the_cache_has_room() -> None:
+    engine, names = CachedEngine(), [str(number) for number in range(200)]
+    with running_loop(engine) as loop:
+        futures = [loop.submit(request(name, 8)) for name in names]
+        done = [future.result(WAIT_S) for future in futures]
+    assert {len(one.token_ids) for one in done} == {8}
+    assert engine.started == names
+    assert engine.most_used < 4  # all at once would use 34 caches
 
 
 def test_trap_9_aborted_before_the_first_token_is_a_completion_without_tokens() -> None:

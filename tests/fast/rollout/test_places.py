@@ -179,6 +179,7 @@ async def test_the_number_of_rollouts_rises_until_the_caches_are_full():
         return await run_workload(router, workload, places(fixed, at_first=64, num_replicas=2))
 
     automatic, fixed, many = await rate(None), await rate(128), await rate(512)
-    assert automatic["whole_tokens_per_second"] > 0.97 * fixed["whole_tokens_per_second"]
-    assert automatic["preemptions_per_rollout"] < many["preemptions_per_rollout"] / 4
+    best = max(fixed["whole_tokens_per_second"], many["whole_tokens_per_second"])
+    assert automatic["whole_tokens_per_second"] > 0.97 * best
+    assert automatic["preemptions_per_rollout"] < 0.1
     assert automatic["waiting_mean"] < many["waiting_mean"] / 10
