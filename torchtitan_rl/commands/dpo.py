@@ -12,6 +12,7 @@ from torchtitan_rl.commands.view import PAGE_HELP
 from torchtitan_rl.config.loader import load_supervised, ready_configs
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.supervised import DpoConfig
+from torchtitan_rl.observability.console import SUPERVISED_WORDS
 
 _HELP = f"""\
 usage: torchtitan-rl dpo CONFIG [options]
@@ -22,7 +23,7 @@ Options: every field of the configuration, listed by torchtitan-rl dpo CONFIG --
   --dry-run         check everything and print the plan, start nothing
   --dry-run --json  the plan and all fields of the configuration as JSON
 {PAGE_HELP}
-"""
+{SUPERVISED_WORDS}"""
 
 
 def main(words: Sequence[str]) -> int:

@@ -52,7 +52,12 @@ from torchtitan_rl.errors import (
 )
 from torchtitan_rl.files import last_lines
 from torchtitan_rl.launch.meeting import RESUME_COMMAND
-from torchtitan_rl.observability.console import STEP_WORDS, format_seconds, usual_step_s
+from torchtitan_rl.observability.console import (
+    STEP_LINE,
+    STEP_WORDS,
+    format_seconds,
+    usual_step_s,
+)
 from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.observability.page_files import note_telemetry, write_launch
 from torchtitan_rl.observability.recorded import RecordedRun
@@ -100,7 +105,8 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: the run cannot start as it is configured.
     """
-    return run_trainer(words, command="train", usage=_HELP, load=load_config)
+    usage = _HELP + STEP_WORDS
+    return run_trainer(words, command="train", usage=usage, load=load_config)
 
 
 def run_trainer(
@@ -117,7 +123,7 @@ def run_trainer(
         ConfigError: as for `main`.
     """
     if list(words) in (["-h"], ["--help"]):
-        print(usage + STEP_WORDS)
+        print(usage)
         return 0
     config_file, options = split_config(words, prog=f"torchtitan-rl {command}", command=command)
     page, others = PageAddress.of(options)
@@ -127,7 +133,7 @@ def run_trainer(
             config = load(config_file, overrides)
     except SystemExit as ended:
         if ended.code == 0:  # --help
-            print(STEP_WORDS)
+            print(usage[usage.index(STEP_LINE) :])
         raise
     if not dry_run.is_wanted and (errors := start_errors(config.launch)):
         raise ConfigError(errors)

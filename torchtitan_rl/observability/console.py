@@ -26,12 +26,12 @@ from torchtitan_rl.types import Rollout
 
 Choice = Literal["auto", "rich", "plain", "none"]
 
-STEP_WORDS = """\
-The line of a step on the console:
+STEP_LINE = "The line of a step on the console:"
+STEP_WORDS = f"""\
+{STEP_LINE}
   [1:20]        time since this process began
   step 9/50     steps done / steps of the whole run
   reward 0.610  mean reward of the step's rollouts
-  loss 1.2345   of sft and dpo: mean loss of the step, in place of the reward
   2 failed      rollouts of the step without a reward, which are not trained on
   val 0.580     mean reward of the newest evaluation
   1,840 tok/s   sampled tokens of the step's rollouts per second of the whole step
@@ -40,6 +40,14 @@ The line of a step on the console:
   idle 74%+40%  share of the step in which the trainer / the replicas had nothing to do
   ETA 3:10      time left, by the median of the last 10 steps
 age, ready and idle are of asynchronous runs (schedule.staleness 1 or more)."""
+SUPERVISED_WORDS = f"""\
+{STEP_LINE}
+  [0:20]       time since this process began
+  step 9/50    steps done / steps of the whole run
+  loss 0.4310  loss of the step, before its update
+  val 0.449    loss of the newest evaluation
+  1,840 tok/s  tokens with loss per second of the whole step
+  ETA 3:10     time left, by the median of the last 10 steps"""
 _MEDIAN_STEPS = 10
 _NUM_COLUMNS = 4  # columns of the live line: spinner, phase, bar, facts
 _MAX_FACTS_WITH_BAR = 70

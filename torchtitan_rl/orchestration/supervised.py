@@ -47,8 +47,8 @@ from torchtitan_rl.training.batch import (
     sums_by_episode,
 )
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
-from torchtitan_rl.training.losses.preference import preferences
 from torchtitan_rl.training.packing import pack_episodes
+from torchtitan_rl.training.preference import preferences
 
 REFERENCES = "reference_logprobs.json"
 """The file in the run's folder with the logprobs of pairs under the initial policy."""

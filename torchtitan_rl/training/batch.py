@@ -111,7 +111,7 @@ class SupervisedLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """The loss of a step on pairs: DPO, see `training/losses/preference.py`. The batch's episodes
+    """The loss of a step on pairs: DPO, see `training/preference.py`. The batch's episodes
     are pairs, the chosen episode before the rejected one.
 
     ``references`` has for each episode the sum of its trained tokens' logprobs under the reference

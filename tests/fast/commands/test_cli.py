@@ -138,7 +138,7 @@ def test_an_output_directory_that_cannot_be_made_is_refused(place, capsys) -> No
 
 
 WRONG_COMMANDS = {
-    "": "a command is missing: give one of train, serve, generate, eval, ",
+    "": "a command is missing: give one of train, sft, dpo, serve, generate, ",
     "trian alphabet_sort_tiny": "'trian' is no command: did you mean train?",
     "--foo": "'--foo' is no command: give one of train, ",
     "train": "CONFIG is missing: ",
@@ -172,6 +172,9 @@ WRONG_COMMANDS = {
     "retriever --nosuch": "Unrecognized options: --nosuch",
     "replay": "RUN_DIR is missing",
     "replay nosuch --step 1": "RUN_DIR is nosuch: it has no readable identity.json",
+    "sft": "CONFIG is missing: give a Python file or one of sft_alphabet_sort_tiny",
+    "sft alphabet_sort_tiny": "CONFIG is alphabet_sort_tiny: there is no such file",
+    "dpo nosuch.py": "CONFIG is nosuch.py: there is no such file",
     "explain": "RUN_DIR: give the folder of one run",
     "explain a b": "RUN_DIR: give the folder of one run",
     "explain nosuch": "nosuch: no run",

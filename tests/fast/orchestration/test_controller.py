@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,8 +121,8 @@ def test_tokens_that_the_loss_masked_are_in_the_account_as_masked(tmp_path: Path
     def prepare(simulation: Simulation) -> None:
         original = simulation.trainer.train_step
 
-        async def masks_a_half(batch: TrainingBatch) -> StepOutput:
-            return replace(await original(batch), metrics={"masked_share": 0.5})
+        async def masks_a_half(batch: TrainingBatch, **options: Any) -> StepOutput:
+            return replace(await original(batch, **options), metrics={"masked_share": 0.5})
 
         simulation.trainer.train_step = masks_a_half  # type: ignore[method-assign]
 

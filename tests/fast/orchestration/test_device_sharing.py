@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,9 +59,9 @@ def test_aborted_engines_stay_empty_while_the_trainer_works_whatever_is_pulled(
         sampled: list[int] = []
         step = simulation.trainer.train_step
 
-        async def counted(batch: TrainingBatch) -> StepOutput:
+        async def counted(batch: TrainingBatch, **options: Any) -> StepOutput:
             before = sum(replica.sampled for replica in simulation.replicas)
-            output = await step(batch)
+            output = await step(batch, **options)
             sampled.append(sum(replica.sampled for replica in simulation.replicas) - before)
             return output
 

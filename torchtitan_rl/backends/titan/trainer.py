@@ -77,8 +77,8 @@ from torchtitan_rl.training.losses import (
     loss_metrics,
     policy_loss,
 )
-from torchtitan_rl.training.losses.preference import preferences
 from torchtitan_rl.training.packing import Share, minibatches, rank_share, sum_of_shares
+from torchtitan_rl.training.preference import preferences
 from torchtitan_rl.training.trees import Microbatch
 from torchtitan_rl.weights.image import TensorPart
 
