@@ -47,7 +47,6 @@ VOCAB_SIZE = 288  # 256 bytes, the special tokens, and a few ids that no text gi
 EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }
 
@@ -91,6 +90,7 @@ def tiny_model(
     num_kv_heads: int = 2,
     max_position_embeddings: int = 1024,
     family: str = "qwen3",
+    expert_size: int = 64,
 ) -> Path:
     """Write a random checkpoint with its tokenizer to the directory ``path`` and return it. The
     same sizes for every family (``model_type``)."""
@@ -114,7 +114,7 @@ def tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        **(EXPERTS if family == "qwen3_moe" else {}),
+        **(EXPERTS | {"moe_intermediate_size": expert_size} if family == "qwen3_moe" else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

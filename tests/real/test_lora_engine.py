@@ -67,26 +67,27 @@ def test_logprobs_after_three_steps_with_pulls_are_those_of_the_trainer(
             assert logprob_error(policy(root, version), done, prompt) > 0.05
 
 
-def check_both_sides_of_a_pull(seen: dict[str, Any], root: Path, before: int) -> None:
+def check_sides(seen: dict[str, Any], before: Path, after: Path) -> None:
+    """Each token of the requests of `mixed` is sampled from the policy before or after the pull."""
     assert seen["report"].recomputed
     for name, prompt in (("greedy", PROMPT), ("greedy-long", LONG_PROMPT), ("unseeded", PROMPT)):
         done = seen[name]
         assert done.version_runs == (VersionRun(0, 0), VersionRun(PULL_STEP, 1))
-        assert logprob_error(policy(root, before), done, prompt, end=PULL_STEP) < TOLERANCE
-        assert logprob_error(policy(root, 1), done, prompt, start=PULL_STEP) < TOLERANCE
-        assert logprob_error(policy(root, before), done, prompt, start=PULL_STEP) > 0.05
+        assert logprob_error(before, done, prompt, end=PULL_STEP) < TOLERANCE
+        assert logprob_error(after, done, prompt, start=PULL_STEP) < TOLERANCE
+        assert logprob_error(before, done, prompt, start=PULL_STEP) > 0.05
 
 
 def test_a_request_that_runs_through_a_pull_goes_on_with_the_new_adapter(
     pulled: dict[str, Any], root: Path
 ) -> None:
     """The loop of this scenario counts from version 0; its engine has version 2."""
-    check_both_sides_of_a_pull(pulled["mixed"], root, before=2)
+    check_sides(pulled["mixed"], policy(root, 2), policy(root, 1))
 
 
 @pytest.mark.soak
 def test_tensor_parallel_ranks_pull_the_same_adapter(root: Path) -> None:
-    check_both_sides_of_a_pull(run("tp", root, ranks=2), root, before=0)
+    check_sides(run("tp", root, ranks=2), policy(root, 0), policy(root, 1))
 
 
 def test_no_request_reads_prefixes_of_an_earlier_adapter(

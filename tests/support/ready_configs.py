@@ -56,6 +56,17 @@ QWEN3 = {  # hidden size, intermediate size, layers, heads
     "Qwen/Qwen3-4B-Base": (2560, 9728, 36, 32),
     "Qwen/Qwen3-8B-Base": (4096, 12288, 36, 32),
 }
+QWEN3_30B_A3B = {  # with 8 of 48 layers: the disk must have room for its versions
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 
 
 def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
@@ -92,6 +103,8 @@ def gpus(number: int) -> MachineFacts:
 
 
 def architecture(checkpoint: str) -> dict[str, Any]:
+    if checkpoint == "Qwen/Qwen3-30B-A3B":
+        return architecture("Qwen/Qwen3-8B-Base") | QWEN3_30B_A3B
     if checkpoint not in QWEN3:
         return ARCHITECTURE
     hidden, intermediate, layers, heads = QWEN3[checkpoint]

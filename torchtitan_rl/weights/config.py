@@ -31,6 +31,10 @@ class WeightSyncConfig:
     """Recompute the KV cache of running requests under the new weights. That takes all their tokens
     / the prefill rate of a replica, at each pull. False keeps the cache, which costs nothing; later
     tokens are then sampled over keys and values of older weights."""
+    check_pulls: bool = True
+    """Compare what some layers of each engine compute after a pull with the published weights: all
+    layers at the first pull (5 to 30 ms on a CPU), then one layer at a time. An engine that differs
+    counts as lost."""
     order: Literal["together", "one_by_one"] = "together"
     """Whether all replicas pull at the same time or one after the other."""
     lag_timeout_s: Seconds = 30.0

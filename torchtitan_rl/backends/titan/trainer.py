@@ -308,15 +308,10 @@ class PolicyTrainer:
         return hf_parts(self._published(), getattr(torch, self._dtype))
 
     def _published(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a version, see `hf.published`.
-
-        Raises:
-            WeightSyncError: a tensor of the checkpoint is missing, so engines would keep its old
-                weights. All ranks raise.
-        """
+        """Return the tensors of a version. All ranks raise a WeightSyncError if one of the
+        checkpoint is missing, because engines would keep its old weights."""
         tensors = published(self._model)
-        missing = set() if self._lora.rank else self._names - hf_names(tensors)
-        if missing:
+        if missing := set() if self._lora.rank else self._names - hf_names(tensors):
             raise WeightSyncError(f"version {self._version} lacks {sorted(missing)}")
         return tensors
 

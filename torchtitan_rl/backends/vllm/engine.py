@@ -33,10 +33,12 @@ from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.adapters import EngineAdapters
 from torchtitan_rl.backends.vllm.arguments import engine_arguments, memory_advice
 from torchtitan_rl.backends.vllm.cpu import (
+    keep_expert_weights,
     keep_linear_weights,
-    repack_linears,
+    repack,
     unique_shared_memory,
 )
+from torchtitan_rl.backends.vllm.pulled import PulledWeights
 from torchtitan_rl.backends.vllm.sampling import (
     Grammars,
     KeptSets,
@@ -99,6 +101,7 @@ class VllmEngine:
             from torchtitan_rl.backends.vllm.cpu_kernels import use_cpu_kernels
 
             keep_linear_weights()
+            keep_expert_weights()
             use_cpu_kernels()
         is_cpu_group = is_cpu and spec.generator.tensor_parallel > 1
         names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
@@ -115,6 +118,7 @@ class VllmEngine:
         self._core = self._engine.engine_core.engine_core
         worker = self._engine.model_executor.driver_worker.worker
         self._model = worker.get_model()
+        self._pulled = PulledWeights(self._model)
         self._adapters = EngineAdapters(self._engine, spec)
         let_runner_resume(self._core, worker.model_runner)
         self._speculates = self._core.vllm_config.speculative_config is not None
@@ -243,7 +247,9 @@ class VllmEngine:
             if missing:
                 raise WeightSyncError(f"version {version} lacks {sorted(missing)}")
         if self._spec.device == "cpu":
-            repack_linears(self._model)
+            repack(self._model)
+        if self._spec.weight_sync.check_pulls:
+            self._pulled.check(tensors, version)
 
     def reset_prefix_cache(self, *, recompute_running: bool) -> bool:
         return bool(self._engine.reset_prefix_cache(reset_running_requests=recompute_running))
