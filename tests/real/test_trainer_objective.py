@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.real.models import hf_logprob_rows, tiny_model
 from tests.real.trainer_helpers import random_batch, trainer
+from torchtitan_rl.training.batch import trained_mask
 from torchtitan_rl.training.config import LossConfig
 
 
@@ -59,3 +61,35 @@ def test_the_reference_is_the_initial_policy_also_after_a_resume(
     assert resumed["kl_reference"] == pytest.approx(expected, rel=1e-4)
     assert resumed["kl_reference"] == steps[2]["kl_reference"]
     assert resumed["loss"] == steps[2]["loss"]
+
+
+def test_the_kl_over_a_teachers_likely_tokens_is_that_of_transformers_and_falls(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    tiny_model(tmp_path / "teacher", seed=5)
+    batch = replace(random_batch(temperature=1.0), teacher_coefficient=1.0)
+    batch = replace(batch, advantages=np.zeros_like(batch.advantages))
+    teacher_NV, own_NV = (
+        np.concatenate(
+            [
+                np.roll(hf_logprob_rows(path, tuple(tokens.tolist())), 1, axis=0)
+                for tokens in np.split(batch.token_ids, batch.episode_starts[1:])
+            ]
+        )
+        for path in (tmp_path / "teacher", checkpoint)
+    )
+    ids_NK = np.argsort(-teacher_NV, axis=1)[:, :8]
+    q_NK, p_NK = (np.exp(np.take_along_axis(of_NV, ids_NK, 1)) for of_NV in (teacher_NV, own_NV))
+    q_N, p_N = 1.0 - q_NK.sum(1), 1.0 - p_NK.sum(1)
+    kl_N = (q_NK * np.log(q_NK / p_NK)).sum(1) + q_N * np.log(q_N / p_N)
+    taught = replace(
+        batch,
+        teacher_ids=ids_NK.astype(np.int32),
+        teacher_logprobs=np.take_along_axis(teacher_NV, ids_NK, 1),
+    )
+    with trainer(checkpoint) as policy_trainer:
+        steps = [policy_trainer.train_step(taught).metrics for _ in range(3)]
+    expected = kl_N[trained_mask(batch)].mean()
+    assert steps[0]["kl_teacher"] == pytest.approx(expected, rel=1e-4)
+    assert steps[0]["loss"] == pytest.approx(expected, rel=1e-4)
+    assert steps[2]["kl_teacher"] < steps[1]["kl_teacher"] < steps[0]["kl_teacher"]
