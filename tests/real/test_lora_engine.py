@@ -43,8 +43,8 @@ def pulled(root: Path) -> dict[str, Any]:
     return run("pulled", root)
 
 
-def run(mode: str, root: Path, *, ranks: int = 1) -> dict[str, Any]:
-    run_module("tests.real.lora_scenarios", mode, str(root), ranks=ranks, OMP_NUM_THREADS="1")
+def run(mode: str, root: Path) -> dict[str, Any]:
+    run_module("tests.real.lora_scenarios", mode, str(root), OMP_NUM_THREADS="1")
     seen: dict[str, Any] = pickle.loads((root / f"{mode}.pickle").read_bytes())
     return seen
 
@@ -83,11 +83,6 @@ def test_a_request_that_runs_through_a_pull_goes_on_with_the_new_adapter(
 ) -> None:
     """The loop of this scenario counts from version 0; its engine has version 2."""
     check_sides(pulled["mixed"], policy(root, 2), policy(root, 1))
-
-
-@pytest.mark.soak
-def test_tensor_parallel_ranks_pull_the_same_adapter(root: Path) -> None:
-    check_sides(run("tp", root, ranks=2), policy(root, 0), policy(root, 1))
 
 
 def test_no_request_reads_prefixes_of_an_earlier_adapter(

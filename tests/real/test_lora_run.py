@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 from safetensors.torch import load_file
 
 from tests.real.runs import ONE_REPLICA, Run, options, read_metrics, require_audit
@@ -38,17 +37,3 @@ def test_a_run_trains_adapters_and_a_replica_that_starts_again_gets_the_newest(
     tensors = load_file(run_dir / ADAPTER_FOLDER / ADAPTER_WEIGHTS)
     assert all(tensor.any() for tensor in tensors.values())
     assert not list(Path("/dev/shm").glob("torchtitan-rl-adapter-*"))
-
-
-@pytest.mark.soak
-def test_a_resumed_run_with_adapters_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    words = [*LORA, *ONE_REPLICA, "--checkpoint.every", "1"]
-    for name, steps in (("whole", 4), ("cut", 2), ("cut", 4)):
-        more = [*words, "--num-steps", str(steps)]
-        more += ["--checkpoint.resume"] if (tmp_path / name).exists() else []
-        log = tmp_path / f"{name}-{steps}.log"
-        Run(options(tmp_path, name, *more), log=log).require_success()
-        require_audit(tmp_path / name)
-    whole, cut = (steps_of(tmp_path / name) for name in ("whole", "cut"))
-    found, expected = ([row["trainer/weights_digest"] for row in rows] for rows in (cut, whole))
-    assert found == expected
