@@ -40,7 +40,9 @@ async def run_processes(
         for group in prepared.plan.replicas
     ]
     weights = WeightDistribution({}, fan_out=0)
-    yield types.SimpleNamespace(trainer=trainer, replicas=replicas, weights=weights, endpoint=None)
+    yield types.SimpleNamespace(
+        trainer=trainer, replicas=replicas, weights=weights, teachers={}, endpoint=None
+    )
 
 
 def complain() -> None:

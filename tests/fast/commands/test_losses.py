@@ -67,6 +67,7 @@ class Run:
         self.processes = RunProcesses(
             trainer=cast(Any, self.trainer),
             replicas=[],
+            teachers={},
             endpoint=None,
             prepared=self.prepared,
             hosts=Hosts(),

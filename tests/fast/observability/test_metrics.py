@@ -134,7 +134,7 @@ def test_every_name_is_in_the_table_and_nothing_fails_without_data(
 
 def test_every_metric_of_a_full_rollout_is_in_the_table() -> None:
     rollout = make_rollout(1.0, make_turn((1,), (2,)), metrics={"exact": 1.0})
-    phase_s = {"place": 1.0, "environment": 1.0, "generation": 2.0, "reward": 3.0}
+    phase_s = {"place": 1.0, "environment": 1.0, "generation": 2.0, "reward": 3.0, "teacher": 1.0}
     rollout = replace(rollout, phase_s=phase_s)
     metrics = rollout_metrics([make_group(rollout, rollout)], Split.TRAIN)
     check_names(metrics)
