@@ -21,6 +21,7 @@ from torchtitan_rl.errors import (
     DivergedError,
     NothingTrainedError,
     OutputError,
+    TeacherError,
     TorchtitanRLError,
     TrainerLostError,
 )
@@ -102,6 +103,8 @@ def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
         reserved = life.simulation.reserved
         able = [one for one in able if first_name(one.name) not in reserved]
         return not able or action in ("late", "slow")
+    if point == "teacher.score":
+        return issubclass(error, TeacherError)
     if action in ("no_space", "disk_full"):
         return point in ("journal", "rows") or issubclass(
             error, (JournalError, CheckpointError, OutputError)

@@ -184,9 +184,12 @@ ENVIRONMENTS = {
 class SimTeacher:
     """A `Teacher` whose logprob of a token depends on the token alone."""
 
-    def __init__(self, chance: random.Random, seconds: float, fate: Fate) -> None:
+    def __init__(
+        self, chance: random.Random, seconds: float, fate: Fate, *, timeout_s: float
+    ) -> None:
         self._chance = chance
         self._seconds = seconds
+        self._timeout_s = timeout_s
         self._fate = fate
         self.scored: list[str] = []
 
@@ -194,7 +197,9 @@ class SimTeacher:
         strike = self._fate.at("teacher.score")
         await asyncio.sleep(self._seconds * self._chance.uniform(0.5, 2.0))
         if strike is not None and strike.action == "late":
-            await asyncio.sleep(strike.seconds)
+            await asyncio.sleep(min(strike.seconds, self._timeout_s))
+            if strike.seconds > self._timeout_s:
+                raise TeacherError("the teacher's deadline has passed")
         if strike is not None and strike.action == "raise":
             raise TeacherError("the teacher failed as planned")
         self.scored.append(name)

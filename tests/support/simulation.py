@@ -141,12 +141,9 @@ class Simulation:
             places=self.places,
         )
         is_taught = plan.teacher_s is not None
-        self.batcher = EpisodeBatcher(
-            config=self.config.rollout,
-            row_len=256,
-            teacher=TeacherConfig(url="sim" if is_taught else ""),
-        )
-        self.teacher = SimTeacher(chance, plan.teacher_s or 0.0, fate)
+        teacher = TeacherConfig(url="sim" if is_taught else "")
+        self.batcher = EpisodeBatcher(config=self.config.rollout, row_len=256, teacher=teacher)
+        self.teacher = SimTeacher(chance, plan.teacher_s or 0.0, fate, timeout_s=teacher.timeout_s)
         self.checkpoints = CheckpointDirectory(root / "checkpoints")
         self.controller = Controller(
             self.config,
