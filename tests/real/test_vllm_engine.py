@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import pickle
 from dataclasses import replace
@@ -88,6 +90,17 @@ def test_an_engine_whose_cache_is_too_small_names_the_options_to_change(
         "replica has too little memory; of the generator's options, raise kv_cache_bytes (it is "
         "65536), or lower max_model_len (it is 512): To serve at least one request"
     )
+
+
+def test_the_steps_after_the_pull_of_a_chosen_version_are_profiled(
+    solo: dict[str, Any], root: Path
+) -> None:
+    files = sorted((root / "profile").glob("step2-replica_rank0*.json.gz"))
+    assert files
+    for file in files:
+        with gzip.open(file) as trace:
+            names = {event.get("name") for event in json.load(trace)["traceEvents"]}
+        assert "aten::mm" in names or "aten::linear" in names
 
 
 def test_a_short_request_submitted_after_a_long_one_ends_first(solo: dict[str, Any]) -> None:

@@ -121,8 +121,10 @@ def build(
     vllm: dict[str, Any] | None = None,
     lora: LoraConfig | None = None,
     adapters: tuple[AdapterFolder, ...] = (),
+    profile_dir: Path | None = None,
 ) -> TriggeredEngine:
-    """On CUDA, ``kv_cache_bytes`` holds too; several engines fit into a device."""
+    """On CUDA, ``kv_cache_bytes`` holds too; several engines fit into a device. With a
+    ``profile_dir``, version 1 is profiled."""
     generator = GeneratorConfig(
         tensor_parallel=tensor_parallel,
         kv_cache_bytes=kv_cache_bytes,
@@ -139,6 +141,8 @@ def build(
         sleeps=sleeps,
         lora=lora,
         adapters=adapters,
+        profiled_versions=(1,) if profile_dir else (),
+        profile_dir=profile_dir or Path(),
     )
     arguments = engine_arguments(spec) | {"kv_cache_memory_bytes": kv_cache_bytes}
     with patch("torchtitan_rl.backends.vllm.engine.engine_arguments", lambda _: arguments):
@@ -442,7 +446,8 @@ def without_memory(path: Path) -> str:
 def solo(root: Path) -> dict[str, Any]:
     paths = checkpoints(root)
     no_memory = without_memory(paths["tied-old"])
-    tied = build(paths["tied-old"], Checkpoints([paths["tied-old"], paths["tied-new"]]))
+    weights = Checkpoints([paths["tied-old"], paths["tied-new"]])
+    tied = build(paths["tied-old"], weights, profile_dir=root / "profile")
     seen: dict[str, Any] = {"no memory": no_memory}
     seen |= {"order": short_after_long(tied), "stops": stops(tied)}
     seen["seeded-alone"] = play(tied, [request("seeded", seed=11)])["seeded"]

@@ -32,6 +32,8 @@ class GeneratorSpec:
     reasoning_parser: str = ""  # for structured outputs that begin after reasoning
     lora: LoraConfig | None = None  # the adapters that are pulled; None: pulls replace all weights
     adapters: tuple[AdapterFolder, ...] = ()  # that requests may name; not with ``lora``
+    profiled_versions: tuple[int, ...] = ()
+    profile_dir: Path = Path()
 
     @property
     def start_timeout_s(self) -> float:

@@ -420,8 +420,10 @@ def _profile_errors(config: RunConfig) -> list[str]:
     if steps and config.mode == "generate":
         return ["profile.steps: mode generate trains nothing; leave it out"]
     errors = []
-    if ranks != ProfileConfig.ranks and not steps:
-        errors.append(f"profile.ranks is {ranks}: no step is profiled; give profile.steps, too")
+    chosen = {"ranks": ranks != ProfileConfig.ranks, "replicas": config.profile.replicas != ()}
+    for name in (name for name, is_given in chosen.items() if is_given and not steps):
+        value = getattr(config.profile, name)
+        errors.append(f"profile.{name} is {value}: no step is profiled; give profile.steps, too")
     if steps and max(steps) > config.num_steps:
         errors.append(
             f"profile.steps has {max(steps)}: the run has {config.num_steps} steps; give at most "
@@ -431,6 +433,12 @@ def _profile_errors(config: RunConfig) -> list[str]:
         errors.append(
             f"profile.ranks has {max(ranks)}: the trainer's ranks are 0 to "
             f"{config.trainer.world_size - 1}; give some of these"
+        )
+    replicas = config.profile.replicas
+    if steps and any(replica >= config.generator.replicas for replica in replicas):
+        errors.append(
+            f"profile.replicas has {max(replicas)}: the replicas are 0 to "
+            f"{config.generator.replicas - 1}; give some of these"
         )
     return errors
 

@@ -82,6 +82,7 @@ _REFUSED = {  # what to give instead or the reason -> fields
     "each replica writes its own log; set VLLM_LOGGING_LEVEL for its level": (
         "aggregate_engine_logging log_config_file log_level logging_config"
     ),
+    "give profile.steps and profile.replicas": "profiler_config",
     "give speculative_config": "spec_method spec_model spec_tokens",
 }
 OWNED = {name: fix for fix, names in _REFUSED.items() for name in names.split()}

@@ -224,11 +224,15 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Profiles of the trainer by `torch.profiler`, in the folder ``profile`` of the run: a trace of
-    the optimizer step for Perfetto or chrome://tracing, and on CUDA a snapshot of its memory."""
+    """Profiles by `torch.profiler`, in the folder ``profile`` of the run: for Perfetto or
+    chrome://tracing, a trace of the optimizer step or of an engine; on CUDA also a snapshot of the
+    trainer's memory."""
 
     steps: tuple[Positive, ...] = ()
     """Steps to profile, by the policy version that they make: step 5 makes version 5, unless an
     earlier step had nothing to train on. A profiled step takes longer."""
     ranks: tuple[Count, ...] = (0,)
     """Trainer ranks that are profiled."""
+    replicas: tuple[Count, ...] = ()
+    """Replicas whose engines are profiled, from their pull of the version that each of ``steps``
+    begins with, for 20 engine steps."""

@@ -13,6 +13,7 @@ from torchtitan_rl.config.machine import MachineFacts
 from torchtitan_rl.config.prepare import ServeConfig, prepare_run, prepare_serve
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.serving.config import EndpointConfig
+from torchtitan_rl.training.config import ProfileConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 
 MACHINE = MachineFacts(num_cores=16, memory_bytes=64 << 30)
@@ -76,3 +77,11 @@ def test_what_is_served_samples_as_its_checkpoint_says_and_has_no_weights_to_syn
     assert (spec.sleeps, spec.trace_dir, spec.stream_interval_s) == (False, None, 0.5)
     endpoint = _endpoint_spec(prepared)
     assert (endpoint.generation_config, endpoint.dtype) == ("auto", "float32")
+
+
+def test_chosen_replicas_profile_the_versions_that_chosen_steps_begin_with(tmp_path: Path) -> None:
+    profile = ProfileConfig(steps=(1, 5), replicas=(1,))
+    prepared = prepare_run(replace(TINY, output_dir=tmp_path, profile=profile), MACHINE)
+    specs = [_generator_spec(prepared, group) for group in prepared.plan.replicas]
+    assert [spec.profiled_versions for spec in specs] == [(), (0, 4)]
+    assert specs[1].profile_dir == prepared.config.run_dir / "profile"

@@ -228,6 +228,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({LOSS + "aggregation": "constant"}, LOSS + "constant_length is 0: "),
     ({LOSS + "constant_length": 100}, LOSS + "constant_length is 100: "),
     ({"num_steps": 3, "profile.steps": (2, 4)}, "profile.steps has 4: the run has 3 steps"),
+    ({"profile.replicas": (0,)}, "profile.replicas is (0,): no step is profiled; give profile.st"),
+    (
+        {"profile.steps": (1,), "profile.replicas": (1, 2)},
+        "profile.replicas has 2: the replicas are 0 to 1; give some of these",
+    ),
     ({"profile.ranks": (1,)}, "profile.ranks is (1,): no step is profiled; give profile.steps"),
     ({"profile.steps": (1,), "profile.ranks": (0, 1)}, "profile.ranks has 1: the trainer's ranks"),
     ({"rollout.turn_discount": 0.9}, "rollout.turn_discount is 0.9: rollout.credit outcome does"),

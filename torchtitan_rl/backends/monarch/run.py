@@ -26,7 +26,7 @@ from torchtitan_rl.backends.specs import (
     WeightHostSpec,
 )
 from torchtitan_rl.bounds import absolute
-from torchtitan_rl.config.plan import ProcessGroup
+from torchtitan_rl.config.plan import ProcessGroup, replica_name
 from torchtitan_rl.config.prepare import PreparedRun, PreparedServe, ServeConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.distillation.config import CUDA_STEP_TOKENS, engine_options
@@ -264,6 +264,9 @@ def _generator_spec(
     prepared: PreparedRun | PreparedServe, group: ProcessGroup, *, trace_dir: Path | None = None
 ) -> GeneratorSpec:
     config = prepared.config
+    profiled_versions: tuple[int, ...] = ()
+    if isinstance(config, RunConfig) and group.name in map(replica_name, config.profile.replicas):
+        profiled_versions = tuple(step - 1 for step in config.profile.steps)
     return GeneratorSpec(
         name=group.name,
         model=prepared.policy_dir,
@@ -279,6 +282,8 @@ def _generator_spec(
         reasoning_parser=config.endpoint.reasoning_parser,
         lora=config.adapters if isinstance(config, RunConfig) else None,
         adapters=prepared.adapters if isinstance(prepared, PreparedServe) else (),
+        profiled_versions=profiled_versions,
+        profile_dir=config.log_dir.absolute().parent / "profile",
     )
 
 

@@ -11,6 +11,8 @@ from torchtitan_rl.backends.vllm.adapters import adapter_arguments
 from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
 from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS
 
+_PROFILED_STEPS = 20
+
 
 def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
     """Return the arguments of vLLM's ``EngineArgs`` for a replica."""
@@ -33,6 +35,13 @@ def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
     }
     if spec.reasoning_parser:
         args["structured_outputs_config"]["reasoning_parser"] = spec.reasoning_parser
+    if spec.profiled_versions:
+        args["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(spec.profile_dir),
+            "torch_profiler_with_stack": False,
+            "max_iterations": _PROFILED_STEPS,
+        }
     if spec.sleeps and not is_cpu:
         args["enable_sleep_mode"] = True
     args |= adapter_arguments(spec.adapters if spec.lora is None else spec.lora)

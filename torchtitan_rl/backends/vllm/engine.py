@@ -94,6 +94,7 @@ class VllmEngine:
         self._weights = weights
         self._version = 0
         self._num_pulls = 0
+        self._is_profiled = False
         self._running: dict[str, _EngineRequest] = {}
         self._rate = ReadingRate()
         is_cpu = spec.device == "cpu"
@@ -130,6 +131,7 @@ class VllmEngine:
             max_model_len=spec.generator.max_model_len,
             vocab_size=self._engine.model_config.get_vocab_size(),
         )
+        self._profile(0)
 
     @property
     def limits(self) -> EngineLimits:
@@ -234,6 +236,7 @@ class VllmEngine:
             self._adapters.replace(tensors, version)
         self._version = version
         self._num_pulls += 1
+        self._profile(version)
 
     def _load_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         try:
@@ -270,7 +273,17 @@ class VllmEngine:
         )
 
     def close(self) -> None:
+        if self._is_profiled:
+            self._engine.stop_profile()
         self._engine.engine_core.shutdown()
+
+    def _profile(self, version: int) -> None:
+        """Profile the first steps under a chosen version. vLLM's profiler ends by itself."""
+        if self._is_profiled:
+            self._engine.stop_profile()
+        self._is_profiled = version in self._spec.profiled_versions
+        if self._is_profiled:
+            self._engine.start_profile(f"step{version + 1}-{self._spec.name}")
 
     def _distribution(
         self, sampling: SamplingParams, core_request: Any
