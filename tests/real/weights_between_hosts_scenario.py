@@ -86,16 +86,17 @@ class Stopping:
         return source
 
 
-class DamagingOffers(RdmaOffers):
+class NotedOffers(RdmaOffers):
     def offer(self, memory: torch.Tensor) -> tuple[Any, ...]:
-        memory[77] ^= 1
+        self.memory = memory
         return super().offer(memory)
 
 
 class PublisherActor(Actor):
     def __init__(self, damages: bool) -> None:
-        offers = DamagingOffers() if damages else RdmaOffers()
-        self._publisher = PartPublisher(offers, owner="trainer rank 0")
+        self._damages = damages
+        self._offers = NotedOffers()
+        self._publisher = PartPublisher(self._offers, owner="trainer rank 0")
 
     @concurrent_endpoint
     async def publish(self, version: int) -> RemoteMemoryHandle:
@@ -105,6 +106,8 @@ class PublisherActor(Actor):
             self._publisher.publish, version, whole_parts(tensors), keep=keep
         )
         assert source is not None
+        if self._damages:
+            self._offers.memory[77] ^= 1
         return RemoteMemoryHandle(layout=plan_image(tensors, version), sources=(source,))
 
 
