@@ -37,10 +37,9 @@ def test_a_host_fetches_a_version_once_for_all_its_replicas(result: dict[str, An
 
 def test_a_wrong_byte_is_found_and_named(result: dict[str, Any]) -> None:
     assert result["damage"] == [
-        "version 7: model.norm arrived damaged twice at host 1 from trainer rank 0: the checksums "
-        "differ",
-        "version 7: model.norm arrived damaged twice at host 2 from trainer rank 0: the checksums "
-        "differ",
+        f"version 7: model.norm arrived damaged twice at host {host} from trainer rank 0 (the "
+        "checksums differ), or trainer rank 0 has replaced the version"
+        for host in (1, 2)
     ]
 
 
