@@ -82,9 +82,11 @@ def test_the_model_that_is_built_on_cuda_equals_the_one_on_a_cpu(
     with trainer(checkpoint) as policy_trainer:
         expected = policy_trainer.logprobs(batch)
 
-    def configure_for_cuda(architecture: Any, config: Any, layout: Any, dtype: str) -> Any:
+    def configure_for_cuda(
+        architecture: Any, config: Any, layout: Any, dtype: str, lora: Any
+    ) -> Any:
         on_cuda = dataclasses.replace(layout, device=torch.device("cuda"))
-        made = configure(architecture, config, on_cuda, dtype)
+        made = configure(architecture, config, on_cuda, dtype, lora)
         assert isinstance(made.first_attention.inner_attention, FlexAttention.Config)
         return made
 

@@ -24,6 +24,7 @@ exit code.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
 import math
@@ -98,6 +99,9 @@ def exit_code_of(command: Callable[[], int]) -> int:
     """
     os.umask(os.umask(0) | 0o002)
     _replace_closed_streams()
+    # As the first one registered, it is the last one called. After it Python gives signals back to
+    # the system, and a signal would end the process with another exit code than the command's.
+    atexit.register(_ignore_signals)
     with before_start():
         try:
             try:
@@ -241,6 +245,11 @@ def after_last_message(exit_code: int) -> None:
         signal.signal(number, lambda *_: os._exit(exit_code))
 
 
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def end_within(within_s: float, exit_code: int) -> None:
     """End this process after ``within_s``, unless it has ended by itself."""
     threading.Thread(target=_exit_later, args=(within_s, exit_code), daemon=True).start()
@@ -249,8 +258,7 @@ def end_within(within_s: float, exit_code: int) -> None:
 def _end(number: int, frame: Any) -> NoReturn:
     """Raise SystemExit, so that temporary files are removed. The interrupted code has
     ``_UNWIND_S`` seconds to end, and cannot print a traceback. Further signals are ignored."""
-    for one in _SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
+    _ignore_signals()
     print("stopped", file=sys.stderr)
     sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     end_within(_UNWIND_S, 128 + number)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ class Train:
         os.killpg(self._process.pid, signal.SIGKILL)
 
     def ctrl_c(self) -> None:
-        os.killpg(self._process.pid, signal.SIGINT)
+        with suppress(ProcessLookupError):  # it has stopped already
+            os.killpg(self._process.pid, signal.SIGINT)
 
     def wait(self) -> int:
         return self._process.wait(60)

@@ -372,9 +372,10 @@ def test_storage_without_file_locks_has_whole_turns_after_a_kill(tmp_path):
     def write_until_killed() -> None:
         refuse_file_locks()
         journal = begun(tmp_path)
-        (tmp_path / "begun").touch()
         for index in range(100_000):
             journal.append(recorded(turn((index,), range(2000)), name=str(index)))
+            if index == 20:
+                (tmp_path / "begun").touch()
 
     def resume() -> None:
         refuse_file_locks()
@@ -395,10 +396,10 @@ def test_storage_without_file_locks_has_whole_turns_after_a_kill(tmp_path):
         assert [row.rollout_id for row in reader.rows()] == ["a"]
 
     child = in_child(write_until_killed)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.3)
+    time.sleep(0.1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert os.waitpid(in_child(resume), 0)[1] == 0
