@@ -26,7 +26,8 @@ from torchtitan_rl.commands.replicas import Replicas
 from torchtitan_rl.config.evaluate import prepare_generation
 from torchtitan_rl.config.loader import load_config, parse_options, split_options
 from torchtitan_rl.config.model import read_architecture
-from torchtitan_rl.config.prepare import PreparedRun, evaluation_problems, find_problems
+from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.problems import evaluation_problems, find_problems
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.rendering import load_tokenizer

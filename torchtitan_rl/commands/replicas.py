@@ -19,8 +19,9 @@ from torchtitan_rl.agents.env import AgentHost, AgentThread
 from torchtitan_rl.agents.queue import ProblemQueue
 from torchtitan_rl.agents.task import environment_factory
 from torchtitan_rl.aio import first_of
-from torchtitan_rl.config.prepare import PreparedRun, PreparedServe
+from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.serve import PreparedServe
 from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.rollouter import Rollouter

@@ -20,7 +20,7 @@ from torchtitan_rl.aio import first_of
 from torchtitan_rl.commands.console import DryRun, StopSignals, run_command
 from torchtitan_rl.commands.replicas import served
 from torchtitan_rl.config.loader import parse_options
-from torchtitan_rl.config.prepare import PreparedServe, ServeConfig, prepare_serve
+from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
 from torchtitan_rl.serving.report import EpisodesFile
 from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions

@@ -2,14 +2,6 @@
 
 Exit codes: 0 done; 1 failed, with the cause on stderr; 2 the configuration is wrong; 128 + n ended
 by signal n. In each case the last lines say how the run went and which command to use next.
-
-What a run does when processes or hosts are lost:
-
-| lost | then |
-|---|---|
-| a replica | its requests continue on others; it is started again |
-| a host | like losing all its replicas; they are started again when the host is back |
-| a trainer rank, or its host | the run ends with `TrainerLostError`, and can be resumed |
 """
 
 from __future__ import annotations
@@ -18,8 +10,8 @@ import asyncio
 import os
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,36 +20,25 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.aio import background
 from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
+from torchtitan_rl.commands.losses import FailureHandling
 from torchtitan_rl.commands.replicas import Generation, run_endpoint
 from torchtitan_rl.commands.train_only import recorded_rollouts, train_on_recorded
 from torchtitan_rl.commands.view import PAGE_HELP, PageAddress, page_of_run
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
-from torchtitan_rl.config.machine import count, host_name
+from torchtitan_rl.config.machine import count
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.plan import replica_name
-from torchtitan_rl.config.prepare import PreparedRun, claim_run, supervised_task
+from torchtitan_rl.config.prepare import PreparedRun, claim_run
+from torchtitan_rl.config.problems import supervised_task
 from torchtitan_rl.config.resume import MANIFEST, write_manifest
 from torchtitan_rl.config.room import start_errors, unused_options
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.distillation.scoring import ReplicaTeacher, Teacher, Teachers
 from torchtitan_rl.distillation.server import ServedTeacher
 from torchtitan_rl.environments.supervised import SupervisedTask
-from torchtitan_rl.errors import (
-    CheckpointError,
-    ConfigError,
-    OutputError,
-    ReplicaError,
-    RunTakenOverError,
-    TrainerLostError,
-)
-from torchtitan_rl.files import last_lines
+from torchtitan_rl.errors import CheckpointError, ConfigError, OutputError, RunTakenOverError
 from torchtitan_rl.launch.meeting import RESUME_COMMAND
-from torchtitan_rl.observability.console import (
-    STEP_LINE,
-    STEP_WORDS,
-    format_seconds,
-    usual_step_s,
-)
+from torchtitan_rl.observability.console import STEP_LINE, STEP_WORDS, format_seconds, usual_step_s
 from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.observability.page_files import note_telemetry, write_launch
 from torchtitan_rl.observability.recorded import RecordedRun
@@ -66,7 +47,6 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher, GrammarReplay
 from torchtitan_rl.orchestration.checkpointing import choose_checkpoint
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.controller import Controller
-from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.run_state import Claim, Parts, Trainer
@@ -75,14 +55,11 @@ from torchtitan_rl.processes import collect_less, stay_on_cores
 from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.rollouter import Rollouter
-from torchtitan_rl.routing.replicas import Replica
-from torchtitan_rl.routing.restarts import ReplicaRestarts, first_name
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 
 if TYPE_CHECKING:
-    from torchtitan_rl.backends.monarch.host_watch import HostWatch
     from torchtitan_rl.backends.monarch.hosts import Hosts
     from torchtitan_rl.backends.monarch.run import RunProcesses
 
@@ -491,113 +468,3 @@ def reserved_replicas(config: RunConfig) -> tuple[str, ...]:
     if not config.evaluation.reserves_replica:
         return ()
     return (replica_name(config.generator.replicas - 1),)
-
-
-_LAST_LINES = 5
-
-
-class FailureHandling:
-    """Handles lost hosts of a run while `watching` is open, and restarts lost replicas while
-    `restarting` is open."""
-
-    def __init__(self, prepared: PreparedRun, hosts: Hosts | None, recorder: RunRecorder) -> None:
-        self._plan = prepared.plan
-        self._max_restarts = prepared.config.generator.max_restarts
-        self._log_dir = prepared.config.log_dir.absolute()
-        self._say = recorder.say
-        self._watch: HostWatch | None = None
-        if hosts is not None:
-            from torchtitan_rl.backends.monarch.host_watch import HostWatch
-
-            self._watch = HostWatch(
-                hosts,
-                log_dir=self._log_dir,
-                trace_dir=recorder.trace_dir,
-                say=self._say,
-                on_lost=self._on_host_lost,
-            )
-        self._run: tuple[RunProcesses, GeneratorRouter] | None = None
-
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        """Watch the hosts. Keep the context open from before processes start until they have
-        ended."""
-        async with self._watch or nullcontext():
-            try:
-                yield
-            except TrainerLostError:
-                trainer = self._plan.trainer
-                for part in () if trainer is None else trainer.on_each_host():
-                    await self._show_last_lines(part.name, part.host)
-                raise
-
-    @asynccontextmanager
-    async def restarting(
-        self, processes: RunProcesses, router: GeneratorRouter, *, reserved: tuple[str, ...]
-    ) -> AsyncIterator[None]:
-        self._run = processes, router
-        max_restarts = 0 if self._plan.is_shared else self._max_restarts
-        async with self.restarts(router, max_restarts=max_restarts, reserved=reserved):
-            yield
-
-    def restarts(
-        self,
-        router: GeneratorRouter,
-        *,
-        max_restarts: int | None = None,
-        reserved: tuple[str, ...] = (),
-    ) -> ReplicaRestarts:
-        """Restarts of a router's replicas; for those of teachers, while `restarting` is open."""
-        return ReplicaRestarts(
-            router,
-            self._start,
-            max_restarts=self._max_restarts if max_restarts is None else max_restarts,
-            say=self._say,
-            is_alone=self._is_alone,
-            reserved=reserved,
-        )
-
-    def _on_host_lost(self, host: int, cause: str) -> None:
-        if self._run is None:
-            return  # the processes are still starting, and their start fails by itself
-        processes, router = self._run
-        message = f"{host_name(host)} is lost: {cause}"
-        names = {group.name for group in self._plan.replicas if group.host == host}
-        processes.lose_host(host)
-        router.give_up(lambda name: first_name(name) in names, ReplicaError(message))
-        trainer = self._plan.trainer
-        if trainer is not None and host in {part.host for part in trainer.on_each_host()}:
-            assert not isinstance(processes.trainer, FixedPolicy)
-            processes.trainer.lose(message)
-
-    async def _start(self, lost: str, name: str) -> Replica:
-        """Start the replica ``name`` in place of ``lost``, once its host answers."""
-        assert self._run is not None
-        first, host = first_name(lost), self._host_of(lost)
-        await self._show_last_lines(lost, host)
-        if self._watch is not None:
-            await self._watch.wait_until_there(host)
-        processes, _ = self._run
-        return await processes.restart(first, name)
-
-    async def _is_alone(self, name: str) -> bool:
-        return self._watch is None or await self._watch.answers(self._host_of(name))
-
-    def _host_of(self, replica: str) -> int:
-        groups = (*self._plan.replicas, *self._plan.teachers)
-        names = {group.name: group.host for group in groups}
-        return names[first_name(replica)]
-
-    async def _show_last_lines(self, name: str, host: int) -> None:
-        """Show the last log lines of a group's processes, by host and rank. If their host is lost,
-        show nothing, because the loss of the host is the cause."""
-        where = ""
-        if self._watch is not None and self._watch.is_far(host):
-            if self._watch.is_lost(host):
-                return
-            await self._watch.bring_now(host)
-            where = f"{host_name(host)}/"
-        for path in sorted(self._log_dir.glob(f"{where.replace('/', '-')}{name}-rank*.log")):
-            rank = path.stem.rpartition("-rank")[2]
-            for line in last_lines(path, _LAST_LINES):
-                self._say(f"{where}{name} rank {rank}: {line}")

@@ -25,7 +25,8 @@ from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.machine import machine_facts
 from torchtitan_rl.config.model import find_policy, is_hub_name, resolve_checkpoint
 from torchtitan_rl.config.plan import plan_serving
-from torchtitan_rl.config.prepare import PreparedRun, evaluation_problems
+from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.problems import evaluation_problems
 from torchtitan_rl.config.resume import (
     CONTENTS,
     POLICY,

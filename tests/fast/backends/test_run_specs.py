@@ -10,7 +10,8 @@ import pytest
 
 from torchtitan_rl.backends.monarch.run import _endpoint_spec, _generator_spec, _trainer_spec
 from torchtitan_rl.config.machine import MachineFacts
-from torchtitan_rl.config.prepare import ServeConfig, prepare_run, prepare_serve
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.serve import ServeConfig, prepare_serve
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.training.config import ProfileConfig

@@ -15,7 +15,8 @@ from tests.support.replicas import GatedReplica, settle
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.run import RunProcesses
-from torchtitan_rl.commands.train import FailureHandling, _export, _Run
+from torchtitan_rl.commands.losses import FailureHandling
+from torchtitan_rl.commands.train import _export, _Run
 from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY

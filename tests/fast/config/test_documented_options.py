@@ -25,8 +25,10 @@ from torchtitan_rl.commands.worker import WorkerOptions
 from torchtitan_rl.config.evaluate import EvalConfig
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.machine import MachineFacts
-from torchtitan_rl.config.prepare import ServeConfig, evaluation_problems, prepare_run
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.problems import evaluation_problems
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
+from torchtitan_rl.config.serve import ServeConfig
 from torchtitan_rl.configs.dpo_alphabet_sort_tiny import config as DPO
 from torchtitan_rl.configs.sft_alphabet_sort_tiny import config as SFT
 from torchtitan_rl.launch.scripts import (

@@ -16,7 +16,8 @@ import torch
 from torchtitan_rl.config import machine, preflight
 from torchtitan_rl.config.machine import HostFacts, MachineFacts, machine_facts
 from torchtitan_rl.config.preflight import CudaDevice, CudaFacts, cuda_errors, probe_cuda
-from torchtitan_rl.config.prepare import ServeConfig, prepare_run, prepare_serve
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.serve import ServeConfig, prepare_serve
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
 

@@ -9,7 +9,8 @@ import pytest
 from tests.support.config_mutations import with_value
 from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.config.machine import MachineFacts
-from torchtitan_rl.config.prepare import evaluation_problems, prepare_run, training_errors
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.problems import evaluation_problems, training_errors
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError

@@ -21,7 +21,8 @@ from torchtitan_rl.config import vllm_options
 from torchtitan_rl.config.loader import load_config, parse_options
 from torchtitan_rl.config.machine import MachineFacts
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.config.prepare import ServeConfig, prepare_run, prepare_serve
+from torchtitan_rl.config.prepare import prepare_run
+from torchtitan_rl.config.serve import ServeConfig, prepare_serve
 from torchtitan_rl.config.vllm_options import OWNED, vllm_option_errors, vllm_run_errors
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError

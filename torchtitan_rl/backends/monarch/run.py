@@ -27,8 +27,9 @@ from torchtitan_rl.backends.specs import (
 )
 from torchtitan_rl.bounds import absolute
 from torchtitan_rl.config.plan import ProcessGroup, replica_name
-from torchtitan_rl.config.prepare import PreparedRun, PreparedServe, ServeConfig
+from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.serve import PreparedServe, ServeConfig
 from torchtitan_rl.distillation.config import CUDA_STEP_TOKENS, engine_options
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.generation.config import GeneratorConfig
