@@ -20,6 +20,13 @@ touch -d @0 "$stamp"
 pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check)
 "${pip[@]}" install --upgrade pip
 
+# verifiers needs openai 2, agent libraries of the extra `dev` need openai 3. `VerifiersTask` finds
+# this environment by itself.
+"$venv/bin/python" -m venv "$venv/verifiers"
+"$venv/verifiers/bin/python" -m pip install --quiet --disable-pip-version-check \
+    "verifiers>=0.4,<0.5" &
+verifiers=$!
+
 case $accelerator in
 cpu)
     # PyPI's torch is the CUDA build: take the CPU one, from pip's own sources if they have it.
@@ -40,8 +47,5 @@ esac
 
 # Tests start a server of it; its dependencies contradict vLLM's (another version of mcp).
 "${pip[@]}" install --no-deps openenv==0.10.0
-# verifiers needs openai 2, agent libraries of the extra `dev` need openai 3. `VerifiersTask` finds
-# this environment by itself.
-"$venv/bin/python" -m venv "$venv/verifiers"
-"$venv/verifiers/bin/python" -m pip install --quiet --disable-pip-version-check "verifiers>=0.4,<0.5"
+wait "$verifiers"
 touch "$stamp"

@@ -78,6 +78,7 @@ def test_the_page_survives_a_restart_of_its_server(
     seen.errors.clear()  # the browser reports the lost connection itself
 
 
+@pytest.mark.soak
 def test_a_real_run_is_seen_while_it_trains(visit: Visit, tmp_path: Path) -> None:
     log = tmp_path / "log"
     run = Run(options(tmp_path, "run", "--num-steps", "40", "--page"), log=log)

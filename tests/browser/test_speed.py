@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.real.runs import ROOT
+
+pytestmark = pytest.mark.soak
 
 
 def test_the_benchmark_measures_every_view(browser: Any, tmp_path: Path) -> None:

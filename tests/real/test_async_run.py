@@ -127,6 +127,7 @@ def kill_and_resume(root: Path, after_s: float, *schedule: str) -> Path:
     return run_dir
 
 
+@pytest.mark.soak
 def test_trap_28_a_killed_run_keeps_its_bound_evaluates_one_version_and_trains_every_group_once(
     tmp_path: Path,
 ) -> None:

@@ -62,6 +62,7 @@ def test_generation_samples_the_same_tokens_on_every_side(tmp_path):
         }
 
 
+@pytest.mark.soak
 def test_training_compares_shared_prefixes_with_unshared_rows_and_the_ideal(tmp_path):
     path = tmp_path / "training.json"
     siblings = "8 x 8 answers of 48 to prompts of 205"
@@ -125,6 +126,7 @@ def require_end_to_end(root: Path, steps: int, *options: str) -> None:
     assert len(report["run_s"]) == 1
 
 
+@pytest.mark.soak
 def test_end_to_end_prints_one_json_line(whole, tmp_path):
     copy_of_run(tmp_path / "run0", of=whole)
     require_end_to_end(tmp_path, NUM_STEPS)

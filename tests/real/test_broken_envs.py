@@ -18,6 +18,7 @@ def start(root: Path, *options: str) -> Run:
     return Run([str(CONFIG), *place, *options], log=root / "log")
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_alongside_environments_that_hang_raise_or_return_garbage(
     tmp_path: Path,
 ) -> None:

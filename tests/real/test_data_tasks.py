@@ -20,6 +20,8 @@ from torchtitan_rl.configs import search_tiny
 from torchtitan_rl.experiments.gsm8k.task import Gsm8kTask
 from torchtitan_rl.experiments.reasoning_gym.task import TASK
 
+pytestmark = pytest.mark.soak
+
 base = search_tiny.config
 patient = {{"check_timeout_s": 50.0}}  # on a busy machine
 curriculum = CurriculumConfig(enabled=True, window=2)

@@ -15,6 +15,8 @@ from tests.real.runs import Run, options, read_metrics, read_rollouts, require_a
 from tests.real.served import serve
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 
+pytestmark = pytest.mark.soak
+
 ALL = ("--metrics.rollouts-per-step", "all", "--evaluation.num-problems", "0")
 ALONE = ("--rollout.advantage", "none")
 NOISE = 0.35  # of the weights' standard deviation
@@ -59,7 +61,6 @@ def test_a_policy_that_teaches_itself_has_advantages_of_0(tmp_path: Path) -> Non
     assert digests == [row["trainer/weights_digest"] for row in steps]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("loss", ["sampled", "topk"])
 def test_the_kl_to_the_teacher_falls_and_a_killed_replica_of_it_loses_nothing(
     loss: str, tmp_path: Path
@@ -85,7 +86,6 @@ def test_the_kl_to_the_teacher_falls_and_a_killed_replica_of_it_loses_nothing(
         assert row["tokens/generated"] == row["tokens/trained"] == row["teacher/scored_tokens"]
 
 
-@pytest.mark.soak
 def test_a_teacher_behind_our_own_endpoint_may_go_and_come_back(tmp_path: Path) -> None:
     folder = tmp_path / "served"
     folder.mkdir()

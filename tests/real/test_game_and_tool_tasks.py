@@ -23,6 +23,8 @@ from torchtitan_rl import McpServer, McpTask, MixtureTask, OpenEnvTask
 from torchtitan_rl.configs import calculator_agent_tiny
 from torchtitan_rl.experiments.frozen_lake.task import TASK
 
+pytestmark = pytest.mark.soak
+
 base = calculator_agent_tiny.config
 calculator = McpTask(
     train=({file!r},),

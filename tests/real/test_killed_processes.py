@@ -14,6 +14,7 @@ def await_first_step(run: Run, run_dir: Path) -> None:
     run.wait_until(lambda: len(read_metrics(run_dir)) >= 2, "the first step")
 
 
+@pytest.mark.soak
 def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_cleanly(tmp_path):
     """The one that is stopped (SIGSTOP) answers nothing, at the end neither."""
     more = ("--generator.replicas", "3", "--generator.stall-timeout-s", "15")

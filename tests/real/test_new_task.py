@@ -78,6 +78,7 @@ def test_its_own_test_passes(config: Path) -> None:
     tests["test_the_environment_makes_no_usual_mistake"]()
 
 
+@pytest.mark.soak
 def test_checkpoints_are_evaluated_as_they_were_while_training(
     run_dir: Path, evaluation: Path
 ) -> None:

@@ -150,6 +150,7 @@ def _routes(document: dict[str, Any]) -> Iterator[str]:
                 yield from (f"    {field}" for field in sorted(schema.get("properties", {})))
 
 
+@pytest.mark.soak
 def test_every_route_of_the_document_is_fuzzed(document: dict[str, Any]) -> None:
     described = {(path, method) for path, ways in document["paths"].items() for method in ways}
     check_golden("routes.txt", "\n".join(_routes(document)))
@@ -222,6 +223,7 @@ def test_trap_10_an_official_client_that_times_out_and_retries_gets_its_first_ru
     assert settled(server, "requests_total") == num_run + 2
 
 
+@pytest.mark.soak
 def test_a_client_that_leaves_and_does_not_come_back_is_aborted(
     target: Target, server: Served
 ) -> None:
@@ -276,6 +278,7 @@ def test_an_attacked_endpoint_serves_within_its_memory_and_descriptors(
     attacked.require_to_hold(attack, more_bytes=150 << 20)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("undisturbed", [None])  # not after this one, which comes last
 def test_a_killed_endpoint_ends_the_command_with_1_and_leaves_no_process(server: Served) -> None:
     require_end_by_loss_of_endpoint(server.run)

@@ -11,6 +11,8 @@ import pytest
 from tests.real.runs import Run, read_metrics, read_rollouts, require_audit
 from tests.support.ready_configs import PEOPLE, toy
 
+pytestmark = pytest.mark.soak
+
 pytest.importorskip("bm25s")
 pytest.importorskip("math_verify")
 

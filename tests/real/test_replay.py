@@ -71,6 +71,7 @@ def test_the_first_step_is_replayed_from_the_initial_policy(recorded: Path, tmp_
     assert "from the initial policy" in said
 
 
+@pytest.mark.soak
 def test_training_on_recorded_rollouts_gives_the_weights_of_the_run(
     recorded: Path, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_training_on_recorded_rollouts_gives_the_weights_of_the_run(
     assert exit_code == 0, said
 
 
+@pytest.mark.soak
 def test_a_run_that_only_generates_records_rollouts_to_train_on(tmp_path: Path) -> None:
     made = train(tmp_path, "made", *ONE_REPLICA, "--mode", "generate", "--num-steps", "2")
     assert len([row for row in read_rollouts(made) if row["split"] == "train"]) == 2 * 16

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from tests.real.runs import Run, options
 from tests.support.other_user import as_other_user, reach
@@ -54,6 +55,7 @@ def test_pages_show_the_replicas_to_their_user_alone_and_end_with_the_run(tmp_pa
     assert "is lost" not in said
 
 
+@pytest.mark.soak
 def test_pages_end_with_a_controller_that_is_killed(tmp_path: Path) -> None:
     run, _ = start(tmp_path)
     run.process.kill()

@@ -20,7 +20,7 @@ from tests.support.verifiers import needs_verifiers
 NUM_STEPS = 1
 NUM_ROLLOUTS = 16  # of a step
 
-pytestmark = needs_verifiers
+pytestmark = [needs_verifiers, pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

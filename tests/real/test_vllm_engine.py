@@ -100,7 +100,8 @@ def test_the_steps_after_the_pull_of_a_chosen_version_are_profiled(
     for file in files:
         with gzip.open(file) as trace:
             names = {event.get("name") for event in json.load(trace)["traceEvents"]}
-        assert "aten::mm" in names or "aten::linear" in names
+        # vLLM chooses the kernels of its linear layers by the processor, not that of attention.
+        assert any("attention" in str(name) for name in names)
 
 
 def test_a_short_request_submitted_after_a_long_one_ends_first(solo: dict[str, Any]) -> None:

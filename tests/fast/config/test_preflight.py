@@ -140,7 +140,7 @@ def test_a_server_is_refused_on_a_machine_that_cannot_compute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faulty = replace(MACHINE, cuda=replace(GOOD, has_compiler=False))
-    monkeypatch.setattr("torchtitan_rl.config.prepare.machine_facts", lambda: faulty)
+    monkeypatch.setattr("torchtitan_rl.config.serve.machine_facts", lambda: faulty)
     with pytest.raises(ConfigError, match="no C compiler"):
         prepare_serve(ServeConfig(model=TINY.policy.checkpoint, log_dir=tmp_path))
 

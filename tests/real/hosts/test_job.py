@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.real.hosts.test_two_hosts import PATIENT
 from tests.real.runs import ONE_REPLICA, Run, options, require_audit
+
+pytestmark = pytest.mark.soak
 
 
 def test_the_meshes_of_a_job_place_the_parts_and_nothing_is_left_of_a_job_of_one_run(

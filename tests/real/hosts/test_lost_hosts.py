@@ -103,6 +103,7 @@ def scenario(root: Path, policy: Path) -> Iterator[Scenario]:
         yield Scenario(root, here, there, policy)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(
     not namespaces_are_allowed(), reason="a stopped process does not know that it was not heard"
 )
