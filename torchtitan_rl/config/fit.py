@@ -155,6 +155,8 @@ def _sizes(
         or config.together(config.generator.num_ranks, config.trainer.world_size) == total
     ):
         yield config
+    if total < 1:  # teachers take every device
+        return
     degrees = [
         degree
         for degree in _DEGREES

@@ -20,6 +20,7 @@ from torchtitan_rl.config.published import published_facts
 from torchtitan_rl.config.room import machine_errors, too_little_memory
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_qwen3_0_6b import config as QWEN3
+from torchtitan_rl.distillation.config import TeacherConfig
 from torchtitan_rl.errors import ConfigError
 
 GPUS = ["1x24GB", "1x80GB", "8x80GB", "2x8x80GB"]
@@ -185,6 +186,8 @@ def test_a_run_that_fits_keeps_its_options_and_another_gets_what_it_lacks() -> N
     assert fitting_options(QWEN3, small, hosts) == {}
     assert device_memory_errors(QWEN3, small, hosts) == []
     assert device_memory_errors(QWEN3, policy, made_up_hosts("8x8")) == []  # of unknown size
+    taught = replace(QWEN3, teacher=TeacherConfig(checkpoint="Qwen/Qwen3-0.6B"))
+    assert fitting_options(taught, small, made_up_hosts("1x80GB")) is None
 
 
 def test_what_each_choice_adds_to_the_memory_of_a_rank(tmp_path: Path) -> None:

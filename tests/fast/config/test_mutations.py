@@ -39,6 +39,8 @@ RELATED = {
     "task.num_validation_problems": "evaluation.num_problems",  # which says how many
     "task.messages": "task.prompt",  # which is used without messages
 }
+# A value that another configuration can have may need more than this one's machine has.
+NO_ROOM = (" needs about ", "there is no room for ", " CUDA devices, and ")
 # A process of its own looks at each value of these, which takes seconds.
 SLOW = {"verifiers_tiny": ("task.env", "task.folders", "task.num_problems")}
 
@@ -73,9 +75,11 @@ def test_every_value_of_every_field_starts_or_is_refused_in_one_line(
             refused += [f"{field} = {value!r:.60}: {one:.300}" for one in found]
             case = f"{field} = {value!r}: {found}"
             if found:
-                names = (field, RELATED.get(field, field))
+                names = (field, RELATED.get(field, field), *NO_ROOM)
                 assert any(name in one for one in found for name in names), case
-                assert sum(one.startswith((f"{field} ", f"{field}=")) for one in found) <= 1, case
+                # A number of tokens can be too small, and no multiple of the ranks besides.
+                of_field = sum(one.startswith((f"{field} ", f"{field}=")) for one in found)
+                assert of_field <= (2 if field.startswith("trainer.max_") else 1), case
             assert all("\n" not in one and len(one) < 6000 for one in found), case
     assert tried > (100 if usual else 900)
     if name == GOLDEN:
