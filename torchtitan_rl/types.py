@@ -250,6 +250,37 @@ class KeptRun(NamedTuple):
     kept: KeptTokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """The experts of T consecutive tokens in the X layers of a policy with experts (MoE).
+
+    ``data`` is an array [T, X, K] of uint8, K experts of a token in each layer, in any order.
+    `UNKNOWN_EXPERT` stands for the experts of a token that are not known: the trainer's router
+    chooses them.
+    """
+
+    data: bytes
+    num_layers: int
+    per_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.data) // self.bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.per_token
+
+    def part(self, start: int, end: int | None = None) -> RoutedExperts:
+        """Return the experts of the tokens from ``start`` to ``end``."""
+        width = self.bytes_per_token
+        data = self.data[start * width : None if end is None else end * width]
+        return RoutedExperts(data=data, num_layers=self.num_layers, per_token=self.per_token)
+
+
+UNKNOWN_EXPERT = 255
+
+
 def spans(runs: Sequence[tuple[int, _T]], length: int) -> Iterator[tuple[int, int, _T]]:
     """Yield (start, end, value) for each run in a sequence of ``length`` tokens.
 
@@ -273,6 +304,10 @@ class Completion:
     alternatives. ``kept_tokens`` is empty if no token was excluded. ``version_runs`` is empty in an
     engine's own outputs; `generation/requests.py` fills it in. ``prompt_scores`` are the scores of
     the prompt's tokens after the first one; None unless the request asked for them.
+
+    ``routed_experts`` are the experts of the tokens of prompt and completion, without the last
+    token, which no engine computed: ``len(prompt) + len(token_ids) - 1`` tokens. None for a policy
+    without experts, for a completion without tokens, and if the engine does not record them.
     """
 
     request_id: str
@@ -286,6 +321,7 @@ class Completion:
     top_logprobs: tuple[TopLogprobs, ...] = ()
     kept_tokens: tuple[KeptRun, ...] = ()
     prompt_scores: TokenScores | None = None
+    routed_experts: RoutedExperts | None = None
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -303,6 +339,10 @@ class Progress:
 
     ``version_runs`` covers the whole completion so far; ``kept_tokens`` covers only these tokens.
     The last tokens of a completion may never be reported as progress: the `Completion` has them.
+
+    ``routed_experts`` are the experts of the tokens from which these were sampled: of each token
+    before one of ``token_ids``, and with ``start`` 0 of the whole prompt. All progress together has
+    the experts that `Completion.routed_experts` would have at that moment.
     """
 
     request_id: str
@@ -312,6 +352,7 @@ class Progress:
     version_runs: tuple[VersionRun, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
     kept_tokens: tuple[KeptRun, ...] = ()
+    routed_experts: RoutedExperts | None = None
 
 
 OnProgress = Callable[[Progress], None]

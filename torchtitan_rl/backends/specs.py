@@ -32,6 +32,7 @@ class GeneratorSpec:
     reasoning_parser: str = ""  # for structured outputs that begin after reasoning
     lora: LoraConfig | None = None  # the adapters that are pulled; None: pulls replace all weights
     adapters: tuple[AdapterFolder, ...] = ()  # that requests may name; not with ``lora``
+    records_routing: bool = False  # the experts of each token, if the policy has experts
     profiled_versions: tuple[int, ...] = ()
     profile_dir: Path = Path()
 

@@ -40,6 +40,7 @@ from torchtitan_rl.training.config import (
     decided_loss,
 )
 from torchtitan_rl.types import (
+    UNKNOWN_EXPERT,
     Completion,
     FinishReason,
     Rollout,
@@ -120,6 +121,7 @@ def find_errors(
     if policy is not None:
         errors += head_errors("trainer.tensor_parallel", trainer.tensor_parallel, policy)
         errors += expert_errors(trainer, policy, config.policy.lora)
+        errors += replay_errors(rollout, policy)
         if not on_hosts:
             is_on_cpu = not machine.cuda_devices
             errors += generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
@@ -401,6 +403,21 @@ def expert_errors(trainer: TrainerConfig, policy: PolicyFacts, lora: LoraConfig)
             f"{what}: the policy has {experts.number} experts in each layer, which {parallel} of "
             f"{ranks} ranks do not divide evenly; give other trainer.expert_parallel and "
             "trainer.data_parallel_shard"
+        ]
+    return []
+
+
+def replay_errors(rollout: RolloutConfig, policy: PolicyFacts) -> list[str]:
+    """An error if the choices of the policy's experts cannot be recorded."""
+    if policy.architecture is None or rollout.replay_routing is False:
+        return []
+    experts = policy.architecture.experts
+    if experts is None and rollout.replay_routing:
+        return ["rollout.replay_routing is on: the policy has no experts; leave it out"]
+    if experts is not None and experts.number > UNKNOWN_EXPERT:
+        return [
+            f"rollout.replay_routing is on: the policy has {experts.number} experts in each layer, "
+            f"and choices among at most {UNKNOWN_EXPERT} are recorded; give false"
         ]
     return []
 

@@ -101,5 +101,9 @@ class RolloutConfig:
     final_reward_weight: Weight = 1.0
     """Weight of the rollout's reward, which counts after the last turn; only with ``credit``
     ``turn``. Set it to 0 if the rewards of the turns are complete, as in games."""
+    replay_routing: bool | None = None
+    """For a policy with experts: record the experts that the engines chose for each token, and let
+    the trainer compute the token with the same experts. None: if the policy has experts. See
+    `docs/moe.md`."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

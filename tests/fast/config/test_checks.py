@@ -12,7 +12,12 @@ from tests.support.config_mutations import with_value
 from torchtitan_rl.agents.task import AgentTask, RemoteAgentTask
 from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.config import machine
-from torchtitan_rl.config.checks import expert_errors, find_errors, start_notes
+from torchtitan_rl.config.checks import (
+    expert_errors,
+    find_errors,
+    replay_errors,
+    start_notes,
+)
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.machine import (
@@ -34,6 +39,7 @@ from torchtitan_rl.environments.mixture import MixtureTask
 from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
 from torchtitan_rl.generation.config import GeneratorConfig
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
 from torchtitan_rl.sandbox.sandbox import SandboxConfig, SandboxLimits
 from torchtitan_rl.training.config import TrainerConfig
@@ -365,6 +371,30 @@ def test_ranks_that_cannot_hold_the_experts_are_refused(
     assert of_dense == "trainer.expert_parallel is 2: the policy has no experts; give 1"
     (adapters,) = expert_errors(TrainerConfig(), moe, LoraConfig(rank=8))
     assert adapters.startswith("policy.lora.rank is 8: a policy with experts cannot get adapters")
+
+
+@pytest.mark.parametrize(
+    ("number", "replay", "message"),
+    [
+        (None, None, ""),
+        (None, False, ""),
+        (None, True, "rollout.replay_routing is on: the policy has no experts; leave it out"),
+        (255, None, ""),
+        (256, False, ""),
+        (256, None, "rollout.replay_routing is on: the policy has 256 experts in each layer, "),
+        (256, True, "rollout.replay_routing is on: the policy has 256 experts in each layer, "),
+    ],
+)
+def test_routing_that_cannot_be_recorded_is_refused(
+    number: int | None, replay: bool | None, message: str
+) -> None:
+    policy = published_facts("Qwen3-30B-A3B")
+    assert policy is not None
+    assert policy.architecture is not None
+    experts = Experts(number=number, per_token=4, has_normalized_weights=True) if number else None
+    policy = replace(policy, architecture=replace(policy.architecture, experts=experts))
+    found = replay_errors(RolloutConfig(replay_routing=replay), policy)
+    assert [error[: len(message)] for error in found] == ([message] if message else [])
 
 
 @pytest.mark.parametrize(

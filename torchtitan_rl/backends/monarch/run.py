@@ -283,6 +283,8 @@ def _generator_spec(
         reasoning_parser=config.endpoint.reasoning_parser,
         lora=config.adapters if isinstance(config, RunConfig) else None,
         adapters=prepared.adapters if isinstance(prepared, PreparedServe) else (),
+        records_routing=isinstance(config, RunConfig)
+        and config.rollout.replay_routing is not False,
         profiled_versions=profiled_versions,
         profile_dir=config.log_dir.absolute().parent / "profile",
     )
@@ -318,6 +320,7 @@ def _teacher_spec(
         sleeps=False,
         reasoning_parser="",
         lora=None,
+        records_routing=False,
     )
 
 
