@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from torchtitan_rl.bounds import check_fields
 from torchtitan_rl.config.fit import device_bytes, fitting_options, option_words
+from torchtitan_rl.config.hosts import chosen_host_errors
 from torchtitan_rl.config.loader import load_config, split_config
 from torchtitan_rl.config.machine import HostFacts, count, made_up_hosts
 from torchtitan_rl.config.memory import memory_plan
 from torchtitan_rl.config.model import PolicyFacts, find_policy
 from torchtitan_rl.config.published import published_facts
-from torchtitan_rl.config.room import chosen_host_errors
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 

@@ -18,11 +18,11 @@ from typing import Any, Generic, TypeVar
 import tyro
 
 from torchtitan_rl.bounds import check_fields
+from torchtitan_rl.config.hosts import launch_errors
 from torchtitan_rl.config.loader import load_config, parse_options, split_config
 from torchtitan_rl.config.machine import NoRoomError, host_name, made_up_hosts
 from torchtitan_rl.config.model import find_policy, is_hub_name
 from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts
-from torchtitan_rl.config.room import launch_errors
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.scripts import (

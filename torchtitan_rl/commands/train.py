@@ -24,6 +24,7 @@ from torchtitan_rl.commands.losses import FailureHandling
 from torchtitan_rl.commands.replicas import Generation, run_endpoint
 from torchtitan_rl.commands.train_only import recorded_rollouts, train_on_recorded
 from torchtitan_rl.commands.view import PAGE_HELP, PageAddress, page_of_run
+from torchtitan_rl.config.hosts import start_errors, unused_options
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
 from torchtitan_rl.config.machine import count
 from torchtitan_rl.config.model import read_architecture
@@ -31,7 +32,6 @@ from torchtitan_rl.config.plan import replica_name
 from torchtitan_rl.config.prepare import PreparedRun, claim_run
 from torchtitan_rl.config.problems import supervised_task
 from torchtitan_rl.config.resume import MANIFEST, write_manifest
-from torchtitan_rl.config.room import start_errors, unused_options
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.distillation.scoring import ReplicaTeacher, Teacher, Teachers
 from torchtitan_rl.distillation.server import ServedTeacher

@@ -16,10 +16,11 @@ from operator import attrgetter
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.bounds import load_function
+from torchtitan_rl.config.hosts import host_errors, launch_errors
 from torchtitan_rl.config.lora import LoraConfig, lora_errors
 from torchtitan_rl.config.machine import HostFacts, MachineFacts, device_of
 from torchtitan_rl.config.model import PolicyFacts
-from torchtitan_rl.config.room import host_errors, launch_errors, machine_errors
+from torchtitan_rl.config.room import machine_errors
 from torchtitan_rl.config.run import RunConfig, has_hosts, path_errors
 from torchtitan_rl.config.vllm_options import vllm_option_errors, vllm_run_errors
 from torchtitan_rl.environments.mcp import STARTS_PER_CORE, McpServer, McpTask, parts_of

@@ -15,6 +15,7 @@ from torchtitan_rl.agents.task import agent_notes
 from torchtitan_rl.bounds import check_fields
 from torchtitan_rl.config.checks import errors_on_hosts, find_errors, start_notes
 from torchtitan_rl.config.fit import device_bytes
+from torchtitan_rl.config.hosts import host_notes
 from torchtitan_rl.config.machine import (
     HostFacts,
     MachineFacts,
@@ -37,7 +38,7 @@ from torchtitan_rl.config.resume import (
     run_identity,
     write_identity,
 )
-from torchtitan_rl.config.room import find_weight_room, host_notes
+from torchtitan_rl.config.room import find_weight_room
 from torchtitan_rl.config.run import RunConfig, has_hosts, path_errors
 from torchtitan_rl.config.teachers import FoundTeacher, find_teachers
 from torchtitan_rl.environments.supervised import SupervisedTask

@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 
+from torchtitan_rl.config.hosts import host_errors, host_notes, launch_errors, start_errors
 from torchtitan_rl.config.machine import HostFacts, MachineFacts, made_up_hosts
 from torchtitan_rl.config.model import read_policy_facts
 from torchtitan_rl.config.plan import plan_on_hosts
 from torchtitan_rl.config.prepare import prepare_run
-from torchtitan_rl.config.room import (
-    host_errors,
-    host_notes,
-    launch_errors,
-    start_errors,
-)
 from torchtitan_rl.config.run import LaunchConfig, MonarchConfig, RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
