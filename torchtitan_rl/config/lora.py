@@ -10,6 +10,7 @@ that may come from others; it reads no pickle.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -152,7 +153,12 @@ _UNSERVED = (
     "modules_to_save",
     "layer_replication",
     "trainable_token_indices",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "use_qalora",
 )
+# Those that leave the base as it is. Others, such as pissa, change it when PEFT loads an adapter.
+_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _TENSOR = re.compile(r"(?P<layer>.*\.(?P<target>[^.]+))\.lora_(?P<matrix>[AB])\.weight")
 
 
@@ -197,16 +203,34 @@ def _read_adapter(name: str, folder: Path, policy: PolicyArchitecture | None) ->
         raise ValueError(f"{ADAPTER_CONFIG} is not of LoRA without biases")
     if used := [one for one in _UNSERVED if document.get(one)]:
         raise ValueError(f"{ADAPTER_CONFIG} has {', '.join(used)}, which is not served")
+    init = document.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in _INITS:
+        raise ValueError(
+            f"{ADAPTER_CONFIG} has init_lora_weights {init!r}, with which PEFT changes the model; "
+            "convert it to a plain adapter with PEFT"
+        )
+    if not _is_positive(alpha := document.get("lora_alpha")):
+        raise ValueError(f"{ADAPTER_CONFIG} has lora_alpha {alpha!r}; it must be above 0")
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, "np") as file:
             shapes = {one: tuple(file.get_slice(one).get_shape()) for one in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{ADAPTER_WEIGHTS} is damaged or not complete: {error}") from error
     ranks, targets = _ranks_and_targets(shapes, policy)
-    ranks.add(given if isinstance(given := document.get("r"), int) else 0)
-    if not targets or not 1 <= min(ranks) <= max(ranks) <= _ENGINE_RANKS[-1]:
+    given = document.get("r")
+    all_ranks = {*ranks, given if isinstance(given, int) else 0}
+    if not targets or not 1 <= min(all_ranks) <= max(all_ranks) <= _ENGINE_RANKS[-1]:
         raise ValueError(f"its rank is {given}; vLLM serves ranks of 1 to {_ENGINE_RANKS[-1]}")
-    return AdapterFolder(name=name, path=folder, rank=max(ranks), targets=tuple(sorted(targets)))
+    if ranks != {given} and not document.get("rank_pattern"):  # would be scaled by another rank
+        raise ValueError(f"its rank is {given}, and its matrices have rank {min(ranks - {given})}")
+    return AdapterFolder(
+        name=name, path=folder, rank=max(all_ranks), targets=tuple(sorted(targets))
+    )
+
+
+def _is_positive(value: object) -> bool:
+    """Whether it is a number, finite and above 0."""
+    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
 
 
 def _ranks_and_targets(
