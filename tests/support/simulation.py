@@ -162,7 +162,9 @@ class Simulation:
                 journal=Journal(root / JOURNAL),
                 ledger=self.ledger,
                 claim=claim or Unshared(),
-                teachers=Teachers({"sim": self.teacher}, lambda _: "sim") if is_taught else None,
+                teachers=Teachers({"sim": self.teacher}, lambda _: "sim", vocab_size=1 << 17)
+                if is_taught
+                else None,
             ),
         )
 

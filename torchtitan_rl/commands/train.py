@@ -386,7 +386,8 @@ async def _teachers(
             stack.push_async_callback(served.close)
     if not found:
         return None
-    teachers = Teachers(found, config.source_for, num_top=config.num_top)
+    vocab_size = read_architecture(prepared.policy_dir).vocab_size
+    teachers = Teachers(found, config.source_for, vocab_size=vocab_size, num_top=config.num_top)
     recorder.watch_teachers(teachers.take)
     return teachers
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
+
 from torchtitan_rl.errors import GenerationError, TeacherError
 from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.routing.replicas import Phase
@@ -80,18 +82,20 @@ class ReplicaTeacher:
 class Teachers:
     """Scores rollouts by ``teachers``, which are keyed by their source. ``source_for`` names the
     source of a part of a mixture; empty: the part has no teacher. ``num_top`` most likely tokens of
-    each position are needed."""
+    each position are needed, of a policy with ``vocab_size`` tokens."""
 
     def __init__(
         self,
         teachers: Mapping[str, Teacher],
         source_for: Callable[[str], str],
         *,
+        vocab_size: int,
         num_top: int = 0,
     ) -> None:
         self._teachers = teachers
         self._source_for = source_for
         self._num_top = num_top
+        self._vocab_size = vocab_size
         self._num_failures = 0  # as of the last `take`
 
     def teach(self, problem: Problem) -> bool:
@@ -138,10 +142,26 @@ class Teachers:
                 f"teacher {source}, {name}: the answer has not the {self._num_top} most likely "
                 "tokens of each position (teacher.top_k)"
             )
-        return scores
+        return _without_unknown(scores, self._vocab_size) if num_bytes else scores
 
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call of `take`."""
         total = sum(teacher.num_failures() for teacher in self._teachers.values())
         new, self._num_failures = total - self._num_failures, total
         return {"teacher/failures": float(new)}
+
+
+def _without_unknown(scores: TokenScores, vocab_size: int) -> TokenScores:
+    """Leave out (NaN) positions at which one of the most likely tokens is not in the policy's
+    vocabulary: a teacher may have more tokens, and a server may return any number."""
+    width = len(scores.logprobs)
+    ids_NK = np.frombuffer(scores.top_ids, dtype="<i4").reshape(width, -1)
+    logprobs_NK = np.frombuffer(scores.top_logprobs, dtype="<f4").reshape(width, -1)
+    unknown_N1 = ((ids_NK < 0) | (ids_NK >= vocab_size)).any(axis=1, keepdims=True)
+    if not unknown_N1.any():
+        return scores
+    return replace(
+        scores,
+        top_ids=np.where(unknown_N1, np.int32(0), ids_NK).tobytes(),
+        top_logprobs=np.where(unknown_N1, np.float32(math.nan), logprobs_NK).tobytes(),
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 _REPORTED_FAILURES = 3  # in a row, before the user is told
 _CHECK_TIMEOUT_S = 30.0
 _CHECKED_TOKENS = 128
-_MOST_LOGPROB = 1e-3  # rounding may give a little more than 0
+_LOGPROBS = (-1e5, 1e-3)  # rounding may give a little more than 0
 _BASE_BYTES, _ENTRY_BYTES = 1 << 16, 1 << 10  # largest answer, and part of it for one logprob
 
 
@@ -54,12 +53,7 @@ class ServedTeacher:
         self._say = say
         self._num_failures = 0
         self._in_a_row = 0
-        self._http = httpx.AsyncClient(
-            base_url=f"{url.rstrip('/')}/",
-            headers=_headers(),
-            timeout=None,  # `score` has its own
-            limits=httpx.Limits(max_connections=_CONNECTIONS),
-        )
+        self._http = _client(url)
 
     async def score(self, name: str, token_ids: tuple[int, ...]) -> TokenScores:
         """See `Teacher.score`."""
@@ -102,20 +96,12 @@ class ServedTeacher:
 
     async def _ask(self, token_ids: tuple[int, ...]) -> TokenScores:
         body = request_body(self._model, token_ids, num_top=self._num_top)
-        most_bytes = _BASE_BYTES + _ENTRY_BYTES * (1 + self._num_top) * len(token_ids)
-        try:
-            async with self._http.stream("POST", "completions", json=body) as response:
-                content = bytearray()
-                async for part in response.aiter_bytes():
-                    content += part
-                    if len(content) > most_bytes:
-                        raise _FailedError("its answer is too large")
-        except httpx.HTTPError as error:
-            raise _FailedError(one_line(error) or type(error).__name__) from error
-        status = response.status_code
+        status, content = await _answer(
+            self._http, "POST", "completions", body, most_bytes=_most_bytes(body)
+        )
         if status == 200:
-            return read_scores(bytes(content), token_ids, num_top=self._num_top)
-        what = f"HTTP {status}: {_shown(bytes(content))}"
+            return read_scores(content, token_ids, num_top=self._num_top)
+        what = f"HTTP {status}: {_shown(content)}"
         if status in _RETRIED or status >= 500:
             raise _FailedError(what)
         raise TeacherError(f"teacher {self._url} refuses a request: {what}")
@@ -123,6 +109,45 @@ class ServedTeacher:
 
 class _FailedError(Exception):
     """An attempt failed, and may be repeated."""
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    """A client without deadlines: each caller has its own, for whole answers."""
+    key = os.environ.get(API_KEY, "")
+    return httpx.AsyncClient(
+        base_url=f"{url.rstrip('/')}/",
+        # A compressed answer would have to be expanded before its size is known.
+        headers={"Accept-Encoding": "identity"}
+        | ({"Authorization": f"Bearer {key}"} if key else {}),
+        timeout=None,
+        limits=httpx.Limits(max_connections=_CONNECTIONS),
+    )
+
+
+async def _answer(
+    http: httpx.AsyncClient, method: str, path: str, body: Any, *, most_bytes: int = _BASE_BYTES
+) -> tuple[int, bytes]:
+    """The status and the content of an answer.
+
+    Raises:
+        _FailedError: there is none, it is larger than ``most_bytes``, or it is compressed.
+    """
+    content = bytearray()
+    try:
+        async with http.stream(method, path, json=body) as response:
+            if response.headers.get("Content-Encoding", "identity") != "identity":
+                raise _FailedError("its answer is compressed")
+            async for part in response.aiter_raw():
+                content += part
+                if len(content) > most_bytes:
+                    raise _FailedError("its answer is too large")
+    except httpx.HTTPError as error:
+        raise _FailedError(one_line(error) or type(error).__name__) from error
+    return response.status_code, bytes(content)
+
+
+def _most_bytes(body: dict[str, Any]) -> int:
+    return _BASE_BYTES + _ENTRY_BYTES * (1 + int(body["prompt_logprobs"])) * len(body["prompt"])
 
 
 def request_body(model: str, token_ids: Sequence[int], *, num_top: int) -> dict[str, Any]:
@@ -173,8 +198,8 @@ def _logprob(name: str, entry: Any) -> float:
     logprob = entry.get("logprob") if isinstance(entry, dict) else None
     if isinstance(logprob, bool) or not isinstance(logprob, int | float):
         raise _FailedError(f"its answer has no logprob of token {name}")
-    if not math.isfinite(logprob) or logprob > _MOST_LOGPROB:
-        raise _FailedError(f"its logprob of token {name} is {logprob}")
+    if not _LOGPROBS[0] <= logprob <= _LOGPROBS[1]:  # false of NaN, too
+        raise _FailedError(f"its logprob of token {name} is {str(logprob)[:20]}")
     return float(logprob)
 
 
@@ -189,11 +214,6 @@ def _entries(content: bytes, num_tokens: int) -> list[dict[str, Any]]:
     if not all(isinstance(entry, dict) for entry in entries[1:]):
         raise _FailedError("its prompt_logprobs are not objects")
     return entries[1:]
-
-
-def _headers() -> dict[str, str]:
-    key = os.environ.get(API_KEY, "")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _shown(content: bytes) -> str:
@@ -219,17 +239,12 @@ def check_server(
     step = max(1, vocab_size // _CHECKED_TOKENS)
     token_ids = [0, *range(0, vocab_size, step), vocab_size - 1]
     try:
-        with httpx.Client(
-            base_url=f"{url.rstrip('/')}/", headers=_headers(), timeout=_CHECK_TIMEOUT_S
-        ) as http:
-            model = model or _first_model(http.get("models"))
-            body = request_body(model, token_ids, num_top=num_top)
-            answer = http.post("completions", json=body)
-        if answer.status_code != 200:
-            raise TeacherError(f"HTTP {answer.status_code}: {_shown(answer.content)}")
-        read_scores(answer.content, token_ids, num_top=num_top)
-        entries = _entries(answer.content, len(token_ids))
-    except (httpx.HTTPError, httpx.InvalidURL, _FailedError) as error:
+        model, content = asyncio.run(_ask_once(url, model, token_ids, num_top=num_top))
+        read_scores(content, token_ids, num_top=num_top)
+        entries = _entries(content, len(token_ids))
+    except TimeoutError as error:
+        raise TeacherError(f"no answer within {_CHECK_TIMEOUT_S:g} s") from error
+    except (httpx.InvalidURL, _FailedError) as error:
         raise TeacherError(one_line(error) or type(error).__name__) from error
     for token, entry in zip(token_ids[1:], entries, strict=True):
         text, own = entry[str(token)].get("decoded_token"), decode([token])
@@ -244,12 +259,31 @@ def check_server(
     return model
 
 
-def _first_model(answer: httpx.Response) -> str:
+async def _ask_once(
+    url: str, model: str, token_ids: Sequence[int], *, num_top: int
+) -> tuple[str, bytes]:
+    """The model's name, and the answer to `request_body`.
+
+    Raises:
+        TeacherError, _FailedError, TimeoutError, httpx.InvalidURL: there is none.
+    """
+    async with asyncio.timeout(_CHECK_TIMEOUT_S), _client(url) as http:
+        model = model or _first_model(*await _answer(http, "GET", "models", None))
+        body = request_body(model, token_ids, num_top=num_top)
+        status, content = await _answer(
+            http, "POST", "completions", body, most_bytes=_most_bytes(body)
+        )
+    if status != 200:
+        raise TeacherError(f"HTTP {status}: {_shown(content)}")
+    return model, content
+
+
+def _first_model(status: int, content: bytes) -> str:
     try:
-        name = answer.json()["data"][0]["id"]
+        name = json.loads(content)["data"][0]["id"]
     except (ValueError, RecursionError, LookupError, TypeError) as error:
         raise TeacherError(
-            f"it names no model (HTTP {answer.status_code}); give teacher.model, and a teacher.url "
-            "that ends in /v1"
+            f"it names no model (HTTP {status}); give teacher.model, and a teacher.url that ends "
+            "in /v1"
         ) from error
     return str(name)

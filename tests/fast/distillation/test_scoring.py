@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from dataclasses import replace
 
 import msgspec
@@ -46,7 +47,7 @@ def taught(*rollouts: Rollout, teacher: Scripted | None = None) -> list[Rollout]
 
     @on_virtual_clock
     async def work() -> None:
-        teachers = Teachers({"t": teacher or Scripted()}, lambda _: "t")
+        teachers = Teachers({"t": teacher or Scripted()}, lambda _: "t", vocab_size=100)
         for one in rollouts:
             found.append(await teachers.score(one, PROBLEM))
 
@@ -164,7 +165,25 @@ def test_the_kl_is_the_mean_over_scored_tokens() -> None:
 
 def test_failures_are_counted_since_the_last_row() -> None:
     teacher = Scripted()
-    teachers = Teachers({"t": teacher}, lambda _: "t")
+    teachers = Teachers({"t": teacher}, lambda _: "t", vocab_size=100)
     teacher.asked = [(1,)]
     assert teachers.take() == {"teacher/failures": 3.0}
     assert teachers.take() == {"teacher/failures": 0.0}
+
+
+@on_virtual_clock
+async def test_positions_with_tokens_that_the_policy_lacks_are_left_out() -> None:
+    teacher = Scripted()
+    teacher.wrong = TokenScores(
+        logprobs=(-1.0, -2.0),
+        top_ids=struct.pack("<4i", 3, 99, 100, 4),
+        top_logprobs=struct.pack("<4f", -1.0, -1.5, -0.5, -2.0),
+    )
+    teachers = Teachers({"t": teacher}, lambda _: "t", num_top=2, vocab_size=100)
+    (scored,) = (await teachers.score(rollout(turn([1], [3, 4])), PROBLEM)).turns
+    assert scored.teacher is not None
+    assert scored.teacher.logprobs == (-1.0, -2.0)
+    assert struct.unpack("<4i", scored.teacher.top_ids) == (3, 99, 0, 0)
+    top_logprobs = struct.unpack("<4f", scored.teacher.top_logprobs)
+    assert top_logprobs[:2] == (-1.0, -1.5)
+    assert all(map(math.isnan, top_logprobs[2:]))

@@ -50,8 +50,11 @@ BROKEN = [
     answer(None, entry(6, True), entry(7, -1.5)),
     answer(None, entry(6, 0.5), entry(7, -1.5)),
     Reply(body=json.dumps(GOOD.body).replace("-1.5", "NaN")),
+    Reply(body=json.dumps(GOOD.body).replace("-1.5", "-1e300")),
+    Reply(body=json.dumps(GOOD.body).replace("-1.5", "-1" + "0" * 400)),
     Reply(body=json.dumps(GOOD.body).replace("-1.5", "-Infinity")),
     Reply(body=" " * (1 << 20) + json.dumps(GOOD.body)),
+    Reply(body=GOOD.body, headers={"content-encoding": "gzip"}),
 ]
 
 
@@ -114,7 +117,7 @@ async def test_a_refusal_is_not_repeated() -> None:
         await teacher.close()
 
 
-def check(reply: Reply, model: str = "m") -> str:
+def check(reply: Reply | None, model: str = "m") -> str:
     found: list[str] = []
 
     @on_event_loop
@@ -149,9 +152,15 @@ def test_a_server_with_the_policys_tokenizer_may_teach() -> None:
         (Reply(status=404, body="not\x1b here"), "HTTP 404"),
         (Reply(body={"choices": [{"text": ""}]}), "no prompt_logprobs"),
         (Reply(status=0), "disconnected"),
+        (Reply(body=" " * (1 << 20)), "too large"),
+        (Reply(body="", headers={"content-encoding": "zstd"}), "compressed"),
+        (None, "no answer within 0.5 s"),
     ],
 )
-def test_a_server_that_cannot_teach_is_refused(reply: Reply, cause: str) -> None:
+def test_a_server_that_cannot_teach_is_refused(
+    reply: Reply | None, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_CHECK_TIMEOUT_S", 0.5 if reply is None else 30.0)
     with pytest.raises(TeacherError, match=cause) as raised:
         check(reply)
     assert str(raised.value).isprintable()
