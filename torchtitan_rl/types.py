@@ -306,8 +306,9 @@ class Completion:
     the prompt's tokens after the first one; None unless the request asked for them.
 
     ``routed_experts`` are the experts of the tokens of prompt and completion, without the last
-    token, which no engine computed: ``len(prompt) + len(token_ids) - 1`` tokens. None for a policy
-    without experts, for a completion without tokens, and if the engine does not record them.
+    token, which no engine computed: ``len(prompt) + len(token_ids) - 1`` tokens. A rollout leaves
+    out the tokens at the beginning that an earlier turn has. None for a policy without experts, for
+    a completion without tokens, and if the engine does not record them.
     """
 
     request_id: str
@@ -454,6 +455,7 @@ class Episode:
     placeholders 0.0 (logprob and advantage) and -1 (version). ``kept_tokens`` is empty if no token
     was excluded. ``teacher_top`` has a teacher's most likely tokens at each position, as runs of
     tokens: (index of the first token, `TokenScores`); it is empty without such tokens.
+    ``routed_experts`` are the experts of all tokens; None if none are known.
     """
 
     rollout_id: str
@@ -465,6 +467,7 @@ class Episode:
     versions: tuple[int, ...]
     kept_tokens: tuple[KeptRun, ...] = ()
     teacher_top: tuple[tuple[int, TokenScores], ...] = ()
+    routed_experts: RoutedExperts | None = None
 
     @property
     def num_trained_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from tests.real.trainer_helpers import (
     trainer,
 )
 from torchtitan_rl.errors import WeightSyncError
+from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.training.config import LossConfig
+from torchtitan_rl.types import UNKNOWN_EXPERT
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"data_parallel_shard": 2},
@@ -98,8 +102,10 @@ def test_replayed_experts_are_used_and_the_gate_still_gets_gradients(checkpoint:
             router.register_forward_hook(lambda _, __, output: chosen.append(output[1]))
         own = model(*arguments)
         of_own_1TXK = torch.stack(chosen, dim=2)
+        of_own_1TXK = of_own_1TXK.to(torch.uint8)
         same, unknown = (
-            model(*arguments, one) for one in (of_own_1TXK, -torch.ones_like(of_own_1TXK))
+            model(*arguments, one)
+            for one in (of_own_1TXK, torch.full_like(of_own_1TXK, UNKNOWN_EXPERT))
         )
         torch.testing.assert_close(same, own)
         torch.testing.assert_close(unknown, own, atol=0, rtol=0)
@@ -112,6 +118,71 @@ def test_replayed_experts_are_used_and_the_gate_still_gets_gradients(checkpoint:
         other.square().mean().backward()
         for layer in model.layers.values():
             assert layer.moe.router.gate.weight.grad.norm() > 1e-4
+
+
+def with_random_experts(batch: TrainingBatch) -> TrainingBatch:
+    """Two of eight experts for each token in both layers; those of some tokens are not known."""
+    rng = np.random.default_rng(batch.num_tokens)
+    experts_NXK = rng.random((batch.num_tokens, 2, 8)).argsort(axis=-1)[..., :2].astype(np.uint8)
+    experts_NXK[rng.random(batch.num_tokens) < 0.2] = UNKNOWN_EXPERT
+    return replace(batch, routed_experts=experts_NXK)
+
+
+def test_a_step_with_replayed_experts(checkpoint: Path) -> None:
+    batch = random_batch()
+    own_NXK = np.full((batch.num_tokens, 2, 2), UNKNOWN_EXPERT, dtype=np.uint8)
+    loss = LossConfig(kl_coefficient=0.1, proximal_policy="recomputed", importance_weight="token")
+    with trainer(checkpoint, loss=loss) as policy_trainer:
+        model = policy_trainer._model
+        chosen: list[torch.Tensor] = []
+        hooks = [
+            router.register_forward_hook(lambda _, __, output: chosen.append(output[1][0]))
+            for router in model.routers()
+        ]
+        for start, length in zip(batch.episode_starts, batch.episode_lengths, strict=True):
+            chosen.clear()
+            tokens_1T = torch.from_numpy(batch.token_ids[start : start + length])[None]
+            positions_1T, ends_T = torch.arange(length)[None], torch.full((length,), length)
+            masks = model.get_attention_masks(positions_1T, ends_T)
+            model(tokens_1T, positions_1T, masks, torch.arange(1))
+            own_NXK[start : start + length] = torch.stack(chosen, dim=1).numpy()
+        for hook in hooks:
+            hook.remove()
+        own = policy_trainer.train_step(batch)
+    other = with_random_experts(batch)
+    steps = []
+    for one, checkpointing in (
+        (replace(batch, routed_experts=own_NXK), "none"),
+        (other, "none"),
+        (other, "full"),
+    ):
+        with trainer(
+            checkpoint, loss=loss, activation_checkpointing=checkpointing
+        ) as policy_trainer:
+            before_N = policy_trainer.logprobs(one)
+            step = policy_trainer.train_step(one)
+            trained_N = one.loss_mask
+            np.testing.assert_allclose(
+                step.tokens.logprobs[trained_N], before_N[trained_N], atol=1e-6
+            )
+            steps.append(step.metrics)
+    same, random, recomputed = steps
+    assert "routing_mismatch" not in own.metrics
+    for name in ("loss", "grad_norm"):
+        assert same[name] == pytest.approx(own.metrics[name], rel=1e-6)
+        assert abs(random[name] - same[name]) > 1e-4 * abs(same[name]), name
+        assert recomputed[name] == pytest.approx(random[name], rel=1e-6)
+    assert same["routing_mismatch"] == 0.0
+    assert 0.8 < random["routing_mismatch"] < 1.0
+    assert recomputed["routing_mismatch"] == pytest.approx(random["routing_mismatch"])
+    # The reference is computed with the same experts, so it is the policy.
+    assert random["kl_reference"] == pytest.approx(0.0, abs=1e-9)
+    wrong = replace(batch, routed_experts=own_NXK[:, :1])
+    too_large = replace(batch, routed_experts=np.where(own_NXK == 7, 8, own_NXK).astype(np.uint8))
+    with trainer(checkpoint) as policy_trainer:
+        for bad, message in ((wrong, r"routed experts \(1, 2\)"), (too_large, "up to number 8")):
+            with pytest.raises(ValueError, match=message):
+                policy_trainer.train_step(bad)
 
 
 def test_weights_in_and_out_are_those_of_the_files_and_a_missing_name_is_an_error(
@@ -138,7 +209,7 @@ def test_weights_in_and_out_are_those_of_the_files_and_a_missing_name_is_an_erro
 
 def run_layout(checkpoint: Path, folder: Path, port: int, **fields: Any) -> None:
     os.environ["MASTER_PORT"] = str(port)
-    batches = [random_batch(seed=seed) for seed in (1, 2)]
+    batches = [random_batch(seed=1), with_random_experts(random_batch(seed=2))]
     with trainer(checkpoint, **fields) as policy_trainer:
         metrics = [policy_trainer.train_step(batch).metrics for batch in batches]
         logprobs = policy_trainer.logprobs(batches[1])
@@ -186,6 +257,7 @@ def check_layout(results: Path, layout: str) -> None:
         tolerance = 0.02 if "tp" in layout else 2e-5  # which pads the tokens
         for name in OF_ROUTING:
             assert found[name] == pytest.approx(expected[name], rel=tolerance), name
+        assert found.get("routing_mismatch") == pytest.approx(expected.get("routing_mismatch"))
     expected_logprobs = np.load(results / "one" / "logprobs.npy")
     np.testing.assert_allclose(
         np.load(results / layout / "logprobs.npy"), expected_logprobs, atol=1e-4
@@ -198,7 +270,7 @@ def check_layout(results: Path, layout: str) -> None:
         assert torch.equal(found["written"][name], found["weights"][name]), name
     with trainer(results / "policy") as policy_trainer:
         policy_trainer.load_checkpoint(results / layout / "checkpoint")
-        resumed = policy_trainer.logprobs(random_batch(seed=2))
+        resumed = policy_trainer.logprobs(with_random_experts(random_batch(seed=2)))
     np.testing.assert_allclose(resumed, expected_logprobs, atol=1e-4)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from torchtitan_rl.routed_experts import to_routed
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_runs, pack_kept
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.packing import pack_episodes
-from torchtitan_rl.types import Episode
+from torchtitan_rl.types import UNKNOWN_EXPERT, Episode, RoutedExperts
 
 
 def make_episode(
@@ -20,9 +21,11 @@ def make_episode(
     name: str = "rollout",
     seed: int = 0,
     cut_from: int = 0,
+    num_experts: int = 0,
 ) -> Episode:
     """Its logprobs, advantages and versions differ from token to token and from seed to seed; so do
-    the sets that tokens were sampled from, where they were cut from ``cut_from`` tokens."""
+    the sets that tokens were sampled from, where they were cut from ``cut_from`` tokens. With
+    ``num_experts`` each token has one of them in each of two layers, mostly the first one."""
     rng = np.random.default_rng(seed)
     size = len(token_ids)
     values = zip(
@@ -44,7 +47,15 @@ def make_episode(
         kept_tokens=kept_runs(random_set(rng, token, cut_from) for token in token_ids)
         if cut_from
         else (),
+        routed_experts=random_experts(rng, size, num_experts) if num_experts else None,
     )
+
+
+def random_experts(rng: np.random.Generator, size: int, number: int) -> RoutedExperts:
+    """Two layers of one expert, mostly the first one; some of the tokens are unknown."""
+    experts_TXK = rng.integers(0, number, (size, 2, 1)) * (rng.random((size, 2, 1)) < 0.2)
+    experts_TXK[rng.random(size) < 0.1] = UNKNOWN_EXPERT
+    return to_routed(experts_TXK.astype(np.uint8))
 
 
 def random_set(rng: np.random.Generator, token_id: int, vocab_size: int) -> bytes:

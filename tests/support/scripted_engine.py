@@ -28,6 +28,7 @@ from torchtitan_rl.types import (
     GenerationRequest,
     KeptTokens,
     Progress,
+    RoutedExperts,
     SamplingParams,
     TopLogprobs,
 )
@@ -50,10 +51,17 @@ def scripted_kept(token: int) -> KeptTokens:
     return None if token % 50 == 7 else np.array([token, token + 1], dtype="<i4").tobytes()
 
 
+def scripted_experts(token: int, position: int, version: int) -> bytes:
+    """The experts of a token in one layer: three, which tell it, where it is, and the version that
+    computed it."""
+    return bytes([token % 100, 100 + position % 50, 150 + version % 50])
+
+
 @dataclass(slots=True)
 class _Request:
     request: GenerationRequest
     digest: int  # of the prompt and the tokens so far
+    experts_of: int | None = None  # the version whose experts are recorded
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     added_s: float = field(default_factory=time.monotonic)
@@ -95,7 +103,19 @@ class _Request:
             if sampling.num_logprobs
             else (),
             "kept_tokens": kept_runs(map(scripted_kept, tokens)) if sampling.top_p < 1.0 else (),
+            "routed_experts": self._experts(start),
         }
+
+    def _experts(self, start: int) -> RoutedExperts | None:
+        if self.experts_of is None or not self.tokens:
+            return None
+        computed = (*self.request.prompt_token_ids, *self.tokens)[:-1]
+        first = start and len(self.request.prompt_token_ids) + start - 1
+        rows = [
+            scripted_experts(token, position, self.experts_of)
+            for position, token in enumerate(computed)
+        ]
+        return RoutedExperts(data=b"".join(rows[first:]), num_layers=1, per_token=3)
 
     def _alternatives(self, token: int, logprob: float) -> TopLogprobs:
         others = range(1, self.request.sampling.num_logprobs + 1)
@@ -105,7 +125,8 @@ class _Request:
 class ScriptedEngine:
     """An `Engine`. ``fail_at_step`` and ``fail_at_pull`` make that step (from 1) or that version
     raise. Like vLLM it refuses to reset the prefix cache while requests run, unless those are
-    recomputed. After a sleep a step needs `wake_up` and `swap_weights` first."""
+    recomputed. After a sleep a step needs `wake_up` and `swap_weights` first. With ``has_experts``
+    it records `scripted_experts`."""
 
     def __init__(
         self,
@@ -118,6 +139,7 @@ class ScriptedEngine:
         step_delay_s: float = 0.0,
         fail_at_step: int | None = None,
         fail_at_pull: int | None = None,
+        has_experts: bool = False,
     ) -> None:
         self._limits = EngineLimits(max_model_len=max_model_len, vocab_size=vocab_size)
         self._max_running = max_running
@@ -125,6 +147,7 @@ class ScriptedEngine:
         self._step_delay_s = step_delay_s
         self._fail_at_step = fail_at_step
         self._fail_at_pull = fail_at_pull
+        self._has_experts = has_experts
         self._requests: dict[str, _Request] = {}  # in order of admission
         self._rate = ReadingRate()
         self._generated_tokens = 0
@@ -140,7 +163,11 @@ class ScriptedEngine:
         return self._limits
 
     def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
-        self._requests[request.request_id] = _Request(request, _digest(request.prompt_token_ids))
+        self._requests[request.request_id] = _Request(
+            request,
+            _digest(request.prompt_token_ids),
+            experts_of=self.version if self._has_experts else None,
+        )
 
     def abort(self, request_ids: tuple[str, ...]) -> list[Completion]:
         ended = [self._requests.pop(name) for name in request_ids if name in self._requests]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.support.scripted_engine import scripted_token
+from tests.support.scripted_engine import scripted_experts, scripted_token
 from tests.support.simulated_faults import Fate, Undisturbed
 from torchtitan_rl.errors import DeadlineError, InvalidRequestError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.commands import (
@@ -41,6 +41,7 @@ from torchtitan_rl.types import (
     OnProgress,
     Progress,
     PullReport,
+    RoutedExperts,
     VersionRun,
 )
 from torchtitan_rl.weights.distribution import WeightHandle
@@ -62,6 +63,7 @@ class _Call:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     runs: list[VersionRun] = field(default_factory=list)
+    experts: bytearray = field(default_factory=bytearray)  # `scripted_experts`
     num_told: int = 0
     told_s: float = 0.0
     is_aborted: bool = False
@@ -82,7 +84,14 @@ class _Call:
             version_runs=tuple(self.runs),
             finish_reason=reason,
             kept_tokens=self.kept_tokens(),
+            routed_experts=self.routed_experts(),
         )
+
+    def routed_experts(self, start: int = 0) -> RoutedExperts | None:
+        if not self.tokens:
+            return None
+        routed = RoutedExperts(data=bytes(self.experts), num_layers=1, per_token=3)
+        return routed.part(start and len(self.request.prompt_token_ids) + start - 1)
 
     def kept_tokens(self, start: int = 0) -> tuple[KeptRun, ...]:
         """The token and the one after it, if the request cuts any."""
@@ -232,6 +241,9 @@ class SimReplica:
         token, logprob = scripted_token(before, seed=seed, version=self.version, vocab_size=VOCAB)
         if not call.runs or call.runs[-1].version != self.version:
             call.runs.append(VersionRun(len(call.tokens), self.version))
+        first = len(before) - 1 if call.tokens else 0
+        for position, one in enumerate(before[first:], start=first):
+            call.experts += scripted_experts(one, position, self.version)
         call.tokens.append(token)
         call.logprobs.append(logprob)
         self._steps += 1
@@ -255,6 +267,7 @@ class SimReplica:
                     logprobs=tuple(call.logprobs[start:]),
                     version_runs=tuple(call.runs),
                     kept_tokens=call.kept_tokens(start),
+                    routed_experts=call.routed_experts(start),
                 )
             )
 

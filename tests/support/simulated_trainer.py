@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.scripted_engine import scripted_experts
 from tests.support.simulated_faults import Fate, Undisturbed
 from tests.support.simulated_replica import pack_pair
 from torchtitan_rl.aio import deadline
@@ -136,6 +137,8 @@ class SimTrainer:
             self.weights = zlib.crc32(rows.tobytes(), self.weights)
         if self._cuts_tokens:
             require_kept_tokens(batch)
+            assert batch.routed_experts is not None
+        require_experts(batch)
         self.batches.append(batch)
         self.ages.append(self.version - int(batch.versions[batch.loss_mask].min()))
         self.version += 1
@@ -293,6 +296,18 @@ def _look(task: asyncio.Task[Any]) -> None:
     """What a process meant for a caller that has left is no news."""
     if not task.cancelled():
         task.exception()
+
+
+def require_experts(batch: TrainingBatch) -> None:
+    """Each trained token came with the experts from which it was sampled, under its version."""
+    if batch.routed_experts is None:
+        return
+    before = np.flatnonzero(batch.loss_mask) - 1
+    positions = np.arange(batch.num_tokens) - batch.episode_starts[batch.episode_ids]
+    for index in before:
+        token, version = int(batch.token_ids[index]), int(batch.versions[index + 1])
+        expected = scripted_experts(token, int(positions[index]), version)
+        assert batch.routed_experts[index].tobytes() == expected
 
 
 def require_kept_tokens(batch: TrainingBatch) -> None:

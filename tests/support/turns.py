@@ -16,6 +16,7 @@ from torchtitan_rl.types import (
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    RoutedExperts,
     Turn,
     VersionRun,
 )
@@ -46,6 +47,12 @@ def turn(
 
 def with_kept(one: Turn, kept: tuple[KeptTokens, ...]) -> Turn:
     return replace(one, completion=replace(one.completion, kept_tokens=kept_runs(kept)))
+
+
+def with_experts(one: Turn, *rows: int) -> Turn:
+    """One layer, and one expert of each token."""
+    routed = RoutedExperts(data=bytes(rows), num_layers=1, per_token=1)
+    return replace(one, completion=replace(one.completion, routed_experts=routed))
 
 
 def rollout(

@@ -23,6 +23,7 @@ from torchtitan_rl.orchestration.ledger import LedgerError, TokenLedger, require
 from torchtitan_rl.orchestration.records import LedgerTotals, group_of
 from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.records import RecordedRollout
+from torchtitan_rl.routed_experts import routed_error
 from torchtitan_rl.token_sets import kept_error
 from torchtitan_rl.types import Completion, RolloutStatus
 
@@ -364,6 +365,8 @@ def _completion_errors(completion: Completion, newest: int, oldest: int = 0) -> 
         found = " and ".join(f"{number} {what}" for what, number in lengths.items())
         yield f"{name}: {num_tokens} tokens, {found}"
     if error := kept_error(completion.kept_tokens, num_tokens):
+        yield f"{name}: {error}"
+    if error := routed_error(completion.routed_experts, num_sampled=num_tokens, num_prompt=None):
         yield f"{name}: {error}"
     starts = [run.start for run in completion.version_runs]
     if starts != sorted(starts) or (num_tokens and (not starts or starts[0] != 0)):

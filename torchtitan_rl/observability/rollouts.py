@@ -39,6 +39,7 @@ from torchtitan_rl.types import (
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    RoutedExperts,
     TokenScores,
     Turn,
     VersionRun,
@@ -181,6 +182,9 @@ def rollout_to_json(
     if is_whole:
         for turn, of_turn in zip(rollout.turns, turns, strict=True):
             of_turn["kept_sets"] = [_kept_to_json(run) for run in turn.completion.kept_tokens]
+            if (routed := turn.completion.routed_experts) is not None:
+                sizes = (routed.num_layers, routed.per_token)
+                of_turn["routed_experts"] = [_to_text(routed.data), *sizes]
             if turn.teacher is not None and turn.teacher.top_ids:
                 top = (turn.teacher.top_ids, turn.teacher.top_logprobs)
                 of_turn["teacher_top"] = [*map(_to_text, top)]
@@ -346,7 +350,7 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
     versions = turn["versions"]
     # Earlier versions did not write these.
     metrics, scores = turn.get("metrics"), turn.get("teacher_logprobs")
-    top = turn.get("teacher_top", ("", ""))
+    top, routed = turn.get("teacher_top", ("", "")), turn.get("routed_experts")
     runs = [(i, v) for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
     completion = Completion(
         request_id=request_id,
@@ -358,6 +362,7 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
         stop_reason=turn.get("stop_reason"),
         metrics=None if metrics is None else CompletionMetrics(**metrics),
         kept_tokens=tuple(_kept_from_json(*run) for run in turn.get("kept_sets") or ()),
+        routed_experts=None if routed is None else _routed_from_json(*routed),
     )
     return Turn(
         prompt_token_ids=tuple(turn["prompt_token_ids"]),
@@ -375,6 +380,10 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
             top_logprobs=base64.b64decode(top[1]),
         ),
     )
+
+
+def _routed_from_json(data: str, num_layers: int, per_token: int) -> RoutedExperts:
+    return RoutedExperts(data=base64.b64decode(data), num_layers=num_layers, per_token=per_token)
 
 
 def groups_from_rows(rows: Sequence[Row]) -> tuple[RolloutGroup, ...]:

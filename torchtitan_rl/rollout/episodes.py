@@ -42,8 +42,17 @@ from typing import cast
 from torchtitan_rl.bounds import load_function
 from torchtitan_rl.errors import TorchtitanRLError, one_line
 from torchtitan_rl.rollout.config import RolloutConfig
+from torchtitan_rl.routed_experts import of_episode, routed_error
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_error
-from torchtitan_rl.types import Episode, KeptRun, Rollout, TokenScores, Turn, spans
+from torchtitan_rl.types import (
+    Episode,
+    KeptRun,
+    Rollout,
+    RoutedExperts,
+    TokenScores,
+    Turn,
+    spans,
+)
 
 
 def rollout_to_episodes(
@@ -158,6 +167,7 @@ def _episode(
     versions: list[int] = []
     kept_tokens: list[KeptRun] = []
     teacher_top: list[tuple[int, TokenScores]] = []
+    routed: list[tuple[int, RoutedExperts | None]] = []
     for turn, advantage in zip(turns, turn_advantages, strict=True):
         observed = turn.prompt_token_ids[len(token_ids) :]
         sampled = turn.completion
@@ -171,6 +181,7 @@ def _episode(
         versions += [-1] * len(observed) + list(sampled.versions)
         if turn.teacher is not None and turn.teacher.top_ids:
             teacher_top.append((start, turn.teacher))
+        routed.append((len(token_ids), sampled.routed_experts))
         runs = sampled.kept_tokens or (KeptRun(0, WHOLE_VOCABULARY),)
         own = _token_advantages(turn, advantage, teacher_coefficient)
         for first, end, kept in spans(runs, num_sampled):
@@ -188,6 +199,7 @@ def _episode(
         versions=tuple(versions),
         kept_tokens=tuple(kept_tokens) if is_cut else (),
         teacher_top=tuple(teacher_top),
+        routed_experts=of_episode(routed, len(token_ids)),
     )
 
 
@@ -210,7 +222,9 @@ def _token_advantages(turn: Turn, advantage: float, teacher_coefficient: float) 
 def _check_alignment(rollout_id: str, turn: Turn) -> None:
     completion = turn.completion
     lengths = (len(completion.token_ids), len(completion.logprobs), len(completion.versions))
-    error = kept_error(completion.kept_tokens, lengths[0])
+    error = kept_error(completion.kept_tokens, lengths[0]) or routed_error(
+        completion.routed_experts, num_sampled=lengths[0], num_prompt=len(turn.prompt_token_ids)
+    )
     if len(set(lengths)) != 1:
         error = f"tokens, logprobs and versions have lengths {lengths}"
     if turn.teacher is not None and len(turn.teacher.logprobs) != lengths[0]:

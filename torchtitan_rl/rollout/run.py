@@ -44,6 +44,7 @@ from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.records import EnvState, RecordedRollout
 from torchtitan_rl.rollout.session import EnvSession, NotResumableError
 from torchtitan_rl.rollout.tree import RolloutEnded, RolloutEnv, TurnTree
+from torchtitan_rl.routed_experts import of_new_tokens
 from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.types import (
     Completion,
@@ -392,7 +393,8 @@ class RolloutRun:
     async def _step(
         self, env: EnvSession, prompt: tuple[int, ...], completion: Completion
     ) -> Observation | Terminal:
-        self._open_turn = Turn(prompt_token_ids=prompt, completion=completion)
+        turn = Turn(prompt_token_ids=prompt, completion=completion)
+        self._open_turn = of_new_tokens(turn, self._record.turns[-1:])
         if completion.finish_reason is FinishReason.ABORT:
             cause = f"{completion.request_id}: aborted, but not by this rollout"
             raise RolloutEnded(RolloutStatus.GENERATION_ERROR, cause)

@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeGuard
 from torchtitan_rl.aio import cancel_all, deadline, uninterrupted
 from torchtitan_rl.rollout.calls import compute, summary
 from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
+from torchtitan_rl.routed_experts import of_new_tokens
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -239,6 +240,7 @@ class TurnTree:
         turn = Turn(
             prompt_token_ids=request.prompt_token_ids, completion=completion, request_key=key
         )
+        turn = of_new_tokens(turn, self._turns)
         self._sampled[request.request_id] = turn
         try:
             if completion.finish_reason is FinishReason.ABORT:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchtitan_rl.errors import InvalidRequestError
+from torchtitan_rl.routed_experts import join_routed, of_progress, routed_error
 from torchtitan_rl.token_sets import (
     join_kept,
     kept_error,
@@ -68,6 +69,10 @@ def check_resumable(request: GenerationRequest) -> None:
             f"it has alternatives for {len(so_far.top_logprobs)} tokens instead of {num_top}"
         )
     if error := kept_error(so_far.kept_tokens, num_tokens):
+        errors.append(f"its {error}")
+    if error := routed_error(
+        so_far.routed_experts, num_sampled=num_tokens, num_prompt=len(request.prompt_token_ids)
+    ):
         errors.append(f"its {error}")
     if errors:
         raise InvalidRequestError(
@@ -128,6 +133,7 @@ def reported(request_id: str, progress: Sequence[Progress]) -> Completion:
         finish_reason=FinishReason.ABORT,
         top_logprobs=tuple(top for one in progress for top in one.top_logprobs),
         kept_tokens=kept_runs(kept) if any(one.kept_tokens for one in progress) else (),
+        routed_experts=of_progress(progress),
     )
 
 
@@ -172,6 +178,9 @@ def _append(joined: Completion, piece: Completion) -> Completion:
         top_logprobs=joined.top_logprobs + piece.top_logprobs,
         kept_tokens=kept,
         prompt_scores=joined.prompt_scores or piece.prompt_scores,
+        routed_experts=join_routed(
+            joined.routed_experts, piece.routed_experts, num_sampled=len(piece.token_ids)
+        ),
     )
 
 
@@ -266,12 +275,18 @@ class PartialTokens:
         return len(self._ended.token_ids) - num_before
 
     def _report(self, progress: Progress) -> None:
-        """Report the next tokens, without ``kept_tokens``, which callers that follow progress do
-        not use."""
+        """Report the next tokens, without ``kept_tokens`` and ``routed_experts``, which callers
+        that follow progress do not use."""
         if self._on_progress is None:
             return
         start = self._num_reported
         self._num_reported += len(progress.token_ids)
         self._on_progress(
-            replace(progress, request_id=self._request_id, start=start, kept_tokens=())
+            replace(
+                progress,
+                request_id=self._request_id,
+                start=start,
+                kept_tokens=(),
+                routed_experts=None,
+            )
         )

@@ -211,8 +211,10 @@ class EndpointBridge:
             self._outbox.put(dataclasses.replace(progress, request_id=request_id))
 
         completion = await self._complete(request, on_progress if streams else None)
-        # Clients do not get the kept tokens, which only the loss needs.
-        return dataclasses.replace(completion, request_id=request_id, kept_tokens=())
+        # Clients do not get what only the loss needs.
+        return dataclasses.replace(
+            completion, request_id=request_id, kept_tokens=(), routed_experts=None
+        )
 
     def _on_request_done(self, request_id: str, task: asyncio.Task[Completion]) -> None:
         self._tasks.discard(task)

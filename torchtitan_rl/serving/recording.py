@@ -64,9 +64,12 @@ class SessionTurn:
 
     @property
     def num_held(self) -> int:
-        """Memory of the completion, sets of kept tokens included, as a number of tokens."""
+        """Memory of the completion, with its sets of kept tokens and its experts, as a number of
+        tokens."""
         runs = () if self.completion is None else self.completion.kept_tokens
         num_bytes = sum(len(kept) for _, kept in runs if isinstance(kept, bytes))
+        if self.completion is not None and self.completion.routed_experts is not None:
+            num_bytes += len(self.completion.routed_experts.data)
         return self.num_tokens + num_bytes // TOKEN_BYTES
 
     @classmethod

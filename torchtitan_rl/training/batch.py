@@ -30,6 +30,9 @@ class TrainingBatch:
     ``teacher_ids`` and ``teacher_logprobs`` are a teacher's K most likely tokens at the position of
     each token, and their logprobs; NaN where no teacher scored. None without such scores. The loss
     gets ``teacher_coefficient`` x `teacher_kl` (`training/losses/teacher.py`).
+
+    ``routed_experts`` are the K experts of each token in each of X layers, or `UNKNOWN_EXPERT`:
+    see `RoutedExperts`. None if no token has known experts.
     """
 
     episode_lengths: npt.NDArray[np.int64]  # length of each episode, at least 1
@@ -45,6 +48,7 @@ class TrainingBatch:
     teacher_ids: npt.NDArray[np.int32] | None = None  # [N, K]
     teacher_logprobs: npt.NDArray[np.float32] | None = None  # [N, K]
     teacher_coefficient: float = 0.0
+    routed_experts: npt.NDArray[np.uint8] | None = None  # [N, X, K]
 
     @property
     def num_episodes(self) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_rl.routed_experts import to_array
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_error, kept_of_each
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.trees import (
@@ -31,7 +32,7 @@ from torchtitan_rl.training.trees import (
     padded,
     sort_episodes,
 )
-from torchtitan_rl.types import Episode
+from torchtitan_rl.types import UNKNOWN_EXPERT, Episode
 
 _BALANCING_ROUNDS = 8
 
@@ -195,7 +196,8 @@ def pack_episodes(
     is the number of a teacher's most likely tokens at each position.
 
     Raises:
-        ValueError: an episode has no tokens, or fields of different lengths.
+        ValueError: an episode has no tokens, or fields of different lengths; or episodes have
+            experts of different shapes.
     """
     for index, episode in enumerate(episodes):
         _check(index, episode)
@@ -217,6 +219,7 @@ def pack_episodes(
         kept_sets=kept_sets,
         teacher_ids=teacher_ids,
         teacher_logprobs=teacher_logprobs,
+        routed_experts=_routed(fitting),
         groups=np.unique([one.group_id for one in fitting], return_inverse=True)[1],
     )
     return Packing(batch=batch, oversized=oversized)
@@ -280,6 +283,28 @@ def _teacher_top(
     return ids_NK, logprobs_NK
 
 
+def _routed(episodes: Sequence[Episode]) -> npt.NDArray[np.uint8] | None:
+    """Return `TrainingBatch.routed_experts`."""
+    shapes = {
+        (one.routed_experts.num_layers, one.routed_experts.per_token)
+        for one in episodes
+        if one.routed_experts is not None
+    }
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"the episodes' routed experts have shapes {sorted(shapes)}: need one")
+    (shape,) = shapes
+    return np.concatenate(
+        [
+            np.full((len(one.token_ids), *shape), UNKNOWN_EXPERT, dtype=np.uint8)
+            if one.routed_experts is None
+            else to_array(one.routed_experts)
+            for one in episodes
+        ]
+    )
+
+
 def _check(index: int, episode: Episode) -> None:
     sizes = {
         len(field)
@@ -295,6 +320,12 @@ def _check(index: int, episode: Episode) -> None:
         raise ValueError(
             f"episode {index} of rollout {episode.rollout_id}: its fields must have one length, "
             f"above 0, not {sorted(sizes)}"
+        )
+    routed, num_tokens = episode.routed_experts, len(episode.token_ids)
+    if routed is not None and len(routed.data) != num_tokens * routed.bytes_per_token:
+        raise ValueError(
+            f"episode {index} of rollout {episode.rollout_id}: routed experts of "
+            f"{len(routed.data)} bytes, for {num_tokens} tokens"
         )
     if error := kept_error(episode.kept_tokens, len(episode.token_ids)):
         raise ValueError(f"episode {index} of rollout {episode.rollout_id}: {error}")

@@ -1,7 +1,9 @@
 """Prefix trees of episodes: tokens at the beginning of several episodes are computed once.
 
 A token's logits depend only on the token and the tokens before it, so two episodes that begin with
-the same tokens have the same logits there. The episodes of a forward pass become trees, laid out
+the same tokens have the same logits there. With recorded experts (`TrainingBatch.routed_experts`)
+they also depend on these, so a token is shared only between episodes that have the same experts for
+it and for the tokens before it. The episodes of a forward pass become trees, laid out
 depth first: a token comes after its parent, and its subtree is contiguous.
 
 ```
@@ -20,7 +22,7 @@ Invariants: the path from the root to an entry's predecessor has the episode's t
 entry. Every selected token of a member has exactly one entry. Only tokens that an entry needs are
 computed.
 
-Shapes: T computed tokens, E entries.
+Shapes: T computed tokens, E entries, X layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_rl.training.batch import TrainingBatch
+from torchtitan_rl.types import UNKNOWN_EXPERT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class Microbatch:
     subtree_end_T: npt.NDArray[np.int64]  # index after the token's last descendant
     predecessors_E: npt.NDArray[np.int64]  # the token whose logits the entry reads; ascending
     sources_E: npt.NDArray[np.int64]  # the entry's token, as an index into the batch
+    # The tokens' experts, like `TrainingBatch.routed_experts`.
+    routed_experts_TXK: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +59,8 @@ class SortedEpisodes:
 
     ``indices``: the episode's index in the batch. ``lengths``: number of tokens to compute, which
     are those before the episode's last selected token. ``shared``: number of these tokens at the
-    beginning that are equal to those of the member before; two members i < j share ``min(shared[i +
-    1 : j + 1])`` tokens.
+    beginning that are equal to those of the member before, with the same experts; two members i < j
+    share ``min(shared[i + 1 : j + 1])`` tokens.
 
     Selected tokens read the same row of logits if they share their predecessor and were sampled
     from the same set of tokens. ``rows_before``: for each selected token of a member, the last
@@ -102,10 +107,10 @@ def sort_episodes(
         lengths = tuple(needed[indices].tolist())
         return SortedEpisodes(indices=tuple(indices), lengths=lengths, shared=(0,) * len(lengths))
     ends = starts + needed
-    # Big-endian bytes sort in the same order as the token ids.
-    keys = {i: batch.token_ids[starts[i] : ends[i]].astype(">u8").tobytes() for i in indices}
+    symbols_NW = _symbols(batch)
+    keys = {i: symbols_NW[starts[i] : ends[i]].tobytes() for i in indices}
     indices.sort(key=lambda i: (keys[i], i))
-    tokens = [batch.token_ids[starts[i] : ends[i]] for i in indices]
+    tokens = [symbols_NW[starts[i] : ends[i]] for i in indices]
     shared = [0, *(_num_common(a, b) for a, b in itertools.pairwise(tokens))]
     episodes = SortedEpisodes(
         indices=tuple(indices),
@@ -152,6 +157,9 @@ def lay_out(
     size = episodes.num_computed(members)
     token_ids = np.empty(size, dtype=np.int64)
     position_ids = np.empty(size, dtype=np.int64)
+    routed, of_batch = None, batch.routed_experts
+    if of_batch is not None:
+        routed = np.empty((size, *of_batch.shape[1:]), dtype=np.uint8)
     subtree_end = np.full(size, size, dtype=np.int64)
     path = np.empty(max((episodes.lengths[m] for m in members), default=0), dtype=np.int64)
     predecessors, sources = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
@@ -163,6 +171,8 @@ def lay_out(
         path[common:length] = np.arange(own.start, own.stop)
         token_ids[own] = batch.token_ids[first + common : first + length]
         position_ids[own] = np.arange(common, length)
+        if routed is not None and of_batch is not None:
+            routed[own] = of_batch[first + common : first + length]
         entries = np.nonzero(selected_N[first : first + length + 1])[0]
         predecessors.append(path[entries - 1])
         sources.append(first + entries)
@@ -175,19 +185,23 @@ def lay_out(
         subtree_end_T=subtree_end,
         predecessors_E=predecessors_E[order],
         sources_E=sources_E[order],
+        routed_experts_TXK=routed,
     )
 
 
 def padded(part: Microbatch, multiple: int) -> Microbatch:
     """Pad a microbatch to a multiple of ``multiple`` tokens, at least one. Each padding token is a
     separate tree, so that its attention costs almost nothing."""
-    size = len(part.token_ids_T)
+    size, routed = len(part.token_ids_T), part.routed_experts_TXK
     missing = num_padding(size, multiple)
     return replace(
         part,
         token_ids_T=np.pad(part.token_ids_T, (0, missing)),
         position_ids_T=np.pad(part.position_ids_T, (0, missing)),
         subtree_end_T=np.append(part.subtree_end_T, size + 1 + np.arange(missing)),
+        routed_experts_TXK=None
+        if routed is None
+        else np.pad(routed, ((0, missing), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT),
     )
 
 
@@ -196,8 +210,17 @@ def num_padding(size: int, multiple: int) -> int:
     return -size % multiple if size else multiple
 
 
-def _num_common(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
+def _symbols(batch: TrainingBatch) -> npt.NDArray[np.uint8]:
+    """Return W bytes for each of N tokens, which are equal where the tokens can be shared.
+    Big-endian bytes sort in the same order as the token ids."""
+    symbols_NW = batch.token_ids.astype(">u8").view(np.uint8).reshape(-1, 8)
+    if batch.routed_experts is None:
+        return symbols_NW
+    return np.concatenate([symbols_NW, batch.routed_experts.reshape(len(symbols_NW), -1)], axis=1)
+
+
+def _num_common(a_TW: npt.NDArray[np.uint8], b_TW: npt.NDArray[np.uint8]) -> int:
     """Return the number of equal tokens at the beginning of both."""
-    size = min(len(a), len(b))
-    differs = a[:size] != b[:size]
+    size = min(len(a_TW), len(b_TW))
+    differs = (a_TW[:size] != b_TW[:size]).any(axis=1)
     return int(differs.argmax()) if differs.any() else size

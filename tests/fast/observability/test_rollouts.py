@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.fast.observability.test_metrics import make_group, make_rollout, make_turn
-from tests.support.turns import group, rollout, turn, with_kept
+from tests.support.turns import group, rollout, turn, with_experts, with_kept
 from torchtitan_rl.observability.rollouts import RolloutLog, choose_rollouts, groups_from_rows
 from torchtitan_rl.observability.sinks import Row, Split, read_rows
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
@@ -96,9 +96,10 @@ def test_a_resumed_run_chooses_the_rollouts_that_one_without_an_interruption_cho
 
 
 def test_groups_that_are_recorded_whole_make_the_same_batch_again(tmp_path: Path) -> None:
-    """Also sets of kept tokens, logprobs that are not finite, unseen turns and branch rewards."""
+    """Also kept tokens, experts, logprobs that are not finite, unseen turns and branch rewards."""
     kept = (pack_kept(np.arange(9) < 3), Grammar(data=b"\0g", stop_token_ids=(2,)), None)
     cut = with_kept(turn([1, 2], [3, 4, 5], logprobs=[-0.1, math.nan, -1 / 3]), kept)
+    cut = with_experts(cut, 0, 200, 254, 255)
     agent = replace(turn([8], [7, 7], versions=[0, 1]), branch_reward=0.25, request_key="a")
     unseen = replace(turn([7], [8]), is_seen=False)
     groups = [

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.turns import rollout, turn, with_kept
+from tests.support.turns import rollout, turn, with_experts, with_kept
 from torchtitan_rl.rollout.episodes import num_unseen_tokens, rollout_to_episodes
-from torchtitan_rl.types import Turn
+from torchtitan_rl.routed_experts import of_new_tokens
+from torchtitan_rl.types import UNKNOWN_EXPERT, Turn
 
 
 def test_an_unedited_rollout_is_one_episode_with_loss_on_sampled_tokens_only():
@@ -27,6 +28,24 @@ def test_an_unedited_rollout_is_one_episode_with_loss_on_sampled_tokens_only():
     assert episode.versions == (-1, -1, 5, 6, -1, -1, 7)
     assert episode.advantages == (0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.5)
     assert (episode.rollout_id, episode.group_id) == ("g/r0", "g")
+
+
+def test_each_token_has_the_experts_of_the_turn_that_computed_it_first():
+    first = with_experts(turn([1, 2], [3, 4]), 11, 12, 13)
+    second = with_experts(turn([1, 2, 3, 4, 9], [5, 6]), 21, 22, 23, 24, 25, 26)
+    other = turn([1, 2, 3, 4, 9, 5, 6, 9], [7])  # whose experts are not known
+    last = with_experts(turn([1, 2, 3, 4, 9, 5, 6, 9, 7], [8]), *range(31, 40))
+    expected = [11, 12, 13, 24, 25, 26, 37, 38, 39, UNKNOWN_EXPERT]
+    for turns in ([first, second, other, last], [first, of_new_tokens(second, [first]), last]):
+        (episode,) = rollout_to_episodes(rollout(*turns), advantage=1.0)
+        assert list(episode.routed_experts.data) == expected
+    assert of_new_tokens(second, [first]).completion.routed_experts.num_tokens == 3
+    unseen = replace(first, is_seen=False)  # it will be in no episode
+    assert of_new_tokens(second, [unseen, other]) == second
+    (episode,) = rollout_to_episodes(rollout(of_new_tokens(second, [first])), advantage=1.0)
+    assert list(episode.routed_experts.data) == [UNKNOWN_EXPERT] * 3 + [24, 25, 26, UNKNOWN_EXPERT]
+    (episode,) = rollout_to_episodes(rollout(other), advantage=1.0)
+    assert episode.routed_experts is None
 
 
 def test_a_turn_that_no_agent_saw_is_in_no_episode_and_opens_none():
@@ -56,6 +75,10 @@ def test_misaligned_fields_are_refused():
         rollout_to_episodes(rollout(turn([1], [2, 3], logprobs=[-1.0])), advantage=1.0)
     with pytest.raises(ValueError, match=r"g/r0/t0.*start at \[0, 1\], for 1 tokens"):
         rollout_to_episodes(rollout(with_kept(turn([1], [2]), (None, b""))), advantage=1.0)
+    for rows, found in (((1, 2, 3), 3), ((1,), 1)):
+        made = rollout(with_experts(turn([1], [2, 3]), *rows))
+        with pytest.raises(ValueError, match=rf"g/r0/t0: routed experts are of {found} tokens"):
+            rollout_to_episodes(made, advantage=1.0)
 
 
 @st.composite

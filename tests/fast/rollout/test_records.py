@@ -22,6 +22,7 @@ from torchtitan_rl.rollout.records import (
     to_bytes,
     whole_group,
 )
+from torchtitan_rl.routed_experts import to_routed
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_runs
 from torchtitan_rl.types import (
     Completion,
@@ -37,6 +38,7 @@ from torchtitan_rl.types import (
 
 TOKENS = st.lists(st.integers(0, 2**31), max_size=6).map(tuple)
 KEPT = (WHOLE_VOCABULARY, None, b"\x05\x00\x00\x80", Grammar(data=b"{}", stop_token_ids=(0, 7)))
+EXPERTS = to_routed(np.arange(8, dtype=np.uint8).reshape(2, 2, 2))
 FLOATS = st.floats(allow_nan=False)
 METRICS = CompletionMetrics(
     queue_s=0.1,
@@ -64,6 +66,7 @@ def completions(draw):
         stop_reason=draw(st.sampled_from([None, 7, "END"])),
         top_logprobs=draw(st.sampled_from([(), (((5, -0.5), (6, -1 / 3)),) * len(token_ids)])),
         kept_tokens=draw(st.sampled_from([(), kept_runs(KEPT[token % 4] for token in token_ids)])),
+        routed_experts=draw(st.sampled_from([None, EXPERTS])),
     )
 
 

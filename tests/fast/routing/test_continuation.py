@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from tests.support.async_tests import on_event_loop
 from tests.support.replicas import GatedReplica, settle
-from tests.support.scripted_engine import ScriptedEngine, scripted_text, scripted_token
+from tests.support.scripted_engine import (
+    ScriptedEngine,
+    scripted_experts,
+    scripted_text,
+    scripted_token,
+)
 from torchtitan_rl.errors import InvalidRequestError, ReplicaError
 from torchtitan_rl.routing.continuation import continued_seed, join, remaining_request, used_up
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -22,6 +27,7 @@ from torchtitan_rl.types import (
     KeptRun,
     OnProgress,
     Progress,
+    RoutedExperts,
     SamplingParams,
     VersionRun,
 )
@@ -52,7 +58,9 @@ class CutReplica(GatedReplica):
         self.requests.append(request)
         cut = self.cuts.pop(0) if self.cuts else None
         name, version = request.request_id, self.version
-        engine = ScriptedEngine(vocab_size=VOCAB, eos_token_id=EOS, version=version)
+        engine = ScriptedEngine(
+            vocab_size=VOCAB, eos_token_id=EOS, version=version, has_experts=True
+        )
         engine.add_request(request, arrival_s=0.0)
         ended: list[Completion] = []
         count = 0
@@ -117,6 +125,10 @@ def piece(*tokens: int, version: int = 0, reason: FinishReason = FinishReason.AB
     )
 
 
+def routed(num_tokens: int) -> RoutedExperts:
+    return RoutedExperts(data=bytes(3 * num_tokens), num_layers=1, per_token=3)
+
+
 sampled = st.builds(
     generation,
     st.integers(1, 30),
@@ -150,7 +162,10 @@ def test_each_token_of_a_cut_completion_has_the_version_it_was_sampled_under(req
     ):
         expected = scripted_token(context, seed=None, version=version, vocab_size=VOCAB)
         assert (token, logprob) == expected
+        before = scripted_experts(context[-1], len(context) - 1, version)
+        assert joined.routed_experts.part(len(context) - 1, len(context)).data == before
         context.append(token)
+    assert joined.routed_experts.num_tokens == len(context) - 1
     starts = [run.start for run in joined.version_runs]
     assert starts == sorted(set(starts))
 
@@ -169,6 +184,7 @@ def test_what_is_resumed_from_a_record_equals_the_undisturbed_completion(request
         stop_reason=None,
         top_logprobs=partial.top_logprobs[:kept],
         kept_tokens=tuple(run for run in partial.kept_tokens if run.start < kept),
+        routed_experts=partial.routed_experts.part(0, 3 + kept - 1) if kept else None,
     )
     resumed, replica = complete(replace(request, resume_from=record), [])
     assert resumed == undisturbed
@@ -197,6 +213,7 @@ def test_through_cuts_and_losses_progress_is_a_beginning_of_the_undisturbed_comp
         assert (progress.request_id, progress.start) == ("id", start)
         assert progress.logprobs == done.logprobs[start:end]
         assert progress.top_logprobs == done.top_logprobs[start:end]
+        assert progress.routed_experts is None
         told += progress.token_ids
     assert tuple(told) == done.token_ids[: len(told)]
     assert len(told) >= len(done.token_ids) - every
@@ -232,6 +249,15 @@ def test_progress_of_a_piece_that_is_over_is_not_taken_for_that_of_the_next():
     assert tuple(told) == done.token_ids[: len(told)]
 
 
+def test_the_experts_that_a_lost_replica_reported_are_kept():
+    lost, next_one = CutReplica("r0", [-5]), CutReplica("r1", [])
+    next_one.version = 1
+    done, _ = followed([lost, next_one], generation(9, ignore_eos=True))
+    versions = [done.routed_experts.part(i, i + 1).data[2] - 150 for i in range(11)]
+    assert done.versions == (0, 0, 0, 0, 1, 1, 1, 1, 1)
+    assert versions == [0] * 6 + [1] * 5  # the fourth token was sampled from the third
+
+
 def test_progress_of_a_resumed_request_starts_after_the_tokens_that_it_brought():
     request = generation(9, ignore_eos=True)
     undisturbed, _ = complete(request, [])
@@ -240,6 +266,7 @@ def test_progress_of_a_resumed_request_starts_after_the_tokens_that_it_brought()
         token_ids=undisturbed.token_ids[:3],
         logprobs=undisturbed.logprobs[:3],
         finish_reason=FinishReason.ABORT,
+        routed_experts=undisturbed.routed_experts.part(0, 5),
     )
     replica = CutReplica("r", [4])
     done, heard = followed([replica], replace(request, resume_from=brought))
@@ -323,6 +350,9 @@ def test_trap_8_a_seeded_request_goes_on_with_a_seed_of_its_own_that_is_always_t
         (replace(piece(1, 2), top_logprobs=(((1, -1.0),),)), "alternatives for 1 tokens instead"),
         (replace(piece(1), kept_tokens=(KeptRun(1, b""),)), r"kept tokens start at \[1\], for 1"),
         (replace(piece(1), version_runs=(VersionRun(0, 1), VersionRun(3, 2))), "start at"),
+        (replace(piece(1), routed_experts=routed(4)), "experts are of 4 tokens, for 1 sampled"),
+        (replace(piece(1, 2), routed_experts=routed(1)), "experts are of 1 tokens, for 2 sampled"),
+        (replace(piece(1), routed_experts=replace(routed(1), per_token=2)), "have 3 bytes, for 1"),
     ],
 )
 def test_a_record_that_cannot_be_of_this_request_is_refused(record, message):

@@ -15,7 +15,7 @@ from torchtitan_rl.token_sets import pack_kept
 from torchtitan_rl.training.batch import TrainingBatch, predicted_mask, trained_mask
 from torchtitan_rl.training.packing import Share, cut, rank_share
 from torchtitan_rl.training.trees import Microbatch, SortedEpisodes, lay_out, padded, sort_episodes
-from torchtitan_rl.types import Episode, KeptRun
+from torchtitan_rl.types import UNKNOWN_EXPERT, Episode, KeptRun
 
 MAX_LEN = 12
 
@@ -54,6 +54,9 @@ def check_entries(batch: TrainingBatch, parts: list[Microbatch]) -> None:
             begin = starts[episodes[source]]
             assert np.array_equal(part.token_ids_T[path], batch.token_ids[begin:source])
             assert np.array_equal(part.position_ids_T[path], np.arange(len(path)))
+            if batch.routed_experts is not None:
+                experts_TXK = batch.routed_experts[begin:source]
+                assert np.array_equal(part.routed_experts_TXK[path], experts_TXK)
     found = np.concatenate([part.sources_E for part in parts])
     assert sorted(found) == np.nonzero(trained_mask(batch))[0].tolist()
 
@@ -71,16 +74,33 @@ def with_sets(episodes: list[Episode]) -> list[Episode]:
     ]
 
 
+def with_experts(episodes: list[Episode]) -> list[Episode]:
+    """The same, each with experts of its own; but the first episode's are not known."""
+    return [
+        replace(
+            episode,
+            routed_experts=make_episode(
+                episode.token_ids, episode.loss_mask, seed=seed, num_experts=3
+            ).routed_experts
+            if seed
+            else None,
+        )
+        for seed, episode in enumerate(episodes)
+    ]
+
+
 def rows_of_logits(batch: TrainingBatch, sources: Iterable[int]) -> int:
     """Distinct pairs of the tokens before a source and the set it was sampled from."""
     starts, episodes = batch.episode_starts, batch.episode_ids
     kept = np.full(batch.num_tokens, -1) if batch.kept is None else batch.kept
     return len(
-        {
-            (tuple(batch.token_ids[starts[episodes[source]] : source]), kept[source])
-            for source in sources
-        }
+        {(*_prefix(batch, starts[episodes[source]], source), kept[source]) for source in sources}
     )
+
+
+def _prefix(batch: TrainingBatch, start: int, end: int) -> tuple[bytes, bytes]:
+    experts = b"" if batch.routed_experts is None else batch.routed_experts[start:end].tobytes()
+    return batch.token_ids[start:end].tobytes(), experts
 
 
 def rows_of_members(batch: TrainingBatch, members: SortedEpisodes, piece: Iterable[int]) -> int:
@@ -107,6 +127,25 @@ def test_walking_from_an_entry_to_the_root_gives_its_episode(
     check_entries(batch, list(share.parts))
 
 
+@given(episodes=branching_episodes(max_len=MAX_LEN, max_episodes=20))
+def test_a_prefix_is_shared_only_where_its_experts_are_equal(episodes: list[Episode]) -> None:
+    episodes = with_experts(episodes)
+    batch = batch_of(episodes, row_len=MAX_LEN)
+    (share,) = shares(batch, max_tokens=1000, multiple=4)
+    check_entries(batch, list(share.parts))
+    prefixes = set()
+    for one, start in zip(episodes, batch.episode_starts, strict=True):
+        for prefix in needed_prefixes([one]):
+            if batch.routed_experts is None:
+                experts = b""
+            else:
+                experts = batch.routed_experts[start : start + len(prefix)].tobytes()
+            prefixes.add((prefix, experts))
+    assert share.num_computed == len(prefixes)
+    (unshared,) = shares(batch, max_tokens=1000, on=False)
+    check_entries(batch, list(unshared.parts))
+
+
 @given(episodes=branching_episodes(max_len=MAX_LEN))
 def test_each_distinct_prefix_that_an_entry_needs_is_computed_once(episodes: list[Episode]) -> None:
     (share,) = shares(batch_of(episodes, row_len=MAX_LEN), max_tokens=1000)
@@ -122,10 +161,18 @@ def test_each_distinct_prefix_that_an_entry_needs_is_computed_once(episodes: lis
     multiple=st.sampled_from([1, 2, 4]),
     on=st.booleans(),
     cuts_tokens=st.booleans(),
+    has_experts=st.booleans(),
 )
 def test_ranks_get_equally_many_microbatches_none_too_large_and_together_every_entry_once(
-    episodes: list[Episode], spare: int, num_ranks: int, multiple: int, on: bool, cuts_tokens: bool
+    episodes: list[Episode],
+    spare: int,
+    num_ranks: int,
+    multiple: int,
+    on: bool,
+    cuts_tokens: bool,
+    has_experts: bool,
 ) -> None:
+    episodes = with_experts(episodes) if has_experts else episodes
     batch = batch_of(with_sets(episodes) if cuts_tokens else episodes, row_len=MAX_LEN)
     max_tokens = 4 * ((MAX_LEN + spare) // 4)
     of_ranks = shares(batch, max_tokens=max_tokens, num_ranks=num_ranks, multiple=multiple, on=on)
@@ -199,12 +246,15 @@ def test_siblings_whose_tree_is_too_large_share_their_stem_in_every_microbatch()
 
 
 def test_padding_is_trees_of_one_token() -> None:
-    batch = batch_of([make_episode([1, 2, 3, 4], [False, True, True, True])], row_len=8)
+    episode = make_episode([1, 2, 3, 4], [False, True, True, True], num_experts=3)
+    batch = batch_of([episode], row_len=8)
     members = sort_episodes(batch, trained_mask(batch), share_prefixes=True)
     part = padded(lay_out(batch, trained_mask(batch), members, [0]), 8)
     assert visible(part)[3:].sum() == 5
     assert not visible(part)[3:, :3].any()
     assert (part.position_ids_T[3:] == 0).all()
+    assert part.routed_experts_TXK is not None
+    assert (part.routed_experts_TXK[3:] == UNKNOWN_EXPERT).all()
     empty = padded(lay_out(batch, trained_mask(batch), members, []), 2)
     assert len(empty.token_ids_T) == 2
     assert len(empty.sources_E) == 0

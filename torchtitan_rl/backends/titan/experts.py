@@ -36,6 +36,7 @@ from torchtitan.models.common.token_dispatcher import (
 )
 
 from torchtitan_rl.config.model import PolicyArchitecture
+from torchtitan_rl.types import UNKNOWN_EXPERT
 
 _NO_INIT = {"w1_EFD": skip_param_init, "w2_EDF": skip_param_init, "w3_EFD": skip_param_init}
 
@@ -111,7 +112,8 @@ class ReplayRouter(TokenChoiceTopKRouter):
     """
 
     replayed_BLK: torch.Tensor | None
-    """Experts [B, L, K] of the next passes' tokens; -1: the router chooses. None: for all."""
+    """Experts [B, L, K] of the next passes' tokens, as uint8. The router chooses for tokens with
+    `UNKNOWN_EXPERT`; None: for all."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -134,9 +136,10 @@ class ReplayRouter(TokenChoiceTopKRouter):
         scores_BLE = F.softmax(self.gate(x_BLD), dim=-1)
         experts_BLK = scores_BLE.topk(self.top_k, dim=-1, sorted=False).indices
         if self.replayed_BLK is not None:
-            replayed_BLK = _split_like(self.replayed_BLK, scores_BLE)
+            replayed_BLK = _split_like(self.replayed_BLK.long(), scores_BLE)
             self._compare(_local(experts_BLK), _local(replayed_BLK))
-            experts_BLK = torch.where(replayed_BLK < 0, experts_BLK, replayed_BLK)
+            is_unknown_BLK = replayed_BLK == UNKNOWN_EXPERT
+            experts_BLK = torch.where(is_unknown_BLK, experts_BLK, replayed_BLK)
         self._count(_local(experts_BLK))
         weights_BLK = scores_BLE.gather(dim=-1, index=experts_BLK)
         if self.route_norm:
@@ -152,7 +155,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
     @torch.no_grad()
     def _compare(self, own_BLK: torch.Tensor, replayed_BLK: torch.Tensor) -> None:
-        is_replayed_BL = (replayed_BLK >= 0).all(dim=-1)
+        is_replayed_BL = (replayed_BLK != UNKNOWN_EXPERT).all(dim=-1)
         differs_BL = (own_BLK.sort(dim=-1)[0] != replayed_BLK.sort(dim=-1)[0]).any(dim=-1)
         self.num_replayed += is_replayed_BL.sum()
         self.num_mismatched += (is_replayed_BL & differs_BL).sum()

@@ -65,11 +65,13 @@ def forward(
     rows = _rows(batch, predecessors_E, sources_E)
     sources_E = rows.sources_E
     positions_1T = to_device(part.position_ids_T, layout)[None]
+    routed_TXK = part.routed_experts_TXK
     logits_1SV = model(
         to_device(part.token_ids_T, layout)[None],
         positions_1T,
         model.get_attention_masks(positions_1T, to_device(part.subtree_end_T, layout)),
         to_device(rows.predecessors_S, layout),
+        None if routed_TXK is None else to_device(routed_TXK, layout)[None],
     )
     vocab_size = shard_size = logits_1SV.shape[-1]
     if isinstance(logits_1SV, DTensor):

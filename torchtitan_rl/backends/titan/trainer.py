@@ -80,6 +80,7 @@ from torchtitan_rl.training.losses import (
 from torchtitan_rl.training.packing import Share, minibatches, rank_share, sum_of_shares
 from torchtitan_rl.training.preference import preferences
 from torchtitan_rl.training.trees import Microbatch
+from torchtitan_rl.types import UNKNOWN_EXPERT
 from torchtitan_rl.weights.image import TensorPart
 
 _Objective = Callable[[Microbatch, ForwardOutput], LossOutput]
@@ -537,6 +538,7 @@ class PolicyTrainer:
                 f"an episode of {longest} tokens; trainer.max_episode_tokens is "
                 f"{config.max_episode_tokens}"
             )
+        self._check_routing(batch)
         max_tokens, multiple = config.pass_sizes(self._layout.device.type)
         return rank_share(
             batch,
@@ -547,6 +549,19 @@ class PolicyTrainer:
             rank=self._layout.data_rank,
             num_ranks=self._layout.data_ranks,
         )
+
+    def _check_routing(self, batch: TrainingBatch) -> None:
+        """Refuse experts that this policy does not have, which would end a GPU's process."""
+        experts, routed_NXK = self._architecture.experts, batch.routed_experts
+        if routed_NXK is None:
+            return
+        needed = None if experts is None else (self._architecture.num_layers, experts.per_token)
+        known = routed_NXK[routed_NXK != UNKNOWN_EXPERT]
+        if experts is None or routed_NXK.shape[1:] != needed or (known >= experts.number).any():
+            raise ValueError(
+                f"the batch has routed experts {routed_NXK.shape[1:]}, up to number "
+                f"{known.max(initial=0)}; the policy has {needed} of {experts}"
+            )
 
     def _refuse_divergence(self, metrics: dict[str, float]) -> None:
         """Raise if the loss or gradient norm is not finite; both are global, so all ranks raise."""
