@@ -339,6 +339,9 @@ def a_turn_of_a_finished_group(run_dir: Path) -> None:
     journal(f"{name}/r0")(run_dir)
 
 
+ONE_BYTE = {"data": b"\0", "num_layers": 1, "per_token": 2}
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -365,6 +368,7 @@ def a_turn_of_a_finished_group(run_dir: Path) -> None:
         (completion(request_id="e9/p9/r0/t0"), "turn 0 is request e9/p9/r0/t0"),
         (completion(version_runs=[[0, 9]]), "tokens of versions [9]"),
         (completion(logprobs=[0.5]), "1 logprobs"),
+        (completion(routed_experts=ONE_BYTE), "routed experts have 1 bytes, for 1 layers of 2"),
         (a_turn_of_a_finished_group, "holds its group as finished"),
         (journal(version=9), "tokens of a version after 3"),
         (metrics(2, buffer__batched=10**400), "too large"),
