@@ -11,6 +11,7 @@ example with an episode that is too long is left out whole, and counted.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -239,13 +240,51 @@ def _rendered(
     if messages[0]["role"] == "assistant":
         raise DataError(f"{place}: the first message is the assistant's; begin with another role")
     try:
+        for message in messages:
+            if part := _part_without_tokens(renderer, message):
+                raise DataError(
+                    f"{place}: the policy's chat format leaves out {part}; remove it, or give "
+                    "another renderer"
+                )
         return conversation_to_episodes(
             name, messages, renderer=renderer, tools=tools, first=max(1, first)
         )
+    except DataError:
+        raise
     except ValueError as error:
         raise DataError(f"{place}: {error}") from error
     except Exception as error:  # the model's template may raise any exception
         raise DataError(f"{place}: {one_line(error)}") from error
+
+
+def _part_without_tokens(renderer: Any, message: Message) -> str:
+    """What of a message would become no tokens, without an error; empty: nothing."""
+    if not _has_tokens(renderer, message["role"], False):
+        return f"messages of role {message['role']!r}"
+    if message.get("tool_calls") and not _has_tokens(renderer, message["role"], True):
+        return "tool_calls"
+    content = message["content"]
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            return "all content but texts"
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def _has_tokens(renderer: ChatRenderer, role: str, has_calls: bool) -> bool:
+    """Whether messages of a role, or their tool calls, become tokens."""
+    before: list[Message] = [] if role == "system" else [{"role": "user", "content": "a"}]
+    after: list[Message] = [{"role": "user", "content": "b"}]
+    message: Message = {"role": role, "content": "c"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    pairs: tuple[list[Message], ...] = ([], [message])
+    if has_calls:
+        pairs = ([message], [{**message, "tool_calls": [call]}])
+    try:
+        without, whole = (renderer.initial_prompt([*before, *one, *after]) for one in pairs)
+    except Exception:  # a template that refuses such a conversation says so for the row
+        return True
+    return without != whole
 
 
 def _messages(name: str, row: Row, place: str, *, text_of: str = "") -> list[Message]:

@@ -12,9 +12,12 @@ from tests.support.conversations import conversation, pairs_file, tokenizer, wri
 from torchtitan_rl.data.conversations import Conversations, ExamplesConfig, PairsConfig
 from torchtitan_rl.data.rows import DataError
 from torchtitan_rl.environments.supervised import HeldOutConfig, SupervisedTask
+from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
+from torchtitan_rl.rollout.rendering import load_tokenizer, make_renderer
 
 USER = {"role": "user", "content": "Sort Ann"}
 SAID = {"role": "assistant", "content": "Ann"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -40,6 +43,11 @@ def opened(
             {"messages": [USER, SAID, USER, {"role": "assistant", "content": " \n"}]},
             "message 4 of 'messages' is the assistant's and is empty; give it content or",
         ),
+        ({"messages": [USER, SAID | {"tool_calls": [CALL]}]}, "leaves out tool_calls"),
+        (
+            {"messages": [USER | {"content": [{"type": "image_url", "image_url": "a"}]}, SAID]},
+            "leaves out all content but texts",
+        ),
         ({"messages": [USER, SAID], "tools": "f("}, "column 'tools' is not JSON"),
         ({"messages": [USER, SAID], "tools": {"f": 1}}, "column 'tools' is not a list of tools"),
     ],
@@ -49,6 +57,17 @@ def test_a_row_that_cannot_be_used_is_an_error(row: Any, error: str, tmp_path: P
         opened(tmp_path, [row]).read(range(1))
     assert f"{tmp_path}/rows.jsonl, line 1" in str(found.value)
     assert error in str(found.value)
+
+
+def test_messages_that_a_chat_format_drops_are_an_error(tmp_path: Path) -> None:
+    """Qwen3's format has tool calls, and drops messages of roles that it does not know."""
+    qwen3, place = make_renderer(load_tokenizer(POLICY_DIR), kind="qwen3"), "line 1"
+    called = {"messages": [USER, SAID | {"tool_calls": [CALL]}]}
+    (episode,) = ExamplesConfig().episodes("one", place, called, qwen3)
+    assert episode.num_trained_tokens > 20
+    row = {"messages": [USER, {"role": "critic", "content": "No"}, SAID]}
+    with pytest.raises(DataError, match="leaves out messages of role 'critic'"):
+        ExamplesConfig().episodes("one", place, row, qwen3)
 
 
 def test_nulls_of_parquet_are_no_fields(tmp_path: Path) -> None:
