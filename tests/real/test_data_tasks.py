@@ -11,6 +11,8 @@ from tests.real.runs import ONE_REPLICA, SMALL, Run, read_metrics, read_rollouts
 from torchtitan_rl.experiments.gsm8k.make_file import MakeFile, main
 from torchtitan_rl.experiments.search.env import make_world
 
+pytestmark = pytest.mark.soak
+
 NUM_STEPS = 3
 CONFIG = """
 from dataclasses import replace
@@ -19,8 +21,6 @@ from torchtitan_rl import CurriculumConfig, MixtureTask
 from torchtitan_rl.configs import search_tiny
 from torchtitan_rl.experiments.gsm8k.task import Gsm8kTask
 from torchtitan_rl.experiments.reasoning_gym.task import TASK
-
-pytestmark = pytest.mark.soak
 
 base = search_tiny.config
 patient = {{"check_timeout_s": 50.0}}  # on a busy machine

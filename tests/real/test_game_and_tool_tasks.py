@@ -15,6 +15,8 @@ from tests.support.servers import ROOT, served
 from torchtitan_rl.experiments.calculator_agent.calculator import as_text, calculate
 from torchtitan_rl.experiments.calculator_agent.task import CalculatorAgentTask
 
+pytestmark = pytest.mark.soak
+
 NUM_STEPS = 3
 CONFIG = """
 from dataclasses import replace
@@ -22,8 +24,6 @@ from dataclasses import replace
 from torchtitan_rl import McpServer, McpTask, MixtureTask, OpenEnvTask
 from torchtitan_rl.configs import calculator_agent_tiny
 from torchtitan_rl.experiments.frozen_lake.task import TASK
-
-pytestmark = pytest.mark.soak
 
 base = calculator_agent_tiny.config
 calculator = McpTask(
