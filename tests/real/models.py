@@ -154,6 +154,17 @@ def hf_logprob_rows(path: Path, token_ids: tuple[int, ...], *, temperature: floa
     return logits_LV.log_softmax(-1).numpy()
 
 
+def hf_experts(path: Path, token_ids: tuple[int, ...]) -> Any:
+    """The experts of each token and layer [T, X, K], sorted, by `transformers` in float32."""
+    import torch
+
+    model = _hf_model(path)
+    with torch.inference_mode():
+        logits = model(torch.tensor([token_ids]), output_router_logits=True).router_logits
+    top = [one.topk(model.config.num_experts_per_tok).indices.sort().values for one in logits]
+    return torch.stack(top, dim=1).numpy()
+
+
 @cache
 def _hf_model(path: Path) -> Any:
     import torch

@@ -17,7 +17,9 @@ from tests.real.vllm_scenarios import (
     idle_pull,
     is_leader,
     mixed,
+    play,
     probes,
+    request,
 )
 
 # isort: split
@@ -25,6 +27,7 @@ from vllm.model_executor.layers import utils
 
 from torchtitan_rl.backends.vllm import engine
 from torchtitan_rl.errors import LoopFailedError
+from torchtitan_rl.generation.decision import Pull
 
 NUM_VERSIONS = 4
 
@@ -47,9 +50,19 @@ def pulled(root: Path) -> dict[str, Any]:
     idle_pull(pulling, 2)
     idle_pull(pulling, 3)
     seen |= {"third": probes(pulling), "fresh": probes(engine_of(root, version=3))}
+    seen["crowded"], seen["preemptions"] = crowded(root)
     with patch.object(engine, "repack", lambda model: None):
         seen["not packed again"] = refused_pull(pulling)
     return seen
+
+
+def crowded(root: Path) -> tuple[dict[str, Any], int]:
+    """Requests that preempt one another, with a pull between, on a cache that is too small."""
+    paths = versions(root)
+    engine = build(paths[0], Checkpoints(paths), kv_cache_bytes=1 << 20)
+    requests = [request(f"{number}", 200, seed=number) for number in range(12)]
+    done = play(engine, requests, triggers=lambda loop: {60: lambda: loop.execute(Pull(1))})
+    return done, engine.stats().preemptions
 
 
 def pulled_into_packed_parameters(root: Path) -> tuple[str, TriggeredEngine]:

@@ -100,8 +100,11 @@ def test_a_teacher_behind_our_own_endpoint_may_go_and_come_back(tmp_path: Path) 
     teacher.run.kill_all()
     again = tmp_path / "again"
     again.mkdir()
-    serve(again, POLICY_DIR, *more, "--endpoint.port", port)
-    run.require_success()
+    second = serve(again, POLICY_DIR, *more, "--endpoint.port", port)
+    try:
+        run.require_success()
+    finally:
+        second.run.kill_all()
     require_audit(tmp_path / "run")
     steps = steps_of(tmp_path / "run")
     assert abs(steps[0]["teacher/kl_k1"]) < 1e-5

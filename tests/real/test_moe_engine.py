@@ -6,13 +6,22 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.real.models import tiny_model
+from tests.real.models import hf_experts, tiny_model
 from tests.real.moe_scenarios import NUM_VERSIONS, versions
 from tests.real.runs import run_module
 from tests.real.test_lora_engine import check_sides
-from tests.real.test_vllm_engine import LONG_PROMPT, PROMPT, TOLERANCE, logprob_error
+from tests.real.test_vllm_engine import (
+    LONG_PROMPT,
+    PROMPT,
+    PULL_STEP,
+    TOLERANCE,
+    logprob_error,
+)
+from torchtitan_rl.routed_experts import to_array
+from torchtitan_rl.types import Completion
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +59,40 @@ def test_a_request_that_runs_through_a_pull_goes_on_with_the_new_weights(
     pulled: dict[str, Any], root: Path
 ) -> None:
     check_sides(pulled["mixed"], root / "v0", root / "v1")
+
+
+def test_experts_of_each_token_are_those_of_transformers(
+    pulled: dict[str, Any], root: Path
+) -> None:
+    """With prefixes from the cache; the weights are those with which each token was computed."""
+    for name, prompt in (("greedy", PROMPT), ("seeded", PROMPT), ("long", LONG_PROMPT)):
+        require_experts(pulled["third"][name], prompt, [(0, root / "v3")])
+    sides = [(0, root / "v0"), (PULL_STEP, root / "v1")]
+    for name, prompt in (("greedy", PROMPT), ("greedy-long", LONG_PROMPT), ("unseeded", PROMPT)):
+        require_experts(pulled["mixed"][name], prompt, sides)
+
+
+def test_experts_of_a_preempted_request_are_those_of_its_first_computation(
+    pulled: dict[str, Any], root: Path
+) -> None:
+    assert pulled["preemptions"] > 12  # of which at most 12 by the pull
+    for done in pulled["crowded"].values():
+        sides = [(start, root / f"v{version}") for start, version in done.version_runs]
+        require_experts(done, PROMPT, sides)
+
+
+def require_experts(
+    done: Completion, prompt: tuple[int, ...], runs: list[tuple[int, Path]]
+) -> None:
+    """``runs``: from which sampled token on which policy was used."""
+    assert done.routed_experts is not None
+    found_TXK = np.sort(to_array(done.routed_experts), axis=-1)
+    token_ids = prompt + done.token_ids
+    assert len(found_TXK) == len(token_ids) - 1
+    starts = [max(0, len(prompt) + start - 1) if start else 0 for start, _ in runs]
+    for (_, policy), start, end in zip(runs, starts, [*starts[1:], len(found_TXK)], strict=True):
+        wanted_TXK = hf_experts(policy, token_ids)
+        assert (found_TXK[start:end] == wanted_TXK[start:end]).all()
 
 
 def test_a_pull_after_which_an_engine_does_not_compute_with_the_published_weights_fails(

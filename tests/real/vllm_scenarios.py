@@ -141,6 +141,7 @@ def build(
         sleeps=sleeps,
         lora=lora,
         adapters=adapters,
+        records_routing=True,  # of a policy with experts
         profiled_versions=(1,) if profile_dir else (),
         profile_dir=profile_dir or Path(),
     )

@@ -39,6 +39,7 @@ from torchtitan_rl.backends.vllm.cpu import (
     unique_shared_memory,
 )
 from torchtitan_rl.backends.vllm.pulled import PulledWeights
+from torchtitan_rl.backends.vllm.routing import make_recorder
 from torchtitan_rl.backends.vllm.sampling import (
     Grammars,
     KeptSets,
@@ -127,6 +128,7 @@ class VllmEngine:
         self._kept_sets = KeptSets(spec.generator.max_recorded_candidates)
         is_v2 = self._core.vllm_config.use_v2_model_runner
         self._kept_sets.observe(worker.model_runner, is_v2=is_v2)
+        self._routing = make_recorder(worker) if spec.records_routing else None
         self._limits = EngineLimits(
             max_model_len=spec.generator.max_model_len,
             vocab_size=self._engine.model_config.get_vocab_size(),
@@ -175,12 +177,14 @@ class VllmEngine:
         state.logprobs_processor = SampledLogprobs(request.sampling, read_kept)
         state.detokenizer = detokenizer or state.detokenizer
         self._core.add_request(core_request)
-        self._running[request.request_id] = _EngineRequest(state, num_resumed)
+        self._running[request.request_id] = _EngineRequest(
+            state, num_resumed, len(request.prompt_token_ids)
+        )
 
     def abort(self, request_ids: tuple[str, ...]) -> list[Completion]:
         found = [self._pop(name) for name in request_ids if name in self._running]
         # vLLM returns no output for an aborted request, so the tokens are read before the abort.
-        outputs = [_completion(running) for running in found]
+        outputs = [self._completion(running) for running in found]
         if found:
             self._engine.abort_request([one.state.request_id for one in found], internal=True)
         return outputs
@@ -188,17 +192,19 @@ class VllmEngine:
     def step(self) -> list[Completion]:
         self._counters.steps += 1
         outputs = []
-        for output in self._engine.step():
+        stepped = self._engine.step()
+        self._read_routing()
+        for output in stepped:
             if not output.finished:
                 continue
             running = self._pop(output.request_id)
             self._counters.generated_tokens -= running.num_dropped
             sampled = output.outputs[0]
             if sampled.finish_reason == "error":
-                outputs.append(_completion(running, stop_reason=_NO_TOKEN))
+                outputs.append(self._completion(running, stop_reason=_NO_TOKEN))
                 continue
             reason = _finish_reason(output.request_id, sampled.finish_reason)
-            outputs.append(_completion(running, reason, stop_reason=sampled.stop_reason))
+            outputs.append(self._completion(running, reason, stop_reason=sampled.stop_reason))
         return outputs
 
     def num_unfinished(self) -> int:
@@ -209,7 +215,7 @@ class VllmEngine:
 
     def sampled_since(self, starts: Mapping[str, int]) -> list[Progress]:
         return [
-            Progress(start=start, version_runs=(), **_columns(running, start))
+            Progress(start=start, version_runs=(), **self._columns(running, start))
             for request_id, start in starts.items()
             if (running := self._running.get(request_id)) and running.num_sampled > start
         ]
@@ -309,14 +315,80 @@ class VllmEngine:
         self._kept_sets.forget(running.state.request_id)
         return running
 
+    def _read_routing(self) -> None:
+        """Copy the experts of the tokens that a step computed. Of a request that ended, these are
+        all tokens but the last one; the scheduler has forgotten it."""
+        if self._routing is None:
+            return
+        scheduled = self._core.scheduler.requests
+        for running in self._running.values():
+            name = running.state.request_id
+            if name in scheduled:
+                num_tokens = scheduled[name].num_computed_tokens
+            else:
+                num_tokens = running.num_prompt + running.num_sampled - 1
+            self._routing.read(name, running.routed, num_tokens)
+
+    def _completion(
+        self,
+        running: _EngineRequest,
+        reason: FinishReason = FinishReason.ABORT,
+        *,
+        stop_reason: int | str | None = None,
+    ) -> Completion:
+        columns = self._columns(running)
+        stats = running.state.stats  # a time of 0.0: not happened yet
+        return Completion(
+            version_runs=(),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            metrics=engine_metrics(
+                len(columns["token_ids"]),
+                added_s=running.added_s,
+                scheduled_s=stats.scheduled_ts or None,
+                first_token_s=stats.first_token_ts or None,
+                last_token_s=stats.last_token_ts or None,
+                cached_tokens=running.state.num_cached_tokens,
+            ),
+            prompt_scores=running.state.logprobs_processor.prompt_scores,
+            **columns,
+        )
+
+    def _columns(self, running: _EngineRequest, start: int = 0) -> dict[str, Any]:
+        """Return the fields that `Completion` and `Progress` share, from token ``start`` on."""
+        state, sampled = running.state, running.state.logprobs_processor
+        token_ids, first = state.detokenizer.output_token_ids, running.num_resumed
+        num_sampled = len(token_ids) - first
+        if len(sampled.sampled) != num_sampled:
+            raise RuntimeError(
+                f"request {state.external_req_id!r}: {num_sampled} tokens but "
+                f"{len(sampled.sampled)} logprobs"
+            )
+        routed = None
+        if self._routing is not None and num_sampled > start:
+            begin = running.num_prompt + start - 1 if start else 0
+            end = running.num_prompt + num_sampled - 1
+            routed = self._routing.part(running.routed, begin, end)
+        return {
+            "request_id": state.external_req_id,
+            "token_ids": tuple(token_ids[first + start :]),
+            "logprobs": tuple(sampled.sampled[start:]),
+            "top_logprobs": tuple(sampled.top[start:]),
+            "kept_tokens": kept_runs(sampled.kept[start:]),
+            "routed_experts": routed,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class _EngineRequest:
     """A running request: vLLM's `RequestState`. Its first ``num_resumed`` output tokens were
-    sampled before this request was added to the engine."""
+    sampled before this request was added to the engine, and are the last of its ``num_prompt``
+    tokens of prompt. ``routed`` are the experts of its tokens so far (`RoutingRecorder`)."""
 
     state: Any
     num_resumed: int
+    num_prompt: int
+    routed: bytearray = field(default_factory=bytearray)
     added_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -362,48 +434,6 @@ def _finish_reason(request_id: str, reason: str | None) -> FinishReason:
     if reason == "length":
         return FinishReason.LENGTH
     raise RuntimeError(f"vLLM ended request {request_id!r} by {reason!r}")
-
-
-def _completion(
-    running: _EngineRequest,
-    reason: FinishReason = FinishReason.ABORT,
-    *,
-    stop_reason: int | str | None = None,
-) -> Completion:
-    columns, stats = _columns(running), running.state.stats  # a time of 0.0: not happened yet
-    return Completion(
-        version_runs=(),
-        finish_reason=reason,
-        stop_reason=stop_reason,
-        metrics=engine_metrics(
-            len(columns["token_ids"]),
-            added_s=running.added_s,
-            scheduled_s=stats.scheduled_ts or None,
-            first_token_s=stats.first_token_ts or None,
-            last_token_s=stats.last_token_ts or None,
-            cached_tokens=running.state.num_cached_tokens,
-        ),
-        prompt_scores=running.state.logprobs_processor.prompt_scores,
-        **columns,
-    )
-
-
-def _columns(running: _EngineRequest, start: int = 0) -> dict[str, Any]:
-    """Return the fields that `Completion` and `Progress` share, for tokens from ``start`` on."""
-    state, sampled = running.state, running.state.logprobs_processor
-    token_ids, first = state.detokenizer.output_token_ids, running.num_resumed
-    if len(sampled.sampled) != len(token_ids) - first:
-        raise RuntimeError(
-            f"request {state.external_req_id!r}: {len(token_ids) - first} tokens but "
-            f"{len(sampled.sampled)} logprobs"
-        )
-    return {
-        "request_id": state.external_req_id,
-        "token_ids": tuple(token_ids[first + start :]),
-        "logprobs": tuple(sampled.sampled[start:]),
-        "top_logprobs": tuple(sampled.top[start:]),
-        "kept_tokens": kept_runs(sampled.kept[start:]),
-    }
 
 
 def start_engine_loop(
