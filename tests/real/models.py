@@ -154,15 +154,23 @@ def hf_logprob_rows(path: Path, token_ids: tuple[int, ...], *, temperature: floa
     return logits_LV.log_softmax(-1).numpy()
 
 
-def hf_experts(path: Path, token_ids: tuple[int, ...]) -> Any:
-    """The experts of each token and layer [T, X, K], sorted, by `transformers` in float32."""
+def hf_experts(*parts: tuple[Path, tuple[int, ...]]) -> Any:
+    """The experts of each token and layer [T, X, K], sorted, by `transformers` in float32. Each
+    part has its own policy, which computes its tokens with the keys and values of the parts
+    before."""
     import torch
+    from transformers import DynamicCache
 
-    model = _hf_model(path)
-    with torch.inference_mode():
-        logits = model(torch.tensor([token_ids]), output_router_logits=True).router_logits
-    top = [one.topk(model.config.num_experts_per_tok).indices.sort().values for one in logits]
-    return torch.stack(top, dim=1).numpy()
+    cache, found = DynamicCache(), []
+    for path, token_ids in parts:
+        model = _hf_model(path)
+        with torch.inference_mode():
+            logits = model(
+                torch.tensor([token_ids]), past_key_values=cache, output_router_logits=True
+            ).router_logits
+        top = [one.topk(model.config.num_experts_per_tok).indices.sort().values for one in logits]
+        found.append(torch.stack(top, dim=1))
+    return torch.cat(found).numpy()
 
 
 @cache

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from tests.real.resume_scenarios import greedy, run_all
 from tests.real.vllm_scenarios import (
+    LONG_PROMPT,
     Checkpoints,
     TriggeredEngine,
     build,
     idle_pull,
     is_leader,
+    kept_kv,
     mixed,
     play,
     probes,
@@ -28,6 +32,8 @@ from vllm.model_executor.layers import utils
 from torchtitan_rl.backends.vllm import engine
 from torchtitan_rl.errors import LoopFailedError
 from torchtitan_rl.generation.decision import Pull
+from torchtitan_rl.routing.continuation import PartialTokens, remaining_request
+from torchtitan_rl.types import Completion, VersionRun
 
 NUM_VERSIONS = 4
 
@@ -46,10 +52,14 @@ def pulled(root: Path) -> dict[str, Any]:
     refused, _own = pulled_into_packed_parameters(root)
     seen: dict[str, Any] = {"packed parameters": refused}
     pulling = engine_of(root)
+    seen |= {"kept": kept_kv(pulling)}  # with a pull of version 1
+    idle_pull(pulling, 0)
     seen |= {"mixed": mixed(pulling)}  # with a pull of version 1
-    idle_pull(pulling, 2)
     idle_pull(pulling, 3)
-    seen |= {"third": probes(pulling), "fresh": probes(engine_of(root, version=3))}
+    seen["third"] = probes(pulling)
+    # Nothing steps an engine after a later one is gone, which takes the process's groups with it.
+    seen["chunked"], seen["resumed"] = chunked(root, pulling)
+    seen["fresh"] = probes(engine_of(root, version=3))
     seen["crowded"], seen["preemptions"] = crowded(root)
     with patch.object(engine, "repack", lambda model: None):
         seen["not packed again"] = refused_pull(pulling)
@@ -63,6 +73,54 @@ def crowded(root: Path) -> tuple[dict[str, Any], int]:
     requests = [request(f"{number}", 200, seed=number) for number in range(12)]
     done = play(engine, requests, triggers=lambda loop: {60: lambda: loop.execute(Pull(1))})
     return done, engine.stats().preemptions
+
+
+def chunked(root: Path, other: TriggeredEngine) -> tuple[dict[str, Any], Completion]:
+    """Prompts that are computed in chunks of 64 tokens, two of them with a pull between two chunks;
+    then a request that goes from ``other`` to this engine and back."""
+    paths = versions(root)
+    chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}
+    engine = build(paths[0], Checkpoints(paths), vllm=chunks)
+    seen: dict[str, Any] = run_all(engine, [greedy("long", LONG_PROMPT), greedy("short")])
+    for version, name in enumerate(("kept", "recomputed"), 1):
+        for item in (greedy("short"), greedy(name, LONG_PROMPT[1:])):
+            engine.add_request(item, arrival_s=0.0)
+        for _ in range(2):
+            engine.step()
+        if name == "kept":
+            requests = engine._core.scheduler.requests.values()
+            seen["computed at pull"] = max(one.num_computed_tokens for one in requests)
+        engine.swap_weights(version)
+        engine.reset_prefix_cache(recompute_running=name == "recomputed")
+        seen[name] = run_all(engine, [])[name]
+    return seen, resumed([other, engine, other])
+
+
+def resumed(engines: list[TriggeredEngine]) -> Completion:
+    """A request that each engine continues; the second one is lost after two reports."""
+    whole = greedy("resumed", LONG_PROMPT, max_tokens=48)
+    so_far = PartialTokens(whole)
+    for number, one in enumerate(engines):
+        piece = remaining_request(whole, so_far.ended, attempt=number)
+        assert piece is not None
+        runs = (VersionRun(0, one.stats().version),)
+        so_far.start_piece(piece.request_id)
+        one.add_request(piece, arrival_s=0.0)
+        if number == len(engines) - 1:
+            (done,) = run_all(one, []).values()
+            so_far.end_piece(replace(done, version_runs=runs))
+            break
+        for start, end in ((0, 5), (5, 16)):
+            while one.generated_lengths()[piece.request_id] < end:
+                one.step()
+            for progress in one.sampled_since({piece.request_id: start}):
+                so_far.add_progress(replace(progress, version_runs=runs))
+        (cut,) = one.abort((piece.request_id,))
+        if number == 1:
+            so_far.lose_piece()
+        else:
+            so_far.end_piece(replace(cut, version_runs=runs))
+    return so_far.ended
 
 
 def pulled_into_packed_parameters(root: Path) -> tuple[str, TriggeredEngine]:

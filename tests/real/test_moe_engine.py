@@ -44,7 +44,7 @@ def run(mode: str, root: Path, *, ranks: int = 1) -> dict[str, Any]:
     return seen
 
 
-def test_an_engine_after_three_pulls_equals_a_fresh_one(pulled: dict[str, Any], root: Path) -> None:
+def test_an_engine_after_four_pulls_equals_a_fresh_one(pulled: dict[str, Any], root: Path) -> None:
     for name, fresh in pulled["fresh"].items():
         assert pulled["third"][name].token_ids == fresh.token_ids
         assert pulled["third"][name].logprobs == fresh.logprobs
@@ -81,17 +81,61 @@ def test_experts_of_a_preempted_request_are_those_of_its_first_computation(
         require_experts(done, PROMPT, sides)
 
 
+def test_experts_of_a_request_that_keeps_its_kv_cache_at_a_pull(
+    pulled: dict[str, Any], root: Path
+) -> None:
+    """Its tokens after the pull are computed from keys and values of the old weights."""
+    old, new = root / "v0", root / "v1"
+    kept = pulled["kept"]
+    done = kept["first"]
+    _, after = done.version_runs
+    begin = len(LONG_PROMPT) + after.start - 1
+    token_ids = (LONG_PROMPT + done.token_ids)[:-1]
+    parts = (old, token_ids[:begin]), (new, token_ids[begin:])
+    assert (experts_of(done) == hf_experts(*parts)).all()
+    # The cache matters, or the line above would prove nothing.
+    assert (experts_of(done)[begin:] != hf_experts((new, token_ids))[begin:]).any()
+    require_experts(kept["second"], LONG_PROMPT, [(0, old)])  # with a cached prefix
+    require_experts(kept["third"], LONG_PROMPT, [(0, new)])
+
+
+def test_experts_of_a_prompt_that_is_computed_in_chunks(pulled: dict[str, Any], root: Path) -> None:
+    seen, prompt = pulled["chunked"], LONG_PROMPT[1:]
+    require_experts(seen["long"], LONG_PROMPT, [(0, root / "v0")])
+    require_experts(seen["short"], PROMPT, [(0, root / "v0")])
+    assert seen["computed at pull"] == 97  # of two steps: the short request took 31
+    token_ids = (prompt + seen["kept"].token_ids)[:-1]
+    parts = (root / "v0", token_ids[:97]), (root / "v1", token_ids[97:])
+    assert (experts_of(seen["kept"]) == hf_experts(*parts)).all()
+    require_experts(seen["recomputed"], prompt, [(0, root / "v2")])
+
+
+def test_experts_of_a_request_that_goes_on_on_other_engines(
+    pulled: dict[str, Any], root: Path
+) -> None:
+    """Each engine computes all earlier tokens again, with its own weights."""
+    done = pulled["resumed"]
+    assert [version for _, version in done.version_runs] == [3, 2, 3]
+    sides = [(start, root / f"v{version}") for start, version in done.version_runs]
+    require_experts(done, LONG_PROMPT, sides)
+
+
+def experts_of(done: Completion) -> Any:
+    """Sorted [T, X, K]."""
+    assert done.routed_experts is not None
+    return np.sort(to_array(done.routed_experts), axis=-1)
+
+
 def require_experts(
     done: Completion, prompt: tuple[int, ...], runs: list[tuple[int, Path]]
 ) -> None:
     """``runs``: from which sampled token on which policy was used."""
-    assert done.routed_experts is not None
-    found_TXK = np.sort(to_array(done.routed_experts), axis=-1)
     token_ids = prompt + done.token_ids
+    found_TXK = experts_of(done)
     assert len(found_TXK) == len(token_ids) - 1
     starts = [max(0, len(prompt) + start - 1) if start else 0 for start, _ in runs]
     for (_, policy), start, end in zip(runs, starts, [*starts[1:], len(found_TXK)], strict=True):
-        wanted_TXK = hf_experts(policy, token_ids)
+        wanted_TXK = hf_experts((policy, token_ids))
         assert (found_TXK[start:end] == wanted_TXK[start:end]).all()
 
 

@@ -128,7 +128,7 @@ class VllmEngine:
         self._kept_sets = KeptSets(spec.generator.max_recorded_candidates)
         is_v2 = self._core.vllm_config.use_v2_model_runner
         self._kept_sets.observe(worker.model_runner, is_v2=is_v2)
-        self._routing = make_recorder(worker) if spec.records_routing else None
+        self._routing = make_recorder(worker) if spec.records_routing and is_cpu else None
         self._limits = EngineLimits(
             max_model_len=spec.generator.max_model_len,
             vocab_size=self._engine.model_config.get_vocab_size(),
@@ -316,12 +316,16 @@ class VllmEngine:
         return running
 
     def _read_routing(self) -> None:
-        """Copy the experts of the tokens that a step computed. Of a request that ended, these are
-        all tokens but the last one; the scheduler has forgotten it."""
+        """Copy the experts of the tokens that a step computed; those of a prompt when its first
+        token has been sampled, because a pull between two chunks may have it computed again. Of a
+        request that ended, these are all tokens but the last one; the scheduler has forgotten
+        it."""
         if self._routing is None:
             return
         scheduled = self._core.scheduler.requests
         for running in self._running.values():
+            if not running.num_sampled:
+                continue
             name = running.state.request_id
             if name in scheduled:
                 num_tokens = scheduled[name].num_computed_tokens

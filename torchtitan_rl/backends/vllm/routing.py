@@ -7,8 +7,9 @@ nothing is recorded, and the trainer's routers choose.
 
 Invariants
 - The experts of a slot are those of the weights with which its keys and values were computed.
-- The first experts of a request's token stay, even if it is computed again (after a preemption, or
-  a pull that recomputes running requests): with these the next token was sampled.
+- Once a request has sampled a token, the experts of all tokens before it stay, even if they are
+  computed again (after a preemption, or a pull that recomputes running requests): with these it was
+  sampled.
 
 Shapes: T tokens of a step, X layers, K experts of a token, N slots.
 """
@@ -25,14 +26,11 @@ from torchtitan_rl.types import RoutedExperts
 
 
 def make_recorder(worker: Any) -> RoutingRecorder | None:
-    """Return the recorder of an engine's worker; None if its model has no experts, or runs on
-    another runner than that of CPUs."""
+    """Return the recorder of an engine's worker, on a CPU; None if its model has no experts."""
     from vllm.model_executor.layers.fused_moe import MoERunner
 
     layers = [one for one in worker.get_model().modules() if isinstance(one, MoERunner)]
-    if not layers or worker.vllm_config.use_v2_model_runner:
-        return None
-    return RoutingRecorder(worker.model_runner, layers)
+    return RoutingRecorder(worker.model_runner, layers) if layers else None
 
 
 class RoutingRecorder:
