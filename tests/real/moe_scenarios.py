@@ -1,6 +1,6 @@
 """Runs vLLM engines with experts (MoE) in a process of its own and saves what it saw, as
 `vllm_scenarios` does: ``python -m tests.real.moe_scenarios pulled DIR``, and under torchrun
-``tp DIR``."""
+``tp DIR`` or ``ep DIR``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 from tests.real.resume_scenarios import greedy, run_all
 from tests.real.vllm_scenarios import (
@@ -30,7 +32,7 @@ from tests.real.vllm_scenarios import (
 from vllm.model_executor.layers import utils
 
 from torchtitan_rl.backends.vllm import engine
-from torchtitan_rl.errors import LoopFailedError
+from torchtitan_rl.errors import LoopFailedError, WeightSyncError
 from torchtitan_rl.generation.decision import Pull
 from torchtitan_rl.routing.continuation import PartialTokens, remaining_request
 from torchtitan_rl.types import Completion, VersionRun
@@ -42,9 +44,9 @@ def versions(root: Path) -> list[Path]:
     return [root / f"v{version}" for version in range(NUM_VERSIONS)]
 
 
-def engine_of(root: Path, *, tensor_parallel: int = 1, version: int = 0) -> TriggeredEngine:
+def engine_of(root: Path, version: int = 0) -> TriggeredEngine:
     paths = versions(root)
-    return build(paths[version], Checkpoints(paths), tensor_parallel=tensor_parallel)
+    return build(paths[version], Checkpoints(paths))
 
 
 def pulled(root: Path) -> dict[str, Any]:
@@ -126,16 +128,16 @@ def resumed(engines: list[TriggeredEngine]) -> Completion:
 def pulled_into_packed_parameters(root: Path) -> tuple[str, TriggeredEngine]:
     """The first engine of the process, with vLLM's own packing of experts: a pull writes into the
     packed parameters."""
-
-    def repack_linears(model: Any) -> None:
-        for module in model.modules():
-            if hasattr(module, "cpu_linear"):
-                utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
     with patch.object(engine, "keep_expert_weights", lambda: None):
         own = engine_of(root)
         with patch.object(engine, "repack", repack_linears):
             return refused_pull(own), own
+
+
+def repack_linears(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 def refused_pull(pulling: TriggeredEngine) -> str:
@@ -146,14 +148,30 @@ def refused_pull(pulling: TriggeredEngine) -> str:
     return ""
 
 
-def tp(root: Path) -> dict[str, Any]:
+def tp(root: Path, vllm: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`mixed` on two ranks; then, of each rank, its engine's completions, and the error of a pull
+    after which experts are not packed again."""
     from torchtitan_rl.backends.vllm.engine import GlooLockstep
 
-    return mixed(engine_of(root, tensor_parallel=2), GlooLockstep(timeout_s=120.0))
+    paths = versions(root)
+    one = build(paths[0], Checkpoints(paths), tensor_parallel=2, vllm=vllm)
+    seen, error = mixed(one, GlooLockstep(timeout_s=120.0)), ""
+    with patch.object(engine, "repack", repack_linears):
+        try:
+            one.swap_weights(2)
+        except WeightSyncError as refused:
+            error = str(refused)
+    ranks: list[Any] = [None, None]
+    torch.distributed.all_gather_object(ranks, (one.ended, error))
+    return seen | {"ranks": ranks}
+
+
+def ep(root: Path) -> dict[str, Any]:
+    return tp(root, {"enable_expert_parallel": True})
 
 
 if __name__ == "__main__":
     mode, root = sys.argv[1], Path(sys.argv[2])
-    observed = {"pulled": pulled, "tp": tp}[mode](root)
+    observed = {"pulled": pulled, "tp": tp, "ep": ep}[mode](root)
     if is_leader():
         (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))

@@ -149,5 +149,15 @@ def test_a_pull_after_which_an_engine_does_not_compute_with_the_published_weight
 
 
 @pytest.mark.soak
-def test_tensor_parallel_ranks_pull_the_same_experts(root: Path) -> None:
-    check_sides(run("tp", root, ranks=2), root / "v0", root / "v1")
+@pytest.mark.parametrize("mode", ["tp", "ep"])
+def test_two_ranks_pull_and_record_the_same_experts(mode: str, root: Path) -> None:
+    """With tensor parallelism, without and with vLLM's expert parallelism."""
+    seen, sides = run(mode, root, ranks=2), [(0, root / "v0"), (PULL_STEP, root / "v1")]
+    check_sides(seen, root / "v0", root / "v1")
+    first, second = ({one.request_id: one for one in ended} for ended, _ in seen["ranks"])
+    for name, prompt in (("greedy", PROMPT), ("greedy-long", LONG_PROMPT), ("unseeded", PROMPT)):
+        require_experts(seen[name], prompt, sides)
+        assert first[name].routed_experts == second[name].routed_experts
+        assert first[name].routed_experts == seen[name].routed_experts
+    for _, error in seen["ranks"]:
+        assert "published weights of model.layers.1.mlp.experts" in error

@@ -43,7 +43,7 @@ from torchtitan_rl.errors import EngineMemoryError, LoopFailedError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.types import GenerationRequest, SamplingParams
+from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
 
 PROMPT = tuple(range(40, 70))
 LONG_PROMPT = tuple(40 + index % 97 for index in range(300))  # some full prefix blocks
@@ -74,11 +74,13 @@ class Checkpoints:
 
 
 class TriggeredEngine:
-    """Passes everything on to ``engine``; ``triggers[n]`` runs inside its n-th step from reset."""
+    """Passes everything on to ``engine``; ``triggers[n]`` runs inside its n-th step from reset,
+    and ``ended`` has the completions of all steps."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         self.triggers: dict[int, Callable[[], object]] = {}
+        self.ended: list[Completion] = []
         self.steps = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -88,7 +90,9 @@ class TriggeredEngine:
         self.steps += 1
         if trigger := self.triggers.pop(self.steps, None):
             trigger()
-        return self._engine.step()
+        ended = self._engine.step()
+        self.ended += ended
+        return ended
 
     def close(self) -> None:
         """The engine is used again by the next loop."""

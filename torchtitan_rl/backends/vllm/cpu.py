@@ -109,6 +109,12 @@ def keep_expert_weights() -> None:
         self.packed = {"w1": copied.w13_weight, "w2": copied.w2_weight}
 
     def compute_packed(self: Any, **arguments: Any) -> None:
+        if (numbers := arguments["expert_map"]) is not None:
+            # With expert parallelism, vLLM's kernel would take a rank's own experts for the first
+            # ones of all, and read past their end.
+            ids_TK = numbers[arguments["topk_ids"]]
+            weights_TK = arguments["topk_weights"] * (ids_TK >= 0)
+            arguments |= {"topk_ids": ids_TK.clamp(min=0), "topk_weights": weights_TK}
         compute(self, **(arguments | self.packed))
 
     CPUUnquantizedExperts.packed = {}

@@ -93,7 +93,7 @@ def _probe_of(module: Any, path: str, packed: Mapping[str, Sequence[str]]) -> _P
         parent, _, name = path.rpartition(".")
         return partial(_linear, module, [f"{parent}.{one}" for one in packed.get(name, [name])])
     if isinstance(module, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
-        return None if module.use_ep else partial(_experts, module, path.rpartition(".")[0])
+        return partial(_experts, module, path.rpartition(".")[0])
     if isinstance(module, VocabParallelEmbedding) and isinstance(
         method, UnquantizedEmbeddingMethod
     ):
@@ -146,12 +146,14 @@ def _head(module: Any, path: str, tensors: Tensors, number: int) -> bool:
 
 
 def _experts(module: Any, path: str, tensors: Tensors, number: int) -> bool:
-    """The N probes go to different experts; the other experts of each have the weight 0."""
+    """The N probes go to different experts of this rank, which are all without expert parallelism;
+    the other experts of each have the weight 0."""
     rank, ranks = module.moe_config.tp_rank, module.moe_config.tp_size
     experts, top_k = module.global_num_experts, module.top_k
     weight = tensors[f"{path}.0.gate_proj.weight"]
     units = _units(weight.shape[1], number)
-    chosen = [(number * _PROBES + probe) % experts for probe in range(_PROBES)]
+    own = module.expert_map_manager.get_local_expert_ids()
+    chosen = [own[(number * _PROBES + probe) % len(own)] for probe in range(_PROBES)]
     x_ND = _one_hot(units, module.hidden_size, module.w13_weight)
     ids_NK = torch.tensor([[(one + k) % experts for k in range(top_k)] for one in chosen])
     weights_NK = torch.zeros(ids_NK.shape)
