@@ -3,7 +3,7 @@
 #   torchtitan-rl launch-script slurm alphabet_sort_qwen3_0_6b --hosts 2x4 --partition gpu --time 12:00:00 --setup 'source .venv/bin/activate' --keys /shared/keys -- --output-dir /shared/outputs
 # Start it with `sbatch FILE`; `sbatch --test-only FILE` only checks it. Submitted
 # again, or requeued, it continues the run.
-# Each host needs room in /dev/shm for all versions of the weights, at least three.
+# Each host needs room in /dev/shm for all versions of the weights, 3411 MiB.
 # The plan (--dry-run prints all of it):
 #   device: cuda
 #   controller: 1 process on cpu

@@ -4,7 +4,7 @@
 # Run it where SSH reaches all nodes without a password. Ctrl-C stops the run with
 # a checkpoint; the same script continues it. Code, policy and outputs are at the
 # same paths on all nodes.
-# Each host needs room in /dev/shm for all versions of the weights, at least three.
+# Each host needs room in /dev/shm for all versions of the weights, 3411 MiB.
 # The plan (--dry-run prints all of it):
 #   device: cuda
 #   controller: 1 process on cpu

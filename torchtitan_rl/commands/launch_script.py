@@ -21,8 +21,11 @@ from torchtitan_rl.bounds import check_fields
 from torchtitan_rl.config.hosts import launch_errors
 from torchtitan_rl.config.loader import load_config, parse_options, split_config
 from torchtitan_rl.config.machine import NoRoomError, host_name, made_up_hosts
-from torchtitan_rl.config.model import find_policy, is_hub_name
+from torchtitan_rl.config.memory import version_bytes
+from torchtitan_rl.config.model import PolicyFacts, find_policy, is_elsewhere
 from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts
+from torchtitan_rl.config.published import published_facts
+from torchtitan_rl.config.room import needed_bytes
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.scripts import (
@@ -130,7 +133,12 @@ def _script(
 ) -> str:
     own, render = _KINDS[kind]
     options: type[_Options[Any]] = _Options[own]  # type: ignore[valid-type]
-    found = parse_options(options, words, prog=f"torchtitan-rl launch-script {kind} CONFIG")
+    try:
+        found = parse_options(options, words, prog=f"torchtitan-rl launch-script {kind} CONFIG")
+    except ConfigError as error:
+        if not str(error).startswith("Unrecognized"):
+            raise
+        raise ConfigError(f"{error}; options of the run follow --") from error
     return render(_job(config, found.common, run_options, command), found.own)
 
 
@@ -141,6 +149,7 @@ def _job(config: Path, common: LaunchScriptOptions, run_options: list[str], comm
     may_be_plain = common.allow_plain_tcp or run.launch.allow_plain_tcp
     _check_encryption(plan, common, may_be_plain=may_be_plain)
     devices = len(plan.hosts[0].cuda_devices)
+    policy = _policy(run.policy.checkpoint)
     return Job(
         command=command,
         config=str(config),
@@ -149,7 +158,8 @@ def _job(config: Path, common: LaunchScriptOptions, run_options: list[str], comm
         num_hosts=len(plan.hosts),
         devices=devices,
         cpus=common.cpus or max(_num_threads(plan) + _CONTROLLER_CPUS, _DEVICE_CPUS * devices),
-        weight_bytes=_weight_bytes(run, plan),
+        weight_bytes=None if policy is None else _weight_bytes(run, policy, plan),
+        host_bytes=0 if policy is None else _host_bytes(run, policy, plan),
         plan=tuple(plan.describe().splitlines()),
         keys=common.keys,
         allow_plain_tcp=may_be_plain and not run.launch.allow_plain_tcp,
@@ -205,17 +215,38 @@ def _plan(run: RunConfig, hosts: str) -> ProcessPlan:
         raise ConfigError(str(error)) from error
 
 
-def _weight_bytes(run: RunConfig, plan: ProcessPlan) -> int | None:
-    """The memory of all versions of the weights on one host; None if the policy is not on this
-    machine. A model of the hub is not downloaded for this."""
-    if is_hub_name(run.policy.checkpoint):
-        return None
+def _policy(checkpoint: str) -> PolicyFacts | None:
+    """The facts about the policy; None if it is not on this machine, and no published model whose
+    sizes are known. Nothing is downloaded for this."""
+    if is_elsewhere(checkpoint):
+        return published_facts(checkpoint)
     try:
-        _, policy = find_policy(run.policy.checkpoint)
+        return find_policy(checkpoint)[1]
     except ConfigError:
         return None
+
+
+def _weight_bytes(run: RunConfig, policy: PolicyFacts, plan: ProcessPlan) -> int:
+    """The memory of all versions of the weights on one host."""
     dtype = run.policy.dtype if plan.device == "cuda" else "float32"
-    return run.num_published_versions * policy.num_bytes_as(dtype)
+    return run.num_published_versions * version_bytes(run, policy, dtype)
+
+
+def _host_bytes(run: RunConfig, policy: PolicyFacts, plan: ProcessPlan) -> int:
+    """The memory of the host that needs the most."""
+    replicas = Counter(part.host for group in plan.replicas for part in group.on_each_host())
+    trainer = plan.trainer.on_each_host() if plan.trainer else ()
+    ranks = {part.host: part.ranks for part in trainer}
+    return max(
+        needed_bytes(
+            run,
+            policy,
+            replicas=replicas[host],
+            trainer_ranks=ranks.get(host, 0),
+            device=plan.device,
+        )
+        for host in range(len(plan.hosts))
+    )
 
 
 def _num_threads(plan: ProcessPlan) -> int:

@@ -71,7 +71,7 @@ class MemoryPlan:
             "memory of each trainer rank": (self.trainer, ""),
             "memory of each replica rank": (self.replica, tokens),
             "memory of each teacher rank": (self.teacher, ""),
-            "memory of the hosts besides": (self.host, ""),
+            "additional host memory": (self.host, ""),
         }
         return [
             f"{name}: about {describe_parts(parts)}{more}"

@@ -206,10 +206,10 @@ def _hub(source: str) -> Rows:
             rows = datasets.load_dataset(folder, config or None, split=split)
     except Exception as error:  # a dozen libraries may raise: network, files, names
         cause = f"not in the cache, and the hub: {absent}" if absent else one_line(error)
-        raise ConfigError(
-            f"{source}: cannot be loaded ({cause}); give hf:NAME:CONFIG:SPLIT of the hub, or a "
-            "local folder as NAME"
-        ) from error
+        fix = "give hf:NAME:CONFIG:SPLIT of the hub, or a local folder as NAME"
+        if absent:
+            fix = "connect to the hub, or give .jsonl or .parquet files, or a local folder as NAME"
+        raise ConfigError(f"{source}: cannot be loaded ({cause}); {fix}") from error
     # Not the library's fingerprint, which depends on when the files were written to its cache.
     tables, digest = rows.with_format("arrow"), xxhash.xxh3_64()
     for index in _evenly(len(rows)):

@@ -48,6 +48,8 @@ class Job:
     """Cores that a host needs at most."""
     weight_bytes: int | None
     """Memory of all versions of the weights on a host; None: unknown."""
+    host_bytes: int = 0
+    """Memory that the run needs on a host at most, the weights included; 0: unknown."""
     plan: tuple[str, ...] = ()
     """Lines that describe where each process runs."""
     keys: str = ""
@@ -172,10 +174,11 @@ class KubernetesOptions:
     storage: str = "outputs"
     """A PersistentVolumeClaim that all nodes can write (ReadWriteMany), mounted at /outputs."""
     memory: str = ""
-    """Memory of each pod, its shared memory included. Empty: 48Gi more than that."""
+    """Memory of each pod, its shared memory included. Empty: 48Gi more than the busiest host
+    needs."""
     shared_memory: str = ""
     """Room for weights in /dev/shm, a part of the memory. Empty: for all versions, if the policy is
-    on this machine, and at least 16Gi."""
+    on this machine or its published size is known, and at least 16Gi."""
 
 
 def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
@@ -189,7 +192,7 @@ def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
     gib = job.shared_gib(16)
     options = replace(
         options,
-        memory=options.memory or f"{gib + 48}Gi",
+        memory=options.memory or f"{max(gib, -(-job.host_bytes // 2**30)) + 48}Gi",
         shared_memory=options.shared_memory or f"{gib}Gi",
     )
     for name, size in (("memory", options.memory), ("shared-memory", options.shared_memory)):
@@ -207,7 +210,7 @@ class ComposeOptions:
     """The folder of this machine that is mounted at /outputs."""
     shared_memory: str = ""
     """Room for weights in /dev/shm of each container. Empty: for all versions, if the policy is on
-    this machine, and at least 8gb."""
+    this machine or its published size is known, and at least 8gb."""
 
 
 def compose_file(job: Job, options: ComposeOptions) -> str:

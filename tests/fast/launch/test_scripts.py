@@ -259,6 +259,9 @@ def test_the_end_of_a_connection_reaches_torchrun(script, tmp_path) -> None:
     assert ended.read_text() == "got HUP\n"
 
 
+ON_16 = ("--generator.replicas", "16", "--trainer.data-parallel-shard", "16")
+
+
 def pod_of(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Service, Job and the pod's specification of a manifest that fits the schema."""
     service, job = yaml.safe_load_all(text)
@@ -286,6 +289,24 @@ def test_a_kubernetes_manifest_fits_the_schema_and_its_parts_each_other(script) 
     check_shell(f"#!/usr/bin/env bash\nJOB_COMPLETION_INDEX=0\n{command}")
     assert "--launch.allow-plain-tcp" in command
     assert "nvidia.com/gpu" not in script("kubernetes", TINY, "--hosts", "2x0")
+
+
+@pytest.mark.parametrize(
+    ("words", "memory", "shared"),
+    [
+        (["gsm8k_qwen3_4b", "--hosts", "2x8"], 78, 30),  # 4 versions of 7.5 GiB
+        (["gsm8k_qwen3_4b", "--hosts", "2x8", "--", "--policy.lora.rank", "16"], 64, 16),
+        # 3 versions of 15.3 GiB, half of a state of 122 GiB or more
+        (["dapo_math_qwen3_8b", "--hosts", "2x8", "--", *ON_16], 155, 46),
+    ],
+    ids=["weights", "adapters", "colocated"],
+)
+def test_a_pod_has_room_for_a_model_that_is_not_here(script, words, memory, shared) -> None:
+    _, _, pod = pod_of(script("kubernetes", *words))
+    (limit,) = (one["resources"]["limits"]["memory"] for one in pod["containers"])
+    (room,) = (one["emptyDir"]["sizeLimit"] for one in pod["volumes"] if "emptyDir" in one)
+    assert memory <= int(limit.removesuffix("Gi")) < 1.2 * memory
+    assert shared <= int(room.removesuffix("Gi")) <= shared + 2
 
 
 def test_a_compose_file_fits_the_specification(script) -> None:
@@ -318,6 +339,11 @@ WIDE = ("--trainer.data-parallel-shard", "8")
         (["kubernetes", TINY, *PLAIN, "--name", "A_b"], "--name is 'A_b': give at most"),
         (["slurm", TINY, "--hosts", "2x0", "--image", "x"], "Unrecognized options: --image"),
         (["slurm", TINY, "--hosts", "2x0", "--", "--num-step", "1"], "Unrecognized options: --num"),
+        (
+            ["slurm", TINY, "--hosts", "2x0", "--num-steps", "9"],
+            "Unrecognized options: --num-steps, 9; see torchtitan-rl launch-script slurm CONFIG "
+            "--help; options of the run follow --",
+        ),
         (["slurm", TINY, "--hosts", "2x0"], "--keys: give a folder of `torchtitan-rl keys`, or"),
         (["slurm", TINY, *PLAIN, "--name", "my run"], "--name is 'my run': give one word"),
         (["slurm", TINY, *PLAIN, "--time", "1 hour"], "--time is '1 hour': give HOURS"),
