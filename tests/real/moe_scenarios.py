@@ -1,6 +1,6 @@
 """Runs vLLM engines with experts (MoE) in a process of its own and saves what it saw, as
-`vllm_scenarios` does: ``python -m tests.real.moe_scenarios pulled DIR``, and under torchrun
-``tp DIR`` or ``ep DIR``."""
+`vllm_scenarios` does: ``python -m tests.real.moe_scenarios pulled DIR`` or ``speculative DIR``,
+and under torchrun ``tp DIR`` or ``ep DIR``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from unittest.mock import patch
 
 import torch
 
-from tests.real.resume_scenarios import greedy, run_all
+from tests.real.resume_scenarios import cut_everywhere, greedy, run_all
 from tests.real.vllm_scenarios import (
     LONG_PROMPT,
+    NGRAM,
+    REPEATED_PROMPT,
+    SPECULATIVE_PULL_STEP,
     Checkpoints,
     TriggeredEngine,
     build,
@@ -125,6 +128,33 @@ def resumed(engines: list[TriggeredEngine]) -> Completion:
     return so_far.ended
 
 
+def speculative(root: Path) -> dict[str, Any]:
+    draft = {"method": "draft_model", "model": str(root / "v0"), "num_speculative_tokens": 4}
+    # The last one is ngram, as in `vllm_scenarios.solo`.
+    return {one["method"]: drafted(root, one) for one in (draft, NGRAM)}
+
+
+def drafted(root: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """An engine that drafts tokens: requests with a pull in mid-flight, one that a stop string ends
+    within the tokens of a step, and one that is cut and goes on."""
+    paths = versions(root)
+    engine = build(paths[0], Checkpoints(paths), vllm={"speculative_config": config})
+    letters = {"allowed_token_ids": [65, 66]}
+    stopped = greedy("stopped", stop=("b", "c"), min_tokens=20, engine_options=letters)
+    seen: dict[str, Any] = run_all(engine, [stopped])
+    seen["cut"] = cut_everywhere(engine, [greedy("repeated", REPEATED_PROMPT)], stride=9)
+    items = [
+        request("repeated", 60, prompt=REPEATED_PROMPT, temperature=0.0),
+        request("seeded", seed=11),
+        request("unseeded"),
+    ]
+    return seen | play(
+        engine,
+        items,
+        triggers=lambda loop: {SPECULATIVE_PULL_STEP: lambda: loop.execute(Pull(1))},
+    )
+
+
 def pulled_into_packed_parameters(root: Path) -> tuple[str, TriggeredEngine]:
     """The first engine of the process, with vLLM's own packing of experts: a pull writes into the
     packed parameters."""
@@ -172,6 +202,6 @@ def ep(root: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     mode, root = sys.argv[1], Path(sys.argv[2])
-    observed = {"pulled": pulled, "tp": tp, "ep": ep}[mode](root)
+    observed = {"pulled": pulled, "speculative": speculative, "tp": tp, "ep": ep}[mode](root)
     if is_leader():
         (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))

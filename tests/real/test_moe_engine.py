@@ -17,6 +17,8 @@ from tests.real.test_vllm_engine import (
     LONG_PROMPT,
     PROMPT,
     PULL_STEP,
+    REPEATED_PROMPT,
+    SPECULATIVE_PULL_STEP,
     TOLERANCE,
     logprob_error,
 )
@@ -36,6 +38,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pulled(root: Path) -> dict[str, Any]:
     return run("pulled", root)
+
+
+@pytest.fixture(scope="module")
+def speculative(root: Path) -> dict[str, Any]:
+    return run("speculative", root)
 
 
 def run(mode: str, root: Path, *, ranks: int = 1) -> dict[str, Any]:
@@ -161,3 +168,22 @@ def test_two_ranks_pull_and_record_the_same_experts(mode: str, root: Path) -> No
         assert first[name].routed_experts == seen[name].routed_experts
     for _, error in seen["ranks"]:
         assert "published weights of model.layers.1.mlp.experts" in error
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+def test_experts_of_requests_for_which_an_engine_drafts_tokens(
+    method: str, speculative: dict[str, Any], root: Path
+) -> None:
+    seen = speculative[method]
+    require_experts(seen["stopped"], PROMPT, [(0, root / "v0")])
+    for done in seen["cut"]["repeated"]:
+        require_experts(done, REPEATED_PROMPT, [(0, root / "v0")])
+    prompts = (("repeated", REPEATED_PROMPT), ("seeded", PROMPT), ("unseeded", PROMPT))
+    for name, prompt in prompts:
+        sides = [(start, root / f"v{version}") for start, version in seen[name].version_runs]
+        assert len(sides) == 2
+        require_experts(seen[name], prompt, sides)
+    # Drafts are accepted and rejected, or the lines above would prove nothing.
+    assert seen["repeated"].version_runs[1].start > SPECULATIVE_PULL_STEP
+    assert seen["seeded"].version_runs[1].start < 2 * SPECULATIVE_PULL_STEP
