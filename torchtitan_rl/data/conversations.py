@@ -27,6 +27,8 @@ from torchtitan_rl.rollout.conversation import conversation_to_episodes
 from torchtitan_rl.rollout.rendering import ChatRenderer, RendererKind, Thinking, make_renderer
 from torchtitan_rl.types import Episode, Problem
 
+_MOST_SHOWN = 80  # characters of a value in a message
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationsConfig:
@@ -107,8 +109,6 @@ class PairsConfig(ConversationsConfig):
         if self.prompt:
             prompt = _messages(self.prompt, row, place, text_of="user")
             answers = [[*prompt, *answer] for answer in answers]
-        if answers[0] == answers[1]:
-            raise DataError(f"{place}: {self.chosen} and {self.rejected} are equal; leave it out")
         first = len(prompt) if self.prompt else _num_common(*answers)
         found = []
         for column_of, messages in zip((self.chosen, self.rejected), answers, strict=True):
@@ -120,6 +120,8 @@ class PairsConfig(ConversationsConfig):
                     "continuations of one turn, or another renderer"
                 )
             found += made
+        if found[0].token_ids == found[1].token_ids:
+            raise DataError(f"{place}: {self.chosen} and {self.rejected} are equal; leave it out")
         return found
 
 
@@ -240,12 +242,11 @@ def _rendered(
     if messages[0]["role"] == "assistant":
         raise DataError(f"{place}: the first message is the assistant's; begin with another role")
     try:
-        for message in messages:
-            if part := _part_without_tokens(renderer, message):
-                raise DataError(
-                    f"{place}: the policy's chat format leaves out {part}; remove it, or give "
-                    "another renderer"
-                )
+        if part := _part_without_tokens(renderer, messages, tools):
+            raise DataError(
+                f"{place}: the policy's chat format leaves out {part}; remove that, or give "
+                "another renderer"
+            )
         return conversation_to_episodes(
             name, messages, renderer=renderer, tools=tools, first=max(1, first)
         )
@@ -257,12 +258,21 @@ def _rendered(
         raise DataError(f"{place}: {one_line(error)}") from error
 
 
-def _part_without_tokens(renderer: Any, message: Message) -> str:
-    """What of a message would become no tokens, without an error; empty: nothing."""
+def _part_without_tokens(
+    renderer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> str:
+    """What of a conversation would become no tokens, without an error; empty: nothing."""
+    parts = (_part_of_message_without_tokens(renderer, message) for message in messages)
+    return next(filter(None, parts), "tools" if tools and not _has_tools(renderer) else "")
+
+
+def _part_of_message_without_tokens(renderer: Any, message: Message) -> str:
     if not _has_tokens(renderer, message["role"], False):
         return f"messages of role {message['role']!r}"
     if message.get("tool_calls") and not _has_tokens(renderer, message["role"], True):
         return "tool_calls"
+    if message.get("reasoning_content") and not _has_thoughts(renderer):
+        return "reasoning_content"
     content = message["content"]
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
@@ -287,6 +297,33 @@ def _has_tokens(renderer: ChatRenderer, role: str, has_calls: bool) -> bool:
     return without != whole
 
 
+@functools.lru_cache(maxsize=256)
+def _has_thoughts(renderer: ChatRenderer) -> bool:
+    """Whether thoughts become tokens of the turn that has them."""
+    messages: list[Message] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    thinking = [messages[0], {**messages[1], "reasoning_content": "c"}]
+    try:
+        return renderer.completion(messages) != renderer.completion(thinking)
+    except Exception:  # as in `_has_tokens`
+        return True
+
+
+@functools.lru_cache(maxsize=256)
+def _has_tools(renderer: ChatRenderer) -> bool:
+    """Whether the schemas of tools become tokens."""
+    messages: list[Message] = [{"role": "user", "content": "a"}]
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": "f", "description": "c", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    try:
+        return renderer.initial_prompt(messages) != renderer.initial_prompt(messages, tools)
+    except Exception:  # as in `_has_tokens`
+        return True
+
+
 def _messages(name: str, row: Row, place: str, *, text_of: str = "") -> list[Message]:
     """Read a column of messages; with ``text_of``, a text is one message of that role."""
     value = column(name, row, place)
@@ -304,13 +341,33 @@ def _messages(name: str, row: Row, place: str, *, text_of: str = "") -> list[Mes
     # Parquet files have a null for each field that only other messages have.
     messages = [{key: one[key] for key in one if one[key] is not None} for one in value]
     for number, message in enumerate(messages, start=1):
+        at = f"{place}: message {number} of {name!r}"
+        if wrong := _wrong_field(message):
+            raise DataError(f"{at}: {wrong}")
         if message["role"] == "assistant" and not _says_something(message):
             raise DataError(
-                f"{place}: message {number} of {name!r} is the assistant's and is empty; give it "
-                "content or tool_calls, or leave the row out"
+                f"{at} is the assistant's and is empty; give it content or tool_calls, or leave "
+                "the row out"
             )
         message.setdefault("content", "")
     return list(messages)
+
+
+def _wrong_field(message: Message) -> str:
+    """The error in a field's type, which some chat formats would render as nothing; empty: none."""
+    content, calls = message.get("content", ""), message.get("tool_calls", [])
+    if not isinstance(content, str | list):
+        return f"content is {_shown(content)}; give a text"
+    if not isinstance(thoughts := message.get("reasoning_content", ""), str):
+        return f"reasoning_content is {_shown(thoughts)}; give a text"
+    if not isinstance(calls, list) or not all(isinstance(one, Mapping) for one in calls):
+        return f"tool_calls is {_shown(calls)}; give a list of objects"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _says_something(message: Message) -> bool:

@@ -120,11 +120,27 @@ def _json_lines(path: str) -> Rows:
         if not isinstance(row, dict):
             what = "a JSON array" if isinstance(row, list) else "not a JSON object"
             raise DataError(f"{place} is {what}: {_ONE_A_LINE}")
+        if b"\\u" in line and (name := _column_without_utf8(row)):
+            raise DataError(
+                f"{place}: column {name} has half of a surrogate pair (\\ud800 to \\udfff), which "
+                "no tokenizer reads; write the character, or remove it"
+            )
         return row
 
     name = Path(path).name
     size = f"{name}: {now.st_size} bytes ({digest})"
     return Rows(name=name, size=size, blocks=(len(ends),), read=read, place=f"{path}, line")
+
+
+def _column_without_utf8(row: Row) -> str:
+    """The first column, quoted, whose name or value cannot be written as UTF-8; empty if there is
+    none."""
+    for name, value in row.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return ascii(name)
+    return ""
 
 
 @functools.lru_cache(maxsize=64)  # a run opens its files several times before it starts
@@ -160,7 +176,11 @@ def _parquet(path: str) -> Rows:
 
     def read(index: int) -> Row:
         block = bisect_right(starts, index) - 1
-        row: Row = decoded(block).slice(index - starts[block], 1).to_pylist()[0]
+        rows = decoded(block)
+        try:
+            row: Row = rows.slice(index - starts[block], 1).to_pylist()[0]
+        except ValueError as error:  # a text that is not UTF-8
+            raise DataError(f"{path}, row {index + 1}: {error}") from error
         return row
 
     now = Path(path).stat()

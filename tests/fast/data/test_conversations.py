@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,17 @@ def opened(
             "message 4 of 'messages' is the assistant's and is empty; give it content or",
         ),
         ({"messages": [USER, SAID | {"tool_calls": [CALL]}]}, "leaves out tool_calls"),
+        ({"messages": [USER, SAID | {"reasoning_content": "a"}]}, "leaves out reasoning_content"),
+        ({"messages": [USER, SAID], "tools": [TOOL]}, "leaves out tools"),
+        # Some chat formats render these as nothing.
+        ({"messages": [USER, SAID | {"content": math.nan}]}, "content is nan; give a text"),
+        ({"messages": [USER | {"content": 5}, SAID]}, "message 1 of 'messages': content is 5"),
+        ({"messages": [USER, SAID | {"reasoning_content": 5}]}, "reasoning_content is 5; give"),
+        ({"messages": [USER, SAID | {"tool_calls": ["f()"]}]}, "tool_calls is ['f()']; give a"),
+        (
+            {"messages": [USER, SAID | {"content": "a\ud800"}]},
+            "column 'messages' has half of a surrogate pair",
+        ),
         (
             {"messages": [USER | {"content": [{"type": "image_url", "image_url": "a"}]}, SAID]},
             "leaves out all content but texts",
@@ -81,13 +93,18 @@ def test_nulls_of_parquet_are_no_fields(tmp_path: Path) -> None:
     assert plain[0].episodes == with_nulls[0].episodes
 
 
-def test_tools_are_a_list_or_its_json(tmp_path: Path) -> None:
-    found = []
-    for tools in ([TOOL], json.dumps([TOOL])):
-        row = {"messages": [USER, SAID], "tools": tools}
-        ((example,), _) = opened(tmp_path, [row]).read(range(1))
-        found.append(example.episodes)
+def test_tools_are_a_list_or_its_json() -> None:
+    qwen3 = make_renderer(load_tokenizer(POLICY_DIR), kind="qwen3")
+    without, *found = (
+        ExamplesConfig().episodes("one", "line 1", row, qwen3)
+        for row in (
+            {"messages": [USER, SAID]},
+            {"messages": [USER, SAID], "tools": [TOOL]},
+            {"messages": [USER, SAID], "tools": json.dumps([TOOL])},
+        )
+    )
     assert found[0] == found[1]
+    assert len(found[0][0].token_ids) > len(without[0].token_ids)
 
 
 def test_parquet_and_hub_datasets_give_the_rows_of_json_lines(tmp_path: Path) -> None:
