@@ -98,6 +98,11 @@ def kept_of_each(runs: Sequence[KeptRun], length: int) -> list[KeptTokens]:
     return [kept for start, end, kept in spans(runs, length) for _ in range(start, end)]
 
 
+def kept_after(runs: Sequence[KeptRun], start: int, *, length: int) -> tuple[KeptRun, ...]:
+    """Return the runs of the tokens from ``start`` on, of ``length`` tokens."""
+    return kept_runs(kept_of_each(runs, length)[start:]) if runs else ()
+
+
 def join_kept(
     first: tuple[KeptRun, ...], second: tuple[KeptRun, ...], *, length: int
 ) -> tuple[KeptRun, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_rl.config.lora import AdapterFolder, LoraConfig
+from torchtitan_rl.config.lora import AdapterFolder, LoraConfig, TenantSlots
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.training.config import ProfileConfig, TrainerConfig
@@ -32,6 +32,7 @@ class GeneratorSpec:
     reasoning_parser: str = ""  # for structured outputs that begin after reasoning
     lora: LoraConfig | None = None  # the adapters that are pulled; None: pulls replace all weights
     adapters: tuple[AdapterFolder, ...] = ()  # that requests may name; not with ``lora``
+    tenants: TenantSlots | None = None  # each pull then brings an adapter of one run
     records_routing: bool = False  # the experts of each token, if the policy has experts
     profiled_versions: tuple[int, ...] = ()
     profile_dir: Path = Path()

@@ -20,10 +20,13 @@ from torchtitan_rl.aio import first_of
 from torchtitan_rl.commands.console import DryRun, StopSignals, run_command
 from torchtitan_rl.commands.replicas import served
 from torchtitan_rl.config.loader import parse_options
+from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
+from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.report import EpisodesFile
-from torchtitan_rl.serving.service import EndpointService
+from torchtitan_rl.serving.service import EndpointService, WeightLoader
 from torchtitan_rl.serving.sessions import Sessions
+from torchtitan_rl.tenancy.server import Tenants
 
 _REQUEST_TIMEOUT_S = 3600.0  # if generator.request_timeout_s is not set
 
@@ -61,16 +64,23 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         keep = None
         if config.episodes_file is not None:
             keep = stack.enter_context(EpisodesFile(config.episodes_file)).write
+        tenants = None
+        if prepared.slots is not None:
+            tenants = await stack.enter_async_context(_tenants(prepared, router, loader))
         sessions = Sessions(router, timeout_s=config.endpoint.session_timeout_s, keep=keep)
         stack.push_async_callback(sessions.aclose)
+        # The layers of a model with adapters have other names, so nothing can be loaded.
+        handlers = {} if prepared.adapters else loader.handlers()
+        if tenants is not None:
+            handlers = tenants.handlers()
         service = await stack.enter_async_context(
             EndpointService(
                 processes.endpoint,
                 router,
                 sessions,
                 interval_s=config.endpoint.interval_s,
-                # The layers of a model with adapters have other names, so nothing can be loaded.
-                handlers={} if prepared.adapters else loader.handlers(),
+                handlers=handlers,
+                gauges=None if tenants is None else tenants.gauges,
                 grace_s=config.grace_s,
             )
         )
@@ -78,3 +88,15 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         signals.stop_cleanly = stopped.set
         print(processes.endpoint.base_url, flush=True)
         await first_of(stopped.wait(), service.run_until_lost(), router.wait_until_lost())
+
+
+def _tenants(prepared: PreparedServe, router: GeneratorRouter, loader: WeightLoader) -> Tenants:
+    assert prepared.slots is not None
+    return Tenants(
+        router,
+        loader.publish,
+        slots=prepared.slots,
+        policy_dir=prepared.policy_dir,
+        policy=read_architecture(prepared.policy_dir),
+        max_model_len=prepared.config.generator.max_model_len,
+    )

@@ -146,8 +146,12 @@ def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
             "on each machine, with a part of the models or problems and an --output of its own"
         )
     check_fields(config)
-    # Adapters of runs are merged into the models.
-    config = replace(config, policy=replace(config.policy, lora=LoraConfig()))
+    # Adapters of runs are merged into the models, which have replicas of their own.
+    config = replace(
+        config,
+        policy=replace(config.policy, lora=LoraConfig()),
+        generator=replace(config.generator, endpoint=""),
+    )
     machine, keys = machine_facts(), Keys.of()
     policy_dir, policy = find_policy(config.policy.checkpoint)
     errors = [

@@ -35,7 +35,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 ADAPTER_FOLDER = "adapter"  # of a run, next to its exported policy
 PEFT_PREFIX = "base_model.model."
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's LoRAConfig.max_lora_rank
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's LoRAConfig.max_lora_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class LoraConfig:
     """Train low-rank adapters on a frozen policy in place of all its weights (LoRA). Only the
     adapters are published, checkpointed and kept by the optimizer."""
 
-    rank: Annotated[int, Interval(ge=0, le=_ENGINE_RANKS[-1])] = 0
+    rank: Annotated[int, Interval(ge=0, le=ENGINE_RANKS[-1])] = 0
     """Rank of the adapters; 0 trains all weights. The learning rate of adapters is about ten times
     that of all weights."""
     alpha: PositiveFloat = 32.0
@@ -72,9 +72,59 @@ def lora_errors(lora: LoraConfig) -> list[str]:
     return []
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSlots:
+    """Room in an engine for the adapters of ``number`` training runs, each of at most ``rank``. A
+    run has two slots, see `tenancy/server.py`."""
+
+    number: int
+    rank: int
+
+    @property
+    def num_slots(self) -> int:
+        return 2 * self.number
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The slots of each run."""
+        return [(2 * one, 2 * one + 1) for one in range(self.number)]
+
+
+def slot_adapter(slot: int, published: int) -> str:
+    """The name of what the server published as version ``published`` into a slot."""
+    return f"{slot}@{published}"
+
+
+_ALPHA = "alpha"
+
+
+def slot_tensors(
+    slot: int, lora: LoraConfig, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What is published to load an adapter into a slot."""
+    import torch
+
+    alpha = torch.tensor([lora.alpha], dtype=torch.float64)
+    return {f"{slot}/{name}": one for name, one in {**tensors, _ALPHA: alpha}.items()}
+
+
+def read_slot(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[int, LoraConfig, dict[str, torch.Tensor]]:
+    """Reverse `slot_tensors`."""
+    slots, names = zip(*(name.split("/", 1) for name in tensors), strict=True)
+    own = dict(zip(names, tensors.values(), strict=True))
+    alpha = float(own.pop(_ALPHA).item())
+    targets = {name.split(".")[-3] for name in own}
+    rank = next(one.shape[0] for name, one in own.items() if name.endswith("lora_A.weight"))
+    lora = LoraConfig(
+        rank=rank, alpha=alpha, target_modules=tuple(one for one in TARGETS if one in targets)
+    )
+    return int(slots[0]), lora, own
+
+
 def engine_rank(rank: int) -> int:
     """The smallest rank that vLLM allocates and that holds adapters of ``rank``."""
-    return next(one for one in _ENGINE_RANKS if one >= rank)
+    return next(one for one in ENGINE_RANKS if one >= rank)
 
 
 def adapter_shapes(
@@ -219,8 +269,8 @@ def _read_adapter(name: str, folder: Path, policy: PolicyArchitecture | None) ->
     ranks, targets = _ranks_and_targets(shapes, policy)
     given = document.get("r")
     all_ranks = {*ranks, given if isinstance(given, int) else 0}
-    if not targets or not 1 <= min(all_ranks) <= max(all_ranks) <= _ENGINE_RANKS[-1]:
-        raise ValueError(f"its rank is {given}; vLLM serves ranks of 1 to {_ENGINE_RANKS[-1]}")
+    if not targets or not 1 <= min(all_ranks) <= max(all_ranks) <= ENGINE_RANKS[-1]:
+        raise ValueError(f"its rank is {given}; vLLM serves ranks of 1 to {ENGINE_RANKS[-1]}")
     if ranks != {given} and not document.get("rank_pattern"):  # would be scaled by another rank
         raise ValueError(f"its rank is {given}, and its matrices have rank {min(ranks - {given})}")
     return AdapterFolder(

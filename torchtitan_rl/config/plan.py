@@ -194,7 +194,7 @@ def plan_processes(
     """
     here = HostFacts(address="", cuda_devices=tuple(devices), num_cores=len(cores), memory_bytes=0)
     placement = Placement(
-        replica_hosts=(0,) * config.generator.replicas,
+        replica_hosts=(0,) * config.generator.num_local,
         trainer_hosts=(0,) * config.trainer.world_size,
     )
     plan = _plan(config, [here], placement, cores if config.pin_cores and not devices else ())

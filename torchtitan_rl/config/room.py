@@ -75,7 +75,7 @@ def machine_errors(
                 policy,
                 machine.memory_bytes,
                 device=device,
-                replicas=config.generator.replicas,
+                replicas=config.generator.num_local,
                 trainer_ranks=config.trainer.world_size,
                 teachers=teachers,
             )

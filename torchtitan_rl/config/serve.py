@@ -10,10 +10,17 @@ from annotated_types import Interval
 from tyro.conf import Positional, arg
 
 from torchtitan_rl.bounds import MAX_SECONDS, Name, Seed, check_fields
-from torchtitan_rl.config.checks import generator_errors
-from torchtitan_rl.config.lora import AdapterFolder, largest_rank, read_adapters
+from torchtitan_rl.config.checks import generator_errors, own_replicas_errors
+from torchtitan_rl.config.lora import (
+    ENGINE_RANKS,
+    AdapterFolder,
+    TenantSlots,
+    engine_rank,
+    largest_rank,
+    read_adapters,
+)
 from torchtitan_rl.config.machine import machine_facts
-from torchtitan_rl.config.model import find_policy
+from torchtitan_rl.config.model import PolicyFacts, find_policy
 from torchtitan_rl.config.plan import ProcessPlan, plan_serving
 from torchtitan_rl.config.prepare import describe_replica
 from torchtitan_rl.config.room import serving_errors
@@ -44,6 +51,11 @@ class ServeConfig:
     adapters: tuple[Name, ...] = ()
     """LoRA adapters to serve with the model, each as ``NAME=DIR``, where DIR is a folder in PEFT's
     format (a run's ``adapter``). A request chooses one by its ``model`` field."""
+    tenants: Annotated[int, Interval(ge=0, le=64)] = 0
+    """Number of training runs that may use the engines at the same time (``generator.endpoint``),
+    each with an adapter of its own."""
+    tenant_rank: Annotated[int, Interval(ge=1, le=ENGINE_RANKS[-1])] = 16
+    """Largest rank of the adapters of training runs."""
     grace_s: Annotated[float, Interval(ge=0.0, le=MAX_SECONDS)] = 5.0
     """Seconds that running requests have to finish at shutdown."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
@@ -59,6 +71,7 @@ class PreparedServe:
     plan: ProcessPlan
     keys: Keys
     adapters: tuple[AdapterFolder, ...] = ()
+    slots: TenantSlots | None = None
 
     def describe(self) -> str:
         """What ``--dry-run`` prints."""
@@ -69,6 +82,10 @@ class PreparedServe:
                 *(
                     f"adapter {one.name}: {one.path}, rank {one.rank} on {' '.join(one.targets)}"
                     for one in self.adapters
+                ),
+                *(
+                    f"tenants: at most {one.number} training runs, adapters of rank {one.rank}"
+                    for one in ([] if self.slots is None else [self.slots])
                 ),
                 f"address: {host}, port {port or 'chosen at start'}; "
                 f"API key: {'set' if self.keys.api else 'none'}, "
@@ -85,6 +102,7 @@ class PreparedServe:
             "configuration": self.config,
             "model": self.policy_dir,
             "adapters": self.adapters,
+            "tenants": self.slots,
             "processes": self.plan,
         }
 
@@ -101,9 +119,14 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
     adapters, wrong = read_adapters(
         config.adapters, policy.architecture, model_name=config.endpoint.model_name
     )
+    slots = None
     allocated = (1 + len(adapters)) * largest_rank(adapters)
+    if config.tenants:
+        slots = TenantSlots(number=config.tenants, rank=config.tenant_rank)
+        allocated = (1 + slots.num_slots) * engine_rank(slots.rank)
     errors = [
         *wrong,
+        *_tenant_errors(config, policy),
         *generator_errors(config.generator, policy, is_on_cpu=not machine.cuda_devices),
         *serving_errors(config.generator, policy, machine, dtype=config.dtype, adapters=allocated),
         *endpoint_errors(config.endpoint, keys),
@@ -125,4 +148,18 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
         ),
         keys=keys,
         adapters=adapters,
+        slots=slots,
     )
+
+
+def _tenant_errors(config: ServeConfig, policy: PolicyFacts) -> list[str]:
+    errors = own_replicas_errors(config.generator, "serve")
+    if not config.tenants:
+        return errors
+    if config.adapters:
+        errors.append("adapters: with tenants, engines hold only adapters of runs; leave one out")
+    if policy.architecture is None or policy.architecture.experts is not None:
+        errors.append(
+            f"tenants is {config.tenants}: a policy with experts gets no adapters; give 0"
+        )
+    return errors

@@ -89,6 +89,7 @@ class TeacherConfig:
         the length of the longest rollout."""
         return replace(
             generator,
+            endpoint="",
             replicas=self.replicas,
             tensor_parallel=self.tensor_parallel,
             max_model_len=max_tokens + 1,  # the request for scores also samples one token

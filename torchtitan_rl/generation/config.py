@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 from tyro.constructors import PrimitiveConstructorSpec
 
-from torchtitan_rl.bounds import Check, Count, PositiveShare, Ranks, Seconds, Threads, Tokens
+from torchtitan_rl.bounds import (
+    Check,
+    Count,
+    OptionalName,
+    PositiveShare,
+    Ranks,
+    Seconds,
+    Threads,
+    Tokens,
+)
 from torchtitan_rl.generation.decision import KvPolicy
 
 
@@ -108,6 +117,11 @@ class GeneratorConfig(EngineConfig):
     replicas: Ranks = 2
     """Number of replicas, each of which holds the whole policy. Add replicas if the trainer waits
     for rollouts."""
+    endpoint: OptionalName = ""
+    """URL of a ``torchtitan-rl serve --tenants`` whose engines generate, such as
+    ``http://host:8000/v1``, in place of replicas of this run (``replicas`` is then 1). Several runs
+    with adapters (``policy.lora``) share them. The server's key is read from the environment
+    variable ``TORCHTITAN_RL_GENERATOR_KEY``."""
     tensor_parallel: Ranks = 1
     """Number of ranks (CUDA devices or CPU processes) that each replica's weights are split over.
     Raise it for a policy that does not fit on one device."""
@@ -130,8 +144,13 @@ class GeneratorConfig(EngineConfig):
     compiles. Raise it for models that load slowly."""
 
     @property
+    def num_local(self) -> int:
+        """The number of replicas that this program starts."""
+        return 0 if self.endpoint else self.replicas
+
+    @property
     def num_ranks(self) -> int:
-        return self.replicas * self.tensor_parallel
+        return self.num_local * self.tensor_parallel
 
     @property
     def num_threads(self) -> int:

@@ -25,6 +25,7 @@ from torchtitan_rl.errors import InvalidRequestError
 from torchtitan_rl.routed_experts import join_routed, of_progress, routed_error
 from torchtitan_rl.token_sets import (
     join_kept,
+    kept_after,
     kept_error,
     kept_of_each,
     kept_runs,
@@ -109,7 +110,7 @@ def remaining_request(
         prompt_token_ids=request.prompt_token_ids + tokens,
         sampling=sampling,
         resume_from=None,
-        num_resumed=len(tokens),
+        num_resumed=request.num_resumed + len(tokens),
     )
 
 
@@ -252,6 +253,7 @@ class PartialTokens:
                 logprobs=ended.logprobs[start:],
                 version_runs=ended.version_runs,
                 top_logprobs=ended.top_logprobs[start:],
+                kept_tokens=kept_after(ended.kept_tokens, start, length=len(ended.token_ids)),
             )
             self._report(unreported)
 
@@ -275,8 +277,8 @@ class PartialTokens:
         return len(self._ended.token_ids) - num_before
 
     def _report(self, progress: Progress) -> None:
-        """Report the next tokens, without ``kept_tokens`` and ``routed_experts``, which callers
-        that follow progress do not use."""
+        """Report the next tokens, without ``routed_experts``, which callers that follow progress do
+        not use."""
         if self._on_progress is None:
             return
         start = self._num_reported
@@ -286,7 +288,6 @@ class PartialTokens:
                 progress,
                 request_id=self._request_id,
                 start=start,
-                kept_tokens=(),
                 routed_experts=None,
             )
         )

@@ -12,8 +12,9 @@ passes before it reaches the application.
 | the application | vLLM's routes, and those of `routes` |
 
 Everything is plain ASGI, so streams pass chunk by chunk and a client's disconnect reaches the
-application's handlers. ``GET /health`` needs no key; it passes only `answer_errors`, so that
-clients without a key take no place in the queue.
+application's handlers. Requests of other runs (`tenant_routes`) pass only `authenticate` and
+`Bodies`. ``GET /health`` needs no key; it passes only `answer_errors`, so that clients without a
+key take no place in the queue.
 
 `check_body` checks the JSON of a request's body before the application gets it:
 
@@ -54,6 +55,7 @@ from torchtitan_rl.serving.middleware import (
 )
 from torchtitan_rl.serving.retries import Retries, RetryOptions
 from torchtitan_rl.serving.routes import Commands, add_routes
+from torchtitan_rl.serving.tenant_routes import TENANTS_PREFIX, tenant_routes
 
 
 class EndpointApp:
@@ -81,12 +83,14 @@ class EndpointApp:
         if errors := keys.errors(config.host):
             raise ConfigError(errors)
         add_routes(app, commands)
+        app.include_router(tenant_routes(commands))
         self._app = app
         self._config = config
         self._keys = keys
         self._max_requests = max_requests
         self._num_requests = 0  # open requests whose body has arrived
         self._bodies = Bodies(config.max_body_bytes, timeout_s=body_timeout_s)
+        self._parts = Bodies(MAX_BATCH_BYTES, timeout_s=body_timeout_s)
         self._admission = Admission(
             max_running=config.max_concurrent_requests,
             max_queued=config.max_queued_requests,
@@ -100,6 +104,8 @@ class EndpointApp:
                 await self._app(scope, receive, send)
             finally:
                 await self._retries.close()
+        elif scope["path"].startswith(f"{TENANTS_PREFIX}/"):
+            await answer_errors(scope, send, partial(self._serve_tenant, scope, receive))
         elif is_open(scope):
             await answer_errors(scope, send, partial(self._handle, scope, receive))
         else:
@@ -137,6 +143,17 @@ class EndpointApp:
         finally:
             request.release()
 
+    async def _serve_tenant(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer another run. Its requests have numbers, so that repeating one has no effect."""
+        if authenticate(scope, self._keys) is not None:
+            raise RefusedError(400, "invalid_request", "A training run has no session.")
+        request = await self._parts.read(scope, receive)
+        if request is not None:
+            try:
+                await self._handle(scope, request, send)
+            finally:
+                request.release()
+
     async def _run(self, scope: Scope, request: BufferedRequest, send: Send) -> None:
         async def handle(send: Send) -> None:
             async with self._admission.place(scope, request) as has_place:
@@ -150,6 +167,7 @@ class EndpointApp:
             await self._app(scope, receive, send)
 
 
+MAX_BATCH_BYTES = 64 << 20  # of another run's messages, or of a part of its adapter
 MAX_DEPTH = 64  # levels of nesting in the JSON
 
 _MAX_INTEGER = (1 << 64) - 1

@@ -208,7 +208,8 @@ class EndpointBridge:
 
         def on_progress(progress: Progress) -> None:
             # In a rollout's session the request has another id.
-            self._outbox.put(dataclasses.replace(progress, request_id=request_id))
+            own = dataclasses.replace(progress, request_id=request_id, kept_tokens=())
+            self._outbox.put(own)
 
         completion = await self._complete(request, on_progress if streams else None)
         # Clients do not get what only the loss needs.

@@ -42,6 +42,12 @@ CommandName = Literal[
     "pause",  # {"mode"}
     "resume",
     "load",  # {"path", "version"?, "mode"} -> {"version", "replicas", "lost", "stall_s"}
+    "tenant.open",  # {"name", "owner", "policy", "max_model_len", LoraConfig's} -> the lease
+    "tenant.send",  # {"name", "lease", "number", "messages": bytes}
+    "tenant.receive",  # {"name", "lease", "after"} -> {"number", "messages": bytes}
+    "tenant.upload",  # {"name", "lease", "version", "offset", "part": bytes}
+    "tenant.stage",  # {"name", "lease", "version"}
+    "tenant.close",  # {"name", "lease"}
     "versions",  # -> {"newest": int, "replicas": {name: version}, "states": {name: state}}
 ]
 
@@ -80,7 +86,7 @@ RequestEnd = End[Completion, RefusedError]
 """Has the whole completion, even if progress was sent before."""
 
 CommandEnd = End[Mapping[str, Any], RefusedError]
-"""The result is JSON-able."""
+"""The result is JSON-able, except for bytes of ``tenant`` commands."""
 
 ToController = Call[GenerationRequest] | Call[Command] | Abort | Counted
 """The call id of a request is the request's own id; that of a command is a number."""
@@ -174,7 +180,7 @@ class ControllerLink:
         if self._refuses is not None:
             raise RefusedError(*self._refuses)
         if timeout_s is None:
-            timeout_s = _PAUSE_S if name in ("pause", "load") else _COMMAND_S
+            timeout_s = _PAUSE_S if name in ("pause", "load", "tenant.stage") else _COMMAND_S
         number = next(self._numbers)
         answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from torchtitan_rl.errors import (
 from torchtitan_rl.rope_fields import with_flat_rope
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.routing.weights import SyncMode
+from torchtitan_rl.routing.weights import SyncMode, SyncReport
 from torchtitan_rl.serving.bridge import BridgeCounts, Endpoint, EndpointBridge
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import GAUGE_PREFIX, CommandName, Handler, SystemStatus
@@ -54,8 +54,9 @@ _ASK_INTERVAL_S = 1.0
 class EndpointService:
     """Connects a started endpoint with a router and sessions; the service closes none of them.
 
-    ``handlers`` take precedence over the handlers of the sessions and the router. When the service
-    closes, running requests have ``grace_s`` seconds to end.
+    ``handlers`` take precedence over the handlers of the sessions and the router; ``gauges`` are
+    added to the system's. When the service closes, running requests have ``grace_s`` seconds to
+    end.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class EndpointService:
         *,
         interval_s: float,
         handlers: Mapping[CommandName, Handler] | None = None,
+        gauges: Callable[[], Mapping[str, float]] | None = None,
         grace_s: float = 5.0,
     ) -> None:
+        self._gauges = gauges
         self._endpoint = endpoint
         self._router = router
         self._sessions = sessions
@@ -158,6 +161,7 @@ class EndpointService:
             "failed_engine_readings": self._num_failed_readings,
             **self.counts.gauges(),
             **self._sessions.counts(),
+            **({} if self._gauges is None else self._gauges()),
         }
         return SystemStatus(
             is_healthy=not cause,
@@ -274,8 +278,7 @@ class WeightLoader:
             except (OSError, ValueError) as error:
                 raise RefusedError(400, "wrong_checkpoint", f"{path}: {error}") from error
             try:
-                handle = await asyncio.to_thread(self._publisher.publish, version, tensors)
-                report = await self._router.sync_weights(handle, mode=mode)
+                report = await self._publish(version, tensors, mode)
             except WeightSyncError as error:
                 raise RefusedError(503, "not_loaded", f"{path}: {error}") from error
         return {
@@ -284,6 +287,23 @@ class WeightLoader:
             "lost": list(report.lost),
             "stall_s": max((pull.stall_s for pull in report.pulls), default=0.0),
         }
+
+    async def publish(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Make all replicas pull tensors as the next version, which is returned.
+
+        Raises:
+            WeightSyncError: the version cannot be published, or no replica is left.
+        """
+        async with self._loading:
+            version = self._router.newest_version + 1
+            await self._publish(version, tensors, "hot_swap")
+        return version
+
+    async def _publish(
+        self, version: int, tensors: Mapping[str, torch.Tensor], mode: SyncMode
+    ) -> SyncReport:
+        handle = await asyncio.to_thread(self._publisher.publish, version, tensors)
+        return await self._router.sync_weights(handle, mode=mode)
 
     def handlers(self) -> Mapping[CommandName, Handler]:
         async def load(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,7 +4,9 @@ the run ends, even after an error."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import socket
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -28,12 +30,15 @@ from torchtitan_rl.backends.specs import (
 from torchtitan_rl.bounds import absolute
 from torchtitan_rl.config.plan import ProcessGroup, replica_name
 from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.config.resume import policy_digest
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig
 from torchtitan_rl.distillation.config import CUDA_STEP_TOKENS, engine_options
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
+from torchtitan_rl.routing.remote import ConnectedReplica
+from torchtitan_rl.tenancy.client import ServedPeer
 from torchtitan_rl.weights.config import (
     Transport,
     WeightSyncConfig,
@@ -41,6 +46,8 @@ from torchtitan_rl.weights.config import (
     hosts_that_fetch,
 )
 from torchtitan_rl.weights.distribution import WeightDistribution
+
+ServedReplica = ConnectedReplica[ServedPeer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +57,7 @@ class RunProcesses:
     in the same way. ``weights`` fetches the trainer's weights to the replicas' hosts."""
 
     trainer: MonarchTrainer | FixedPolicy
-    replicas: list[MonarchReplica]
+    replicas: list[MonarchReplica | ServedReplica]
     teachers: dict[str, list[MonarchReplica]]
     endpoint: MonarchEndpoint | None
     prepared: PreparedRun
@@ -59,7 +66,7 @@ class RunProcesses:
     weight_hosts: dict[int, WeightReplicator]
     trace_dir: Path | None
 
-    async def restart(self, first: str, name: str) -> MonarchReplica:
+    async def restart(self, first: str, name: str) -> MonarchReplica | ServedReplica:
         """Start the replica that the plan calls ``first`` again, under the new ``name``. The
         processes of the lost replica must have ended.
 
@@ -67,6 +74,11 @@ class RunProcesses:
             ReplicaError, DeadlineError: the replica did not start.
         """
         plan = self.prepared.plan
+        if self.prepared.config.generator.endpoint and first == replica_name(0):
+            served = _served_replica(self.prepared, name)
+            self.replicas.append(served)
+            await served.peer.start()
+            return served
         source = {group.name: source for group, source in _teacher_groups(self.prepared)}.get(first)
         (group,) = (one for one in (*plan.replicas, *plan.teachers) if one.name == first)
         group = replace(group, name=name)
@@ -121,10 +133,12 @@ async def run_processes(
     if plan.trainer is not None:
         spec = _trainer_spec(prepared, trace_dir)
         trainer = await MonarchTrainer.spawn(plan.trainer, spec, hosts)
-    replicas: list[MonarchReplica] = []
+    replicas: list[MonarchReplica | ServedReplica] = []
     teachers: dict[str, list[MonarchReplica]] = defaultdict(list)
     endpoint: MonarchEndpoint | None = None
     try:
+        if prepared.config.generator.endpoint:
+            replicas.append(_served_replica(prepared, replica_name(0)))
         for group, source in _teacher_groups(prepared):
             of_teacher = _teacher_spec(prepared, group, source, trace_dir=trace_dir)
             teachers[source].append(await spawn_replica(group, of_teacher, hosts))
@@ -188,7 +202,7 @@ async def serve_processes(
 
 async def _start(
     trainer: MonarchTrainer | FixedPolicy,
-    replicas: Sequence[MonarchReplica],
+    replicas: Sequence[MonarchReplica | ServedReplica],
     transport: Transport,
     *,
     is_shared: bool,
@@ -275,7 +289,7 @@ def _generator_spec(
         dtype=_dtype(config),
         seed=group.seed,
         generator=_generator(prepared),
-        weight_sync=config.weight_sync if isinstance(config, RunConfig) else WeightSyncConfig(),
+        weight_sync=_weight_sync(prepared),
         log_dir=config.log_dir.absolute(),
         trace_dir=trace_dir,
         stream_interval_s=config.endpoint.stream_interval_s,
@@ -283,11 +297,21 @@ def _generator_spec(
         reasoning_parser=config.endpoint.reasoning_parser,
         lora=config.adapters if isinstance(config, RunConfig) else None,
         adapters=prepared.adapters if isinstance(prepared, PreparedServe) else (),
+        tenants=prepared.slots if isinstance(prepared, PreparedServe) else None,
         records_routing=isinstance(config, RunConfig)
         and config.rollout.replay_routing is not False,
         profiled_versions=profiled_versions,
         profile_dir=config.log_dir.absolute().parent / "profile",
     )
+
+
+def _weight_sync(prepared: PreparedRun | PreparedServe) -> WeightSyncConfig:
+    if isinstance(prepared, PreparedRun):
+        return prepared.config.weight_sync
+    if prepared.slots is None:
+        return WeightSyncConfig()
+    # A pull brings an adapter that no running request uses, and that has a name of its own.
+    return WeightSyncConfig(reset_prefix_cache_on_pull=False, recompute_running_on_pull=False)
 
 
 def _generator(prepared: PreparedRun | PreparedServe) -> GeneratorConfig:
@@ -296,6 +320,24 @@ def _generator(prepared: PreparedRun | PreparedServe) -> GeneratorConfig:
         return config.generator
     vllm = config.generator.vllm | {"max_num_batched_tokens": CUDA_STEP_TOKENS}
     return replace(config.generator, vllm=vllm)
+
+
+def _served_replica(prepared: PreparedRun, name: str) -> ServedReplica:
+    """The run's place on the engines of another server."""
+    config = prepared.config
+    assert config.adapters is not None
+    # Another run of the same name has another folder; the next process of this run has the same.
+    folder = f"{socket.gethostname()}\0{config.run_dir.absolute()}"
+    peer = ServedPeer(
+        name,
+        config.generator.endpoint,
+        tenant=config.name,
+        owner=hashlib.sha256(folder.encode()).hexdigest(),
+        policy=policy_digest(prepared.policy_dir),
+        lora=config.adapters,
+        max_model_len=config.generator.max_model_len,
+    )
+    return ConnectedReplica(peer)
 
 
 def _teacher_groups(prepared: PreparedRun) -> list[tuple[ProcessGroup, str]]:

@@ -1,9 +1,13 @@
-"""LoRA adapters of one vLLM engine: those that ``serve`` loads at its start, and that of a run.
+"""LoRA adapters of one vLLM engine: those that ``serve`` loads at its start, that of a run, and
+those of the runs that share the engine (its tenants).
 
 A run's policy with adapters is the base that the engine was built with and one adapter, which
 every request uses. A pull replaces this adapter in place, between two steps; running requests go on
 with the new one. vLLM reads adapters from folders, so a pulled one is written to a folder of this
 process in shared memory, which no other user can read, and which is removed when vLLM has read it.
+
+A tenant's adapter is loaded into one of its slots by a pull, too, but no request goes on with it:
+it has a name of its own, which later requests give.
 
 Invariants
 - A version is loaded only if it has exactly the tensors of the run's adapter, in their shapes. vLLM
@@ -28,9 +32,12 @@ from torchtitan_rl.config.lora import (
     TARGETS,
     AdapterFolder,
     LoraConfig,
+    TenantSlots,
     adapter_shapes,
     engine_rank,
     largest_rank,
+    read_slot,
+    slot_adapter,
     write_adapter,
 )
 from torchtitan_rl.config.model import read_architecture
@@ -50,11 +57,15 @@ _PACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _PACKED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
-def adapter_arguments(adapters: LoraConfig | Sequence[AdapterFolder]) -> dict[str, Any]:
-    """Return the arguments of vLLM's ``EngineArgs`` for an engine with the adapter of a run, or
-    with several adapters; none if there are no adapters."""
+def adapter_arguments(
+    adapters: LoraConfig | TenantSlots | Sequence[AdapterFolder],
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``EngineArgs`` for an engine with the adapter of a run, with
+    slots for those of several runs, or with several adapters; none if there are no adapters."""
     if isinstance(adapters, LoraConfig):
         number, rank, targets = 1, engine_rank(adapters.rank), set[str](adapters.target_modules)
+    elif isinstance(adapters, TenantSlots):
+        number, rank, targets = adapters.num_slots + 1, engine_rank(adapters.rank), {*TARGETS}
     else:
         # One more than adapters: on a CPU, rows without an adapter otherwise get the last one.
         number, rank = len(adapters) + 1, largest_rank(adapters)
@@ -104,7 +115,8 @@ class EngineAdapters:
             # loaded.
             self._requests[""] = LoRARequest(_POLICY, _POLICY_ID, _POLICY)
             self._shapes = adapter_shapes(read_architecture(spec.model), spec.lora)
-            self._load({name: torch.zeros(shape) for name, shape in self._shapes.items()})
+            tensors = {name: torch.zeros(shape) for name, shape in self._shapes.items()}
+            self._load(self._requests[""], self._lora, tensors)
 
     def request(self, name: str) -> LoRARequest | None:
         """Return what vLLM's requests with this adapter have; None for the model alone.
@@ -129,18 +141,47 @@ class EngineAdapters:
                 f"version {version}: its tensors are not those of an adapter of rank "
                 f"{self._lora.rank} on {self._model}: {wrong[:2]}"
             )
+        self._replace(self._requests[""], self._lora, tensors, version)
+
+    def fill_slot(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load what the server published as ``version`` (`slot_tensors`). No running request has
+        the adapter that was in its slot.
+
+        Raises:
+            WeightSyncError: vLLM cannot load the adapter.
+        """
+        from vllm.lora.request import LoRARequest
+
+        slot, lora, own = read_slot(tensors)
+        name = slot_adapter(slot, version)
+        new = LoRARequest(name, slot + 1, name)
+        self._replace(new, lora, own, version)
+        kept = {n: one for n, one in self._requests.items() if one.lora_int_id != new.lora_int_id}
+        self._requests = kept | {name: new}
+
+    def _replace(
+        self,
+        request: LoRARequest,
+        lora: LoraConfig,
+        tensors: Mapping[str, torch.Tensor],
+        version: int,
+    ) -> None:
         try:
-            self._load(tensors)
+            self._load(request, lora, tensors)
         except Exception as cause:  # of many types
             raise WeightSyncError(f"version {version} cannot be loaded: {cause!r}") from cause
 
-    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _load(
+        self, request: LoRARequest, lora: LoraConfig, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Load tensors under a request's name and number, in place of what has that number."""
         from vllm.lora.request import LoRARequest
 
         folder, lock = _private_folder(sum(tensor.nbytes for tensor in tensors.values()))
         try:
-            write_adapter(folder, self._lora, tensors, base=str(self._model))
-            new = LoRARequest(_POLICY, _POLICY_ID, str(folder), load_inplace=True)
+            write_adapter(folder, lora, tensors, base=str(self._model))
+            name, number = request.lora_name, request.lora_int_id
+            new = LoRARequest(name, number, str(folder), load_inplace=True)
             if not self._engine.add_lora(new):
                 raise RuntimeError("vLLM has not added the adapter")
         finally:

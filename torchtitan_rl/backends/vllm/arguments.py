@@ -44,7 +44,7 @@ def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
         }
     if spec.sleeps and not is_cpu:
         args["enable_sleep_mode"] = True
-    args |= adapter_arguments(spec.adapters if spec.lora is None else spec.lora)
+    args |= adapter_arguments(spec.lora or spec.tenants or spec.adapters)
     if generator.tensor_parallel > 1:
         args["distributed_executor_backend"] = "external_launcher"
     if is_cpu:

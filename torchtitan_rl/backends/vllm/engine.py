@@ -236,7 +236,9 @@ class VllmEngine:
         if self._weights is None:
             raise WeightSyncError(f"version {version}: this engine was built without weight sync")
         tensors = self._weights.tensors(version)
-        if self._spec.lora is None:
+        if self._spec.tenants is not None:
+            self._adapters.fill_slot(tensors, version)
+        elif self._spec.lora is None:
             self._load_weights(tensors, version)
         else:
             self._adapters.replace(tensors, version)

@@ -1,0 +1,196 @@
+"""A replica behind a URL: a run's place on the engines of ``torchtitan-rl serve --tenants``.
+
+`ServedPeer` carries the messages of a `ConnectedReplica` over HTTP. Batches of calls are posted.
+Batches of progress and ends are asked for, and the server answers once there are some. Batches are
+numbered, so a request that fails is sent again. If the server was not reached for `LOST_S`, the
+replica is lost, as if its processes had died; the run starts it again by registering again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+
+from torchtitan_rl.aio import cancel_all, retrieve
+from torchtitan_rl.channel import Outbox
+from torchtitan_rl.config.lora import LoraConfig
+from torchtitan_rl.errors import ReplicaError, one_line
+from torchtitan_rl.generation.server import FromReplica, ToReplica
+from torchtitan_rl.tenancy.messages import (
+    LEASE_HEADER,
+    PART_BYTES,
+    PREFIX,
+    WAIT_S,
+    decode_ends,
+    encode_calls,
+)
+from torchtitan_rl.weights.distribution import SharedMemoryHandle, WeightHandle
+
+API_KEY = "TORCHTITAN_RL_GENERATOR_KEY"
+LOST_S = 30.0
+_ANSWER_S = 2 * WAIT_S
+_STAGE_S = 900.0
+_PAUSE_S = 0.5
+_MAX_ANSWER_BYTES = 1 << 28
+_RETRIED = (408, 425, 429, 502, 504)
+
+
+class ServedPeer:
+    """See `ReplicaPeer`. The trainer is on this machine.
+
+    Args:
+        url: the server's base URL, such as ``http://host:8000/v1``.
+        tenant: the run's name on the server; ``owner`` tells this run from others of that name.
+        policy: digest of the policy on which the adapter is trained (`policy_digest`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        tenant: str,
+        owner: str,
+        policy: str,
+        lora: LoraConfig,
+        max_model_len: int,
+    ) -> None:
+        self._name = name
+        self._url = url
+        self._registration = {
+            "owner": owner,
+            "policy": policy,
+            "max_model_len": max_model_len,
+            **asdict(lora),
+        }
+        self._path = f"{PREFIX.rpartition('/')[2]}/{tenant}"
+        key = os.environ.get(API_KEY, "")
+        self._http = httpx.AsyncClient(
+            base_url=f"{url.rstrip('/')}/",
+            headers={"Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {key}"} if key else {}),
+            timeout=None,  # each request has a deadline of its own
+            trust_env=False,
+        )
+        self._outbox: Outbox[ToReplica] = Outbox()
+        self._sending: asyncio.Task[None] | None = None
+        self._num_received = 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def start(self) -> None:
+        """Register the run.
+
+        Raises:
+            ReplicaError: the server is not reached, or refuses the run.
+        """
+        answer = await self._ask("POST", self._path, json=self._registration)
+        self._http.headers[LEASE_HEADER] = answer.json()["lease"]
+        self._sending = asyncio.create_task(self._send_all(), name=f"to {self._name}")
+        self._sending.add_done_callback(retrieve)
+
+    def send(self, messages: tuple[ToReplica, ...]) -> None:
+        self._outbox.put(*messages)
+
+    async def _send_all(self) -> None:
+        number = 0
+        while True:
+            content = encode_calls(await self._outbox.take())
+            number += 1
+            path = f"{self._path}/messages"
+            await self._ask("POST", path, params={"number": number}, content=content)
+
+    async def receive(self) -> tuple[FromReplica, ...]:
+        """
+        Raises:
+            ReplicaError: the server was not reached for `LOST_S`, or the lease has ended.
+        """
+        sending = self._sending
+        if sending is None:
+            raise ReplicaError(f"{self._name} is not registered")
+        if sending.done():
+            sending.result()
+        params = {"after": self._num_received}
+        answer = await self._ask("GET", f"{self._path}/messages", params=params)
+        try:
+            self._num_received = int(answer.headers["x-batch"])
+            return decode_ends(answer.content)
+        except (KeyError, ValueError) as error:
+            raise ReplicaError(f"{self._url} sent an answer of another kind: {error!r}") from error
+
+    async def stage(self, handle: WeightHandle) -> None:
+        """Upload a version, and have the server's engines load it.
+
+        Raises:
+            WeightSyncError: the version is gone, or the server refuses it.
+            ReplicaError: the server is lost.
+        """
+        assert isinstance(handle, SharedMemoryHandle)  # the trainer is on this machine
+        content = await asyncio.to_thread(_read, handle)
+        path = f"{self._path}/versions/{handle.version}"
+        for offset in range(0, len(content), PART_BYTES):
+            part = content[offset : offset + PART_BYTES]
+            await self._ask("PUT", path, params={"offset": offset}, content=part)
+        await self._ask("POST", path, timeout_s=_STAGE_S)
+
+    async def close_loop(self, *, is_lost: bool) -> None:
+        if not is_lost and self._sending is not None:
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    await self._http.delete(self._path)
+            except (httpx.HTTPError, TimeoutError):
+                pass  # the lease ends by itself
+
+    async def close(self) -> None:
+        await cancel_all([] if self._sending is None else [self._sending])
+        await self._http.aclose()
+
+    async def _ask(
+        self, method: str, path: str, *, timeout_s: float = _ANSWER_S, **content: Any
+    ) -> httpx.Response:
+        """Send a request until it is answered. What the server takes twice has no effect.
+
+        Raises:
+            ReplicaError: the server refuses it, or was not reached for `LOST_S`.
+        """
+        give_up_s = asyncio.get_running_loop().time() + max(LOST_S, timeout_s)
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._http.request(method, path, **content)
+                if answer.status_code == httpx.codes.OK:
+                    return answer
+                cause = _cause(answer)
+                if answer.status_code not in _RETRIED:
+                    raise ReplicaError(f"{self._url} refuses {self._name}: {cause}")
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+                cause = one_line(error) or type(error).__name__
+            if asyncio.get_running_loop().time() > give_up_s:
+                raise ReplicaError(f"{self._url} is not reached: {cause}")
+            await asyncio.sleep(_PAUSE_S)
+
+
+def _cause(answer: httpx.Response) -> str:
+    try:
+        error: Mapping[str, Any] = answer.json()["error"]
+        return f"{error['message']} (HTTP {answer.status_code})"
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {answer.status_code}"
+
+
+def _read(handle: SharedMemoryHandle) -> bytes:
+    """A version as a safetensors file."""
+    from safetensors.torch import save
+
+    from torchtitan_rl.weights.shm import WeightStaging
+
+    staging = WeightStaging()
+    staging.stage(handle)
+    return bytes(save(dict(staging.tensors(handle.version))))
