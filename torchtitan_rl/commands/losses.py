@@ -3,6 +3,7 @@
 | lost | then |
 |---|---|
 | a replica | its requests continue on others; it is started again |
+| a server of ``generator.endpoint`` | the run registers again, once the server is back |
 | a host | like losing all its replicas; they are started again when the host is back |
 | a trainer rank, or its host | the run ends with `TrainerLostError`, and can be resumed |
 """
@@ -13,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from torchtitan_rl.config.machine import host_name
+from torchtitan_rl.config.machine import CONTROLLER_HOST, host_name
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.errors import ReplicaError, TrainerLostError
 from torchtitan_rl.files import last_lines
@@ -121,7 +122,7 @@ class FailureHandling:
     def _host_of(self, replica: str) -> int:
         groups = (*self._plan.replicas, *self._plan.teachers)
         names = {group.name: group.host for group in groups}
-        return names[first_name(replica)]
+        return names.get(first_name(replica), CONTROLLER_HOST)  # behind a URL: no process of ours
 
     async def _show_last_lines(self, name: str, host: int) -> None:
         """Show the last log lines of a group's processes, by host and rank. If their host is lost,

@@ -107,7 +107,7 @@ def memory_plan(
         number = config.num_published_versions
         host[PUBLISHED] = number * version_bytes(config, policy, dtype)
     of_replica: dict[str, int] = {}
-    if config.mode != "train":
+    if config.mode != "train" and not config.generator.endpoint:
         of_replica = replica_memory(
             config.generator,
             policy,

@@ -253,7 +253,9 @@ class PreparedRun:
 
 
 def describe_replica(generator: GeneratorConfig, device: Literal["cpu", "cuda"]) -> str:
-    """Describe the sizes that depend on the device."""
+    """Describe the sizes that depend on the device, or whose engines generate."""
+    if generator.endpoint:
+        return f"generation: by the engines of {generator.endpoint}"
     return (
         f"generation: at most {count(generator.running_requests(device), 'request')} and "
         f"{generator.step_tokens(device):,} tokens in a step of a replica"

@@ -35,6 +35,7 @@ API_KEY = "TORCHTITAN_RL_GENERATOR_KEY"
 LOST_S = 30.0
 _ANSWER_S = 2 * WAIT_S
 _STAGE_S = 900.0
+_BEAT_S = 10.0
 _PAUSE_S = 0.5
 _MAX_ANSWER_BYTES = 1 << 28
 _RETRIED = (408, 425, 429, 502, 504)
@@ -85,13 +86,14 @@ class ServedPeer:
     def name(self) -> str:
         return self._name
 
-    async def start(self) -> None:
-        """Register the run.
+    async def start(self, *, patience_s: float = 0.0) -> None:
+        """Register the run. A server that is not reached is asked again for ``patience_s``.
 
         Raises:
             ReplicaError: the server is not reached, or refuses the run.
         """
-        answer = await self._ask("POST", self._path, json=self._registration)
+        registration = self._registration
+        answer = await self._ask("POST", self._path, patience_s=patience_s, json=registration)
         self._http.headers[LEASE_HEADER] = answer.json()["lease"]
         self._sending = asyncio.create_task(self._send_all(), name=f"to {self._name}")
         self._sending.add_done_callback(retrieve)
@@ -102,7 +104,7 @@ class ServedPeer:
     async def _send_all(self) -> None:
         number = 0
         while True:
-            content = encode_calls(await self._outbox.take())
+            content = encode_calls(await self._outbox.take(_BEAT_S))  # none: the lease goes on
             number += 1
             path = f"{self._path}/messages"
             await self._ask("POST", path, params={"number": number}, content=content)
@@ -153,14 +155,20 @@ class ServedPeer:
         await self._http.aclose()
 
     async def _ask(
-        self, method: str, path: str, *, timeout_s: float = _ANSWER_S, **content: Any
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float = _ANSWER_S,
+        patience_s: float = LOST_S,
+        **content: Any,
     ) -> httpx.Response:
         """Send a request until it is answered. What the server takes twice has no effect.
 
         Raises:
-            ReplicaError: the server refuses it, or was not reached for `LOST_S`.
+            ReplicaError: the server refuses it, or was not reached for ``patience_s``.
         """
-        give_up_s = asyncio.get_running_loop().time() + max(LOST_S, timeout_s)
+        give_up_s = asyncio.get_running_loop().time() + patience_s
         while True:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -173,7 +181,9 @@ class ServedPeer:
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                 cause = one_line(error) or type(error).__name__
             if asyncio.get_running_loop().time() > give_up_s:
-                raise ReplicaError(f"{self._url} is not reached: {cause}")
+                raise ReplicaError(
+                    f"no `torchtitan-rl serve --tenants` is reached at {self._url}: {cause}"
+                )
             await asyncio.sleep(_PAUSE_S)
 
 

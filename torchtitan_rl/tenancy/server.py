@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.aio import cancel_all
+from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.channel import Call, CallId, End, Outbox
 from torchtitan_rl.config.lora import (
     LoraConfig,
@@ -65,7 +66,7 @@ from torchtitan_rl.routing.continuation import PartialTokens, remaining_request,
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import CommandName, Handler
-from torchtitan_rl.tenancy.messages import WAIT_S, decode_calls, encode_ends
+from torchtitan_rl.tenancy.messages import LEASE_S, WAIT_S, decode_calls, encode_ends
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
@@ -80,7 +81,6 @@ from torchtitan_rl.types import (
 if TYPE_CHECKING:
     import torch
 
-LEASE_S = 60.0
 _HEADER_BYTES = 1 << 20  # of a safetensors file, at most
 _REPORT_S = 0.05  # shortest time between two batches of progress
 
@@ -166,7 +166,7 @@ class Tenants:
         return {"lease": leased.secret, "lease_s": LEASE_S}
 
     async def _check(self, arguments: Mapping[str, Any], lora: LoraConfig) -> None:
-        errors = lora_errors(lora)
+        errors = [*field_errors(lora, prefix="policy.lora.").values()] or lora_errors(lora)
         if engine_rank(lora.rank) > engine_rank(self._slots.rank):
             errors.append(
                 f"policy.lora.rank is {lora.rank}: the server has room for rank "

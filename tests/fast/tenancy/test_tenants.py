@@ -23,9 +23,8 @@ from torchtitan_rl.config.lora import LoraConfig, TenantSlots, adapter_shapes, r
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.resume import policy_digest
 from torchtitan_rl.errors import InvalidRequestError, ReplicaError
-from torchtitan_rl.generation.decision import KvPolicy
+from torchtitan_rl.generation.decision import KvPolicy, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
-from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.app import EndpointApp
@@ -181,7 +180,9 @@ def handle(tenant: str, version: int) -> SharedMemoryHandle:
 def request(name: str, rng: random.Random) -> GenerationRequest:
     prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 20)))
     sampling = SamplingParams(
-        max_tokens=rng.randint(1, 120), top_p=rng.choice([1.0, 0.9]), num_logprobs=rng.choice([0, 2])
+        max_tokens=rng.randint(1, 120),
+        top_p=rng.choice([1.0, 0.9]),
+        num_logprobs=rng.choice([0, 2]),
     )
     return GenerationRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling)
 
@@ -256,3 +257,142 @@ def test_each_token_is_of_its_runs_adapter_in_the_noted_version(
 ) -> None:
     """With lost answers, too: what is sent again is not taken twice."""
     check_two_runs(monkeypatch, seed)
+
+
+@on_event_loop
+async def test_running_requests_continue_at_once_under_a_pulled_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        asked = GenerationRequest(
+            request_id="long", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=200)
+        )
+        first = asyncio.Event()
+        call = asyncio.create_task(router.generate(asked, lambda _: first.set()))
+        await first.wait()
+        await router.sync_weights(handle("a", 1), mode="hot_swap")
+        done = await call
+        check(asked, done, "a")
+        assert len(done.token_ids) == 200
+        assert [run.version for run in done.version_runs] == [0, 1]
+
+
+async def refusal(work: Any) -> RefusedError:
+    with pytest.raises(RefusedError) as refused:
+        await work
+    return refused.value
+
+
+def registration(tenant: str = "a", **changed: Any) -> dict[str, Any]:
+    lora = {"rank": 1, "alpha": LORA.alpha, "target_modules": ["q_proj"]}
+    own = {"owner": tenant, "policy": policy_digest(POLICY), "max_model_len": 256}
+    return {"name": tenant, **lora, **own, **changed}
+
+
+@on_event_loop
+async def test_who_does_not_fit_or_is_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch) as there:
+        for changed, message in (
+            ({"rank": 16}, "policy.lora.rank is 16: the server has room for rank 8"),
+            ({"max_model_len": 300}, "generator.max_model_len is 300: the server's is 256"),
+            ({"policy": "another"}, "policy.checkpoint is another model than the served one"),
+            ({"target_modules": ["k_proj"]}, "k_proj and v_proj"),
+            ({"target_modules": ["lm_head"]}, "lm_head"),
+        ):
+            refused = await refusal(there.command("tenant.open", registration(**changed)))
+            assert refused.status == 400
+            assert message in refused.message
+        lease = await there.command("tenant.open", registration("a"))
+        refused = await refusal(there.command("tenant.open", registration("a", owner="thief")))
+        assert (refused.status, refused.code) == (409, "tenant_exists")
+        await there.command("tenant.open", registration("b"))
+        refused = await refusal(there.command("tenant.open", registration("c")))
+        assert (refused.status, refused.code) == (503, "no_tenant_place")
+        for wrong in ("", "x", lease["lease"] + "0"):
+            guess = {"name": "a", "lease": wrong, "after": 0}
+            assert (await refusal(there.command("tenant.receive", guess))).status == 410
+        again = await there.command("tenant.open", registration("a"))
+        old = {"name": "a", "lease": lease["lease"], "after": 0}
+        assert (await refusal(there.command("tenant.receive", old))).status == 410
+        await there.command("tenant.close", {"name": "a", "lease": again["lease"]})
+        await there.command("tenant.open", registration("c"))
+
+
+@on_event_loop
+async def test_what_is_uploaded_is_bounded_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch) as there:
+        lease = (await there.command("tenant.open", registration()))["lease"]
+        own = {"name": "a", "lease": lease, "version": 1}
+
+        async def upload(*parts: bytes) -> RefusedError:
+            offset = 0
+            for part in parts:
+                await there.command("tenant.upload", {**own, "offset": offset, "part": part})
+                offset += len(part)
+            return await refusal(there.command("tenant.stage", own))
+
+        tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        name, one = next(iter(tensors.items()))
+        for wrong, message in (
+            (b"no tensors", "no safetensors file"),
+            (adapter(1)[:-3], "no safetensors file"),
+            (save({**tensors, "more": one.clone()}), "not those of the registered adapter"),
+            (save({**tensors, name: one.T.contiguous()}), "not those of the registered adapter"),
+            (save({**tensors, name: torch.full_like(one, float("nan"))}), "finite numbers"),
+            (save({**tensors, name: one.to(torch.int32)}), "finite numbers"),
+        ):
+            assert message in (await upload(wrong)).message
+        assert (await refusal(there.command("tenant.stage", own))).code == "not_uploaded"
+        far = {**own, "offset": 1 << 40, "part": b"x"}
+        assert (await refusal(there.command("tenant.upload", far))).status == 413
+        await there.command("tenant.upload", {**own, "offset": 0, "part": b"1234"})
+        gap = {**own, "offset": 5, "part": b"x"}
+        assert (await refusal(there.command("tenant.upload", gap))).status == 409
+        sent = {"name": "a", "lease": lease, "number": 1}
+        for messages in (b"", b"\x91\xc0", b"\x91" * 100_000):
+            refused = await refusal(there.command("tenant.send", {**sent, "messages": messages}))
+            assert (refused.status, refused.code) == (400, "invalid_messages")
+        assert there.contents == {}
+
+
+@on_event_loop
+async def test_a_silent_run_loses_its_place_and_a_lost_server_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "LEASE_S", 0.4)
+    monkeypatch.setattr("torchtitan_rl.tenancy.client._BEAT_S", 0.05)
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        await there.command("tenant.open", registration("b"))
+        asked = request("long", random.Random(0))
+        await router.generate(asked)
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if there.tenants.gauges()["tenants"] == 1:
+                break
+        assert 'tenant_version{tenant="a"}' in there.tenants.gauges()
+        there.is_down = True
+        monkeypatch.setattr("torchtitan_rl.tenancy.client.LOST_S", 0.1)
+        peer = Peer(there, "c")
+        with pytest.raises(ReplicaError, match="no `torchtitan-rl serve --tenants` is reached"):
+            await peer.start()
+        await peer.close()
+
+
+@on_event_loop
+async def test_routes_need_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch) as there:
+        transport = httpx.ASGITransport(there.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://there/v1/") as http:
+            body = {one: value for one, value in registration().items() if one != "name"}
+            assert (await http.post("tenants/a", json=body)).status_code == 401
+            http.headers["Authorization"] = "Bearer wrong"
+            assert (await http.post("tenants/a", json=body)).status_code == 401
+            http.headers["Authorization"] = "Bearer key:session"
+            assert (await http.post("tenants/a", json=body)).status_code == 400
+            http.headers["Authorization"] = "Bearer key"
+            for name in ("..", "a b", "%00", "a/b/c"):
+                answer = await http.post(f"tenants/{name}", json=body)
+                assert answer.status_code in (404, 405, 422)
+            assert (await http.post("tenants/a", json=body | {"rank": 0})).status_code == 422
+            assert (await http.post("tenants/a", json=body)).status_code == 200
+            assert (await http.get("tenants/a/messages?after=0")).status_code == 422  # no lease

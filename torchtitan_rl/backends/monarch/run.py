@@ -34,10 +34,11 @@ from torchtitan_rl.config.resume import policy_digest
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig
 from torchtitan_rl.distillation.config import CUDA_STEP_TOKENS, engine_options
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.errors import ReplicaError, TorchtitanRLError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.routing.remote import ConnectedReplica
+from torchtitan_rl.routing.restarts import EXPECTED_S
 from torchtitan_rl.tenancy.client import ServedPeer
 from torchtitan_rl.weights.config import (
     Transport,
@@ -75,9 +76,8 @@ class RunProcesses:
         """
         plan = self.prepared.plan
         if self.prepared.config.generator.endpoint and first == replica_name(0):
-            served = _served_replica(self.prepared, name)
+            served = await _served_replica(self.prepared, name, patience_s=EXPECTED_S)
             self.replicas.append(served)
-            await served.peer.start()
             return served
         source = {group.name: source for group, source in _teacher_groups(self.prepared)}.get(first)
         (group,) = (one for one in (*plan.replicas, *plan.teachers) if one.name == first)
@@ -129,25 +129,27 @@ async def run_processes(
     transport, weight_hosts = _weight_hosts(prepared, hosts, trace_dir)
     weights = WeightDistribution(weight_hosts, fan_out=prepared.config.weight_sync.fan_out)
     supervise()
+    replicas: list[MonarchReplica | ServedReplica] = []
+    if prepared.config.generator.endpoint:  # first, because the server may refuse the run
+        replicas.append(await _served_replica(prepared, replica_name(0)))
     trainer: MonarchTrainer | FixedPolicy = FixedPolicy()
     if plan.trainer is not None:
         spec = _trainer_spec(prepared, trace_dir)
         trainer = await MonarchTrainer.spawn(plan.trainer, spec, hosts)
-    replicas: list[MonarchReplica | ServedReplica] = []
+    started: list[MonarchReplica] = []
     teachers: dict[str, list[MonarchReplica]] = defaultdict(list)
     endpoint: MonarchEndpoint | None = None
     try:
-        if prepared.config.generator.endpoint:
-            replicas.append(_served_replica(prepared, replica_name(0)))
         for group, source in _teacher_groups(prepared):
             of_teacher = _teacher_spec(prepared, group, source, trace_dir=trace_dir)
             teachers[source].append(await spawn_replica(group, of_teacher, hosts))
         for group in plan.replicas:
             of_replica = _generator_spec(prepared, group, trace_dir=trace_dir)
-            replicas.append(await spawn_replica(group, of_replica, hosts, weights=weights))
+            started.append(await spawn_replica(group, of_replica, hosts, weights=weights))
+            replicas.append(started[-1])
         if plan.endpoint is not None:
             endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
-        start = _start(trainer, replicas, transport, is_shared=plan.is_shared)
+        start = _start(trainer, started, transport, is_shared=plan.is_shared)
         starts = [start, *(host.start() for host in weight_hosts.values())]
         starts += [one.peer.start() for of_source in teachers.values() for one in of_source]
         await all_of(*starts, *([] if endpoint is None else [endpoint.start()]))
@@ -202,7 +204,7 @@ async def serve_processes(
 
 async def _start(
     trainer: MonarchTrainer | FixedPolicy,
-    replicas: Sequence[MonarchReplica | ServedReplica],
+    replicas: Sequence[MonarchReplica],
     transport: Transport,
     *,
     is_shared: bool,
@@ -322,8 +324,14 @@ def _generator(prepared: PreparedRun | PreparedServe) -> GeneratorConfig:
     return replace(config.generator, vllm=vllm)
 
 
-def _served_replica(prepared: PreparedRun, name: str) -> ServedReplica:
-    """The run's place on the engines of another server."""
+async def _served_replica(
+    prepared: PreparedRun, name: str, *, patience_s: float = 0.0
+) -> ServedReplica:
+    """Register the run with the server whose engines it uses.
+
+    Raises:
+        ReplicaError: see `ServedPeer.start`.
+    """
     config = prepared.config
     assert config.adapters is not None
     # Another run of the same name has another folder; the next process of this run has the same.
@@ -333,10 +341,15 @@ def _served_replica(prepared: PreparedRun, name: str) -> ServedReplica:
         config.generator.endpoint,
         tenant=config.name,
         owner=hashlib.sha256(folder.encode()).hexdigest(),
-        policy=policy_digest(prepared.policy_dir),
+        policy=await asyncio.to_thread(policy_digest, prepared.policy_dir),
         lora=config.adapters,
         max_model_len=config.generator.max_model_len,
     )
+    try:
+        await peer.start(patience_s=patience_s)
+    except ReplicaError:
+        await peer.close()
+        raise
     return ConnectedReplica(peer)
 
 

@@ -1,0 +1,105 @@
+"""Runs with adapters on the engines of one ``torchtitan-rl serve --tenants``."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.real.runs import (
+    ONE_REPLICA,
+    ROOT,
+    Run,
+    options,
+    read_metrics,
+    require_audit,
+    train,
+    weights,
+)
+from tests.real.served import Served, serve
+from torchtitan_rl.serving.config import API_KEY
+from torchtitan_rl.tenancy import client
+
+POLICY = ROOT / "experiments" / "alphabet_sort" / "policy"
+KEY = "secret"
+LORA = (
+    *("--policy.lora.rank", "4", "--trainer.optimizer.learning-rate", "0.004"),
+    *("--trainer.optimizer.decay-steps", "0", *ONE_REPLICA),
+)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Served]:
+    folder = tmp_path / "serve"
+    folder.mkdir()
+    rooms = ("--tenants", "2", "--tenant-rank", "8", *ONE_REPLICA)
+    served = serve(folder, POLICY, *rooms, key=KEY, environment={API_KEY: KEY})
+    try:
+        yield served
+    finally:
+        served.run.kill_all()
+
+
+def start(server: Served, root: Path, name: str, *more: str) -> Run:
+    words = options(root, name, *LORA, "--generator.endpoint", f"{server.url}/v1", *more)
+    return Run(words, log=root / f"{name}.log", environment={client.API_KEY: KEY})
+
+
+def test_a_run_learns_off_policy_on_the_engines_of_a_server(server: Served, tmp_path: Path) -> None:
+    run = start(server, tmp_path, "run", "--num-steps", "4", "--schedule.staleness", "2")
+    run.wait_until(lambda: "step 2/4" in run.log.read_text(), "the second step")
+    assert server.gauge("tenants") == 1
+    run.require_success()
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    assert all(row["trainer/logprob_diff_max"] < 1e-4 for row in rows)  # each under its version
+    assert server.gauge("tenants") == 0
+    require_audit(tmp_path / "run")
+
+
+@pytest.mark.soak
+def test_two_runs_are_each_as_alone_and_one_is_killed_and_resumed(
+    server: Served, tmp_path: Path
+) -> None:
+    other = ("--seed", "5", "--num-steps", "4")
+    alone = [train(tmp_path, "alone", *LORA, "--num-steps", "4")]
+    alone.append(train(tmp_path, "other-alone", *LORA, *other))
+    run = start(server, tmp_path, "run", "--num-steps", "4")
+    killed = start(server, tmp_path, "other", *other)
+    killed.wait_until(lambda: "step 2/4" in killed.log.read_text(), "the second step")
+    killed.process.send_signal(signal.SIGKILL)
+    killed.wait()
+    run.require_success()
+    start(server, tmp_path, "other", *other, "--checkpoint.resume").require_success()
+    for one, expected in zip(("run", "other"), alone, strict=True):
+        require_audit(tmp_path / one)
+        assert weights(tmp_path / one) == weights(expected)
+
+
+@pytest.mark.soak
+def test_runs_wait_for_a_server_that_comes_back(tmp_path: Path, server: Served) -> None:
+    run = start(server, tmp_path, "run", "--num-steps", "6", "--schedule.staleness", "2")
+    run.wait_until(lambda: "step 2/6" in run.log.read_text(), "the second step")
+    server.run.kill_all()
+    folder = tmp_path / "again"
+    folder.mkdir()
+    rooms = ("--tenants", "1", *ONE_REPLICA, "--endpoint.port", server.url.rpartition(":")[2])
+    again = serve(folder, POLICY, *rooms, key=KEY, environment={API_KEY: KEY})
+    try:
+        run.require_success()
+        assert "replica0-2 takes the place of replica0" in run.log.read_text()
+        rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+        assert all(row["trainer/logprob_diff_max"] < 1e-4 for row in rows)
+        require_audit(tmp_path / "run")
+    finally:
+        again.run.kill_all()
+
+
+def test_a_server_that_is_not_there_ends_the_run_before_a_process_starts(tmp_path: Path) -> None:
+    words = options(tmp_path, "run", *LORA, "--generator.endpoint", "http://127.0.0.1:9/v1")
+    run = Run(words, log=tmp_path / "log")
+    assert run.wait() == 1
+    text = run.log.read_text()
+    assert "no `torchtitan-rl serve --tenants` is reached at http://127.0.0.1:9/v1" in text
+    assert not list((tmp_path / "run" / "logs").glob("trainer*"))
