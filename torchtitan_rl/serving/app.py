@@ -269,6 +269,16 @@ def _check_values(content: Any) -> None:
         level, depth = below, depth + 1
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the engine options of a request that did not come as JSON over HTTP.
+
+    Raises:
+        RefusedError: a value would harm the engine (400).
+    """
+    _check_values(dict(options))
+    _check_constraints(options.get("structured_outputs"))
+
+
 def _check_constraints(constraints: Any) -> None:
     """Check schemas that are strings; they are parsed as the application parses them."""
     if not isinstance(constraints, dict):

@@ -64,6 +64,7 @@ from torchtitan_rl.generation.engine import ReadingRate
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.continuation import PartialTokens, remaining_request, used_up
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.serving.app import check_options
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import CommandName, Handler
 from torchtitan_rl.tenancy.messages import LEASE_S, WAIT_S, decode_calls, encode_ends
@@ -388,14 +389,26 @@ class Tenant:
     # Requests.
 
     def _submit(self, call: Call[Any], request: GenerationRequest) -> None:
-        if request.request_id in self._running:
-            error = InvalidRequestError(f"request {request.request_id!r} is still outstanding")
-            self._end(request.request_id, error=error)
+        if message := self._refusal(request):
+            self._end(request.request_id, error=InvalidRequestError(message))
             return
         request = replace(request, resume_from=None)
         tokens = PartialTokens(request, self._report)
         running = self._running[request.request_id] = _Running(call, request, tokens)
         running.task = self._start(self._serve(running))
+
+    def _refusal(self, request: GenerationRequest) -> str:
+        """Why a request is refused that no engine must see; empty if it is not."""
+        name = f"request {request.request_id!r}"
+        if request.request_id in self._running:
+            return f"{name} is still outstanding"
+        if request.sampling.prompt_logprobs is not None:
+            return f"{name} asks for prompt_logprobs, which runs do not get"
+        try:
+            check_options(request.sampling.engine_options)
+        except RefusedError as error:
+            return f"{name}: {error}"
+        return ""
 
     def _report(self, progress: Progress) -> None:
         if (running := self._running.get(progress.request_id)) is not None:

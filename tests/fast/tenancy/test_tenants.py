@@ -4,6 +4,7 @@ which run's adapter, and which version of it, sampled them."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -396,3 +397,27 @@ async def test_routes_need_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (await http.post("tenants/a", json=body | {"rank": 0})).status_code == 422
             assert (await http.post("tenants/a", json=body)).status_code == 200
             assert (await http.get("tenants/a/messages?after=0")).status_code == 422  # no lease
+
+
+@on_event_loop
+async def test_options_that_would_harm_an_engine_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schema = {"type": "array", "minItems": 10**9}
+    nested: Any = []
+    for _ in range(100):
+        nested = [nested]
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        for more in (
+            {"engine_options": {"structured_outputs": {"json": schema}}},
+            {"engine_options": {"structured_outputs": {"json": json.dumps(schema)}}},
+            {"engine_options": {"bad_words": nested}},
+            {"prompt_logprobs": 0},
+        ):
+            sampling = SamplingParams(max_tokens=4, **more)
+            asked = GenerationRequest(request_id="x", prompt_token_ids=(1,), sampling=sampling)
+            with pytest.raises(InvalidRequestError):
+                await router.generate(asked)
+        sampling = SamplingParams(max_tokens=4, engine_options={"repetition_penalty": 1.1})
+        asked = GenerationRequest(request_id="x", prompt_token_ids=(1,), sampling=sampling)
+        assert len((await router.generate(asked)).token_ids) == 4
