@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchtitan_rl.bounds import check_fields
-from torchtitan_rl.config.fit import device_bytes, fitting_options, option_words
+from torchtitan_rl.config.fit import (
+    describe_shortage,
+    device_bytes,
+    fitting_options,
+    option_words,
+)
 from torchtitan_rl.config.hosts import chosen_host_errors
 from torchtitan_rl.config.loader import load_config, split_config
 from torchtitan_rl.config.machine import HostFacts, count, made_up_hosts
@@ -56,7 +61,8 @@ def main(words: Sequence[str]) -> int:
     changes = fitting_options(config, policy, hosts, uses_all=True)
     if changes is None:
         done = "run" if config.mode == "generate" else "be trained"
-        print(f"nothing fits: {what} cannot {done} on {on}")
+        shortage = describe_shortage(config, policy, hosts)
+        print(f"nothing fits: {what} cannot {done} on {on}: {shortage}")
         return 1
     chosen = load_config(config_file, [*overrides, *option_words(changes)])
     command = ["torchtitan-rl", "train", str(config_file), *overrides, *option_words(changes)]

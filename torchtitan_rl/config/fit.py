@@ -105,6 +105,33 @@ def fitting_options(
     return None
 
 
+def describe_shortage(config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts]) -> str:
+    """Why `fitting_options` found nothing: what the closest options lack."""
+    size = device_bytes(hosts)
+    plans = [
+        memory_plan(candidate, policy, device="cuda", device_bytes=size)
+        for sized in _sizes(config, policy, hosts, uses_all=True)
+        for candidate in _memory_options(sized)
+        if _has_room(candidate, hosts)
+    ]
+    if not plans:
+        teachers = " and teachers" if config.teacher_ranks else ""
+        return f"there are too few devices for trainer, replicas{teachers}"
+    usable = (1 - _MARGIN) * size
+    small = [plan for plan in plans if sum(plan.trainer.values()) <= usable]
+    if not small:
+        least = min((plan.trainer for plan in plans), key=lambda parts: sum(parts.values()))
+        return (
+            f"a trainer rank needs at least about {describe_parts(least)}, and "
+            f"{100 * (1 - _MARGIN):.0f} % of a device is {usable / 2**30:.1f} GiB"
+        )
+    most = max(small, key=lambda plan: plan.kv_tokens)
+    return (
+        f"a replica's rank has at most {describe_parts(most.replica)}, which holds no request of "
+        f"generator.max_model_len ({config.generator.max_model_len}) tokens"
+    )
+
+
 def _fits(config: RunConfig, policy: PolicyFacts, size: int, requests: int) -> bool:
     plan = memory_plan(config, policy, device="cuda", device_bytes=size)
     if plan.replica and plan.kv_tokens < requests * config.generator.max_model_len:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -70,11 +71,30 @@ def test_fit_prints_a_command_whose_dry_run_passes_or_says_that_nothing_fits(
     if devices.startswith("1x"):
         assert code == 1
         assert last.startswith("nothing fits: Qwen/Qwen2.5-32B-Instruct (32.8 B parameters)")
+        assert ": a trainer rank needs at least about " in last
         return
     assert code == 0
     _, *command = shlex.split(last)
     assert main([*command, "--dry-run", "--launch.hosts", devices]) == 0
     assert "memory of each trainer rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ["--mode", "generate", "--policy.checkpoint", "Qwen/Qwen3-14B"],
+            r"a replica's rank has at most .*, which holds no request of generator.max_model_len",
+        ),
+        (["--teacher.checkpoint", "Qwen/Qwen3-8B"], "there are too few devices for .* teachers"),
+    ],
+    ids=["KV cache", "teacher"],
+)
+def test_fit_says_why_nothing_fits(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", "alphabet_sort_qwen3_0_6b", *words, "--devices", "1x24GB"]) == 1
+    assert re.search(f"^nothing fits: .*: {reason}", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
