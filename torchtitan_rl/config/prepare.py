@@ -68,6 +68,7 @@ class PreparedRun:
     memory: MemoryPlan | None = None  # None: the sizes of the policy are not known
     identity: dict[str, Any] = field(default_factory=dict)
     resume_point: ResumePoint | None = None
+    routed_bytes: int = 0  # of the experts of a token, see `RoutedExperts`; 0: not recorded
     teachers: Mapping[str, FoundTeacher] = field(default_factory=dict)  # by their source
 
     @property
@@ -152,7 +153,7 @@ class PreparedRun:
             "running_requests": self.config.generator.running_requests(self.plan.device),
             "step_tokens": self.config.generator.step_tokens(self.plan.device),
             "published_versions": self.config.num_published_versions,
-            "recorded_bytes_per_step": recorded_bytes(self.config),
+            "recorded_bytes_per_step": recorded_bytes(self.config, self.routed_bytes),
             "first_step": 1 + (self.resume_point.step if self.resume_point else 0),
             "notes": self.notes,
         }
@@ -223,7 +224,7 @@ class PreparedRun:
         return f"{problems}, {rollouts} each, before the first step{every} and after the last"
 
     def _describe_recording(self) -> str:
-        size = recorded_bytes(self.config)
+        size = recorded_bytes(self.config, self.routed_bytes)
         if not size:
             return ""
         sampling = self.config.rollout.sampling
@@ -272,14 +273,16 @@ _SAMPLED_BYTES, _PROMPT_BYTES = 80, 7  # of a token in rollouts.jsonl
 _TEACHER_BYTES = 45  # a token's score and advantage
 
 
-def recorded_bytes(config: RunConfig) -> int:
+def recorded_bytes(config: RunConfig, routed_bytes: int) -> int:
     """The most bytes that a step adds to ``rollouts.jsonl`` with ``metrics.rollouts_per_step``
-    ``all``; 0 without it. Each turn repeats the tokens of the turns before it in its prompt."""
+    ``all``; 0 without it. Each turn repeats the tokens of the turns before it in its prompt, but
+    not their experts, which are written in base64."""
     if config.rollouts_per_step != "all":
         return 0
     rollout = config.rollout
     sampled_bytes = _SAMPLED_BYTES + (_TEACHER_BYTES if config.teacher.is_on else 0)
     token_bytes = sampled_bytes + _PROMPT_BYTES * (rollout.max_turns + 1) // 2
+    token_bytes += -(-4 * routed_bytes // 3)
     num_rollouts = rollout.groups_per_step * rollout.group_size
     return num_rollouts * rollout.max_total_tokens * token_bytes
 
@@ -390,8 +393,20 @@ def prepare_run(
         ),
         identity=identity,
         resume_point=resume_point,
+        routed_bytes=_routed_bytes(config, policy, plan.device),
         teachers=teachers,
     )
+
+
+def _routed_bytes(
+    config: RunConfig, policy: PolicyFacts | None, device: Literal["cpu", "cuda"]
+) -> int:
+    """`PreparedRun.routed_bytes`. Only engines on a CPU record experts."""
+    architecture = None if policy is None else policy.architecture
+    is_off = config.rollout.replay_routing is False or device != "cpu"
+    if is_off or architecture is None or architecture.experts is None:
+        return 0
+    return architecture.num_layers * architecture.experts.per_token
 
 
 def _compilation_notes(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[str]:

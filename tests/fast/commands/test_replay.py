@@ -278,3 +278,16 @@ def test_the_plan_says_how_much_is_recorded_and_what_a_mode_starts(
     said = capsys.readouterr().out
     assert "trainer:" in said
     assert "replica0" not in said
+
+
+def test_the_plan_counts_recorded_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = []
+    for replays in ("True", "False"):
+        more = ["--metrics.rollouts-per-step", "all", "--rollout.replay-routing", replays]
+        train = ["train", "alphabet_sort_moe_tiny", *more, "--output-dir", str(tmp_path)]
+        assert cli.main([*train, "--dry-run", "--json"]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["recorded_bytes_per_step"])
+    # 2 experts in 2 layers for 256 tokens of 16 x 8 rollouts: 4 bytes, 6 characters in base64.
+    assert sizes[0] - sizes[1] == 16 * 8 * 256 * 6
