@@ -54,6 +54,7 @@ class Plan(Habits):
     during_step: str = "running"
     zero_variance: str = "train"
     credit: str = "outcome"
+    advantage: str = "mean"
     replicas: int = 2
     train_s: float = 1.0
     order: str = "together"
@@ -236,6 +237,7 @@ def run_config(plan: Plan) -> RunConfig:
             step_timeout_s=plan.env_timeout_s,
             rollout_timeout_s=plan.rollout_timeout_s,
             credit=plan.credit,
+            advantage=plan.advantage,
             sampling=SamplingConfig(max_tokens_per_turn=plan.max_tokens, top_p=0.9),
         ),
         schedule=ScheduleConfig(

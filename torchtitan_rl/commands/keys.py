@@ -64,6 +64,7 @@ def main(words: Sequence[str]) -> int:
     address = f"tls://[{hosts[-1]}]:26600" if ":" in hosts[-1] else f"tls://{hosts[-1]}:26600"
     print(f"  torchtitan-rl worker --address {address} --keys torchtitan-rl-keys")
     print("  torchtitan-rl train CONFIG --launch.keys torchtitan-rl-keys ...")
+    print(f"Where all machines read {options.output}, copy nothing; name {options.output} on each.")
     print(f"Keep {options.output / AUTHORITY_KEY} here: it makes keys of further machines (--add).")
     return 0
 

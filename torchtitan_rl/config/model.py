@@ -384,7 +384,8 @@ def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> 
         return Path(checkpoint).resolve()
     what = f"{field} is {checkpoint!r}"
     if not is_hub_name(checkpoint):
-        raise ConfigError(f"{what}: there is no config.json in that directory; {_fix()}")
+        lacks = "such directory" if is_elsewhere(checkpoint) else "config.json in that directory"
+        raise ConfigError(f"{what}: there is no {lacks}; {_fix()}")
     from huggingface_hub import constants, snapshot_download
 
     try:

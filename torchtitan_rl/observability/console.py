@@ -338,7 +338,7 @@ def describe_run(
         seconds: the time of each phase.
         totals: the metrics ``total/*`` of the last step.
         examples: rows of ``rollouts.jsonl`` to show.
-        outputs: files and folders of the run; only existing ones are shown.
+        outputs: files and folders of the run; those that are absent or empty are not shown.
     """
     lines = [headline, *warnings]
     if rewards := _evaluations(run_dir):
@@ -348,8 +348,13 @@ def describe_run(
     if tokens := _tokens(totals):
         lines.append(f"tokens: {tokens}")
     lines += [line for row in examples for line in _example(row)]
-    lines += [f"{name}: {path}" for name, path in outputs.items() if path.exists()]
+    lines += [f"{name}: {path}" for name, path in outputs.items() if _is_used(path)]
     return [*lines, *(f"next: {command}" for command in next_commands)]
+
+
+def _is_used(path: Path) -> bool:
+    """Whether it exists and, if it is a file, is not empty, as the rollouts of fine-tuning are."""
+    return path.is_dir() or (path.is_file() and path.stat().st_size > 0)
 
 
 def usual_step_s(run_dir: Path) -> float | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.aio import background, first_of
+from torchtitan_rl.config.lora import ADAPTER_FOLDER
 from torchtitan_rl.config.machine import count
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
@@ -193,7 +194,8 @@ class RunRecorder:
             where = f"after step {state.step}" if state.step else "before the end of step 1"
             headline = f"{ending} {where} of {state.num_steps}; {own_steps}\n{checkpoint}"
             commands = [resume_command]
-        outputs = {"policy": policy, "rollouts": run_dir / "rollouts.jsonl"}
+        rollouts, adapter = run_dir / "rollouts.jsonl", run_dir / ADAPTER_FOLDER
+        outputs = {"policy": policy, "adapter": adapter, "rollouts": rollouts}
         return describe_run(
             run_dir,
             headline=headline,

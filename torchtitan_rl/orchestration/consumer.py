@@ -63,7 +63,8 @@ class Consumer:
         # Consecutive batches without a token to train on, since this process started.
         self._empty_batches: list[tuple[RolloutGroup, ...]] = []
         self._is_save_due = False
-        self._may_report_ignored = config.rollout.credit == "outcome"
+        rollout = config.rollout
+        self._may_report_ignored = rollout.credit == "outcome" and rollout.advantage != "none"
         self._times = _Times()
 
     async def run(self) -> None:

@@ -175,6 +175,19 @@ def test_a_resumed_runs_last_line_counts_its_own_steps(
     assert headline("failed", None) == "failed before the end of step 1 of 9; 0 steps in TIME"
 
 
+def test_the_last_lines_name_what_the_run_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, staleness=0)
+    record_run(config)
+    assert "rollouts: " not in capsys.readouterr().out  # fine-tuning has none
+    (config.run_dir / "adapter").mkdir()
+    record_run(config, record_one)
+    out = capsys.readouterr().out
+    assert f"adapter: {config.run_dir / 'adapter'}\n" in out
+    assert f"rollouts: {config.run_dir / 'rollouts.jsonl'}\n" in out
+
+
 def test_the_last_lines_say_what_became_of_the_tokens_and_show_the_best_and_the_worst_rollout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

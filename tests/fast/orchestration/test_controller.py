@@ -174,6 +174,15 @@ def test_groups_that_differ_in_the_rewards_of_turns_alone_are_flat_by_outcome_an
     assert [len(record.flat) for record in flat] == [3, 3, 3]
 
 
+@pytest.mark.parametrize(("advantage", "times"), [("mean", 1), ("none", 0)])
+def test_rewards_of_turns_that_are_not_trained_on_are_named_once_unless_no_reward_is(
+    advantage: str, times: int, tmp_path: Path
+) -> None:
+    plan = replace(TURN_REWARDS, turns=2, advantage=advantage, teacher_s=0.5)
+    said = run(plan, tmp_path).recorder.said
+    assert sum("turns have rewards of their own" in text for text in said) == times
+
+
 def test_trap_19_problems_that_are_all_solved_are_trained_on_with_a_word_otherwise(
     tmp_path: Path,
 ) -> None:
