@@ -160,9 +160,13 @@ def _config_file(given: Path, command: str) -> Path:
         return given
     if str(given) in ready_configs(command):
         return _READY_DIR / f"{given}.py"
+    what = "there is no such file, and no ready configuration of that name"
+    for other in ("train", *_SUPERVISED):
+        if str(given) in ready_configs(other):
+            what = f"it is for torchtitan-rl {other}"
     raise ConfigError(
-        f"CONFIG is {given}: there is no such file, and no ready configuration of that name; give "
-        f"a Python file or one of {', '.join(ready_configs(command))}"
+        f"CONFIG is {given}: {what}; give a Python file or one of "
+        f"{', '.join(ready_configs(command))}"
     )
 
 

@@ -244,8 +244,13 @@ def check_server(
         entries = _entries(content, len(token_ids))
     except TimeoutError as error:
         raise TeacherError(f"no answer within {_CHECK_TIMEOUT_S:g} s") from error
-    except (httpx.InvalidURL, _FailedError) as error:
-        raise TeacherError(one_line(error) or type(error).__name__) from error
+    except httpx.InvalidURL as error:
+        raise TeacherError(one_line(error)) from error
+    except _FailedError as error:
+        raise TeacherError(
+            f"{error}; give a server with prompt logprobs that runs, such as torchtitan-rl serve "
+            "MODEL --endpoint.prompt-logprobs"
+        ) from error
     for token, entry in zip(token_ids[1:], entries, strict=True):
         text, own = entry[str(token)].get("decoded_token"), decode([token])
         # Tokens that are parts of a character have no text of their own, and some tokenizers drop

@@ -173,7 +173,7 @@ WRONG_COMMANDS = {
     "replay": "RUN_DIR is missing",
     "replay nosuch --step 1": "RUN_DIR is nosuch: it has no readable identity.json",
     "sft": "CONFIG is missing: give a Python file or one of sft_alphabet_sort_tiny",
-    "sft alphabet_sort_tiny": "CONFIG is alphabet_sort_tiny: there is no such file",
+    "sft alphabet_sort_tiny": "CONFIG is alphabet_sort_tiny: it is for torchtitan-rl train",
     "dpo nosuch.py": "CONFIG is nosuch.py: there is no such file",
     "explain": "RUN_DIR: give the folder of one run",
     "explain a b": "RUN_DIR: give the folder of one run",

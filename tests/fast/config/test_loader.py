@@ -78,6 +78,8 @@ def test_an_unknown_option_is_one_error_that_suggests_the_right_one(path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.py: there is no such file"):
         load_config(tmp_path / "nothing.py", [])
+    with pytest.raises(ConfigError, match=r"tiny: it is for torchtitan-rl sft; give a"):
+        load_config(Path("sft_alphabet_sort_tiny"), [])
 
 
 def test_a_file_without_a_config_says_what_to_write(tmp_path):

@@ -59,7 +59,8 @@ def refusals(tmp_path: Path, **changes: Any) -> list[str]:
         ),
         (
             {"teacher__checkpoint": "", "teacher__url": "http://127.0.0.1:1/v1"},
-            "teacher.url is http://127.0.0.1:1/v1: ",
+            "teacher.url is http://127.0.0.1:1/v1: ConnectError: All connection attempts failed; "
+            "give a server with prompt logprobs",
         ),
         ({"launch__hosts": "2x0"}, "teacher.checkpoint is /"),
     ],
