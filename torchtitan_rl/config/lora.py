@@ -10,7 +10,6 @@ that may come from others; it reads no pickle.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -209,6 +208,9 @@ _UNSERVED = (
 )
 # Those that leave the base as it is. Others, such as pissa, change it when PEFT loads an adapter.
 _INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+# Of weights and of alpha. An adapter that computes infinity or NaN spoils the requests of others:
+# on a CPU, vLLM's attention reads what earlier requests have left in the cache's blocks.
+_MOST = 1e4
 _TENSOR = re.compile(r"(?P<layer>.*\.(?P<target>[^.]+))\.lora_(?P<matrix>[AB])\.weight")
 
 
@@ -260,10 +262,24 @@ def _read_adapter(name: str, folder: Path, policy: PolicyArchitecture | None) ->
             "convert it to a plain adapter with PEFT"
         )
     if not _is_positive(alpha := document.get("lora_alpha")):
-        raise ValueError(f"{ADAPTER_CONFIG} has lora_alpha {alpha!r}; it must be above 0")
+        raise ValueError(
+            f"{ADAPTER_CONFIG} has lora_alpha {alpha!r}; it must be above 0, and at most {_MOST:g}"
+        )
+    for name_of in ("rank_pattern", "alpha_pattern"):
+        pattern = document.get(name_of) or {}
+        if not isinstance(pattern, dict) or not all(map(_is_positive, pattern.values())):
+            raise ValueError(f"{ADAPTER_CONFIG} has {name_of} {pattern!r}; give numbers above 0")
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        with safe_open(folder / ADAPTER_WEIGHTS, "np") as file:
-            shapes = {one: tuple(file.get_slice(one).get_shape()) for one in file.keys()}  # noqa: SIM118
+        with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+            for tensor in file.keys():  # noqa: SIM118
+                values = file.get_tensor(tensor)
+                shapes[tensor] = tuple(values.shape)
+                if not values.is_floating_point() or not (values.abs() <= _MOST).all():
+                    raise ValueError(
+                        f"{tensor} has values that are no floats up to {_MOST:g}; if the training "
+                        "has diverged, give an earlier adapter"
+                    )
     except SafetensorError as error:
         raise ValueError(f"{ADAPTER_WEIGHTS} is damaged or not complete: {error}") from error
     ranks, targets = _ranks_and_targets(shapes, policy)
@@ -279,8 +295,8 @@ def _read_adapter(name: str, folder: Path, policy: PolicyArchitecture | None) ->
 
 
 def _is_positive(value: object) -> bool:
-    """Whether it is a number, finite and above 0."""
-    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+    """Whether it is a number, above 0 and at most `_MOST`."""
+    return type(value) in (int, float) and 0 < value <= _MOST  # type: ignore[operator]
 
 
 def _ranks_and_targets(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -197,14 +198,14 @@ def config_with(**fields: object) -> Callable[[Path], None]:
     return change
 
 
-def tensors_with(name: str, *shape: int) -> Callable[[Path], None]:
+def tensors_with(name: str, *shape: int, value: float = 1.0) -> Callable[[Path], None]:
     """A changed tensor; without a shape it is missing."""
 
     def change(folder: Path) -> None:
         path = folder / ADAPTER_WEIGHTS
         tensors = load_file(path)
         tensors.pop(name, None)
-        save_file(tensors | ({name: torch.ones(shape)} if shape else {}), path)
+        save_file(tensors | ({name: torch.full(shape, value)} if shape else {}), path)
 
     return change
 
@@ -226,6 +227,9 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
         (config_with(lora_alpha=None), "has lora_alpha None; it must be above 0"),
         (config_with(lora_alpha="16"), "has lora_alpha '16'"),
         (config_with(lora_alpha=float("nan")), "has lora_alpha nan"),
+        (config_with(lora_alpha=1e300), "has lora_alpha 1e+300"),
+        (config_with(rank_pattern="q_proj"), "has rank_pattern 'q_proj'; give numbers above 0"),
+        (config_with(alpha_pattern={"q_proj": math.nan}), "has alpha_pattern {'q_proj': nan}"),
         (config_with(init_lora_weights="pissa_niter_4"), "with which PEFT changes the model"),
         (config_with(use_bdlora={"a": 1}), "has use_bdlora"),
         (lambda folder: (folder / ADAPTER_CONFIG).write_text("["), "adapter_config.json"),
@@ -236,6 +240,8 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
         (tensors_with(f"{FIRST}.lora_B.weight", 575, 4), "does not fit the model"),
         (tensors_with(f"{FIRST}.lora_B.weight", 576, 5), "has no second matrix that fits"),
         (tensors_with(f"{FIRST}.lora_B.weight", 576), "has no second matrix that fits"),
+        (tensors_with(f"{FIRST}.lora_B.weight", 576, 4, value=math.nan), "are no floats up to"),
+        (tensors_with(f"{FIRST}.lora_B.weight", 576, 4, value=1e30), "are no floats up to"),
         (tensors_with("lm_head.weight", 4, 4), "no matrix of an adapter"),
         (tensors_with(FIRST.replace("0", "2") + ".lora_A.weight", 4, 576), "does not fit"),
     ],
