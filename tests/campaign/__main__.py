@@ -1,4 +1,5 @@
-"""``python -m tests.campaign SEED`` shows one case; ``--cases`` and ``--seconds`` run many."""
+"""``python -m tests.campaign SEED`` shows one case; ``--cases`` and ``--seconds`` run many.
+``--of`` chooses the kind of runs."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
+from typing import get_args
 
-from tests.campaign.case import Case, run_case
+from tests.campaign.case import Case, Kind, run_case
 
 _CHUNK = 25
 _MAX_BYTES = 4 << 30
@@ -41,45 +43,47 @@ def prepare_process() -> None:
     signal.signal(signal.SIGPROF, _give_up)
 
 
-def _run_chunk(seeds: range) -> list[tuple[int, tuple[str, ...], str]]:
+def _run_chunk(seeds: range, kind: Kind) -> list[tuple[int, tuple[str, ...], str]]:
     results = []
     for seed in seeds:
         for timer, limit_s in _LIMITS_S.items():
             signal.setitimer(timer, limit_s)
         try:
-            case: Case = run_case(seed)
+            case: Case = run_case(seed, kind)
         except BaseException:
             results.append((seed, ("the_campaign_itself",), traceback.format_exc()))
             continue
         finally:
             for timer in _LIMITS_S:
                 signal.setitimer(timer, 0)
-        kinds = tuple(dict.fromkeys(violation.kind for violation in case.violations))
-        results.append((seed, kinds, case.describe() if kinds else ""))
+        names = tuple(dict.fromkeys(violation.name for violation in case.violations))
+        results.append((seed, names, case.describe() if names else ""))
     return results
 
 
-def run_many(first: int, cases: int, seconds: float, jobs: int, out: Path | None) -> int:
+def run_many(
+    first: int, cases: int, seconds: float, jobs: int, out: Path | None, kind: Kind
+) -> int:
     started = time.monotonic()
-    seeds_of: dict[str, list[int]] = {}  # by kind of violation
+    seeds_of: dict[str, list[int]] = {}  # by name of violation
     num_run = num_failed = 0
     file = out.open("w") if out is not None else sys.stdout
-    for seed, kinds, text in _results(range(first, first + cases), started + seconds, jobs):
+    for seed, names, text in _results(range(first, first + cases), started + seconds, jobs, kind):
         num_run += 1
-        for kind in kinds:
-            seeds_of.setdefault(kind, []).append(seed)
-        if kinds:
+        for name in names:
+            seeds_of.setdefault(name, []).append(seed)
+        if names:
             num_failed += 1
             print(text, "\n", file=file, flush=True)
     took = time.monotonic() - started
     print(f"{num_run} cases in {took:.0f} s, {num_failed} with violations")
-    for kind, seeds in sorted(seeds_of.items(), key=lambda pair: -len(pair[1])):
-        print(f"  {len(seeds):6} {kind}: seeds {seeds[:12]}")
+    for name, seeds in sorted(seeds_of.items(), key=lambda pair: -len(pair[1])):
+        print(f"  {len(seeds):6} {name}: seeds {seeds[:12]}")
     return 1 if num_failed else 0
 
 
 def _results(
-    seeds: range, deadline: float, jobs: int
+    seeds: range, deadline: float, jobs: int, kind: Kind
 ) -> Iterator[tuple[int, tuple[str, ...], str]]:
     """Of as many cases as can be started before ``deadline``, in order."""
     pending: deque[Future[list[tuple[int, tuple[str, ...], str]]]] = deque()
@@ -87,7 +91,7 @@ def _results(
         for start in range(0, len(seeds), _CHUNK):
             if time.monotonic() > deadline:
                 break
-            pending.append(pool.submit(_run_chunk, seeds[start : start + _CHUNK]))
+            pending.append(pool.submit(_run_chunk, seeds[start : start + _CHUNK], kind))
             if len(pending) == 2 * jobs:
                 yield from pending.popleft().result()
         for future in pending:
@@ -97,6 +101,9 @@ def _results(
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign")
     parser.add_argument("seed", type=int, nargs="?", help="show this case")
+    parser.add_argument(
+        "--of", choices=get_args(Kind), default="rollouts", dest="kind", help="the kind of runs"
+    )
     parser.add_argument("--cases", type=int, default=0, help="run so many, from --first on")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start none after")
     parser.add_argument("--first", type=int, default=0)
@@ -105,11 +112,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.seed is not None:
         prepare_process()
-        case = run_case(options.seed)
+        case = run_case(options.seed, options.kind)
         print(case.describe())
         return 1 if case.violations else 0
     cases = options.cases or 10**9
-    return run_many(options.first, cases, options.seconds, options.jobs, options.out)
+    return run_many(options.first, cases, options.seconds, options.jobs, options.out, options.kind)
 
 
 if __name__ == "__main__":

@@ -3,30 +3,66 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal, NamedTuple
 
-from tests.campaign.faults import draw_faults
+from tests.campaign.conversations import (
+    CONVERSATION_RULES,
+    ConversationsPlan,
+    draw_conversations,
+    equals_the_undisturbed_conversations,
+)
+from tests.campaign.faults import draw_faults, draw_faults_and_losses
 from tests.campaign.invariants import (
+    ROLLOUT_RULES,
+    Rule,
     Violation,
     equals_the_undisturbed_run,
     had_nothing_to_train,
     violations_of,
 )
 from tests.campaign.lives import Ending, Life, live
-from tests.campaign.machine import Fault
-from tests.campaign.plan import CampaignPlan, draw
+from tests.campaign.machine import Fault, Machine
+from tests.campaign.plan import CampaignPlan, draw, draw_restarts
 
 _MEMORY = Path("/dev/shm")
+
+Kind = Literal["rollouts", "restarts", "conversations"]
+
+
+class _Parts(NamedTuple):
+    """What draws a plan from a seed, what draws the faults of a life, the rules after each life,
+    and the one that compares the last life to the undisturbed one."""
+
+    draw: Callable[[int], CampaignPlan | ConversationsPlan]
+    faults: Callable[[int, int, Machine], list[Fault]]
+    rules: Sequence[Rule]
+    compare: Callable[[Life, Life, list[Fault]], list[Violation]]
+
+
+_PARTS: dict[Kind, _Parts] = {
+    "rollouts": _Parts(draw, draw_faults, ROLLOUT_RULES, equals_the_undisturbed_run),
+    "restarts": _Parts(
+        draw_restarts, draw_faults_and_losses, ROLLOUT_RULES, equals_the_undisturbed_run
+    ),
+    "conversations": _Parts(
+        draw_conversations,
+        draw_faults,
+        CONVERSATION_RULES,
+        equals_the_undisturbed_conversations,
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     seed: int
-    plan: CampaignPlan
+    kind: Kind
+    plan: CampaignPlan | ConversationsPlan
     lives: tuple[str, ...]
     schedule: tuple[tuple[Fault, ...], ...]
     violations: tuple[Violation, ...]
@@ -48,35 +84,37 @@ class Case:
                 *drawn,
                 "what happened:",
                 *self.lives,
-                f"again: python -m tests.campaign {self.seed}",
+                f"again: python -m tests.campaign {self.seed} --of {self.kind}",
             ]
         )
 
 
-def run_case(seed: int) -> Case:
+def run_case(seed: int, kind: Kind = "rollouts") -> Case:
     """Play it through. An undisturbed life comes first, for its counts and its weights, and one
     comes last, for it must be possible to go on from whatever the others left."""
-    plan = draw(seed)
+    parts = _PARTS[kind]
+    plan = parts.draw(seed)
     with _place() as root:
         dry = live(-1, plan, root / "dry", [])
-        violations = violations_of(dry)
+        violations = violations_of(dry, parts.rules)
         lives, schedule = [dry], [()]
         path, life = root / "run", None
         for number in range(plan.lives + 1):
             is_last = number == plan.lives
-            faults = [] if is_last else draw_faults(seed, number, plan, dry.machine)
+            faults = [] if is_last else parts.faults(seed, number, dry.machine)
             life = live(number, plan, path, faults, before=life)
-            violations += violations_of(life)
+            violations += violations_of(life, parts.rules)
             lives.append(life)
             schedule.append(tuple(faults))
             path = life.root
             if is_last:
                 violations += _ends_well(life)
         fired = [one.fault for life in lives for one in life.machine.fired]
-        violations += equals_the_undisturbed_run(lives[-1], dry, fired)
+        violations += parts.compare(lives[-1], dry, fired)
         trace = hash(tuple(one.machine.trace for one in lives))
         return Case(
             seed=seed,
+            kind=kind,
             plan=plan,
             lives=tuple(life.describe() for life in lives),
             schedule=tuple(schedule),

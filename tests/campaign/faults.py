@@ -11,7 +11,6 @@ import re
 from collections import Counter
 
 from tests.campaign.machine import Fault, Machine, Zone
-from tests.campaign.plan import CampaignPlan
 
 _NEVER_S = 1e7
 
@@ -26,6 +25,7 @@ ACTIONS: dict[str, list[str]] = {
     "trainer.checkpoint.middle": ["no_space", "kill"],
     "trainer.checkpoint.end": ["no_space", "kill"],
     "trainer.load_checkpoint": ["late", "lost", "kill"],
+    "trainer.logprobs": ["late", "lost", "kill"],
     "trainer.offload": ["late", "lost", "kill"],
     "trainer.onload": ["late", "lost", "kill"],
     "replica.generate": _REPLICA,
@@ -62,7 +62,7 @@ _RARE = {"trainer": 6, "replica": 4, "env": 2, "reward": 2, "teacher": 2, "datas
 _REPLICA_NAME = re.compile(r"^r\d+(-\d+)?\.")
 
 
-def draw_faults(seed: int, life: int, plan: CampaignPlan, dry: Machine) -> list[Fault]:
+def draw_faults(seed: int, life: int, dry: Machine) -> list[Fault]:
     """Of one life; ``dry`` lived undisturbed."""
     rng = random.Random(f"faults {seed} {life}")
     faults = [_of_a_part(rng, dry) for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 3]))]
@@ -72,6 +72,18 @@ def draw_faults(seed: int, life: int, plan: CampaignPlan, dry: Machine) -> list[
     if ending == "stop" and rng.random() < 0.3:
         faults.append(_at_an_await(rng, dry, rng.choice(["cancel", "kill"])))
     return faults + _idle_trainer(random.Random(f"idle trainer {seed} {life}"), dry)
+
+
+def draw_faults_and_losses(seed: int, life: int, dry: Machine) -> list[Fault]:
+    """As `draw_faults`, and a replica dies early enough for another to take its place."""
+    rng = random.Random(f"losses {seed} {life}")
+    calls = dry.counts["call"]
+    points = sorted(point for point in calls if _REPLICA_NAME.match(point))
+    point = rng.choice(points)
+    nth = _nth(rng, calls[point]) // 2
+    action, seconds = rng.choice([("die", 0.0), ("die_soon", 0.2)])
+    lost = Fault(zone="call", point=point, nth=nth, action=action, seconds=seconds)
+    return [*draw_faults(seed, life, dry), lost]
 
 
 def _idle_trainer(rng: random.Random, dry: Machine) -> list[Fault]:

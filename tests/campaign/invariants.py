@@ -1,12 +1,12 @@
 """What must hold after each life of a run, each rule in a function of its own.
 
-A rule yields a sentence for each violation; the name of the function is the violation's kind.
+A rule yields a sentence for each violation; the name of the function is the violation's name.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -41,17 +41,17 @@ Rule = Callable[[Life], Iterator[str]]
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    kind: str
+    name: str
     life: int
     text: str
 
     def __str__(self) -> str:
-        return f"{self.kind} (life {self.life}): {self.text}"
+        return f"{self.name} (life {self.life}): {self.text}"
 
 
-def violations_of(life: Life) -> list[Violation]:
-    """All rules, after one life."""
-    return [Violation(rule.__name__, life.number, text) for rule in _RULES for text in rule(life)]
+def violations_of(life: Life, rules: Sequence[Rule]) -> list[Violation]:
+    """After one life."""
+    return [Violation(rule.__name__, life.number, text) for rule in rules for text in rule(life)]
 
 
 def ends_in_a_named_way(life: Life) -> Iterator[str]:
@@ -222,8 +222,9 @@ def saves_what_it_has(life: Life) -> Iterator[str]:
     if _disk_failed(life) or life.start.unreadable:
         return
     steps = CheckpointDirectory(life.root / "checkpoints").steps()
-    if not steps or steps[-1] != life.simulation.controller.step:
-        yield f"ended after step {life.simulation.controller.step}; checkpoints: {steps}"
+    step = life.simulation.controller._state.step
+    if not steps or steps[-1] != step:
+        yield f"ended after step {step}; checkpoints: {steps}"
 
 
 def _disk_failed(life: Life) -> bool:
@@ -278,7 +279,7 @@ def equals_the_undisturbed_run(
     return [Violation("equals_the_undisturbed_run", life.number, f"{ours:x} is not {theirs:x}")]
 
 
-_RULES: tuple[Rule, ...] = (
+ROLLOUT_RULES: tuple[Rule, ...] = (
     ends,
     ends_in_a_named_way,
     fails_for_a_reason,

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from tests.campaign.disk import disk_of
 from tests.campaign.loop import CampaignLoop
 from tests.campaign.machine import Fault, Killed, Machine
 from tests.campaign.plan import CampaignPlan
 from tests.campaign.rows import Rows, write_identity
-from tests.support.simulated_faults import Fate
 from tests.support.simulation import Simulation
-from torchtitan_rl.aio import background
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.orchestration.checkpointing import (
     SavedRun,
@@ -29,9 +26,7 @@ from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.records import StepRecord
 from torchtitan_rl.rollout.calls import abandoned
-from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.training.checkpoints import CheckpointDirectory, step_of
-from torchtitan_rl.types import Problem, Rollout
 
 LIMIT_S = 60_000.0  # of virtual time; a run that takes longer hangs
 _QUIET_S = 300.0  # in which whatever is being ended ends
@@ -94,7 +89,7 @@ def live(
 ) -> Life:
     """Run it to its end, whatever that is; it goes on where the life ``before`` ended."""
     start = look_at(root)
-    write_identity(plan, root)
+    write_identity(plan.config(root), root)
     machine = Machine(root, faults)
     life = Life(number=number, plan=plan, machine=machine, start=start, root=root)
     loop = CampaignLoop(machine)
@@ -156,12 +151,12 @@ async def _main(life: Life, resume: bool) -> None:
     checkpoints = CheckpointDirectory(root / "checkpoints")
     found = choose_checkpoint(checkpoints, Journal(root / JOURNAL)) if resume else None
     life.resumed_step = found.step if found else None
-    rows = Rows(plan, root, resume_step=life.resumed_step)
-    fate = life.machine
-    simulation = Simulation(plan, root, fate=fate, recorder=rows, rubric=_rubric(plan, fate))
-    life.simulation = simulation
+    rows = Rows(plan.config(root), resume_step=life.resumed_step)
+    simulation = life.simulation = plan.simulation(root, life.machine, rows)
     try:
-        async with simulation.restarting(), background(simulation.follow_caches()):
+        async with AsyncExitStack() as stack:
+            for one in simulation.alongside():
+                await stack.enter_async_context(one)
             await simulation.controller.run(resume_from=found)
             await simulation.trainer.export_hf(root)
     finally:
@@ -226,27 +221,3 @@ def look_at(root: Path) -> Start:
 
 def _is_resumable(path: Path, journal: Journal) -> bool:
     return path.suffix == ".replaced" or why_not_resumable(path, journal) is None
-
-
-def _rubric(plan: CampaignPlan, fate: Fate) -> Rubric | None:
-    async def reward(rollout: Rollout, problem: Problem) -> float:
-        strike = fate.at("reward")
-        if strike is not None and strike.action == "late":
-            await asyncio.sleep(strike.seconds)
-        if strike is not None and strike.action == "raise":
-            raise RuntimeError("the reward failed as planned")
-        if strike is not None and strike.action == "nonsense":
-            return math.nan
-        return rollout.reward or 0.0
-
-    class GroupRubric(Rubric):
-        async def score_group(self, rollouts: Any, problem: Problem) -> Sequence[Score]:
-            return [Score(reward=await reward(rollout, problem)) for rollout in rollouts]
-
-    functions = [RewardFunction(name="sum", function=reward)]
-    match plan.rubric:
-        case "alone":
-            return Rubric(functions, timeout_s=20.0)
-        case "group":
-            return GroupRubric(functions, timeout_s=20.0)
-    return None

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
-from tests.support.simulation import Plan
+from tests.support.simulated_faults import Fate
+from tests.support.simulation import Plan, Simulation, run_config
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.orchestration.records import Recorder
+from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
+from torchtitan_rl.types import Problem, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +45,14 @@ class CampaignPlan(Plan):
             and self.zero_variance != "resample"
             and not skips_by_time
         )
+
+    def config(self, root: Path) -> RunConfig:
+        """Of the run whose folder is ``root``."""
+        return replace(run_config(self), output_dir=root.parent, name=root.name)
+
+    def simulation(self, root: Path, fate: Fate, recorder: Recorder) -> Simulation:
+        rubric = _rubric(self, fate)
+        return Simulation(self, root, fate=fate, recorder=recorder, rubric=rubric)
 
     def describe(self) -> str:
         """What differs from the usual."""
@@ -100,3 +118,40 @@ def draw(seed: int) -> CampaignPlan:
         chance=rng.randrange(10**6),
         lives=rng.choice([1, 1, 2, 2, 3]),
     )
+
+
+def draw_restarts(seed: int) -> CampaignPlan:
+    """Replicas are lost and started again soon, as those with adapters are: from the base, with the
+    newest published version."""
+    rng = random.Random(f"restart times {seed}")
+    plan = draw(seed)
+    return replace(
+        plan,
+        num_steps=plan.num_steps + 2,
+        restarts=0 if plan.during_step == "asleep" else 2,
+        restart_s=rng.choice([0.5, 3.0, 20.0]),
+    )
+
+
+def _rubric(plan: CampaignPlan, fate: Fate) -> Rubric | None:
+    async def reward(rollout: Rollout, problem: Problem) -> float:
+        strike = fate.at("reward")
+        if strike is not None and strike.action == "late":
+            await asyncio.sleep(strike.seconds)
+        if strike is not None and strike.action == "raise":
+            raise RuntimeError("the reward failed as planned")
+        if strike is not None and strike.action == "nonsense":
+            return math.nan
+        return rollout.reward or 0.0
+
+    class GroupRubric(Rubric):
+        async def score_group(self, rollouts: Any, problem: Problem) -> Sequence[Score]:
+            return [Score(reward=await reward(rollout, problem)) for rollout in rollouts]
+
+    functions = [RewardFunction(name="sum", function=reward)]
+    match plan.rubric:
+        case "alone":
+            return Rubric(functions, timeout_s=20.0)
+        case "group":
+            return GroupRubric(functions, timeout_s=20.0)
+    return None

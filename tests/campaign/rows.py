@@ -8,10 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.campaign.plan import CampaignPlan
-from tests.support.simulation import run_config
 from torchtitan_rl.config.plan import ProcessPlan
-from torchtitan_rl.config.run import IDENTITY_FILE, MetricsConfig
+from torchtitan_rl.config.run import IDENTITY_FILE, MetricsConfig, RunConfig
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.records import AccountRecord, EvaluationRecord, StepRecord
 
@@ -21,12 +19,12 @@ _METRICS = MetricsConfig(trackers=(), trace=False, progress="none", rollouts_per
 class Rows(RunRecorder):
     """Writes the files of a run; keeps what it has written in memory, too."""
 
-    def __init__(self, plan: CampaignPlan, root: Path, *, resume_step: int | None) -> None:
+    def __init__(self, config: RunConfig, *, resume_step: int | None) -> None:
         self.steps: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
         self.accounts: list[AccountRecord] = []
         self.said: list[str] = []
-        config = replace(run_config(plan), output_dir=root.parent, name=root.name, metrics=_METRICS)
+        config = replace(config, metrics=_METRICS)
         plan_of_processes = ProcessPlan(device="cpu", replicas=())
         super().__init__(config, plan_of_processes, resume_step=resume_step)
 
@@ -53,13 +51,14 @@ class Rows(RunRecorder):
         self._rollouts.close()
 
 
-def write_identity(plan: CampaignPlan, root: Path) -> None:
+def write_identity(config: RunConfig, root: Path) -> None:
     """What an audit reads of the configuration."""
     root.mkdir(parents=True, exist_ok=True)
-    identity = {
-        "schedule.staleness": plan.staleness,
-        "rollout.groups_per_step": plan.groups_per_step,
-        "rollout.group_size": plan.group_size,
-        "num_steps": plan.num_steps,
-    }
+    identity: dict[str, Any] = {"mode": config.mode, "num_steps": config.num_steps}
+    if config.mode != "train":  # there are rollouts
+        identity |= {
+            "schedule.staleness": config.schedule.staleness,
+            "rollout.groups_per_step": config.rollout.groups_per_step,
+            "rollout.group_size": config.rollout.group_size,
+        }
     (root / IDENTITY_FILE).write_text(json.dumps(identity))

@@ -1,7 +1,8 @@
-"""Faults at every await of the controller: 200 cases, all of whose invariants hold after each life.
+"""Faults at every await of the controllers: 200 cases of runs with rollouts, and some of the other
+kinds, all of whose invariants hold after each life.
 
 A case that fails prints its plan, its faults and where they struck; it is repeated alone by
-``python -m tests.campaign SEED``. `make soak` runs as many as fit in an hour.
+``python -m tests.campaign SEED --of KIND``. `make soak` runs as many as fit in an hour.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from multiprocessing import get_context
 
 import pytest
@@ -25,13 +27,25 @@ _ONCE_FAILED = [
     1480,  # a rollout of an agent that was cancelled again while its turns were being ended
     811291,  # a life that is killed before it chooses a checkpoint leaves the timeline as it was
 ]
+# Of these, some fail where a replica that starts again serves the base, where resumed runs take the
+# wrong rows or references, and where the references cannot be written.
+_RESTARTS = [7, 35, 43, 56]
+_CONVERSATIONS = [*range(4, 14), 27]
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
     context = get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context, initializer=prepare_process) as pool:
-        return list(pool.map(run_case, [*range(_CASES), *_ONCE_FAILED], chunksize=10))
+        ran = [
+            pool.map(run_case, seeds, repeat(kind), chunksize=10)
+            for kind, seeds in (
+                ("rollouts", [*range(_CASES), *_ONCE_FAILED]),
+                ("restarts", _RESTARTS),
+                ("conversations", _CONVERSATIONS),
+            )
+        ]
+        return [case for cases in ran for case in cases]
 
 
 def test_whatever_fails_and_wherever_every_invariant_holds_after_each_life(
@@ -39,7 +53,7 @@ def test_whatever_fails_and_wherever_every_invariant_holds_after_each_life(
 ) -> None:
     failing = [case for case in cases if case.violations]
     shown = "\n\n".join(case.describe() for case in failing[:3])
-    assert not failing, f"seeds {[case.seed for case in failing]}\n{shown}"
+    assert not failing, f"{[(case.kind, case.seed) for case in failing]}\n{shown}"
 
 
 def test_the_cases_strike_every_kind_of_place(cases: list[Case]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.checkpointing import choose_checkpoint
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
+from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import Parts
 from torchtitan_rl.orchestration.supervised import SupervisedController
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -50,41 +52,44 @@ def examples_file(path: Path, number: int = 10, first: int = 0) -> str:
 
 
 def pairs_file(path: Path, number: int = 10, first: int = 0) -> str:
-    rows = []
-    for one in range(first, first + number):
-        *prompt, chosen = conversation(one)
-        rows.append(
-            {
-                "prompt": prompt,
-                "chosen": [chosen],
-                "rejected": [{"role": "assistant", "content": f"no {one}"}],
-            }
-        )
-    return write_rows(path, rows)
+    return write_rows(path, [pair(one) for one in range(first, first + number)])
+
+
+def pair(number: int, answer: str = "") -> dict[str, Any]:
+    *prompt, chosen = conversation(number, answer)
+    rejected = {"role": "assistant", "content": f"no {number}"}
+    return {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
 
 
 class Life:
     """One process of a run on conversations, without processes. Make it on the loop that runs
     it."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        recorder: Recorder | None = None,
+        trainer: SimTrainer | None = None,
+    ) -> None:
         run_dir = config.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.trainer = SimTrainer(chance=random.Random(0), step_s=1.0)
-        self.recorder = Memory()
+        self.trainer = trainer or SimTrainer(chance=random.Random(0), step_s=1.0)
+        self.recorder = recorder or Memory()
         self.checkpoints = CheckpointDirectory(run_dir / "checkpoints")
         self.journal = Journal(run_dir / JOURNAL)
-        router = GeneratorRouter(())
+        self.router = router = GeneratorRouter(())
+        self.rollouter = Rollouter(
+            generate=router.generate,
+            environment=lambda problem: config.task.environment(
+                problem, tokenizer=None, limits=config.rollout
+            ),
+            config=config.rollout,
+        )
         parts = Parts(
             dataset=config.task.dataset("train", seed=config.seed),
             evaluation_problems=(),
-            rollouter=Rollouter(
-                generate=router.generate,
-                environment=lambda problem: config.task.environment(
-                    problem, tokenizer=None, limits=config.rollout
-                ),
-                config=config.rollout,
-            ),
+            rollouter=self.rollouter,
             batcher=EpisodeBatcher(config=config.rollout, row_len=64),
             trainer=self.trainer,
             router=router,
@@ -95,6 +100,10 @@ class Life:
         )
         supervision = supervision_of(config, tokenizer())
         self.controller = SupervisedController(config, parts, supervision, run_dir)
+
+    def alongside(self) -> tuple[AbstractAsyncContextManager[object], ...]:
+        """See `Simulation.alongside`; there are no replicas."""
+        return ()
 
     async def run(self, *, resume: bool) -> None:
         found = choose_checkpoint(self.checkpoints, self.journal) if resume else None

@@ -31,7 +31,7 @@ from torchtitan_rl.errors import (
     WeightSyncError,
 )
 from torchtitan_rl.training import checkpoint_files as files
-from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
+from torchtitan_rl.training.batch import PreferenceLoss, StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.weights.distribution import SharedMemoryHandle
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ _T = TypeVar("_T")
 
 
 class SimTrainer:
-    """Weights are a checksum over every batch, in order: equal only where all of them are.
+    """Weights are a checksum over every batch and its references, in order: equal only where
+    all of them are.
 
     ``shares``: with the replicas, which have the devices at the beginning. ``complaints`` say who
     used them out of turn. ``write_s``: how long a checkpoint is being written. ``cuts_tokens``: the
@@ -125,9 +126,9 @@ class SimTrainer:
     ) -> StepOutput:
         self.losses.append(loss)
         self.examples.append(examples)
-        return await self._call("train_step", lambda: self._train_step(batch))
+        return await self._call("train_step", lambda: self._train_step(batch, loss))
 
-    async def _train_step(self, batch: TrainingBatch) -> StepOutput:
+    async def _train_step(self, batch: TrainingBatch, loss: StepLoss | None) -> StepOutput:
         self._uses_the_devices("steps")
         self.is_alone = self._waits_alone
         await asyncio.sleep(self._step_s * self._chance.uniform(0.5, 2.0))
@@ -135,6 +136,8 @@ class SimTrainer:
         self._uses_the_devices("stepped")
         for rows in (batch.token_ids, batch.logprobs, batch.advantages, batch.versions):
             self.weights = zlib.crc32(rows.tobytes(), self.weights)
+        if isinstance(loss, PreferenceLoss):
+            self.weights = zlib.crc32(loss.references.tobytes(), self.weights)
         if self._cuts_tokens:
             require_kept_tokens(batch)
             assert batch.routed_experts is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.support.simulated_parts import (
 )
 from tests.support.simulated_replica import SimReplica
 from tests.support.simulated_trainer import SimTrainer
+from torchtitan_rl.aio import background
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.distillation.config import TeacherConfig
 from torchtitan_rl.distillation.scoring import Teachers
@@ -187,6 +189,10 @@ class Simulation:
             say=lambda line: None,
             reserved=self.reserved,
         )
+
+    def alongside(self) -> tuple[AbstractAsyncContextManager[object], ...]:
+        """What a process of a run does next to its controller."""
+        return self.restarting(), background(self.follow_caches())
 
     async def follow_caches(self) -> None:
         """Adapt the number of rollouts to the replicas' caches, until cancelled."""

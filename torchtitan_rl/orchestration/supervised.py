@@ -27,6 +27,7 @@ from torchtitan_rl.errors import (
     CheckpointError,
     DivergedError,
     NothingTrainedError,
+    OutputError,
     RunTakenOverError,
     TrainerLostError,
     one_line,
@@ -118,6 +119,7 @@ class SupervisedController:
             StopRequested: `request_stop` was called; a checkpoint is written.
             DataError: a row cannot be used; a checkpoint is written.
             NothingTrainedError: no step had an example that fits; a checkpoint is written.
+            OutputError: the references of pairs, or a row, could not be written.
             DivergedError, TrainerLostError: no checkpoint is written; earlier ones are unchanged.
             DeadlineError: nothing changed for ``schedule.max_wait_s``.
             RunTakenOverError: another controller owns the run's folder; nothing is saved.
@@ -310,7 +312,10 @@ class SupervisedController:
             await self._add_references(held_out, range(self._num_held_out(held_out)))
         if len(self._references) > num_known:
             self._parts.claim.check()
-            replace_file(self._references_file, msgspec.json.encode(self._references))
+            try:
+                replace_file(self._references_file, msgspec.json.encode(self._references))
+            except OSError as error:
+                raise OutputError(f"{self._references_file}: {error}") from error
 
     async def _add_references(self, conversations: Conversations, numbers: range) -> None:
         names = await asyncio.to_thread(conversations.names, numbers)
