@@ -1,6 +1,6 @@
 """Runs vLLM engines with adapters in a process of its own and saves what it saw, as
-`vllm_scenarios` does: ``python -m tests.real.lora_scenarios pulled DIR``. DIR has the
-policy ``base`` and its adapters, ``v1/adapter`` to ``v3/adapter``."""
+`vllm_scenarios` does: ``python -m tests.real.lora_scenarios pulled DIR``, and with torchrun
+``tp DIR``. DIR has the policy ``base`` and its adapters, ``v1/adapter`` to ``v3/adapter``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.real.vllm_scenarios import (
     build,
     idle_pull,
     incomplete_pull,
+    is_leader,
     kept_kv,
     make_loop,
     mixed,
@@ -55,8 +56,9 @@ class StagedAdapters:
         return dict(list(tensors.items())[1:])
 
 
-def engine_of(root: Path) -> TriggeredEngine:
-    return build(root / "base", StagedAdapters(root), lora=LORA)
+def engine_of(root: Path, *, tensor_parallel: int = 1) -> TriggeredEngine:
+    weights = StagedAdapters(root)
+    return build(root / "base", weights, lora=LORA, tensor_parallel=tensor_parallel)
 
 
 def pulled(root: Path) -> dict[str, Any]:
@@ -103,7 +105,17 @@ def served(root: Path) -> dict[str, Any]:
     return seen
 
 
+def tp(root: Path) -> dict[str, Any]:
+    """What `pulled` mixes, on two ranks. Only loops with a lockstep channel can step them."""
+    from torchtitan_rl.backends.vllm.engine import GlooLockstep
+
+    engine = engine_of(root, tensor_parallel=2)
+    engine.swap_weights(2)
+    return mixed(engine, GlooLockstep(timeout_s=120.0))
+
+
 if __name__ == "__main__":
     mode, root = sys.argv[1], Path(sys.argv[2])
-    observed = {"pulled": pulled}[mode](root)
-    (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))
+    observed = {"pulled": pulled, "tp": tp}[mode](root)
+    if is_leader():
+        (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))

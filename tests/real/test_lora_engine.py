@@ -43,8 +43,8 @@ def pulled(root: Path) -> dict[str, Any]:
     return run("pulled", root)
 
 
-def run(mode: str, root: Path) -> dict[str, Any]:
-    run_module("tests.real.lora_scenarios", mode, str(root), OMP_NUM_THREADS="1")
+def run(mode: str, root: Path, *, ranks: int = 1) -> dict[str, Any]:
+    run_module("tests.real.lora_scenarios", mode, str(root), ranks=ranks, OMP_NUM_THREADS="1")
     seen: dict[str, Any] = pickle.loads((root / f"{mode}.pickle").read_bytes())
     return seen
 
@@ -129,3 +129,17 @@ def test_two_adapters_and_the_base_in_one_batch_are_each_as_alone(
 
 def test_a_request_of_an_adapter_that_is_not_served_is_refused(pulled: dict[str, Any]) -> None:
     assert "there is no adapter 'v2'" in pulled["served"]["refusal"]
+
+
+@pytest.mark.soak
+def test_tensor_parallel_ranks_with_adapters_generate_what_one_rank_does(
+    pulled: dict[str, Any], root: Path
+) -> None:
+    """Before and after a pull in mid-flight."""
+    tp = run("tp", root, ranks=2)
+    check_sides(tp, policy(root, 2), policy(root, 1))
+    for name in ("greedy", "greedy-long", "seeded", "seeded-warm", "aborted"):
+        one, two = pulled["mixed"][name], tp[name]
+        assert two.token_ids == one.token_ids
+        assert two.version_runs == one.version_runs
+        assert two.logprobs == pytest.approx(one.logprobs, abs=TOLERANCE)

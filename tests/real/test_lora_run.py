@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.real.runs import ONE_REPLICA, Run, options, read_metrics, require_audit
@@ -18,15 +19,17 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run_dir) if "trainer/weights_digest" in row]
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_run_trains_adapters_and_a_replica_that_starts_again_gets_the_newest(
-    tmp_path: Path,
+    tmp_path: Path, ranks: int
 ) -> None:
     """The logprobs of vLLM and of the trainer are compared in each step, so a replica without its
     adapter, or with an older one, would be seen."""
-    words = options(tmp_path, "lora", *LORA, *ONE_REPLICA, "--num-steps", "4")
+    replica = (*ONE_REPLICA, "--generator.tensor-parallel", str(ranks))
+    words = options(tmp_path, "lora", *LORA, *replica, "--num-steps", "4")
     run = Run(words, log=tmp_path / "log")
     run.wait_until(lambda: "step 2/4" in run.log.read_text(), "the second step")
-    run.process_of("replica0-rank0").send_signal(signal.SIGKILL)
+    run.process_of(f"replica0-rank{ranks - 1}").send_signal(signal.SIGKILL)
     run.require_success()
     run_dir = tmp_path / "lora"
     require_audit(run_dir)

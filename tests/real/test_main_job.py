@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from safetensors import safe_open
 
 from tests.real.conftest import NUM_STEPS
@@ -18,8 +19,11 @@ from tests.real.runs import (
     read_metrics,
     read_rollouts,
     require_audit,
+    train,
     weights,
 )
+from torchtitan_rl.config.lora import ADAPTER_FOLDER, ADAPTER_WEIGHTS
+from torchtitan_rl.experiments.alphabet_sort_moe.upcycle import POLICY_DIR as MOE_POLICY_DIR
 
 
 def checkpoint_files(run_dir: Path) -> dict[str, bytes]:
@@ -104,3 +108,34 @@ def test_trap_28_and_29_a_run_that_stops_diverges_and_loses_its_trainer_resumes_
     for one, other in zip(read_metrics(whole), read_metrics(run_dir), strict=True):
         assert [one.get(name) for name in same] == [other.get(name) for name in same]
     assert weights(run_dir) == weights(whole)
+
+
+def require_equal_when_resumed(root: Path, *policy: str) -> Path:
+    """A run of 4 steps, and one of 2 that is resumed for 2 more. Returns the resumed run."""
+    # The decay of the learning rate would begin earlier in a run of 2 steps.
+    words = (*policy, *ONE_REPLICA, "--trainer.optimizer.decay-steps", "0")
+    whole = train(root, "whole", *words, "--num-steps", "4")
+    train(root, "parts", *words, "--num-steps", "2")
+    parts = train(root, "parts", *words, "--num-steps", "4", "--checkpoint.resume")
+    require_audit(parts)
+    same = ("step", "policy/version", "train/reward_mean", "trainer/loss", "trainer/weights_digest")
+    rows = [[row.get(name) for name in same] for row in read_metrics(parts)]
+    assert rows == [[row.get(name) for name in same] for row in read_metrics(whole)]
+    assert len({row[-1] for row in rows[1:]}) == 4
+    assert weights(parts) == weights(whole)
+    return parts
+
+
+@pytest.mark.soak
+def test_a_resumed_run_with_adapters_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    lora = ("--policy.lora.rank", "8", "--trainer.optimizer.learning-rate", "0.004")
+    parts = require_equal_when_resumed(tmp_path, *lora)
+    adapters = [run / ADAPTER_FOLDER / ADAPTER_WEIGHTS for run in (parts, tmp_path / "whole")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
+@pytest.mark.soak
+def test_a_resumed_run_with_experts_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    parts = require_equal_when_resumed(tmp_path, "--policy.checkpoint", str(MOE_POLICY_DIR))
+    # The trainer's routers took the recorded experts.
+    assert [row["trainer/routing_mismatch"] for row in read_metrics(parts)[1:]] == [0.0] * 4
