@@ -215,7 +215,7 @@ def test_a_dry_run_on_hosts_that_are_not_there_needs_no_policy_here(tmp_path: Pa
         .notes[-1]
         .startswith(f"policy.checkpoint is {absent!r}: it is not on this machine")
     )
-    with pytest.raises(ConfigError, match="there is no config"):
+    with pytest.raises(ConfigError, match="there is no such directory"):
         prepare_run(config, MACHINE)
     for wrong in (str(tmp_path), "package:none"):
         policy = replace(TINY.policy, checkpoint=wrong)
