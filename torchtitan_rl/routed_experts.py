@@ -2,8 +2,8 @@
 of an episode. No I/O and no state.
 
 `RoutedExperts` of a completion end with the token before its last token, which no engine computed.
-They may begin after the prompt's first token: the experts of earlier tokens are then those of
-earlier turns, or unknown.
+They may begin after the prompt's first token (`GenerationRequest.routed_from`): the experts of
+earlier tokens are then those of earlier turns, or unknown.
 
 Shapes: T tokens, X layers, K experts of a token.
 """
@@ -54,19 +54,25 @@ def join_routed(
     return _joined([first, last(second, num_sampled)])
 
 
-def of_new_tokens(turn: Turn, earlier: Iterable[Turn]) -> Turn:
-    """Return the turn without the experts that an earlier turn has, whose tokens are the beginning
-    of this prompt. So the turns of a long conversation take linear space."""
-    completion, prompt = turn.completion, turn.prompt_token_ids
-    if completion.routed_experts is None:
-        return turn
-    num_known = 0
+def num_known(prompt: tuple[int, ...], earlier: Iterable[Turn]) -> int:
+    """Return the number of first tokens of a prompt whose experts an earlier turn has."""
+    known = 0
     for one in earlier:
         tokens = one.token_ids
         is_kept = one.is_seen and one.completion.routed_experts is not None
-        if is_kept and num_known < len(tokens) and prompt[: len(tokens)] == tokens:
-            num_known = len(tokens) - 1
-    own = last(completion.routed_experts, len(turn.token_ids) - 1 - num_known)
+        if is_kept and known < len(tokens) and prompt[: len(tokens)] == tokens:
+            known = len(tokens) - 1
+    return known
+
+
+def of_new_tokens(turn: Turn, earlier: Iterable[Turn]) -> Turn:
+    """Return the turn without the experts that an earlier turn has. So the turns of a long
+    conversation take linear space."""
+    completion = turn.completion
+    if completion.routed_experts is None:
+        return turn
+    num_new = len(turn.token_ids) - 1 - num_known(turn.prompt_token_ids, earlier)
+    own = last(completion.routed_experts, num_new)
     return replace(turn, completion=replace(completion, routed_experts=own))
 
 

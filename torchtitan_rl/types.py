@@ -152,6 +152,9 @@ class GenerationRequest:
     that stop strings, penalties and grammars still treat them as sampled.
 
     ``adapter`` names one of the adapters that are served with the policy; empty: the policy itself.
+
+    ``routed_from``: the completion's `routed_experts` leave out this many tokens at the beginning,
+    whose experts the caller has.
     """
 
     request_id: str
@@ -163,6 +166,7 @@ class GenerationRequest:
     resume_from: Completion | None = None
     num_resumed: int = 0
     adapter: str = ""
+    routed_from: int = 0
 
 
 class VersionRun(NamedTuple):
@@ -306,9 +310,9 @@ class Completion:
     the prompt's tokens after the first one; None unless the request asked for them.
 
     ``routed_experts`` are the experts of the tokens of prompt and completion, without the last
-    token, which no engine computed: ``len(prompt) + len(token_ids) - 1`` tokens. A rollout leaves
-    out the tokens at the beginning that an earlier turn has. None for a policy without experts, for
-    a completion without tokens, and if the engine does not record them.
+    token, which no engine computed: ``len(prompt) + len(token_ids) - 1`` tokens, less the first
+    `GenerationRequest.routed_from`, which an earlier turn has. None for a policy without experts,
+    for a completion without tokens, and if the engine does not record them.
     """
 
     request_id: str
@@ -342,8 +346,8 @@ class Progress:
     The last tokens of a completion may never be reported as progress: the `Completion` has them.
 
     ``routed_experts`` are the experts of the tokens from which these were sampled: of each token
-    before one of ``token_ids``, and with ``start`` 0 of the whole prompt. All progress together has
-    the experts that `Completion.routed_experts` would have at that moment.
+    before one of ``token_ids``, and with ``start`` 0 of the prompt from ``routed_from`` on. All
+    progress together has the experts that `Completion.routed_experts` would have at that moment.
     """
 
     request_id: str

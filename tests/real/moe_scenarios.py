@@ -103,7 +103,7 @@ def chunked(root: Path, other: TriggeredEngine) -> tuple[dict[str, Any], Complet
 
 def resumed(engines: list[TriggeredEngine]) -> Completion:
     """A request that each engine continues; the second one is lost after two reports."""
-    whole = greedy("resumed", LONG_PROMPT, max_tokens=48)
+    whole = replace(greedy("resumed", LONG_PROMPT, max_tokens=48), routed_from=250)
     so_far = PartialTokens(whole)
     for number, one in enumerate(engines):
         piece = remaining_request(whole, so_far.ended, attempt=number)

@@ -21,12 +21,19 @@ from torchtitan_rl.rollout.records import (
     to_bytes,
 )
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric
-from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, VersionRun
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    RoutedExperts,
+    VersionRun,
+)
 
 
 @dataclass
 class SeededGenerate:
-    """Samples a token a tick from nothing but the request's seed and prompt; can be resumed."""
+    """Samples a token a tick from nothing but the request's seed and prompt; can be resumed. The
+    experts of a token are its position."""
 
     version: int = 0
     vocabulary: Sequence[int] = range(1, 100)
@@ -47,11 +54,18 @@ class SeededGenerate:
                 logprobs=tuple(-1 / token for token in wanted[:end]),
                 version_runs=(VersionRun(0, self.version),),
                 finish_reason=FinishReason.ABORT,
+                routed_experts=positions(request, end),
             )
             self.partials[request.request_id] = partial
             await asyncio.sleep(0)
         del self.partials[request.request_id]
         return replace(partial, finish_reason=FinishReason.STOP)
+
+
+def positions(request: GenerationRequest, num_sampled: int) -> RoutedExperts:
+    end = len(request.prompt_token_ids) + num_sampled - 1
+    data = bytes(position % 200 for position in range(request.routed_from, end))
+    return RoutedExperts(data=data, num_layers=1, per_token=1)
 
 
 class Counter:

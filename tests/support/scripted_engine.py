@@ -110,7 +110,8 @@ class _Request:
         if self.experts_of is None or not self.tokens:
             return None
         computed = (*self.request.prompt_token_ids, *self.tokens)[:-1]
-        first = start and len(self.request.prompt_token_ids) + start - 1
+        num_prompt = len(self.request.prompt_token_ids)
+        first = num_prompt + start - 1 if start else self.request.routed_from
         rows = [
             scripted_experts(token, position, self.experts_of)
             for position, token in enumerate(computed)

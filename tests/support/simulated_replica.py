@@ -91,7 +91,8 @@ class _Call:
         if not self.tokens:
             return None
         routed = RoutedExperts(data=bytes(self.experts), num_layers=1, per_token=3)
-        return routed.part(start and len(self.request.prompt_token_ids) + start - 1)
+        num_prompt = len(self.request.prompt_token_ids)
+        return routed.part(num_prompt + start - 1 if start else self.request.routed_from)
 
     def kept_tokens(self, start: int = 0) -> tuple[KeptRun, ...]:
         """The token and the one after it, if the request cuts any."""

@@ -234,6 +234,8 @@ def _id_errors(request: GenerationRequest, outstanding: Container[str]) -> list[
             f"num_resumed = {request.num_resumed} of {num_tokens} prompt tokens: leave it to "
             "GeneratorRouter.generate"
         ]
+    if not 0 <= request.routed_from < max(num_tokens, 1):
+        return [f"routed_from = {request.routed_from} of {num_tokens} prompt tokens: leave it out"]
     return []
 
 

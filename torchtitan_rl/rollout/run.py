@@ -44,7 +44,7 @@ from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.records import EnvState, RecordedRollout
 from torchtitan_rl.rollout.session import EnvSession, NotResumableError
 from torchtitan_rl.rollout.tree import RolloutEnded, RolloutEnv, TurnTree
-from torchtitan_rl.routed_experts import of_new_tokens
+from torchtitan_rl.routed_experts import num_known, of_new_tokens
 from torchtitan_rl.routing.clock import ActiveTime
 from torchtitan_rl.types import (
     Completion,
@@ -444,6 +444,8 @@ class RolloutRun:
             return partial  # it is whole: only the environment's answer was missing
         turn = len(self._record.turns)
         request = self._group.request(self.rollout_id, turn, observation, partial)
+        known = num_known(request.prompt_token_ids, self._record.turns[-1:])
+        request = replace(request, routed_from=known)
         self.enter(Phase.GENERATION, request.request_id)
         try:
             completion = await self._complete(request)

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeGuard
 from torchtitan_rl.aio import cancel_all, deadline, uninterrupted
 from torchtitan_rl.rollout.calls import compute, summary
 from torchtitan_rl.rollout.env import Observation, Terminal, TokenEnv
-from torchtitan_rl.routed_experts import of_new_tokens
+from torchtitan_rl.routed_experts import num_known, of_new_tokens
 from torchtitan_rl.types import (
     Completion,
     FinishReason,
@@ -233,7 +233,8 @@ class TurnTree:
         on_progress: OnProgress | None,
         decode: Callable[[tuple[int, ...]], str] | None,
     ) -> None:
-        completion = await self._complete(request, on_progress)
+        known = num_known(request.prompt_token_ids, self._turns)
+        completion = await self._complete(replace(request, routed_from=known), on_progress)
         if completion is None:
             self.limit = self.limit or RolloutStatus.ROLLOUT_TIMEOUT
             return

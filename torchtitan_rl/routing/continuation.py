@@ -94,7 +94,9 @@ def remaining_request(
     tokens = so_far.token_ids if so_far is not None else ()
     if so_far is not None and so_far.finish_reason is not FinishReason.ABORT:
         return None
-    sampling = request.sampling
+    sampling, routed_from = request.sampling, request.routed_from
+    if so_far is not None and so_far.routed_experts is not None:
+        routed_from = len(request.prompt_token_ids) + len(tokens) - 1
     if tokens:
         if len(tokens) >= sampling.max_tokens:
             return None
@@ -111,6 +113,7 @@ def remaining_request(
         sampling=sampling,
         resume_from=None,
         num_resumed=request.num_resumed + len(tokens),
+        routed_from=routed_from,
     )
 
 

@@ -18,7 +18,7 @@ from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.episodes import outcome_rewards, rollout_to_episodes
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.types import RolloutGroup, RolloutStatus
+from torchtitan_rl.types import UNKNOWN_EXPERT, RolloutGroup, RolloutStatus
 
 
 def test_an_agents_requests_are_its_rollouts_turns_and_one_episode():
@@ -33,6 +33,15 @@ def test_an_agents_requests_are_its_rollouts_turns_and_one_episode():
     (call,) = hosted.calls
     assert call.api_key == f"agent:{call.session_id}"
     assert call.problem is PROBLEM
+
+
+def test_a_turns_request_leaves_out_the_experts_of_earlier_turns():
+    generate = SeededGenerate()
+    rollout, _ = only(three_turns, generate=generate)
+    ends = [len(turn.token_ids) - 1 for turn in rollout.turns]
+    assert [request.routed_from for request in generate.requests] == [0, *ends[:2]]
+    (episode,) = rollout_to_episodes(rollout, 1.0)
+    assert list(episode.routed_experts.data) == [*range(ends[2]), UNKNOWN_EXPERT]
 
 
 def test_the_run_samples_at_its_own_temperature_and_seed_within_the_agents_limits():

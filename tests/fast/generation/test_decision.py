@@ -204,12 +204,14 @@ def test_versions_are_those_that_each_token_was_sampled_under(events: list[str])
         ({"engine_options": {5: 1}}, "mapping from names"),
         ({"num_resumed": 2}, "num_resumed = 2 of 2"),
         ({"num_resumed": -1}, "num_resumed = -1 of 2"),
+        ({"routed_from": 2}, "routed_from = 2 of 2"),
+        ({"routed_from": -1}, "routed_from = -1 of 2"),
     ],
 )
 def test_a_request_the_engine_could_not_serve_is_refused(changes: dict, message: str) -> None:
     options = {"logit_bias": {"5": 1.5}, "structured_outputs": {"json": {"type": "object"}}}
     request = asked("a", stop=("ab",), num_logprobs=20, engine_options=options)
-    validate_request(replace(request, num_resumed=1), LIMITS, {"taken"})
+    validate_request(replace(request, num_resumed=1, routed_from=1), LIMITS, {"taken"})
     own = {name: value for name, value in changes.items() if hasattr(request, name)}
     sampling = {name: value for name, value in changes.items() if name not in own}
     bad = replace(request, **own, sampling=replace(request.sampling, **sampling))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.async_tests import cancel, ticks
+from tests.support.resuming import SeededGenerate
 from tests.support.rollouts import (
     PROBLEM,
     SCRIPT,
@@ -28,11 +29,12 @@ from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation
+from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter, siblings_together
 from torchtitan_rl.rollout.rubric import RewardFunction, Rubric, Score
 from torchtitan_rl.rollout.run import Phase
 from torchtitan_rl.routing.clock import ActiveTime
-from torchtitan_rl.types import FinishReason, RolloutStatus
+from torchtitan_rl.types import UNKNOWN_EXPERT, FinishReason, RolloutStatus
 
 
 def test_a_rollout_alternates_prompts_and_completions_until_the_environment_ends_it():
@@ -45,6 +47,15 @@ def test_a_rollout_alternates_prompts_and_completions_until_the_environment_ends
     assert rollout.turns[0].text == "turn"
     assert rollout.metrics == {"steps": 2}
     assert (rollout.rollout_id, rollout.group_id, rollout.problem_id) == ("g/r0", "g", "p")
+
+
+def test_a_turns_request_leaves_out_the_experts_of_earlier_turns():
+    generate = SeededGenerate()
+    rollout = only(Factory(lambda: CountingEnv(turns=3)), generate=generate)
+    ends = [len(turn.token_ids) - 1 for turn in rollout.turns]
+    assert [request.routed_from for request in generate.requests] == [0, *ends[:2]]
+    (episode,) = rollout_to_episodes(rollout, 1.0)
+    assert list(episode.routed_experts.data) == [*range(ends[2]), UNKNOWN_EXPERT]
 
 
 @given(st.integers(1, 64), st.integers(2, 64), st.integers(1, 64))

@@ -153,9 +153,12 @@ def test_cut_anywhere_any_number_of_times_it_equals_the_undisturbed_completion(r
     assert all(one.resume_from is None for one in replica.requests)
 
 
-@given(request=sampled, cuts=cut_lists)
-def test_each_token_of_a_cut_completion_has_the_version_it_was_sampled_under(request, cuts):
-    joined, _ = complete(request, cuts, moves_on=True)
+@given(request=sampled, cuts=cut_lists, routed_from=st.integers(0, 2))
+def test_each_token_of_a_cut_completion_has_the_version_it_was_sampled_under(
+    request, cuts, routed_from
+):
+    request = replace(request, routed_from=routed_from)
+    joined, replica = complete(request, cuts, moves_on=True)
     context = list(request.prompt_token_ids)
     for token, logprob, version in zip(
         joined.token_ids, joined.logprobs, joined.versions, strict=True
@@ -163,9 +166,13 @@ def test_each_token_of_a_cut_completion_has_the_version_it_was_sampled_under(req
         expected = scripted_token(context, seed=None, version=version, vocab_size=VOCAB)
         assert (token, logprob) == expected
         before = scripted_experts(context[-1], len(context) - 1, version)
-        assert joined.routed_experts.part(len(context) - 1, len(context)).data == before
+        index = len(context) - 1 - routed_from
+        assert joined.routed_experts.part(index, index + 1).data == before
         context.append(token)
-    assert joined.routed_experts.num_tokens == len(context) - 1
+    assert joined.routed_experts.num_tokens == len(context) - 1 - routed_from
+    for piece in replica.requests:  # the experts that an earlier piece has are not sent again
+        num_resumed = piece.num_resumed
+        assert piece.routed_from == (2 + num_resumed if num_resumed else routed_from)
     starts = [run.start for run in joined.version_runs]
     assert starts == sorted(set(starts))
 

@@ -178,7 +178,7 @@ class VllmEngine:
         state.detokenizer = detokenizer or state.detokenizer
         self._core.add_request(core_request)
         self._running[request.request_id] = _EngineRequest(
-            state, num_resumed, len(request.prompt_token_ids)
+            state, num_resumed, len(request.prompt_token_ids), request.routed_from
         )
 
     def abort(self, request_ids: tuple[str, ...]) -> list[Completion]:
@@ -372,7 +372,7 @@ class VllmEngine:
             )
         routed = None
         if self._routing is not None and num_sampled > start:
-            begin = running.num_prompt + start - 1 if start else 0
+            begin = running.num_prompt + start - 1 if start else running.routed_from
             end = running.num_prompt + num_sampled - 1
             routed = self._routing.part(running.routed, begin, end)
         return {
@@ -389,11 +389,13 @@ class VllmEngine:
 class _EngineRequest:
     """A running request: vLLM's `RequestState`. Its first ``num_resumed`` output tokens were
     sampled before this request was added to the engine, and are the last of its ``num_prompt``
-    tokens of prompt. ``routed`` are the experts of its tokens so far (`RoutingRecorder`)."""
+    tokens of prompt. ``routed`` are the experts of its tokens so far (`RoutingRecorder`), of which
+    those from ``routed_from`` on are reported."""
 
     state: Any
     num_resumed: int
     num_prompt: int
+    routed_from: int
     routed: bytearray = field(default_factory=bytearray)
     added_s: float = field(default_factory=time.monotonic)
 
