@@ -210,7 +210,7 @@ _UNSERVED = (
 _INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 # Of weights and of alpha. An adapter that computes infinity or NaN spoils the requests of others:
 # on a CPU, vLLM's attention reads what earlier requests have left in the cache's blocks.
-_MOST = 1e4
+MOST = 1e4
 _TENSOR = re.compile(r"(?P<layer>.*\.(?P<target>[^.]+))\.lora_(?P<matrix>[AB])\.weight")
 
 
@@ -263,7 +263,7 @@ def _read_adapter(name: str, folder: Path, policy: PolicyArchitecture | None) ->
         )
     if not _is_positive(alpha := document.get("lora_alpha")):
         raise ValueError(
-            f"{ADAPTER_CONFIG} has lora_alpha {alpha!r}; it must be above 0, and at most {_MOST:g}"
+            f"{ADAPTER_CONFIG} has lora_alpha {alpha!r}; it must be above 0, and at most {MOST:g}"
         )
     for name_of in ("rank_pattern", "alpha_pattern"):
         pattern = document.get(name_of) or {}
@@ -275,9 +275,9 @@ def _read_adapter(name: str, folder: Path, policy: PolicyArchitecture | None) ->
             for tensor in file.keys():  # noqa: SIM118
                 values = file.get_tensor(tensor)
                 shapes[tensor] = tuple(values.shape)
-                if not values.is_floating_point() or not (values.abs() <= _MOST).all():
+                if not values.is_floating_point() or not (values.abs() <= MOST).all():
                     raise ValueError(
-                        f"{tensor} has values that are no floats up to {_MOST:g}; if the training "
+                        f"{tensor} has values that are no floats up to {MOST:g}; if the training "
                         "has diverged, give an earlier adapter"
                     )
     except SafetensorError as error:
@@ -295,8 +295,8 @@ def _read_adapter(name: str, folder: Path, policy: PolicyArchitecture | None) ->
 
 
 def _is_positive(value: object) -> bool:
-    """Whether it is a number, above 0 and at most `_MOST`."""
-    return type(value) in (int, float) and 0 < value <= _MOST  # type: ignore[operator]
+    """Whether it is a number, above 0 and at most `MOST`."""
+    return type(value) in (int, float) and 0 < value <= MOST  # type: ignore[operator]
 
 
 def _ranks_and_targets(

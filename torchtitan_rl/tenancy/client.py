@@ -37,8 +37,7 @@ _ANSWER_S = 2 * WAIT_S
 _STAGE_S = 900.0
 _BEAT_S = 10.0
 _PAUSE_S = 0.5
-_MAX_ANSWER_BYTES = 1 << 28
-_RETRIED = (408, 425, 429, 502, 504)
+_RETRIED = (408, 425, 429, 502, 503, 504)
 
 
 class ServedPeer:
@@ -104,10 +103,11 @@ class ServedPeer:
     async def _send_all(self) -> None:
         number = 0
         while True:
-            content = encode_calls(await self._outbox.take(_BEAT_S))  # none: the lease goes on
-            number += 1
-            path = f"{self._path}/messages"
-            await self._ask("POST", path, params={"number": number}, content=content)
+            calls = await self._outbox.take(_BEAT_S)  # none: the lease goes on
+            for content in encode_calls(calls):
+                number += 1
+                path = f"{self._path}/messages"
+                await self._ask("POST", path, params={"number": number}, content=content)
 
     async def receive(self) -> tuple[FromReplica, ...]:
         """
@@ -175,15 +175,14 @@ class ServedPeer:
                     answer = await self._http.request(method, path, **content)
                 if answer.status_code == httpx.codes.OK:
                     return answer
-                cause = _cause(answer)
+                message = f"{self._url} refuses {self._name}: {_cause(answer)}"
                 if answer.status_code not in _RETRIED:
-                    raise ReplicaError(f"{self._url} refuses {self._name}: {cause}")
+                    raise ReplicaError(message)
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                 cause = one_line(error) or type(error).__name__
+                message = f"no `torchtitan-rl serve --tenants` is reached at {self._url}: {cause}"
             if asyncio.get_running_loop().time() > give_up_s:
-                raise ReplicaError(
-                    f"no `torchtitan-rl serve --tenants` is reached at {self._url}: {cause}"
-                )
+                raise ReplicaError(message)
             await asyncio.sleep(_PAUSE_S)
 
 

@@ -5,6 +5,7 @@ code, because the other side may be another user's program.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -31,6 +32,7 @@ PREFIX = "/v1/tenants"
 LEASE_HEADER = "x-tenant-lease"
 PART_BYTES = 4 << 20  # of an uploaded adapter, in one request
 LEASE_S = 60.0  # after this time without a request of the run, its place is free
+BATCH_BYTES = 16 << 20  # of calls, in one request
 WAIT_S = 5.0  # how long the server keeps a request for messages that are not there yet
 
 
@@ -110,8 +112,19 @@ _SENT = msgspec.msgpack.Decoder(tuple[_Sent, ...])
 _RECEIVED = msgspec.msgpack.Decoder(tuple[_Received, ...])
 
 
-def encode_calls(calls: tuple[ToReplica, ...]) -> bytes:
-    return _ENCODER.encode([_sent(call) for call in calls])
+def encode_calls(calls: tuple[ToReplica, ...]) -> Iterator[bytes]:
+    """Encode calls in batches of at most `BATCH_BYTES`, or of one call that is larger; without
+    calls, in one batch."""
+    batch: list[msgspec.Raw] = []
+    num_bytes = 0
+    for call in calls:
+        encoded = _ENCODER.encode(_sent(call))
+        if batch and num_bytes + len(encoded) > BATCH_BYTES:
+            yield _ENCODER.encode(batch)
+            batch, num_bytes = [], 0
+        batch.append(msgspec.Raw(encoded))
+        num_bytes += len(encoded)
+    yield _ENCODER.encode(batch)
 
 
 def decode_calls(data: bytes) -> tuple[ToReplica, ...]:

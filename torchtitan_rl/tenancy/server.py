@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.config.lora import (
+    MOST,
     LoraConfig,
     TenantSlots,
     adapter_shapes,
@@ -40,9 +41,7 @@ from torchtitan_rl.config.lora import (
 )
 from torchtitan_rl.config.model import PolicyArchitecture
 from torchtitan_rl.config.resume import policy_digest
-from torchtitan_rl.errors import (
-    WeightSyncError,
-)
+from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import CommandName, Handler
@@ -81,16 +80,20 @@ class Tenants:
         self._max_model_len = max_model_len
         self._by_name: dict[str, _Leased] = {}
         self._loading = asyncio.Lock()
+        self._places = asyncio.Lock()  # a place is given away after its earlier tenant has ended
+        self._digest = ""
         self._ending: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Tenants:
+        # Of the files that the engines have read, which may be replaced later.
+        self._digest = await asyncio.to_thread(policy_digest, self._policy_dir)
         self._ending = asyncio.create_task(self._end_silent(), name="leases of tenants")
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await cancel_all([] if self._ending is None else [self._ending])
-        for name in list(self._by_name):
-            await self._remove(name)
+        for leased in list(self._by_name.values()):
+            await self._remove(leased)
 
     def handlers(self) -> dict[CommandName, Handler]:
         return {
@@ -117,38 +120,40 @@ class Tenants:
             alpha=arguments["alpha"],
             target_modules=tuple(arguments["target_modules"]),
         )
-        await self._check(arguments, lora)
-        earlier = self._by_name.get(name)
-        if earlier is not None and not hmac.compare_digest(earlier.owner, owner):
-            message = f"another run is served as {name!r}; give this run another name"
-            raise RefusedError(409, "tenant_exists", message)
-        if earlier is not None:
-            await self._remove(name)
-        used = {leased.tenant.slots for leased in self._by_name.values()}
-        free = [pair for pair in self._slots.pairs() if pair not in used]
-        if not free:
-            number = self._slots.number
-            message = f"all {number} places are taken; start serve with more --tenants"
-            raise RefusedError(503, "no_tenant_place", message)
-        tenant = Tenant(name, self._router, slots=free[0], lora=lora)
-        leased = _Leased(tenant, owner=owner, secret=secrets.token_hex(16))
-        self._by_name[name] = leased
+        self._check(arguments, lora)
+        async with self._places:
+            earlier = self._by_name.get(name)
+            if earlier is not None and not _are_equal(earlier.owner, owner):
+                message = f"another run is served as {name!r}; give this run another name"
+                raise RefusedError(409, "tenant_exists", message)
+            if earlier is not None:
+                await self._end(earlier)
+            used = {leased.tenant.slots for leased in self._by_name.values()}
+            free = [pair for pair in self._slots.pairs() if pair not in used]
+            if not free:
+                number = self._slots.number
+                message = f"all {number} places are taken; start serve with more --tenants"
+                raise RefusedError(503, "no_tenant_place", message)
+            tenant = Tenant(name, self._router, slots=free[0], lora=lora)
+            leased = _Leased(tenant, owner=owner, secret=secrets.token_hex(16))
+            self._by_name[name] = leased
         return {"lease": leased.secret, "lease_s": LEASE_S}
 
-    async def _check(self, arguments: Mapping[str, Any], lora: LoraConfig) -> None:
+    def _check(self, arguments: Mapping[str, Any], lora: LoraConfig) -> None:
         errors = [*field_errors(lora, prefix="policy.lora.").values()] or lora_errors(lora)
         if engine_rank(lora.rank) > engine_rank(self._slots.rank):
             errors.append(
                 f"policy.lora.rank is {lora.rank}: the server has room for rank "
                 f"{self._slots.rank}; give less, or start serve with a larger --tenant-rank"
             )
+        if lora.alpha > MOST:
+            errors.append(f"policy.lora.alpha is {lora.alpha:g}: give at most {MOST:g}")
         if arguments["max_model_len"] > self._max_model_len:
             errors.append(
                 f"generator.max_model_len is {arguments['max_model_len']}: the server's is "
                 f"{self._max_model_len}; give at most that"
             )
-        served = await asyncio.to_thread(policy_digest, self._policy_dir)
-        if not hmac.compare_digest(served, arguments["policy"]):
+        if not _are_equal(self._digest, arguments["policy"]):
             errors.append("policy.checkpoint is another model than the served one; give that one")
         if errors:
             raise RefusedError(400, "wrong_tenant", "; ".join(errors))
@@ -160,8 +165,8 @@ class Tenants:
             RefusedError: there is none with this name and lease (410).
         """
         leased = self._by_name.get(arguments["name"])
-        if leased is None or not hmac.compare_digest(leased.secret, arguments["lease"]):
-            raise RefusedError(410, "no_lease", "this lease has ended; register again")
+        if leased is None or not _are_equal(leased.secret, arguments["lease"]):
+            raise _no_lease()
         leased.heard_s = _now()
         return leased
 
@@ -209,11 +214,16 @@ class Tenants:
         return {"num_bytes": len(upload.content)}
 
     async def _stage(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Load an uploaded version into all engines, next to the one in use."""
+        """Load an uploaded version into all engines, next to the one in use. If it is being loaded
+        already, wait for that."""
         leased, version = self._leased(arguments), arguments["version"]
+        async with leased.staging:
+            if version not in leased.tenant.staged:
+                await self._load(leased, version)
+        return {}
+
+    async def _load(self, leased: _Leased, version: int) -> None:
         tenant = leased.tenant
-        if version in tenant.staged:
-            return {}
         upload, leased.upload = leased.upload, None
         if upload is None or upload.version != version:
             message = f"version {version} is not uploaded"
@@ -224,30 +234,37 @@ class Tenants:
         except ValueError as error:
             raise RefusedError(400, "wrong_adapter", f"version {version}: {error}") from error
         async with self._loading:
+            if self._by_name.get(tenant.name) is not leased:
+                raise _no_lease()  # its slots may be another's
             slot = await tenant.free_slot()
             try:
                 published = await self._publish(slot_tensors(slot, tenant.lora, tensors))
             except WeightSyncError as error:
                 message = f"version {version}: {error}"
-                raise RefusedError(503, "not_loaded", message) from error
+                raise RefusedError(500, "not_loaded", message) from error
             tenant.staged[version] = Staged(slot, published)
-        return {}
 
     async def _close(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._leased(arguments)
-        await self._remove(arguments["name"])
+        await self._remove(self._leased(arguments))
         return {}
 
-    async def _remove(self, name: str) -> None:
-        leased = self._by_name.pop(name)
-        await leased.tenant.close()
+    async def _remove(self, leased: _Leased) -> None:
+        async with self._places:
+            await self._end(leased)
+
+    async def _end(self, leased: _Leased) -> None:
+        """End a lease and its requests, unless it has ended. The caller holds ``_places``."""
+        name = leased.tenant.name
+        if self._by_name.get(name) is leased:
+            del self._by_name[name]
+            await leased.tenant.close()
 
     async def _end_silent(self) -> None:
         while True:
             await asyncio.sleep(LEASE_S / 8)
-            for name, leased in list(self._by_name.items()):
+            for leased in list(self._by_name.values()):
                 if _now() > leased.heard_s + LEASE_S:
-                    await self._remove(name)
+                    await self._remove(leased)
 
 
 @dataclass(slots=True)
@@ -269,6 +286,7 @@ class _Leased:
     num_received: int = 0
     batch: bytes = b""
     receiving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    staging: asyncio.Lock = field(default_factory=asyncio.Lock)
     upload: _Upload | None = None
 
 
@@ -276,7 +294,8 @@ def _read(content: bytes, shapes: Mapping[str, tuple[int, int]]) -> dict[str, to
     """Read an uploaded adapter.
 
     Raises:
-        ValueError: it is not a safetensors file of finite tensors with these names and shapes.
+        ValueError: it is not a safetensors file of tensors with these names and shapes, and
+            values up to `MOST`.
     """
     import torch
     from safetensors import SafetensorError
@@ -291,9 +310,18 @@ def _read(content: bytes, shapes: Mapping[str, tuple[int, int]]) -> dict[str, to
         wrong = sorted(found.items() ^ dict(shapes).items())[:1]
         raise ValueError(f"its tensors are not those of the registered adapter: {wrong}")
     for name, tensor in tensors.items():
-        if tensor.dtype not in (torch.float32, torch.bfloat16) or not tensor.isfinite().all():
-            raise ValueError(f"{name} is not of finite numbers in float32 or bfloat16")
+        is_float = tensor.dtype in (torch.float32, torch.bfloat16)
+        if not is_float or not (tensor.abs() <= MOST).all():
+            raise ValueError(f"{name} is not of numbers up to {MOST:g} in float32 or bfloat16")
     return tensors
+
+
+def _are_equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def _no_lease() -> RefusedError:
+    return RefusedError(410, "no_lease", "this lease has ended; register again")
 
 
 def _now() -> float:

@@ -20,6 +20,7 @@ from safetensors.torch import save
 from tests.support.async_tests import on_event_loop
 from tests.support.loop_replica import loop_replica
 from tests.support.scripted_engine import ScriptedEngine, scripted_token
+from torchtitan_rl.channel import Call
 from torchtitan_rl.config.lora import LoraConfig, TenantSlots, adapter_shapes, read_slot
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.resume import policy_digest
@@ -31,8 +32,9 @@ from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.tenancy import server
+from torchtitan_rl.tenancy import messages, server
 from torchtitan_rl.tenancy.client import ServedPeer
+from torchtitan_rl.tenancy.tenant import Tenant
 from torchtitan_rl.types import Completion, GenerationRequest, Progress, SamplingParams
 from torchtitan_rl.weights.distribution import SharedMemoryHandle
 
@@ -128,6 +130,8 @@ class Server:
         answer = await httpx.ASGITransport(self.app).handle_async_request(request)
         if self.fails:
             self.fails -= 1
+            if self.fails % 2:
+                return httpx.Response(503)  # of a proxy
             raise httpx.ReadError("connection lost")
         return answer
 
@@ -249,7 +253,7 @@ async def check_two_runs(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 async def lose(there: Server, rng: random.Random) -> None:
     for _ in range(8):
         await asyncio.sleep(rng.uniform(0, 0.05))
-        there.fails += 1
+        there.fails += 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -295,21 +299,26 @@ async def test_who_does_not_fit_or_is_another_is_refused(monkeypatch: pytest.Mon
     async with serving(monkeypatch) as there:
         for changed, message in (
             ({"rank": 16}, "policy.lora.rank is 16: the server has room for rank 8"),
+            ({"alpha": 1e5}, "policy.lora.alpha is 100000: give at most 10000"),
             ({"max_model_len": 300}, "generator.max_model_len is 300: the server's is 256"),
             ({"policy": "another"}, "policy.checkpoint is another model than the served one"),
+            ({"policy": "\u00e9"}, "policy.checkpoint is another model than the served one"),
             ({"target_modules": ["k_proj"]}, "k_proj and v_proj"),
             ({"target_modules": ["lm_head"]}, "lm_head"),
         ):
             refused = await refusal(there.command("tenant.open", registration(**changed)))
             assert refused.status == 400
             assert message in refused.message
-        lease = await there.command("tenant.open", registration("a"))
-        refused = await refusal(there.command("tenant.open", registration("a", owner="thief")))
-        assert (refused.status, refused.code) == (409, "tenant_exists")
+        own = registration("a")
+        monkeypatch.setattr(server, "policy_digest", lambda _: "of files replaced since the start")
+        lease = await there.command("tenant.open", own)
+        for thief in ("thief", "\u00e9"):
+            refused = await refusal(there.command("tenant.open", registration("a", owner=thief)))
+            assert (refused.status, refused.code) == (409, "tenant_exists")
         await there.command("tenant.open", registration("b"))
         refused = await refusal(there.command("tenant.open", registration("c")))
         assert (refused.status, refused.code) == (503, "no_tenant_place")
-        for wrong in ("", "x", lease["lease"] + "0"):
+        for wrong in ("", "x", "\u00e9", lease["lease"] + "0"):
             guess = {"name": "a", "lease": wrong, "after": 0}
             assert (await refusal(there.command("tenant.receive", guess))).status == 410
         again = await there.command("tenant.open", registration("a"))
@@ -339,8 +348,9 @@ async def test_what_is_uploaded_is_bounded_and_checked(monkeypatch: pytest.Monke
             (adapter(1)[:-3], "no safetensors file"),
             (save({**tensors, "more": one.clone()}), "not those of the registered adapter"),
             (save({**tensors, name: one.T.contiguous()}), "not those of the registered adapter"),
-            (save({**tensors, name: torch.full_like(one, float("nan"))}), "finite numbers"),
-            (save({**tensors, name: one.to(torch.int32)}), "finite numbers"),
+            (save({**tensors, name: torch.full_like(one, float("nan"))}), "numbers up to 10000"),
+            (save({**tensors, name: torch.full_like(one, 1e5)}), "numbers up to 10000"),
+            (save({**tensors, name: one.to(torch.int32)}), "numbers up to 10000"),
         ):
             assert message in (await upload(wrong)).message
         assert (await refusal(there.command("tenant.stage", own))).code == "not_uploaded"
@@ -354,6 +364,79 @@ async def test_what_is_uploaded_is_bounded_and_checked(monkeypatch: pytest.Monke
             refused = await refusal(there.command("tenant.send", {**sent, "messages": messages}))
             assert (refused.status, refused.code) == (400, "invalid_messages")
         assert there.contents == {}
+
+
+@on_event_loop
+async def test_a_version_is_loaded_once_and_only_for_who_has_the_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, publish = asyncio.Event(), Server._publish
+
+    async def publish_later(there: Server, tensors: Mapping[str, torch.Tensor]) -> int:
+        await gate.wait()
+        return await publish(there, tensors)
+
+    monkeypatch.setattr(Server, "_publish", publish_later)
+    async with serving(monkeypatch) as there:
+        leases, stages = {}, []
+        for name in ("a", "b"):
+            leases[name] = await there.command("tenant.open", registration(name))
+            own = {"name": name, "lease": leases[name]["lease"], "version": 1}
+            await there.command("tenant.upload", {**own, "offset": 0, "part": adapter(1)})
+            for _ in range(2):  # the first answer may have been lost
+                stages.append(asyncio.create_task(there.command("tenant.stage", own)))
+            while not there.tenants._loading.locked():
+                await asyncio.sleep(0.01)
+        await there.command("tenant.close", {"name": "b", "lease": leases["b"]["lease"]})
+        await there.command("tenant.open", registration("c"))
+        gate.set()
+        ends = await asyncio.gather(*stages, return_exceptions=True)
+        assert ends[:2] == [{}, {}]
+        assert all(isinstance(one, RefusedError) for one in ends[2:])
+        assert len(there.contents) == 1
+
+
+@on_event_loop
+async def test_a_place_is_free_once_its_tenant_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LEASE_S", 0.2)
+    gate, closing, close = asyncio.Event(), list[str](), Tenant.close
+
+    async def close_later(tenant: Tenant) -> None:
+        closing.append(tenant.name)
+        await gate.wait()
+        await close(tenant)
+
+    monkeypatch.setattr(Tenant, "close", close_later)
+    async with serving(monkeypatch) as there:
+        await there.command("tenant.open", registration("a"))
+        lease = (await there.command("tenant.open", registration("b")))["lease"]
+        while not closing:  # of the silent a
+            await asyncio.sleep(0.01)
+        calls = [
+            there.command("tenant.close", {"name": "b", "lease": lease}),
+            there.command("tenant.open", registration("c")),
+            there.command("tenant.open", registration("c", owner="thief")),
+        ]
+        tasks = list(map(asyncio.create_task, calls))
+        await asyncio.sleep(0.05)
+        assert (closing, [one.done() for one in tasks]) == (["a"], [False] * 3)
+        gate.set()
+        assert (await refusal(tasks[2])).code == "tenant_exists"
+        while there.tenants.gauges()["tenants"]:  # the next silent ones are found, too
+            await asyncio.sleep(0.01)
+        assert closing == ["a", "b", "c"]
+
+
+def test_many_calls_leave_in_batches_that_a_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "BATCH_BYTES", 1000)
+    rng = random.Random(0)
+    asked = [request(f"{number}", rng) for number in range(40)]
+    calls = tuple(Call(call_id=one.request_id, payload=one) for one in asked)
+    batches = list(messages.encode_calls(calls))
+    assert len(batches) > 3
+    assert max(map(len, batches)) < 1010
+    assert tuple(call for batch in batches for call in messages.decode_calls(batch)) == calls
+    assert list(map(messages.decode_calls, messages.encode_calls(()))) == [()]
 
 
 @on_event_loop
