@@ -33,7 +33,7 @@ def test_each_difference_is_an_error_with_both_values(tmp_path: Path) -> None:
     missing = describe_host(ADDRESS, str(tmp_path / "missing"))
     (error,) = answer_errors(ADDRESS, here, missing)
     assert error.startswith(f"launch.attach: on {ADDRESS}, policy.checkpoint is ")
-    assert "there is no config.json" in error
+    assert "there is no such directory" in error
 
 
 def test_hosts_are_only_busy_where_nothing_else_is_wrong() -> None:

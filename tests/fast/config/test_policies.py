@@ -49,5 +49,5 @@ def test_offline_a_model_that_is_not_in_the_cache_is_one_line_with_the_folder(ca
 
 @pytest.mark.parametrize("text", ["/a/b", "./a", "a", "a/b/c", "../b", "~/b", "a/", ".a/b", ""])
 def test_a_path_is_never_looked_up_on_the_hub(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"no such directory"):
+    with pytest.raises(ConfigError, match=r"in that directory|no such directory"):
         resolve_checkpoint(text)
