@@ -124,7 +124,8 @@ def find_errors(
     if policy is not None:
         errors += head_errors("trainer.tensor_parallel", trainer.tensor_parallel, policy)
         errors += expert_errors(trainer, policy, config.policy.lora)
-        errors += replay_errors(rollout, policy)
+        is_on_cuda = not on_hosts and bool(machine.cuda_devices)
+        errors += replay_errors(rollout, policy, is_on_cuda=is_on_cuda)
         if not on_hosts:
             is_on_cpu = not machine.cuda_devices
             errors += generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
@@ -270,6 +271,7 @@ def errors_on_hosts(
         errors = vllm_option_errors(config.generator, is_on_cpu=is_on_cpu)
     else:
         errors = generator_errors(config.generator, policy, is_on_cpu=is_on_cpu)
+        errors += replay_errors(config.rollout, policy, is_on_cuda=not is_on_cpu)
     return errors + host_errors(config, policy, hosts)
 
 
@@ -462,7 +464,7 @@ def expert_errors(trainer: TrainerConfig, policy: PolicyFacts, lora: LoraConfig)
     return []
 
 
-def replay_errors(rollout: RolloutConfig, policy: PolicyFacts) -> list[str]:
+def replay_errors(rollout: RolloutConfig, policy: PolicyFacts, *, is_on_cuda: bool) -> list[str]:
     """An error if the choices of the policy's experts cannot be recorded."""
     if policy.architecture is None or rollout.replay_routing is False:
         return []
@@ -473,6 +475,11 @@ def replay_errors(rollout: RolloutConfig, policy: PolicyFacts) -> list[str]:
         return [
             f"rollout.replay_routing is on: the policy has {experts.number} experts in each layer, "
             f"and choices among at most {UNKNOWN_EXPERT} are recorded; give false"
+        ]
+    if is_on_cuda and rollout.replay_routing:
+        return [
+            "rollout.replay_routing is on: engines on CUDA do not record the experts that they "
+            "choose; leave it out"
         ]
     return []
 
@@ -507,7 +514,9 @@ def _profile_errors(config: RunConfig) -> list[str]:
             f"{config.trainer.world_size - 1}; give some of these"
         )
     replicas = config.profile.replicas
-    if steps and any(replica >= config.generator.replicas for replica in replicas):
+    if steps and replicas and config.mode == "train":
+        errors.append(f"profile.replicas is {replicas}: this run has no replicas; leave it out")
+    elif steps and any(replica >= config.generator.replicas for replica in replicas):
         errors.append(
             f"profile.replicas has {max(replicas)}: the replicas are 0 to "
             f"{config.generator.replicas - 1}; give some of these"

@@ -234,6 +234,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({LOSS + "aggregation": "constant"}, LOSS + "constant_length is 0: "),
     ({LOSS + "constant_length": 100}, LOSS + "constant_length is 100: "),
     ({"num_steps": 3, "profile.steps": (2, 4)}, "profile.steps has 4: the run has 3 steps"),
+    (
+        {"profile.steps": (1,), "profile.replicas": (0,), "mode": "train", "rollouts": Path("run")},
+        "profile.replicas is (0,): this run has no replicas; leave it out",
+    ),
     ({"profile.replicas": (0,)}, "profile.replicas is (0,): no step is profiled; give profile.st"),
     (
         {"profile.steps": (1,), "profile.replicas": (1, 2)},
@@ -380,6 +384,7 @@ def test_ranks_that_cannot_hold_the_experts_are_refused(
         (None, False, ""),
         (None, True, "rollout.replay_routing is on: the policy has no experts; leave it out"),
         (255, None, ""),
+        (255, True, ""),
         (256, False, ""),
         (256, None, "rollout.replay_routing is on: the policy has 256 experts in each layer, "),
         (256, True, "rollout.replay_routing is on: the policy has 256 experts in each layer, "),
@@ -393,8 +398,11 @@ def test_routing_that_cannot_be_recorded_is_refused(
     assert policy.architecture is not None
     experts = Experts(number=number, per_token=4, has_normalized_weights=True) if number else None
     policy = replace(policy, architecture=replace(policy.architecture, experts=experts))
-    found = replay_errors(RolloutConfig(replay_routing=replay), policy)
+    found = replay_errors(RolloutConfig(replay_routing=replay), policy, is_on_cuda=False)
     assert [error[: len(message)] for error in found] == ([message] if message else [])
+    on_cuda = replay_errors(RolloutConfig(replay_routing=replay), policy, is_on_cuda=True)
+    is_silent = number == 255 and replay
+    assert bool(on_cuda) == bool(found or is_silent)
 
 
 @pytest.mark.parametrize(
