@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from torchtitan_rl.config.machine import HostFacts, NoRoomError, place
-from torchtitan_rl.config.memory import describe_parts, memory_plan
+from torchtitan_rl.config.memory import BYTES, describe_parts, memory_plan, teacher_memory
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.run import RunConfig
 
@@ -42,9 +42,13 @@ def device_bytes(hosts: Sequence[HostFacts]) -> int:
 
 
 def device_memory_errors(
-    config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts]
+    config: RunConfig,
+    policy: PolicyFacts,
+    hosts: Sequence[HostFacts],
+    teachers: Sequence[PolicyFacts] = (),
 ) -> list[str]:
-    """Errors if a rank does not fit on its CUDA device, with options that fit."""
+    """Errors if a rank does not fit on its CUDA device, with options that fit. ``teachers`` are the
+    teachers' checkpoints."""
     size = device_bytes(hosts)
     if not size:
         return []
@@ -65,7 +69,20 @@ def device_memory_errors(
             f"({length}) tokens, and {has}"
         )
     fix = f"; {describe_fit(fitting_options(config, policy, hosts))}" if errors else ""
-    return [error + fix for error in errors]
+    errors = [error + fix for error in errors]
+    for teacher in teachers:
+        parts = teacher_memory(
+            config, teacher, device="cuda", dtype=config.policy.dtype, device_bytes=size
+        )
+        ranks, length = config.teacher.tensor_parallel, config.rollout.max_total_tokens
+        token = teacher.kv_values_per_token * BYTES[config.policy.dtype] // ranks
+        if parts["KV cache"] < length * token:
+            errors.append(
+                f"teacher.tensor_parallel is {ranks}: a teacher's rank has {describe_parts(parts)}"
+                f", which holds no rollout of rollout.max_total_tokens ({length}), and {has}; give "
+                "more, a smaller teacher, or a server by teacher.url"
+            )
+    return errors
 
 
 def describe_fit(options: dict[str, Any] | None) -> str:

@@ -69,7 +69,7 @@ def machine_errors(
             generating = 0 if config.mode == "train" else config.generator.num_ranks
             errors += cuda_errors_of_run(config, machine.cuda, generating)
         if policy is not None:
-            errors += device_memory_errors(config, policy, [host_of(machine)])
+            errors += device_memory_errors(config, policy, [host_of(machine)], teachers)
             errors += too_little_memory(
                 config,
                 policy,

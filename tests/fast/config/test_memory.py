@@ -210,6 +210,18 @@ def test_a_run_that_fits_keeps_its_options_and_another_gets_what_it_lacks() -> N
     assert fitting_options(taught, small, made_up_hosts("1x80GB")) is None
 
 
+def test_a_teacher_that_no_device_holds_is_refused() -> None:
+    small, large = published_facts("Qwen3-0.6B"), published_facts("Qwen/Qwen2.5-72B-Instruct")
+    assert small is not None
+    assert large is not None
+    taught, hosts = replace(QWEN3, teacher=TeacherConfig(checkpoint="a")), made_up_hosts("8x80GB")
+    assert device_memory_errors(taught, small, hosts, [small]) == []
+    (error,) = device_memory_errors(taught, small, hosts, [small, large])
+    assert error.startswith("teacher.tensor_parallel is 1: a teacher's rank has 142.3 GiB")
+    split = replace(taught, teacher=TeacherConfig(checkpoint="a", tensor_parallel=4))
+    assert device_memory_errors(split, small, hosts, [large]) == []
+
+
 def test_what_each_choice_adds_to_the_memory_of_a_rank(tmp_path: Path) -> None:
     policy = published_facts("Qwen3-4B")
     assert policy is not None
