@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchtitan_rl.bounds import check_fields
+from torchtitan_rl.config.checks import own_replicas_errors
 from torchtitan_rl.config.fit import (
     describe_shortage,
     device_bytes,
@@ -52,7 +53,8 @@ def main(words: Sequence[str]) -> int:
     config = load_config(config_file, overrides)
     check_fields(config)
     hosts = _hosts(devices)
-    if errors := chosen_host_errors(replace(config.launch, hosts=devices)):
+    errors = own_replicas_errors(config.generator, "fit places")
+    if errors := [*errors, *chosen_host_errors(replace(config.launch, hosts=devices))]:
         raise ConfigError(errors)
     checkpoint = config.policy.checkpoint
     policy = published_facts(checkpoint) or find_policy(checkpoint, is_trained=True)[1]

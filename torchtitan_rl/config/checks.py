@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
+from urllib.parse import urlsplit
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.bounds import load_function
@@ -184,11 +185,12 @@ def supervised_errors(
     return [*errors, *_profile_errors(config), *path_errors(config)]
 
 
-def own_replicas_errors(generator: GeneratorConfig, command: str) -> list[str]:
-    """An error if a command that starts its own replicas is to use those of a server."""
+def own_replicas_errors(generator: GeneratorConfig, what: str) -> list[str]:
+    """An error if a command with replicas of its own is to use those of a server. ``what`` says
+    what it does with them, such as "serve starts"."""
     if not generator.endpoint:
         return []
-    return [f"generator.endpoint is {generator.endpoint}: {command} starts replicas; leave it out"]
+    return [f"generator.endpoint is {generator.endpoint}: {what} replicas; leave it out"]
 
 
 TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -214,7 +216,7 @@ def served_errors(config: RunConfig) -> list[str]:
         for name, value, wanted in given
         if value != wanted
     ]
-    if not is_url(generator.endpoint):
+    if not _is_base_url(generator.endpoint):
         errors.append(
             f"generator.endpoint is {generator.endpoint}: give a URL such as http://host:8000/v1"
         )
@@ -233,6 +235,18 @@ def served_errors(config: RunConfig) -> list[str]:
             "and underscores"
         )
     return errors
+
+
+def _is_base_url(text: str) -> bool:
+    """Whether paths can be appended to it. A user or password in it would be printed and logged."""
+    try:
+        parts = urlsplit(text)
+        is_whole = parts.port is None or parts.port > 0
+    except ValueError:  # of a port or an IPv6 address
+        return False
+    is_plain = text == f"{parts.scheme}://{parts.netloc}{parts.path}" and "@" not in text
+    is_ascii = re.fullmatch(r"[!-\[\]-~]+", text) is not None  # no spaces and backslashes
+    return is_url(text) and bool(parts.hostname) and is_whole and is_plain and is_ascii
 
 
 def _mixing_errors(config: RunConfig) -> list[str]:

@@ -153,7 +153,7 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
 
 
 def _tenant_errors(config: ServeConfig, policy: PolicyFacts) -> list[str]:
-    errors = own_replicas_errors(config.generator, "serve")
+    errors = own_replicas_errors(config.generator, "serve starts")
     if not config.tenants:
         return errors
     if config.adapters:

@@ -464,3 +464,28 @@ def test_a_containers_cpu_limit_bounds_the_number_of_cores(
     here = machine_facts()
     assert here.num_cores == num_cores
     assert here.memory_bytes > 1 << 28
+
+
+@pytest.mark.parametrize(
+    ("url", "is_base"),
+    [
+        ("http://host:8000/v1", True),
+        ("https://host/a/v1/", True),
+        ("http://[::1]:80/v1", True),
+        ("host:8000/v1", False),
+        ("http:///v1", False),
+        ("http://user:password@host/v1", False),
+        ("http://host/v1?key=x", False),
+        ("http://host/v1#x", False),
+        ("http://ho st/v1", False),
+        ("http://host\\v1", False),
+        ("http://host:99999/v1", False),
+        ("http://[::1/v1", False),
+    ],
+)
+def test_the_engines_of_a_server_are_named_by_a_plain_url(
+    config: RunConfig, url: str, is_base: bool
+) -> None:
+    lora = {"policy.lora": LoraConfig(rank=4), "generator.replicas": 1}
+    found = complaints(config, {**lora, "generator.endpoint": url})
+    assert any("give a URL such as" in one for one in found) is not is_base

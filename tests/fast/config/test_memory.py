@@ -123,6 +123,7 @@ def test_a_run_without_trainer_or_replicas_may_take_every_device(
         (["--devices", "9999x999x80GB"], "--devices is '9999x999x80GB'"),
         (["--devices", "2x8x80GB", "--launch.trainer-hosts", "5"], "launch.trainer_hosts is (5,)"),
         (["--devices", "8x80GB", "--policy.checkpoint", "Qwen/Qwen3-4B-FP8"], "Qwen3-4B-FP8"),
+        (["--devices", "8x80GB", "--generator.endpoint", "http://h/v1"], "fit places replicas"),
     ],
 )
 def test_what_fit_cannot_take_is_one_error(

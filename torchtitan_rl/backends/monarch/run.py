@@ -130,16 +130,16 @@ async def run_processes(
     weights = WeightDistribution(weight_hosts, fan_out=prepared.config.weight_sync.fan_out)
     supervise()
     replicas: list[MonarchReplica | ServedReplica] = []
-    if prepared.config.generator.endpoint:  # first, because the server may refuse the run
-        replicas.append(await _served_replica(prepared, replica_name(0)))
     trainer: MonarchTrainer | FixedPolicy = FixedPolicy()
-    if plan.trainer is not None:
-        spec = _trainer_spec(prepared, trace_dir)
-        trainer = await MonarchTrainer.spawn(plan.trainer, spec, hosts)
     started: list[MonarchReplica] = []
     teachers: dict[str, list[MonarchReplica]] = defaultdict(list)
     endpoint: MonarchEndpoint | None = None
     try:
+        if prepared.config.generator.endpoint:  # first, because the server may refuse the run
+            replicas.append(await _served_replica(prepared, replica_name(0)))
+        if plan.trainer is not None:
+            spec = _trainer_spec(prepared, trace_dir)
+            trainer = await MonarchTrainer.spawn(plan.trainer, spec, hosts)
         for group, source in _teacher_groups(prepared):
             of_teacher = _teacher_spec(prepared, group, source, trace_dir=trace_dir)
             teachers[source].append(await spawn_replica(group, of_teacher, hosts))
