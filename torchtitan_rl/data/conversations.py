@@ -354,7 +354,7 @@ def _messages(name: str, row: Row, place: str, *, text_of: str = "") -> list[Mes
 
 
 def _wrong_field(message: Message) -> str:
-    """The error in a field's type, which some chat formats would render as nothing; empty: none."""
+    """The error in a field that some chat formats would leave out silently; empty: none."""
     content, calls = message.get("content", ""), message.get("tool_calls", [])
     if not isinstance(content, str | list):
         return f"content is {_shown(content)}; give a text"
@@ -362,6 +362,8 @@ def _wrong_field(message: Message) -> str:
         return f"reasoning_content is {_shown(thoughts)}; give a text"
     if not isinstance(calls, list) or not all(isinstance(one, Mapping) for one in calls):
         return f"tool_calls is {_shown(calls)}; give a list of objects"
+    if (weight := message.get("weight", 1)) != 1:  # of OpenAI's format: 0 is without loss
+        return f"weight is {_shown(weight)}, and every turn of the assistant has loss; remove it"
     return ""
 
 

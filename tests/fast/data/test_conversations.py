@@ -51,6 +51,7 @@ def opened(
         ({"messages": [USER, SAID | {"content": math.nan}]}, "content is nan; give a text"),
         ({"messages": [USER | {"content": 5}, SAID]}, "message 1 of 'messages': content is 5"),
         ({"messages": [USER, SAID | {"reasoning_content": 5}]}, "reasoning_content is 5; give"),
+        ({"messages": [USER, SAID | {"weight": 0}]}, "weight is 0, and every turn of the"),
         ({"messages": [USER, SAID | {"tool_calls": ["f()"]}]}, "tool_calls is ['f()']; give a"),
         (
             {"messages": [USER, SAID | {"content": "a\ud800"}]},
