@@ -22,7 +22,9 @@ key take no place in the queue.
   64 bits: each of these makes some handler fail with a 500.
 - Its nesting, and the total numbers of completions and tokens that it requests, are limited.
 - Repetitions in a JSON schema (``minItems`` and similar) are limited: a grammar library would
-  unroll a billion of them and run out of memory.
+  unroll a billion of them and run out of memory. So are the lengths of alternatives (``enum``,
+  ``choice``), patterns and literals, because it takes time in the square of a length, in which the
+  engine does not step.
 - Its content must be text, on every route, for every role and at any depth: vLLM refuses most other
   parts, and silently drops some (a document in a tool's result, an image next to a text).
 
@@ -32,6 +34,7 @@ All other fields are checked by the application.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -177,6 +180,9 @@ _REPETITIONS = tuple(
     low + what for low in ("min", "max") for what in ("Items", "Length", "Properties", "Contains")
 )
 _MAX_REPETITIONS = 100_000  # no completion has as many tokens
+_LITERALS = ("choice", "const", "enum", "grammar", "pattern", "regex")
+_QUOTED = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'")
+_MAX_SQUARES = 10_000_000  # of lengths; xgrammar may take a third of a second for them
 _TEXT_PARTS = frozenset(
     [
         "input_text",
@@ -251,7 +257,7 @@ def _parse_json(body: bytes) -> Any:
 
 
 def _check_values(content: Any) -> None:
-    level, depth = [content], 0
+    level, depth, squares = [content], 0, 0
     while level:
         below: list[Any] = []
         for value in level:
@@ -261,12 +267,16 @@ def _check_values(content: Any) -> None:
                 below.extend(value.values() if isinstance(value, dict) else value)
                 if isinstance(value, dict):
                     _check_repetitions(value)
+                    squares += _squares_of_literals(value)
             elif isinstance(value, float):
                 if value - value != 0:  # infinity: a number such as 1e999
                     raise _bad_json("a number is too large")
             elif isinstance(value, int) and not _MIN_INTEGER <= value <= _MAX_INTEGER:
                 raise _bad_json("an integer has more than 64 bits")
         level, depth = below, depth + 1
+    if squares > _MAX_SQUARES:
+        message = "Its alternatives, patterns and literals are too long to compile."
+        raise RefusedError(400, "limit_exceeded", message)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -299,6 +309,17 @@ def _check_repetitions(schema: dict[str, Any]) -> None:
         value = schema.get(name)
         if isinstance(value, int | float) and value > _MAX_REPETITIONS:
             raise _too_large(name, f"{name} is {value}", _MAX_REPETITIONS)
+
+
+def _squares_of_literals(schema: dict[str, Any]) -> int:
+    squares = 0
+    for name in _LITERALS:
+        value = schema.get(name)
+        texts = value if isinstance(value, list) else [value]
+        if name == "grammar" and isinstance(value, str):
+            texts = _QUOTED.findall(value)
+        squares += sum(len(text) ** 2 for text in texts if isinstance(text, str))
+    return squares
 
 
 def _num_prompts(content: dict[str, Any]) -> int:

@@ -108,6 +108,26 @@ def test_a_schema_may_not_repeat_anything_a_billion_times(name: str) -> None:
     assert refusal(properties={name: {"type": "string"}}) is None
 
 
+LONG = ["a" * 2000 + f"{number}" for number in range(16)]
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        {"choice": LONG},
+        {"regex": "|".join(LONG)},
+        {"grammar": f"root ::= {' | '.join(json.dumps(one) for one in LONG)}"},
+        {"json": {"enum": LONG}},
+        {"json": json.dumps({"anyOf": [{"const": one} for one in LONG]})},
+        {"json": {"properties": {one: {"pattern": one} for one in LONG}}},
+    ],
+    ids=lambda constraints: "-".join(constraints),
+)
+def test_long_alternatives_which_take_seconds_to_compile_are_refused(constraints: Any) -> None:
+    assert refusal(structured_outputs=constraints) == ("limit_exceeded", None)
+    assert refusal(structured_outputs={"choice": [one[:200] for one in LONG]}) is None
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text(max_size=5),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
