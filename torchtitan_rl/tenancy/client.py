@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +22,7 @@ import httpx
 from torchtitan_rl.aio import cancel_all, retrieve
 from torchtitan_rl.channel import Outbox
 from torchtitan_rl.config.lora import LoraConfig
-from torchtitan_rl.errors import ReplicaError, one_line
+from torchtitan_rl.errors import OutputError, ReplicaError, one_line
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.tenancy.messages import (
     LEASE_HEADER,
@@ -32,6 +35,7 @@ from torchtitan_rl.tenancy.messages import (
 from torchtitan_rl.weights.distribution import SharedMemoryHandle, WeightHandle
 
 API_KEY = "TORCHTITAN_RL_GENERATOR_KEY"
+OWNER_FILE = "tenant"  # in the folder of a run
 LOST_S = 30.0
 _ANSWER_S = 2 * WAIT_S
 _STAGE_S = 900.0
@@ -184,6 +188,26 @@ class ServedPeer:
             if asyncio.get_running_loop().time() > give_up_s:
                 raise ReplicaError(message)
             await asyncio.sleep(_PAUSE_S)
+
+
+def owner_of(run_dir: Path) -> str:
+    """The secret by which a server knows the next process of a run, from a file in its folder that
+    only this user can read. It is made if it is not there.
+
+    Raises:
+        OutputError: the file cannot be read or written.
+    """
+    path = run_dir / OWNER_FILE
+    try:
+        with suppress(FileNotFoundError):
+            if owner := path.read_text():
+                return owner
+        owner = secrets.token_hex(16)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(owner)
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutputError(f"{path}: {error}") from error
+    return owner
 
 
 def _cause(answer: httpx.Response) -> str:

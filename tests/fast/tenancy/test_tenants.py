@@ -24,7 +24,7 @@ from torchtitan_rl.channel import Call
 from torchtitan_rl.config.lora import LoraConfig, TenantSlots, adapter_shapes, read_slot
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.resume import policy_digest
-from torchtitan_rl.errors import InvalidRequestError, ReplicaError
+from torchtitan_rl.errors import InvalidRequestError, OutputError, ReplicaError
 from torchtitan_rl.generation.decision import KvPolicy, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.routing.remote import ConnectedReplica
@@ -33,7 +33,7 @@ from torchtitan_rl.serving.app import EndpointApp
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.tenancy import messages, server
-from torchtitan_rl.tenancy.client import ServedPeer
+from torchtitan_rl.tenancy.client import OWNER_FILE, ServedPeer, owner_of
 from torchtitan_rl.tenancy.tenant import Tenant
 from torchtitan_rl.types import Completion, GenerationRequest, Progress, SamplingParams
 from torchtitan_rl.weights.distribution import SharedMemoryHandle
@@ -504,3 +504,16 @@ async def test_options_that_would_harm_an_engine_are_refused(
         sampling = SamplingParams(max_tokens=4, engine_options={"repetition_penalty": 1.1})
         asked = GenerationRequest(request_id="x", prompt_token_ids=(1,), sampling=sampling)
         assert len((await router.generate(asked)).token_ids) == 4
+
+
+def test_the_next_process_of_a_run_has_its_secret_and_no_other_run(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+    secret = owner_of(one)
+    assert owner_of(one) == secret != owner_of(other)
+    assert (one / OWNER_FILE).stat().st_mode & 0o077 == 0
+    (one / OWNER_FILE).write_text("")  # a process was killed while it wrote the file
+    assert owner_of(one)
+    with pytest.raises(OutputError, match=OWNER_FILE):
+        owner_of(tmp_path / "none")

@@ -4,9 +4,7 @@ the run ends, even after an error."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
-import socket
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -39,7 +37,7 @@ from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.routing.restarts import EXPECTED_S
-from torchtitan_rl.tenancy.client import ServedPeer
+from torchtitan_rl.tenancy.client import ServedPeer, owner_of
 from torchtitan_rl.weights.config import (
     Transport,
     WeightSyncConfig,
@@ -331,16 +329,15 @@ async def _served_replica(
 
     Raises:
         ReplicaError: see `ServedPeer.start`.
+        OutputError: see `owner_of`.
     """
     config = prepared.config
     assert config.adapters is not None
-    # Another run of the same name has another folder; the next process of this run has the same.
-    folder = f"{socket.gethostname()}\0{config.run_dir.absolute()}"
     peer = ServedPeer(
         name,
         config.generator.endpoint,
         tenant=config.name,
-        owner=hashlib.sha256(folder.encode()).hexdigest(),
+        owner=owner_of(config.run_dir),
         policy=await asyncio.to_thread(policy_digest, prepared.policy_dir),
         lora=config.adapters,
         max_model_len=config.generator.max_model_len,
