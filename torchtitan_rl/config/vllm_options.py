@@ -10,6 +10,7 @@ import functools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import one_line
@@ -100,6 +101,7 @@ _DRAFT_CONFIGS = (  # which vLLM makes; reading them could run a checkpoint's co
     *("draft_model_config", "draft_parallel_config"),
 )
 _BATCH_INVARIANT = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
+_MAX_DRAFTED = 64  # tokens in a step, each of which needs room in the step's batch
 _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # methods that draft without a model
 
 
@@ -125,6 +127,18 @@ def vllm_option_errors(generator: GeneratorConfig, *, is_on_cpu: bool) -> list[s
             "generator.vllm: speculative_config has no num_speculative_tokens; give the number of "
             "tokens to draft in a step, such as 4"
         )
+    number = speculative.get("num_speculative_tokens")
+    if isinstance(number, int) and number > _MAX_DRAFTED:
+        errors.append(
+            f"generator.vllm: speculative_config.num_speculative_tokens is {number}: give at most "
+            f"{_MAX_DRAFTED}"
+        )
+    model = speculative.get("model")
+    if isinstance(model, str) and model.startswith(("/", "./", "../")) and not Path(model).is_dir():
+        errors.append(
+            f"generator.vllm: speculative_config.model is {model}: there is no such directory; give "
+            "a Hugging Face directory, or the name of a model on the hub"
+        )
     if speculative.get("rejection_sample_method") == "synthetic":
         errors.append(
             "generator.vllm: speculative_config.rejection_sample_method is synthetic: it accepts "
@@ -134,7 +148,9 @@ def vllm_option_errors(generator: GeneratorConfig, *, is_on_cpu: bool) -> list[s
         errors.append(
             "generator.batch_invariant is True: vLLM has it only on CUDA; leave it out on a CPU"
         )
-    backend = options.get("attention_backend", _BATCH_INVARIANT[0])
+    attention = options.get("attention_config")
+    inner = attention.get("backend") if isinstance(attention, dict) else None
+    backend = options.get("attention_backend") or inner or _BATCH_INVARIANT[0]
     if generator.batch_invariant and str(backend).upper() not in _BATCH_INVARIANT:
         errors.append(
             f"generator.vllm: attention_backend is {backend}: with generator.batch_invariant give "

@@ -86,6 +86,14 @@ def test_each_field_that_is_set_here_is_refused_by_name() -> None:
             {"vllm": {"speculative_config": NGRAM | {"draft_model_config": {"model": "evil"}}}},
             "speculative_config.draft_model_config is set by vLLM",
         ),
+        (
+            {"vllm": {"speculative_config": NGRAM | {"num_speculative_tokens": 10**9}}},
+            "speculative_config.num_speculative_tokens is 1000000000: give at most 64",
+        ),
+        (
+            {"vllm": {"speculative_config": DRAFT | {"model": "/no/such/model"}}},
+            "speculative_config.model is /no/such/model: there is no such directory",
+        ),
     ],
 )
 def test_what_would_break_the_samples_is_refused(generator: dict[str, Any], message: str) -> None:
@@ -101,6 +109,7 @@ def test_batch_invariance_needs_an_attention_backend_that_has_it() -> None:
     assert errors() == errors(attention_backend="triton_attn") == []
     (error,) = errors(attention_backend="FLASHINFER")
     assert "attention_backend is FLASHINFER" in error
+    assert errors(attention_config={"backend": "FLASHINFER"}) == [error]
 
 
 @pytest.mark.parametrize(
