@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchtitan_rl.bounds import check_fields
-from torchtitan_rl.config.checks import own_replicas_errors
 from torchtitan_rl.config.fit import (
     describe_shortage,
     device_bytes,
@@ -25,6 +24,7 @@ from torchtitan_rl.config.memory import memory_plan
 from torchtitan_rl.config.model import PolicyFacts, find_policy
 from torchtitan_rl.config.published import published_facts
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.tenants import own_replicas_errors
 from torchtitan_rl.errors import ConfigError
 
 _PROG = "torchtitan-rl fit"

@@ -10,7 +10,7 @@ from annotated_types import Interval
 from tyro.conf import Positional, arg
 
 from torchtitan_rl.bounds import MAX_SECONDS, Name, Seed, check_fields
-from torchtitan_rl.config.checks import generator_errors, own_replicas_errors
+from torchtitan_rl.config.checks import generator_errors
 from torchtitan_rl.config.lora import (
     ENGINE_RANKS,
     AdapterFolder,
@@ -25,6 +25,7 @@ from torchtitan_rl.config.plan import ProcessPlan, plan_serving
 from torchtitan_rl.config.prepare import describe_replica
 from torchtitan_rl.config.room import serving_errors
 from torchtitan_rl.config.run import File, cannot_write, output_file_errors
+from torchtitan_rl.config.tenants import own_replicas_errors
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.serving.config import EndpointConfig, Keys, endpoint_errors

@@ -136,8 +136,8 @@ def vllm_option_errors(generator: GeneratorConfig, *, is_on_cpu: bool) -> list[s
     model = speculative.get("model")
     if isinstance(model, str) and model.startswith(("/", "./", "../")) and not Path(model).is_dir():
         errors.append(
-            f"generator.vllm: speculative_config.model is {model}: there is no such directory; give "
-            "a Hugging Face directory, or the name of a model on the hub"
+            f"generator.vllm: speculative_config.model is {model}: there is no such directory; "
+            "give a Hugging Face directory, or the name of a model on the hub"
         )
     if speculative.get("rejection_sample_method") == "synthetic":
         errors.append(
