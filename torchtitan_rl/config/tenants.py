@@ -1,4 +1,4 @@
-"""Checks of ``generator.endpoint``: runs on the engines of a server, and commands with their own."""
+"""Checks of ``generator.endpoint``: runs on a server's engines, and commands with their own."""
 
 from __future__ import annotations
 
