@@ -459,6 +459,23 @@ def test_a_seeded_request_with_drafts_does_not_depend_on_its_company(
     assert together.token_ids[:same] == alone.token_ids[:same]
 
 
+def test_with_drafts_tokens_are_as_frequent_as_they_are_likely(
+    speculative: dict[str, Any],
+) -> None:
+    """Whether a token is the most likely one is a draw with that token's probability."""
+    hits, likely, variance, tokens = 0, 0.0, 0.0, 0
+    for done in speculative["many"].values():
+        tokens += len(done.token_ids)
+        for token, alternatives in zip(done.token_ids, done.top_logprobs, strict=True):
+            best, logprob = max(alternatives, key=lambda one: one[1])
+            hits += token == best
+            likely += math.exp(logprob)
+            variance += math.exp(logprob) * (1 - math.exp(logprob))
+    assert speculative["many steps"] < tokens / 16  # 16 requests at once: drafts were accepted
+    assert abs(hits - likely) < 3 * math.sqrt(variance)
+    assert math.sqrt(variance) < 0.01 * likely  # a bias of 3 % would be seen
+
+
 def test_with_drafts_the_tokens_that_a_sampler_keeps_are_unknown(solo: dict[str, Any]) -> None:
     for name, done in solo["speculative"]["truncated"].items():
         if name in ("top_p", "top_k", "allowed tokens", "json and top_p", "regex and minimum"):

@@ -415,6 +415,10 @@ def speculative(root: Path) -> dict[str, Any]:
     seen["stopped"] = run_all(engine, stopped)
     seen["stopped steps"] = engine.steps
     seen["stopped tokens"] = engine.stats().generated_tokens - counted
+    repeated: dict[str, Any] = {"prompt": REPEATED_PROMPT, "temperature": 0.2, "num_logprobs": 1}
+    engine.steps = 0
+    seen["many"] = run_all(engine, [request(f"{n}", 60, seed=n, **repeated) for n in range(96)])
+    seen["many steps"] = engine.steps
     seen["seeded"] = play(engine, [request("seeded", seed=11)])["seeded"]
     together = [
         request("repeated", 60, prompt=REPEATED_PROMPT, temperature=0.0),
