@@ -55,7 +55,28 @@ class RequestGivenUpError(InvalidRequestError):
 
 
 class ReplicaError(GenerationError):
-    """The replica of a request was closed, has failed or has died."""
+    """The replica of a request was closed, has failed or has died.
+
+    ``silent_s``: the seconds from the last sign of life until the loss was seen, if known.
+    """
+
+    silent_s: float | None = None
+
+
+class ProcessLostError(ReplicaError):
+    """A process, or the actor in it, has died."""
+
+
+class ProcessEndedError(ProcessLostError):
+    """A process has ended."""
+
+
+class ProcessStoppedError(ProcessLostError):
+    """A process was stopped (SIGSTOP) and not continued."""
+
+
+class HostLostError(ReplicaError):
+    """The host of a part is lost."""
 
 
 class EngineMemoryError(ReplicaError):

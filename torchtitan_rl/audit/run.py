@@ -31,6 +31,12 @@ from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.files import parse_object
 from torchtitan_rl.launch.lease import lock_errors
+from torchtitan_rl.observability.failures import (
+    FAILURES,
+    failure_errors,
+    number_in,
+    read_failures,
+)
 from torchtitan_rl.observability.rollouts import LOGGED, logged_metrics
 from torchtitan_rl.observability.sinks import Line, Row, read_rows
 from torchtitan_rl.orchestration.checkpointing import SavedRun, read_saved_run
@@ -60,14 +66,17 @@ def audit(run_dir: Path, *, is_running: bool = False) -> list[Check]:
     saved, whole = _read_checkpoints(checkpoints)
     promises = Promises.of(_identity(run_dir, saved))
     metrics = MetricsRules(promises)
+    num_failures = 0
     with metrics.order.reports_errors(rows.name):
         for line in read_rows(rows):
             metrics.take(line)
+            num_failures = max(num_failures, number_in(line.row))
     checks = [*metrics.results(), whole]
     for step, one in sorted(saved.items()):
         checks += _audit_checkpoint(checkpoints.path(step).name, step, one, promises, metrics)
     checks += _audit_journal(Journal(run_dir / JOURNAL), saved, promises)
     checks += _audit_rollouts(run_dir / "rollouts.jsonl", promises, metrics)
+    checks.append(_audit_failures(run_dir, num_failures))
     checks += [_audit_files(run_dir), _audit_end(run_dir, promises, metrics, saved, is_running)]
     return checks
 
@@ -136,6 +145,19 @@ def _audit_rollouts(path: Path, promises: Promises, metrics: MetricsRules) -> li
     with unreadable.reports_errors(path.name):
         return check_log(read_rows(path), promises, metrics)
     return [unreadable]
+
+
+def _audit_failures(run_dir: Path, at_least: int) -> Check:
+    """Check the reports of failures; the metrics count ``at_least`` so many."""
+    check = Check(name="failures", what="failures")
+    with check.reports_errors(FAILURES):
+        for number, row in enumerate(read_failures(run_dir), start=1):
+            check.look(f"{FAILURES}, row {number}", failure_errors(row))
+        check.require(
+            check.looked_at >= at_least,
+            f"{FAILURES} has {check.looked_at} rows, and the metrics count {at_least}; {RESTORE}",
+        )
+    return check
 
 
 def _audit_evaluation(folder: Path) -> list[Check]:

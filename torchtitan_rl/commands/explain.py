@@ -20,6 +20,7 @@ from torchtitan_rl.observability.explain import (
     median_by_step,
     summarize,
 )
+from torchtitan_rl.observability.failures import read_failures, summarize_failures
 from torchtitan_rl.observability.rollouts import read_rollouts
 from torchtitan_rl.observability.sinks import Row, RowKind, Split, read_rows, step_in
 
@@ -39,7 +40,7 @@ def main(words: Sequence[str]) -> int:
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError(f"RUN_DIR: give the folder of one run; {_USAGE}")
     facts = read_facts(Path(words[0]))
-    for line in summarize(facts):
+    for line in [*summarize(facts), *summarize_failures(read_failures(Path(words[0])))]:
         print(line)
     found = diagnose(facts)
     for diagnosis in found:

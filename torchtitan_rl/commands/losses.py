@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_rl.config.machine import CONTROLLER_HOST, host_name
 from torchtitan_rl.config.prepare import PreparedRun
-from torchtitan_rl.errors import ReplicaError, TrainerLostError
+from torchtitan_rl.errors import HostLostError, TrainerLostError
 from torchtitan_rl.files import last_lines
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
@@ -41,6 +41,7 @@ class FailureHandling:
         self._max_restarts = prepared.config.generator.max_restarts
         self._log_dir = prepared.config.log_dir.absolute()
         self._say = recorder.say
+        self._on_failure = recorder.record_failure
         self._watch: HostWatch | None = None
         if hosts is not None:
             from torchtitan_rl.backends.monarch.host_watch import HostWatch
@@ -51,6 +52,7 @@ class FailureHandling:
                 trace_dir=recorder.trace_dir,
                 say=self._say,
                 on_lost=self._on_host_lost,
+                on_failure=self._on_failure,
             )
         self._run: tuple[RunProcesses, GeneratorRouter] | None = None
 
@@ -91,6 +93,7 @@ class FailureHandling:
             say=self._say,
             is_alone=self._is_alone,
             reserved=reserved,
+            on_failure=self._on_failure,
         )
 
     def _on_host_lost(self, host: int, cause: str) -> None:
@@ -100,7 +103,7 @@ class FailureHandling:
         message = f"{host_name(host)} is lost: {cause}"
         names = {group.name for group in self._plan.replicas if group.host == host}
         processes.lose_host(host)
-        router.give_up(lambda name: first_name(name) in names, ReplicaError(message))
+        router.give_up(lambda name: first_name(name) in names, HostLostError(message))
         trainer = self._plan.trainer
         if trainer is not None and host in {part.host for part in trainer.on_each_host()}:
             assert not isinstance(processes.trainer, FixedPolicy)

@@ -302,6 +302,7 @@ _LISTED = (
     "results.json",
     "metrics*.jsonl",
     "**/rollouts*.jsonl",
+    "failures*.jsonl",
     "journal.sqlite",
     f"checkpoints/*/{MARKER}",
     "policy/**/*",

@@ -127,4 +127,5 @@ def copy_of(error: _Error) -> _Error:
     """Copy an error, because one exception raised in several places would mix their tracebacks."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
+    vars(copy).update(vars(error))  # such as `ReplicaError.silent_s`
     return copy

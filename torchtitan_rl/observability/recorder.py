@@ -19,7 +19,8 @@ from torchtitan_rl.config.lora import ADAPTER_FOLDER
 from torchtitan_rl.config.machine import count
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.errors import RunTakenOverError
+from torchtitan_rl.errors import OutputError, RunTakenOverError
+from torchtitan_rl.failures import Failure
 from torchtitan_rl.observability.console import (
     Console,
     ProgressState,
@@ -34,6 +35,7 @@ from torchtitan_rl.observability.engine import (
     LoopLagSampler,
     overlap_of,
 )
+from torchtitan_rl.observability.failures import FailureLog
 from torchtitan_rl.observability.metrics import (
     account_metrics,
     cost_metrics,
@@ -95,6 +97,7 @@ class RunRecorder:
             stamp=lambda: f"[{format_seconds(self._state.elapsed_s)}] ",
         )
         self._metrics = MetricsLog(run_dir, resume_step=resume_step)
+        self._failures = FailureLog(run_dir, is_new=resume_step is None)
         self._trackers = start_trackers(
             metrics.trackers, run_dir, config=identity or {}, resume_step=resume_step
         )
@@ -147,6 +150,7 @@ class RunRecorder:
         self._console.close()
         self._metrics.close()
         self._rollouts.close()
+        self._failures.close()
         await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._trackers))
         self._tracer.close()
 
@@ -236,6 +240,7 @@ class RunRecorder:
         metrics |= self._take_endpoint()
         metrics |= self._take_teachers()
         metrics |= fetch_metrics(self._take_fetches())
+        metrics |= self._failures.metrics()
         overlap = overlap_of(metrics)
         if overlap is not None:
             metrics[EFFICIENCY] = overlap.efficiency
@@ -310,6 +315,15 @@ class RunRecorder:
 
     def record_account(self, record: AccountRecord) -> None:
         self._record(RowKind.ACCOUNT, record, account_metrics(record))
+
+    def record_failure(self, failure: Failure) -> None:
+        """Show and write the report of a failure that has ended: its part serves again, or is given
+        up. A row that cannot be written is lost, because the run must go on."""
+        self.say(failure.describe())
+        try:
+            self._failures.record(self._state.step, failure)
+        except OutputError as error:
+            self.say(f"the failure is not in the file: {error}")
 
     def _record(
         self,

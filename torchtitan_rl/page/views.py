@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.errors import CheckpointError, OutputError
 from torchtitan_rl.observability.explain import (
     RunFacts,
     diagnose,
@@ -23,6 +23,7 @@ from torchtitan_rl.observability.explain import (
     summarize,
     verdict,
 )
+from torchtitan_rl.observability.failures import read_failures, summarize_failures
 from torchtitan_rl.observability.page_files import LAUNCH_FILE
 from torchtitan_rl.observability.sinks import METRIC_TABLE, RowKind
 from torchtitan_rl.page.index import Columns, RunIndex
@@ -309,7 +310,11 @@ def _times(rows: Sequence[Json]) -> list[Json]:
 
 def _summary(index: RunIndex, facts: RunFacts) -> list[str]:
     if index.kind == "train":
-        return summarize(facts)
+        try:
+            failures = summarize_failures(read_failures(index.folder))
+        except OutputError as error:
+            failures = [f"{error}"]
+        return [*summarize(facts), *map(clean, failures)]
     results = index.document("results.json").get("results")
     lines = []
     for one in results if isinstance(results, list) else []:

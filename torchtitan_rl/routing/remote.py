@@ -95,6 +95,7 @@ class ConnectedReplica(Generic[PeerT]):
         self._receiving: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._lost: ReplicaError | None = None
+        self._heard_s: float | None = None  # when the last batch came
 
     @property
     def name(self) -> str:
@@ -180,7 +181,9 @@ class ConnectedReplica(Generic[PeerT]):
     async def _receive(self) -> None:
         try:
             while True:
-                await self._handle(await self.peer.receive())
+                messages = await self.peer.receive()
+                self._heard_s = asyncio.get_running_loop().time()
+                await self._handle(messages)
         except asyncio.CancelledError as error:
             self._lose(error)  # no effect in `close`
             raise
@@ -220,6 +223,8 @@ class ConnectedReplica(Generic[PeerT]):
         if not isinstance(lost, ReplicaError):
             lost = ReplicaError(f"{self.name}: the channel to it failed: {error!r}")
             lost.__cause__ = error
+        if lost.silent_s is None and self._heard_s is not None:
+            lost.silent_s = asyncio.get_running_loop().time() - self._heard_s
         self._lost = lost
         calls, self._calls = self._calls, {}
         for call in calls.values():

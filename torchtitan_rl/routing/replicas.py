@@ -184,7 +184,7 @@ class ReplicaPool:
         for state in self.all:
             self._update(state)
         self.num_expected = 0  # number of replicas that will replace dead ones
-        self.on_dead: Callable[[ReplicaState], None] | None = None
+        self.on_dead: Callable[[Replica, BaseException], None] | None = None
         self.is_paused = False  # replicas get only the requests of their pins
         self.spares_pins = False  # the pause does not stop pinned replicas
         self.active_time = ActiveTime()  # the clock of all requests without a pin
@@ -238,7 +238,8 @@ class ReplicaPool:
         was_live, state.phase = state.is_live, Phase.DEAD
         state.failure = state.failure or error
         if was_live and self.on_dead is not None:
-            self.on_dead(state)  # before anything detects that no replica is left
+            # before anything detects that no replica is left
+            self.on_dead(state.replica, state.failure)
         self._update(state)
         for future in state.work:
             future.cancel()

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import ExitStack
 from typing import Any
 
 from torchtitan_rl.aio import cancel_all
 from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.router import GeneratorRouter
 
@@ -47,6 +48,7 @@ class ReplicaRestarts:
         say: shows a line to the user.
         is_alone: whether only the replica with this name was lost, and not its host. The loss of a
             host is reported elsewhere.
+        on_failure: called with the ended report of each loss.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ReplicaRestarts:
         say: Callable[[str], None],
         is_alone: Callable[[str], Awaitable[bool]] | None = None,
         reserved: Collection[str] = (),
+        on_failure: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
         self._router = router
         self._start = start
@@ -65,6 +68,7 @@ class ReplicaRestarts:
         self._say = say
         self._is_alone = is_alone
         self._reserved = frozenset(reserved)
+        self._on_failure = on_failure
         self._begun_s: dict[str, float] = {}  # by name: time of joining
         self._num_quick: dict[str, int] = {}  # by first name: consecutive restarts
         self._num_starts: dict[str, int] = {}  # by first name
@@ -79,24 +83,27 @@ class ReplicaRestarts:
         self._is_closed = True
         await cancel_all(self._tasks)
 
-    def _on_dead(self, lost: Replica, cause: str) -> None:
+    def _on_dead(self, lost: Replica, error: BaseException) -> None:
         if self._is_closed:
             return
+        failure = Failure.of(Part.REPLICA, lost.name, error, now_s=_now())
         if self._max_restarts == 0:
-            self._say(f"{lost.name} is lost; the others continue: {cause}")
+            self._say(f"{lost.name} is lost; the others continue: {failure.cause}")
+            self._start_task(self._give_up(failure, "restarts are disabled"))
             return
         if not self._may_restart(lost.name):
-            self._say(
-                f"{lost.name} is lost and is not started again, after {self._max_restarts} "
-                f"restarts in a row: {cause}"
-            )
+            why = f"after {self._max_restarts} restarts in a row"
+            self._say(f"{lost.name} is lost and is not started again, {why}: {failure.cause}")
+            self._start_task(self._give_up(failure, why))
             return
         expectation = ExitStack()
         expectation.enter_context(self._router.expecting())
         timer = asyncio.get_running_loop().call_later(EXPECTED_S, expectation.close)
         expectation.callback(timer.cancel)
-        work = self._replace(lost, cause, expectation)
-        task = asyncio.create_task(work, name=f"restart of {lost.name}")
+        self._start_task(self._replace(lost, failure, expectation))
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="the restart of a replica")
         self._tasks.add(task)
         task.add_done_callback(self._on_end)
 
@@ -105,19 +112,32 @@ class ReplicaRestarts:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._say(f"{task.get_name()} failed: {error!r}")
 
-    async def _replace(self, lost: Replica, cause: str, expectation: ExitStack) -> None:
+    async def _replace(self, lost: Replica, failure: Failure, expectation: ExitStack) -> None:
         first = first_name(lost.name)
         with expectation:
             if self._is_alone is None or await self._is_alone(lost.name):
-                self._say(f"{lost.name} is lost and is started again: {cause}")
-            replica = await self._started(lost, first)
-            if replica is None:
-                return
-            await self._router.join(replica, is_reserved=first in self._reserved)
-        self._begun_s[replica.name] = asyncio.get_running_loop().time()
+                self._say(f"{lost.name} is lost and is started again: {failure.cause}")
+            try:
+                replica = await self._started(lost, first)
+                if isinstance(replica, TorchtitanRLError | OSError):
+                    await self._give_up(failure, f"{replica}")
+                    return
+                failure = failure.restarted(replica.name, now_s=_now())
+                await self._router.join(replica, is_reserved=first in self._reserved)
+            except asyncio.CancelledError:
+                self._on_failure(failure.ended("the run ended first"))
+                raise
+        self._begun_s[replica.name] = _now()
         self._say(f"{replica.name} takes the place of {lost.name}")
+        tokens = await self._router.lost_tokens(lost.name)
+        self._on_failure(failure.serving(now_s=self._begun_s[replica.name], tokens_again=tokens))
 
-    async def _started(self, lost: Replica, first: str) -> Replica | None:
+    async def _give_up(self, failure: Failure, why: str) -> None:
+        tokens = await self._router.lost_tokens(failure.name)
+        self._on_failure(failure.ended(why, tokens_again=tokens))
+
+    async def _started(self, lost: Replica, first: str) -> Replica | TorchtitanRLError | OSError:
+        """Start a replica in place of a lost one. Returns the last error if none starts."""
         await _close(lost)
         last = lost.name  # the replica that was lost, or did not start
         while True:
@@ -129,14 +149,14 @@ class ReplicaRestarts:
                 self._num_quick[first] += 1
                 if self._num_quick[first] > self._max_restarts:
                     self._say(f"{first} is given up: {error}")
-                    return None
+                    return error
                 self._say(f"{name} did not start, which is tried again: {error}")
                 last = name
             await asyncio.sleep(_DELAY_S)
 
     def _may_restart(self, name: str) -> bool:
         """Count the restart. Returns whether it is allowed."""
-        first, now_s = first_name(name), asyncio.get_running_loop().time()
+        first, now_s = first_name(name), _now()
         begun_s = self._begun_s.pop(name, None)
         if begun_s is None or now_s - begun_s >= SETTLED_S:
             self._num_quick[first] = 0
@@ -151,3 +171,7 @@ async def _close(lost: Replica) -> None:
             await lost.close()
     except (TorchtitanRLError, TimeoutError):
         pass  # nothing on its host answers
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -293,10 +293,17 @@ class GeneratorRouter:
             self._pool.num_expected -= 1
             self._pool.notify()
 
-    def on_dead(self, call: Callable[[Replica, str], None]) -> None:
+    def on_dead(self, call: Callable[[Replica, BaseException], None]) -> None:
         """Set the function that is called once for each lost replica, with the replica and the
         cause."""
-        self._pool.on_dead = lambda state: call(state.replica, " ".join(f"{state.failure}".split()))
+        self._pool.on_dead = call
+
+    async def lost_tokens(self, name: str) -> int:
+        """Return the number of tokens that a dead replica is known to have sampled and that were
+        never received. They are sampled again."""
+        (state,) = (one for one in self._pool.all if one.name == name)
+        await self._pool.wait_until(lambda: state.outstanding_requests == 0)
+        return max(0, state.sampled_tokens - state.received_tokens)
 
     async def close(self) -> None:
         """Close every replica. Requests that still wait in the router fail."""

@@ -13,7 +13,15 @@ from tests.fast.observability.test_step_metrics import make_record
 from torchtitan_rl.aio import background
 from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import MetricsConfig, PolicyConfig, RunConfig
+from torchtitan_rl.errors import DeadlineError, ReplicaError
+from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.observability.engine import EngineSampler
+from torchtitan_rl.observability.failures import (
+    failure_errors,
+    number_in,
+    read_failures,
+    summarize_failures,
+)
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.config import ScheduleConfig
 from torchtitan_rl.orchestration.records import BufferStates, LedgerTotals, StepRecord
@@ -222,3 +230,40 @@ def test_the_last_lines_say_what_became_of_the_tokens_and_show_the_best_and_the_
     assert len(lines[at + 2]) < 200
     assert "worst rollout of step 8: reward 0.250, completed, 'r'" in lines
     assert all(line.isprintable() for line in lines)
+
+
+def test_a_failure_is_shown_and_is_in_its_file_the_metrics_and_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ReplicaError("replica1 was killed")
+    error.silent_s = 0.25
+    lost = Failure.of(Part.REPLICA, "replica1", error, now_s=100.0)
+    served = lost.restarted("replica1-2", now_s=110.0).serving(now_s=112.5, tokens_again=40)
+    given_up = Failure.of(Part.TRAINER, "trainer", DeadlineError("late"), now_s=1.0)
+    given_up = given_up.ended("after 2 restarts", steps_again=3)
+    config = make_config(tmp_path, staleness=0)
+
+    def fail(recorder: RunRecorder) -> None:
+        recorder.record_failure(served)
+        recorder.record_failure(given_up)
+
+    *_, row = record_run(config, record_one, fail, record_one)
+    assert row["failures/replica/number"] == 1
+    assert row["failures/replica/serve_s"] == 12.5
+    assert row["failures/trainer/steps_again"] == 3
+    said = capsys.readouterr().out
+    assert "failure of replica1: seen as error 0.25 s after the last sign of life, " in said
+    rows = read_failures(config.run_dir)
+    assert [one["part"] for one in rows] == ["replica", "trainer"]
+    assert [one["sign"] for one in rows] == ["error", "no answer"]
+    assert number_in(row) == len(rows)
+    assert rows[0]["successor"] == "replica1-2"
+    assert not [error for one in rows for error in failure_errors(one)]
+    assert list(failure_errors(rows[0] | {"serve_s": None}))
+    assert list(failure_errors(rows[0] | {"restart_s": 13.0}))
+    first, second = summarize_failures(rows)
+    assert first == (
+        "replica lost 1 times (1 error), seen after 0.2 s (at most 0.2 s), restarted after 10.0 s "
+        "(at most 10.0 s), served after 12.5 s (at most 12.5 s), 40 tokens sampled again"
+    )
+    assert second.endswith("3 steps taken again, 1 given up")

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.replicas import GatedReplica, handle, request, settle
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.errors import GenerationError, ReplicaError
+from torchtitan_rl.errors import GenerationError, LoopStalledError, ReplicaError
+from torchtitan_rl.failures import Failure, Part, Sign
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.restarts import EXPECTED_S, ReplicaRestarts
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -26,6 +27,7 @@ class Machine:
         self.can_start.set()
         self.num_broken = 0
         self.starts: list[tuple[str, str]] = []  # in whose place, and the name
+        self.failures: list[Failure] = []
 
     async def start(self, lost: str, name: str) -> GatedReplica:
         self.starts.append((lost, name))
@@ -43,7 +45,12 @@ class Machine:
     @asynccontextmanager
     async def restarting(self, max_restarts: int = 2, **options):
         restarts = ReplicaRestarts(
-            self.router, self.start, max_restarts=max_restarts, say=self.said.append, **options
+            self.router,
+            self.start,
+            max_restarts=max_restarts,
+            say=self.said.append,
+            on_failure=self.failures.append,
+            **options,
         )
         async with restarts:
             yield
@@ -157,5 +164,64 @@ def test_a_start_that_fails_is_tried_again_and_then_given_up():
             await asyncio.sleep(600.0)
             assert machine.num_broken == 98
             assert machine.said[-1] == "replica1 is given up: replica1-3 does not start"
+
+    run_virtually(play())
+
+
+def test_the_report_of_a_loss_has_all_its_seconds_and_the_tokens_that_are_sampled_again():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        async with machine.restarting():
+            machine.can_start.clear()
+            running = asyncio.create_task(machine.router.generate(request("r0")))
+            machine.replicas["replica0"].gate.clear()
+            await settle()
+            machine.replicas["replica0"].sampled = 3  # counted by the engine, and never sent
+            await machine.router.stats()
+            stalled = LoopStalledError("no progress for 7 s")
+            stalled.silent_s = 7.0
+            machine.router.give_up(lambda name: name == "replica0", stalled)
+            await running
+            await asyncio.sleep(20.0)
+            machine.can_start.set()
+            await settle()
+        (failure,) = machine.failures
+        assert (failure.part, failure.name, failure.sign) == (
+            Part.REPLICA,
+            "replica0",
+            Sign.STALLED,
+        )
+        assert (failure.silent_s, failure.restart_s, failure.serve_s) == (7.0, 20.0, 20.0)
+        assert failure.tokens_again == 3
+        assert failure.successor == "replica0-2"
+        assert not failure.given_up
+
+    run_virtually(play())
+
+
+@pytest.mark.parametrize(("max_restarts", "why"), [(0, "disabled"), (1, "does not start")])
+def test_a_loss_without_a_successor_is_reported_too(max_restarts, why):
+    async def play():
+        machine = Machine("replica0", "replica1")
+        machine.num_broken = 9
+        async with machine.restarting(max_restarts=max_restarts):
+            machine.kill("replica0")
+            await asyncio.sleep(600.0)
+        (failure,) = machine.failures
+        assert why in failure.given_up
+        assert (failure.serve_s, failure.successor) == (None, "")
+
+    run_virtually(play())
+
+
+def test_a_restart_that_the_end_of_the_run_interrupts_is_reported():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        async with machine.restarting():
+            machine.can_start.clear()
+            machine.kill("replica0")
+            await settle()
+        (failure,) = machine.failures
+        assert failure.given_up == "the run ended first"
 
     run_virtually(play())

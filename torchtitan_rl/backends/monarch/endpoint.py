@@ -14,7 +14,6 @@ from monarch.actor import Actor, Port, concurrent_endpoint
 
 from torchtitan_rl.backends.monarch.runtime import (
     ActorChannel,
-    ProcessLostError,
     ProcessMesh,
     call,
     serve_channel,
@@ -24,7 +23,7 @@ from torchtitan_rl.backends.monarch.runtime import (
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.errors import DeadlineError, EndpointLostError
+from torchtitan_rl.errors import DeadlineError, EndpointLostError, ProcessLostError
 from torchtitan_rl.processes import collecting_later
 from torchtitan_rl.serving.config import reachable
 from torchtitan_rl.serving.link import ToController, ToEndpoint

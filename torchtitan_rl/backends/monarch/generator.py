@@ -22,7 +22,6 @@ from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ActorChannel,
-    ProcessLostError,
     ProcessMesh,
     call,
     serve_channel,
@@ -32,7 +31,7 @@ from torchtitan_rl.backends.monarch.runtime import (
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.errors import DeadlineError, LoopFailedError, WeightSyncError
+from torchtitan_rl.errors import DeadlineError, LoopFailedError, ProcessLostError, WeightSyncError
 from torchtitan_rl.generation.server import EngineServer, FromReplica, ToReplica
 from torchtitan_rl.launch.interfaces import listen_privately
 from torchtitan_rl.observability.trace import EngineTrace, Tracer, host_label

@@ -18,7 +18,8 @@ from monarch.actor import ActorError
 from torchtitan_rl.aio import cancel_all, first_of, retrieve
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.machine import host_name
-from torchtitan_rl.errors import ConfigError, HostsBusyError
+from torchtitan_rl.errors import ConfigError, HostLostError, HostsBusyError
+from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.files import FileCopies
 from torchtitan_rl.launch.workers import BEAT_S, HOST_LOST_S, Heartbeat
 from torchtitan_rl.observability.trace import (
@@ -57,10 +58,12 @@ class HostWatch:
         trace_dir: Path | None,
         say: Callable[[str], None],
         on_lost: OnHostLost,
+        on_failure: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
         self._hosts = hosts
         self._say = say
         self._on_lost = on_lost
+        self._on_failure = on_failure
         self._trace_dir = trace_dir
         folders = [(log_dir, ".log")]
         if trace_dir is not None:
@@ -136,18 +139,26 @@ class HostWatch:
 
     async def _watch(self, host: Host) -> None:
         while True:
-            cause = await self._beat_until_lost(host)
+            error, name = await self._beat_until_lost(host), host_name(host.index)
+            failure = Failure.of(Part.HOST, name, error, now_s=_now())
             self._note_loss(host)
-            self._say(f"{host_name(host.index)} ({host.name}) is lost: {cause}")
-            self._on_lost(host.index, cause)
-            back = await self._look_for(host.index) if self._hosts.can_return else None
+            self._say(f"{name} ({host.name}) is lost: {error}")
+            self._on_lost(host.index, f"{error}")
+            try:
+                back = await self._look_for(host.index) if self._hosts.can_return else None
+            except asyncio.CancelledError:
+                self._on_failure(failure.ended("the run ended first"))
+                raise
             if back is None:
+                self._on_failure(failure.ended("it cannot return"))
                 return
             host = back
             self._lost[host.index].clear()
-            self._say(f"{host_name(host.index)} is back")
+            self._say(f"{name} is back")
+            failure = failure.restarted(name, now_s=_now())
+            self._on_failure(failure.serving(now_s=_now()))
 
-    async def _beat_until_lost(self, host: Host) -> str:
+    async def _beat_until_lost(self, host: Host) -> HostLostError:
         """Send heartbeats until the host is lost. Returns the cause."""
         loop = asyncio.get_running_loop()
         heartbeat, num_answers = Heartbeat(loop.time()), 0
@@ -159,14 +170,14 @@ class HostWatch:
                 await asyncio.wait({beat}, timeout=BEAT_S)
                 if beat.done():
                     if (error := beat.exception()) is not None:
-                        return _cause(error)
+                        return _lost(_cause(error), heartbeat.look(loop.time(), num_answers))
                     round_trips.append(beat.result())
                     beat, num_answers = None, num_answers + 1
                     self._note_answer(host.index)
                     await self._note_clock(host.index, round_trips)
                 silent_s = heartbeat.look(loop.time(), num_answers)
                 if silent_s >= HOST_LOST_S:
-                    return f"no answer for {silent_s:.0f} s"
+                    return _lost(f"no answer for {silent_s:.0f} s", silent_s)
                 if beat is None:
                     await asyncio.sleep(BEAT_S)
         finally:
@@ -285,6 +296,16 @@ def _cause(error: BaseException) -> str:
     only the reason is returned."""
     status = " ".join(str(error).split()).rpartition("has status: ")[2]
     return f"its agent does not answer ({status or type(error).__name__})"
+
+
+def _lost(cause: str, silent_s: float) -> HostLostError:
+    error = HostLostError(cause)
+    error.silent_s = silent_s
+    return error
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def _beat(host: Host) -> RoundTrip:

@@ -42,7 +42,7 @@ from torchtitan_rl.backends.monarch import log_to_stderr
 from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, start_command
 from torchtitan_rl.config.machine import host_name
 from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
-from torchtitan_rl.errors import DeadlineError, ReplicaError, TorchtitanRLError
+from torchtitan_rl.errors import DeadlineError, ProcessLostError, TorchtitanRLError
 from torchtitan_rl.launch.interfaces import take_port
 from torchtitan_rl.observability.trace import HOST_VARIABLE
 from torchtitan_rl.processes import stay_on_cores
@@ -56,10 +56,6 @@ _EXIT_TIMEOUT_S = 5.0  # for the mesh's processes to exit
 _ASK_TIMEOUT_S = 60.0
 
 ACTOR_NAMES = ("generator", "trainer", "endpoint", "weights")  # the names of our meshes
-
-
-class ProcessLostError(ReplicaError):
-    """A process, or the actor in it, has died."""
 
 
 def supervise() -> None:

@@ -24,7 +24,6 @@ from torchtitan_rl.aio import cancel_all, retrieve
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ActorThread,
-    ProcessLostError,
     ProcessMesh,
     call,
     spawn_on_hosts,
@@ -32,7 +31,7 @@ from torchtitan_rl.backends.monarch.runtime import (
 )
 from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.errors import CheckpointError, DeadlineError, TrainerLostError
+from torchtitan_rl.errors import CheckpointError, DeadlineError, ProcessLostError, TrainerLostError
 from torchtitan_rl.processes import collecting_later
 from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.weights.config import Transport

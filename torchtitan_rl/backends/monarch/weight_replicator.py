@@ -27,7 +27,6 @@ from monarch.rdma import RDMABuffer
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ActorThread,
-    ProcessLostError,
     ProcessMesh,
     call,
     spawn_processes,
@@ -35,7 +34,7 @@ from torchtitan_rl.backends.monarch.runtime import (
 )
 from torchtitan_rl.backends.specs import WeightHostSpec
 from torchtitan_rl.config.plan import ProcessGroup
-from torchtitan_rl.errors import DeadlineError, WeightSyncError
+from torchtitan_rl.errors import DeadlineError, ProcessLostError, WeightSyncError
 from torchtitan_rl.weights.distribution import Fetched, RemoteMemoryHandle, RemoteSource
 from torchtitan_rl.weights.remote import WeightReceiver
 

@@ -1,0 +1,139 @@
+"""The report of a failure: what was lost, how that was seen, and how long each part of its repair
+took.
+
+A `Failure` is created when a loss is seen. It then gets `restarted` (each time that new processes
+have started) and ends with `serving` or `given_up`. Only a report that has ended is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from torchtitan_rl.errors import (
+    DeadlineError,
+    HostLostError,
+    LoopStalledError,
+    ProcessEndedError,
+    ProcessStoppedError,
+)
+
+
+class Part(StrEnum):
+    """The kind of what was lost."""
+
+    REPLICA = "replica"
+    TRAINER = "trainer"
+    ENDPOINT = "endpoint"
+    HOST = "host"
+
+
+class Sign(StrEnum):
+    """How a loss was seen."""
+
+    ENDED = "process ended"
+    STOPPED = "process stopped"  # by SIGSTOP: the kernel does not run it
+    SILENT = "no answer"
+    STALLED = "no progress"
+    HOST = "host lost"
+    ERROR = "error"
+
+
+_SIGNS = (
+    (ProcessEndedError, Sign.ENDED),
+    (ProcessStoppedError, Sign.STOPPED),
+    (LoopStalledError, Sign.STALLED),
+    (HostLostError, Sign.HOST),
+    ((DeadlineError, TimeoutError), Sign.SILENT),
+)
+
+
+def sign_of(error: BaseException) -> Sign:
+    """Return how a loss was seen, from its error or, if that says nothing, from its causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        for kind, sign in _SIGNS:
+            if isinstance(cause, kind):
+                return sign
+        cause = cause.__cause__
+    return Sign.ERROR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One loss. Times are those of one monotonic clock, in seconds.
+
+    ``silent_s``: from the last sign of life until the loss was seen, if known. ``restart_s`` and
+    ``serve_s``: from then until new processes had started, and until they served again.
+    ``tokens_again`` and ``steps_again``: sampled tokens and optimizer steps that were lost and are
+    taken again; the tokens are those known to be lost. ``detail``: how it was shown that the new
+    part equals the old one. ``given_up``: why nothing takes its place.
+    """
+
+    part: Part
+    name: str
+    sign: Sign
+    cause: str
+    seen_s: float
+    silent_s: float | None = None
+    restart_s: float | None = None
+    serve_s: float | None = None
+    successor: str = ""
+    tokens_again: int = 0
+    steps_again: int = 0
+    detail: str = ""
+    given_up: str = ""
+
+    @classmethod
+    def of(cls, part: Part, name: str, error: BaseException, *, now_s: float) -> Failure:
+        """Begin the report of a loss that ``error`` shows."""
+        return cls(
+            part=part,
+            name=name,
+            sign=sign_of(error),
+            cause=" ".join(f"{error}".split()) or type(error).__name__,
+            seen_s=now_s,
+            silent_s=getattr(error, "silent_s", None),
+        )
+
+    def restarted(self, successor: str, *, now_s: float) -> Failure:
+        """New processes have started, and get weights next."""
+        return replace(self, successor=successor, restart_s=now_s - self.seen_s)
+
+    def serving(
+        self, *, now_s: float, tokens_again: int = 0, steps_again: int = 0, detail: str = ""
+    ) -> Failure:
+        """The part serves again, which ends the report."""
+        return replace(
+            self,
+            serve_s=now_s - self.seen_s,
+            tokens_again=tokens_again,
+            steps_again=steps_again,
+            detail=detail,
+        )
+
+    def ended(self, why: str, *, tokens_again: int = 0, steps_again: int = 0) -> Failure:
+        """The part is given up, which ends the report."""
+        return replace(
+            self, given_up=why, tokens_again=tokens_again, steps_again=steps_again, successor=""
+        )
+
+    def describe(self) -> str:
+        """Describe an ended report in one line."""
+        parts = [f"seen as {self.sign}"]
+        if self.silent_s is not None:
+            parts[0] += f" {self.silent_s:.2f} s after the last sign of life"
+        if self.restart_s is not None:
+            parts.append(f"restarted after {self.restart_s:.1f} s")
+        if self.serve_s is not None:
+            parts.append(f"serving again after {self.serve_s:.1f} s")
+        if self.given_up:
+            parts.append(f"given up: {self.given_up}")
+        if self.tokens_again:
+            parts.append(f"{self.tokens_again} tokens sampled again")
+        if self.steps_again:
+            parts.append(f"{self.steps_again} steps taken again")
+        if self.detail:
+            parts.append(self.detail)
+        name = self.name if self.name.startswith(self.part) else f"{self.part} {self.name}"
+        return f"failure of {name}: {', '.join(parts)}"
