@@ -28,10 +28,11 @@ from tests.campaign.invariants import (
 from tests.campaign.lives import Ending, Life, live
 from tests.campaign.machine import Fault, Machine
 from tests.campaign.plan import CampaignPlan, draw, draw_restarts
+from tests.campaign.tenants import TenantsPlan, draw_tenants, play
 
 _MEMORY = Path("/dev/shm")
 
-Kind = Literal["rollouts", "restarts", "conversations"]
+Kind = Literal["rollouts", "restarts", "conversations", "tenants"]
 
 
 class _Parts(NamedTuple):
@@ -62,7 +63,7 @@ _PARTS: dict[Kind, _Parts] = {
 class Case:
     seed: int
     kind: Kind
-    plan: CampaignPlan | ConversationsPlan
+    plan: CampaignPlan | ConversationsPlan | TenantsPlan
     lives: tuple[str, ...]
     schedule: tuple[tuple[Fault, ...], ...]
     violations: tuple[Violation, ...]
@@ -92,6 +93,8 @@ class Case:
 def run_case(seed: int, kind: Kind = "rollouts") -> Case:
     """Play it through. An undisturbed life comes first, for its counts and its weights, and one
     comes last, for it must be possible to go on from whatever the others left."""
+    if kind == "tenants":
+        return _run_tenants(seed)
     parts = _PARTS[kind]
     plan = parts.draw(seed)
     with _place() as root:
@@ -111,22 +114,50 @@ def run_case(seed: int, kind: Kind = "rollouts") -> Case:
                 violations += _ends_well(life)
         fired = [one.fault for life in lives for one in life.machine.fired]
         violations += parts.compare(lives[-1], dry, fired)
-        trace = hash(tuple(one.machine.trace for one in lives))
-        return Case(
-            seed=seed,
-            kind=kind,
-            plan=plan,
-            lives=tuple(life.describe() for life in lives),
-            schedule=tuple(schedule),
-            violations=tuple(violations),
-            trace=trace,
-            awaits=sum(life.machine.num_awaits for life in lives),
-            fired=tuple(
-                f"{one.fault.zone} {one.fault.point} {one.fault.action}"
-                for life in lives
-                for one in life.machine.fired
-            ),
-        )
+        return _case(seed, kind, plan, lives, schedule, violations, [])
+
+
+def _run_tenants(seed: int) -> Case:
+    plan = draw_tenants(seed)
+    with _place() as root:
+        dry = play(seed, plan, root / "dry")
+        played = play(seed, plan, root / "run", dry)
+        violations = dry.violations + played.violations
+        lives = [life for one in (dry, played) for name in one.lives for life in one.lives[name]]
+        for name in played.lives:
+            violations += _ends_well(played.lives[name][-1])
+        schedule = [life.machine.faults for life in lives]
+        return _case(seed, "tenants", plan, lives, schedule, violations, played.servers)
+
+
+def _case(
+    seed: int,
+    kind: Kind,
+    plan: CampaignPlan | ConversationsPlan | TenantsPlan,
+    lives: Sequence[Life],
+    schedule: Sequence[Sequence[Fault]],
+    violations: Sequence[Violation],
+    servers: Sequence[Machine],
+) -> Case:
+    machines = [*servers, *(life.machine for life in lives)]
+    struck = [
+        f"  server {number}: {one}" for number, server in enumerate(servers) for one in server.fired
+    ]
+    return Case(
+        seed=seed,
+        kind=kind,
+        plan=plan,
+        lives=(*(life.describe() for life in lives), *struck),
+        schedule=tuple(map(tuple, schedule)),
+        violations=tuple(violations),
+        trace=hash(tuple(machine.trace for machine in machines)),
+        awaits=sum(machine.num_awaits for machine in machines),
+        fired=tuple(
+            f"{one.fault.zone} {one.fault.point} {one.fault.action}"
+            for machine in machines
+            for one in machine.fired
+        ),
+    )
 
 
 def _ends_well(life: Life) -> list[Violation]:

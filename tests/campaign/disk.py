@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from tests.campaign.machine import Machine
+from tests.campaign.machine import CURRENT, Machine
 from torchtitan_rl import files
 from torchtitan_rl.orchestration import journal
 from torchtitan_rl.training import checkpoint_files
@@ -31,18 +31,20 @@ class SimFile(FileIO):
         self.kind = kind
 
     def write(self, data: Any) -> int:
-        action = _machine.at_disk(self.kind) if _machine is not None else None
-        if action is None or _machine is None:
+        machine = _current()
+        action = machine.at_disk(self.kind) if machine is not None else None
+        if action is None or machine is None:
             return super().write(data)
         super().write(bytes(data)[: len(data) // 2])
         if action in ("torn", "kill"):
-            _machine.kill()
+            machine.kill()
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @contextmanager
 def disk_of(machine: Machine) -> Iterator[None]:
-    """What the package writes goes to this machine's disk while the block is open."""
+    """What the package writes goes to this disk while the block is open, or to that of the process
+    that writes it."""
     global _machine, _is_hooked
     if not _is_hooked:
         sys.addaudithook(_on_event)
@@ -65,18 +67,22 @@ def disk_of(machine: Machine) -> Iterator[None]:
             setattr(module, name, theirs)
 
 
+def _current() -> Machine | None:
+    return None if _machine is None else CURRENT.get(_machine)
+
+
 class SimConnection(sqlite3.Connection):
     """Of a journal: each INSERT asks the machine; a kill leaves its transaction open."""
 
     def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
-        action = None
-        if sql.startswith("INSERT") and _machine is not None:
-            action = _machine.at_disk("journal")
+        action, machine = None, _current()
+        if sql.startswith("INSERT") and machine is not None:
+            action = machine.at_disk("journal")
         if action == "no_space":
             raise sqlite3.OperationalError("database or disk is full")
         done = super().execute(sql, *parameters)
-        if action is not None and _machine is not None:
-            _machine.kill()
+        if action is not None and machine is not None:
+            machine.kill()
         return done
 
 
@@ -102,7 +108,7 @@ def _no_sync(directory: Path) -> None:
 
 def _on_event(event: str, args: tuple[Any, ...]) -> None:
     """Python tells of every change of a name before it is made."""
-    machine = _machine
+    machine = _current()
     if machine is None or machine.is_dead:
         return
     match event:

@@ -15,6 +15,7 @@ from tests.campaign.machine import Fault, Machine, Zone
 _NEVER_S = 1e7
 
 _REPLICA = ["die", "die", "freeze", "wedge", "slow", "late", "die_soon"]
+_HTTP = ["lose_request", "lose_answer", "unavailable", "duplicate", "late", "down"]
 ACTIONS: dict[str, list[str]] = {
     "trainer.train_step": ["late", "late_after", "lost", "lost_after", "diverge", "kill"],
     "trainer.publish": ["late", "late_after", "lost", "kill"],
@@ -44,6 +45,12 @@ ACTIONS: dict[str, list[str]] = {
     "reward": ["raise", "late", "nonsense"],
     "teacher.score": ["raise", "late", "kill"],
     "dataset.next": ["end"],
+    "http.tenant.open": _HTTP,
+    "http.tenant.send": _HTTP,
+    "http.tenant.receive": _HTTP,
+    "http.tenant.upload": _HTTP,
+    "http.tenant.stage": _HTTP,
+    "http.tenant.close": _HTTP,
     "disk.journal": ["no_space", "torn"],
     "disk.checkpoint": ["no_space", "torn"],
     "disk.rows": ["no_space", "torn"],
@@ -55,10 +62,12 @@ ACTIONS: dict[str, list[str]] = {
 }
 """What can happen at each kind of point."""
 
-HARMLESS = {"stop", "cancel", "kill", "torn", "block", "slow"}
+HARMLESS = {"stop", "cancel", "kill", "torn", "block", "slow", *_HTTP}
 """After these a run at S = 0 arrives at the weights of an undisturbed one."""
 
 _RARE = {"trainer": 6, "replica": 4, "env": 2, "reward": 2, "teacher": 2, "dataset": 1, "disk": 4}
+_RARE["http"] = 12
+_REPEATED = ("no_space", "raise", "late", "lose_request", "lose_answer", "unavailable")
 _REPLICA_NAME = re.compile(r"^r\d+(-\d+)?\.")
 
 
@@ -84,6 +93,14 @@ def draw_faults_and_losses(seed: int, life: int, dry: Machine) -> list[Fault]:
     action, seconds = rng.choice([("die", 0.0), ("die_soon", 0.2)])
     lost = Fault(zone="call", point=point, nth=nth, action=action, seconds=seconds)
     return [*draw_faults(seed, life, dry), lost]
+
+
+def draw_server_faults(seed: int, life: int, dry: Machine) -> list[Fault]:
+    """Of a server of several runs."""
+    rng = random.Random(f"server {seed} {life}")
+    faults = [_of_a_part(rng, dry) for _ in range(rng.choice([0, 0, 1, 2]))]
+    ending = rng.choice(["kill", "kill", "stop", "block", "", ""])
+    return faults + ([_at_an_await(rng, dry, ending)] if ending else [])
 
 
 def _idle_trainer(rng: random.Random, dry: Machine) -> list[Fault]:
@@ -138,7 +155,7 @@ def _of_a_part(rng: random.Random, dry: Machine) -> Fault:
         nth=_nth(rng, count),
         action=action,
         seconds=_seconds(rng, kind, action),
-        span=rng.choice([1, 1, 1, 2, 4]) if action in ("no_space", "raise", "late") else 1,
+        span=rng.choice([1, 1, 1, 2, 4]) if action in _REPEATED else 1,
     )
 
 
@@ -148,6 +165,10 @@ def _seconds(rng: random.Random, kind: str, action: str) -> float:
             return rng.choice([0.01, 0.2, 1.0])
         case "late_after":
             return rng.choice([401.0, 450.0])
+        case "late" | "duplicate" if kind.startswith("http"):
+            return rng.choice([0.0, 0.5, 4.0, 12.0, 70.0])
+        case "down":
+            return rng.choice([0.5, 5.0, 20.0, 45.0, 100.0])
         case "late" if kind.startswith("trainer"):
             return rng.choice([0.5, 10.0, 401.0, 450.0, _NEVER_S])
         case "late" if kind.startswith("replica"):

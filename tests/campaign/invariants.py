@@ -29,6 +29,7 @@ from torchtitan_rl.orchestration.checkpointing import read_saved_run
 from torchtitan_rl.orchestration.journal import JournalError
 from torchtitan_rl.orchestration.ledger import LedgerError
 from torchtitan_rl.orchestration.work_buffer import StalenessError
+from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.restarts import first_name
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
@@ -71,7 +72,7 @@ def fails_for_a_reason(life: Life) -> Iterator[str]:
     """A life fails where something failed that it cannot do without."""
     if life.ending is not Ending.FAILED or isinstance(life.error, (LedgerError, StalenessError)):
         return
-    if had_nothing_to_train(life):
+    if life.excuse or had_nothing_to_train(life):
         return
     if not any(_may_end_a_run(life, type(life.error), one) for one in _strikes(life)):
         yield f"{type(life.error).__name__}: {life.error}"
@@ -170,7 +171,11 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     recorded = sum(n for name, n in life.start.recorded.items() if name in asked)
     sampled = sum(r.sampled - r.sampled_for_evaluation for r in simulation.replicas)
     states = simulation.router.states()
-    lost = sum(r.lost for r in simulation.replicas if states[r.name] is Phase.DEAD)
+    lost = sum(
+        r.lost
+        for r in simulation.replicas
+        if states[r.name] is Phase.DEAD or isinstance(r, ConnectedReplica)
+    )
     # At S = 0 groups that are left over at the end are not begun again.
     least = recorded if life.plan.staleness and life.start.step != life.plan.num_steps else 0
     if not sampled + least - lost <= accounted <= sampled + most:

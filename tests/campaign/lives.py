@@ -69,6 +69,7 @@ class Life:
     seconds: float = 0.0
     resumed_step: int | None = None
     timeline: list[StepRecord] = field(default_factory=list)  # of this life and those before it
+    excuse: str = ""  # what another process did, after which it may fail
 
     def describe(self) -> str:
         fired = "".join(f"\n      {one}" for one in self.machine.fired) or " none"
@@ -88,43 +89,56 @@ def live(
     before: Life | None = None,
 ) -> Life:
     """Run it to its end, whatever that is; it goes on where the life ``before`` ended."""
-    start = look_at(root)
-    write_identity(plan.config(root), root)
-    machine = Machine(root, faults)
-    life = Life(number=number, plan=plan, machine=machine, start=start, root=root)
+    life = born(number, plan, root, faults)
+    machine = life.machine
     loop = CampaignLoop(machine)
     abandoned._running.clear()  # a new process has left no call behind
     with disk_of(machine):
         try:
-            supervisor = _supervise(life, loop, resume=before is not None)
+            supervisor = supervise(life, loop, resume=before is not None)
             loop.run_until_complete(loop.create_task(supervisor, name="machine: supervisor"))
         except Killed:
-            life.ending = Ending.HUNG if machine.has_spun else Ending.KILLED
-            assert machine.remains is not None
-            life.root = machine.remains
-            if machine.has_spun:
-                life.leftovers = loop.waiting()
+            was_killed(life, loop)
         life.seconds = loop.time()
         machine.is_dead = True
     loop.discard()
     life.leftovers += loop.strays
+    continue_timeline(life, before)
+    return life
+
+
+def born(number: int, plan: CampaignPlan, root: Path, faults: Sequence[Fault]) -> Life:
+    start = look_at(root)
+    write_identity(plan.config(root), root)
+    return Life(number=number, plan=plan, machine=Machine(root, faults), start=start, root=root)
+
+
+def was_killed(life: Life, loop: CampaignLoop) -> None:
+    machine = life.machine
+    life.ending = Ending.HUNG if machine.has_spun else Ending.KILLED
+    assert machine.remains is not None
+    life.root = machine.remains
+    if machine.has_spun:
+        life.leftovers = loop.waiting(machine)
+
+
+def continue_timeline(life: Life, before: Life | None) -> None:
     if before is not None and life.simulation is None:  # it ended before it chose a checkpoint
         life.timeline = before.timeline
     elif before is not None and life.resumed_step is not None:
         life.timeline = [one for one in before.timeline if one.step <= life.resumed_step]
     if life.simulation is not None:
         life.timeline += life.simulation.recorder.steps
-    return life
 
 
-async def _supervise(life: Life, loop: CampaignLoop, *, resume: bool) -> None:
+async def supervise(life: Life, loop: CampaignLoop, *, resume: bool) -> None:
     main = loop.create_task(_main(life, resume), name="main")
     life.machine.controls["cancel"] = lambda: _signal(life, main, cancel=True)
     life.machine.controls["stop"] = lambda: _signal(life, main, cancel=False)
     await asyncio.wait({main}, timeout=LIMIT_S)
     if not main.done():
         life.ending = Ending.HUNG
-        life.leftovers = loop.waiting()
+        life.leftovers = loop.waiting(life.machine)
         return
     _judge(life, main)
     simulation = life.simulation
@@ -135,7 +149,7 @@ async def _supervise(life: Life, loop: CampaignLoop, *, resume: bool) -> None:
     await simulation.router.close()
     await simulation.trainer.close()
     await asyncio.sleep(_QUIET_S)
-    life.leftovers += loop.waiting()
+    life.leftovers += loop.waiting(life.machine)
 
 
 def _signal(life: Life, main: asyncio.Task[None], *, cancel: bool) -> None:

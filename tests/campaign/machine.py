@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -76,7 +77,7 @@ class Machine:
         self.now_s: Callable[[], float] = lambda: 0.0
         self.skip: Callable[[float], None] = lambda seconds: None
         self.task_name = "start"
-        self._faults = list(faults)
+        self.faults = tuple(faults)
         self._by_point: dict[tuple[Zone, str], list[Fault]] = {}
         for fault in faults:
             self._by_point.setdefault((fault.zone, fault.point), []).append(fault)
@@ -152,6 +153,10 @@ class Machine:
 
     def _note(self, fault: Fault, place: str) -> None:
         self.fired.append(Fired(fault=fault, task=self.task_name, place=place, time_s=self.now_s()))
+
+
+CURRENT: ContextVar[Machine] = ContextVar("machine")
+"""The machine of the process that runs, where a loop runs several."""
 
 
 def place_in(frame: FrameType) -> str:

@@ -20,7 +20,7 @@ import pytest
 from tests.campaign.__main__ import prepare_process
 from tests.campaign.case import Case, run_case
 
-_CASES = 200
+_CASES = 150
 _ONCE_FAILED = [
     7003223,  # a request of a restarted group that ended before the cancellation reached it
     7402428,  # one that began again before its old task, done by then, was counted
@@ -31,6 +31,7 @@ _ONCE_FAILED = [
 # wrong rows or references, and where the references cannot be written.
 _RESTARTS = [7, 35, 43, 56]
 _CONVERSATIONS = [*range(4, 14), 27]
+_TENANTS = [*range(10)]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,7 @@ def cases() -> list[Case]:
                 ("rollouts", [*range(_CASES), *_ONCE_FAILED]),
                 ("restarts", _RESTARTS),
                 ("conversations", _CONVERSATIONS),
+                ("tenants", _TENANTS),
             )
         ]
         return [case for cases in ran for case in cases]

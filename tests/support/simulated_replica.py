@@ -56,7 +56,7 @@ _NEWS_TIMEOUT_S = 130.0  # after it a silent process is known to be gone
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class SimCall:
     request: GenerationRequest
     future: asyncio.Future[Completion]
     on_progress: OnProgress | None
@@ -69,6 +69,11 @@ class _Call:
     is_aborted: bool = False
     is_abandoned: bool = False
     task: asyncio.Task[None] | None = None
+
+    @property
+    def has_completed(self) -> bool:
+        future = self.future
+        return future.done() and not future.cancelled() and future.exception() is None
 
     @property
     def num_unheard(self) -> int:
@@ -88,7 +93,7 @@ class _Call:
         )
 
     def routed_experts(self, start: int = 0) -> RoutedExperts | None:
-        if not self.tokens:
+        if not self.experts:
             return None
         routed = RoutedExperts(data=bytes(self.experts), num_layers=1, per_token=3)
         num_prompt = len(self.request.prompt_token_ids)
@@ -130,7 +135,7 @@ class SimReplica:
         self._fate = fate or Undisturbed()
         self._is_open = asyncio.Event()
         self._is_open.set()
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, SimCall] = {}
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_frozen = False  # SIGSTOP: nothing is answered
         self._is_wedged = False  # the engine stands still, the process answers
@@ -141,7 +146,7 @@ class SimReplica:
         self.sampled = 0
         self.sampled_for_evaluation = 0
         self._num_lost = 0
-        self._abandoned: list[_Call] = []
+        self._abandoned: list[SimCall] = []
         self.requested: list[str] = []
         self.has_weights = True
         trainer.awake.append(self)
@@ -206,7 +211,7 @@ class SimReplica:
             await asyncio.wait({earlier.future})
             self._require_life()
         loop = asyncio.get_running_loop()
-        call = _Call(request, loop.create_future(), on_progress, told_s=loop.time())
+        call = SimCall(request, loop.create_future(), on_progress, told_s=loop.time())
         self.requested.append(name)
         self._calls[name] = call
         call.task = loop.create_task(self._sample(call), name=f"machine: {self._name} {name}")
@@ -217,7 +222,7 @@ class SimReplica:
             self._abandoned.append(call)
             raise
 
-    async def _sample(self, call: _Call) -> None:
+    async def _sample(self, call: SimCall) -> None:
         reason = FinishReason.LENGTH
         sampling, prompt = call.request.sampling, call.request.prompt_token_ids
         while len(call.tokens) < sampling.max_tokens:
@@ -237,14 +242,11 @@ class SimReplica:
                 break
         self._end(call, call.completion(reason))
 
-    def _sample_one(self, call: _Call, before: tuple[int, ...], seed: int | None) -> None:
+    def _sample_one(self, call: SimCall, before: tuple[int, ...], seed: int | None) -> None:
         self._uses_the_devices("samples a token")
-        token, logprob = scripted_token(before, seed=seed, version=self.version, vocab_size=VOCAB)
+        token, logprob = self._draw(call, before, seed)
         if not call.runs or call.runs[-1].version != self.version:
             call.runs.append(VersionRun(len(call.tokens), self.version))
-        first = len(before) - 1 if call.tokens else 0
-        for position, one in enumerate(before[first:], start=first):
-            call.experts += scripted_experts(one, position, self.version)
         call.tokens.append(token)
         call.logprobs.append(logprob)
         self._steps += 1
@@ -257,7 +259,13 @@ class SimReplica:
         if call.on_progress is not None and now - call.told_s >= PROGRESS_S:
             self._tell(call, now)
 
-    def _tell(self, call: _Call, now: float) -> None:
+    def _draw(self, call: SimCall, before: tuple[int, ...], seed: int | None) -> tuple[int, float]:
+        first = len(before) - 1 if call.tokens else 0
+        for position, one in enumerate(before[first:], start=first):
+            call.experts += scripted_experts(one, position, self.version)
+        return scripted_token(before, seed=seed, version=self.version, vocab_size=VOCAB)
+
+    def _tell(self, call: SimCall, now: float) -> None:
         start, call.num_told, call.told_s = call.num_told, len(call.tokens), now
         if call.on_progress is not None and not call.is_abandoned:
             call.on_progress(
@@ -272,7 +280,7 @@ class SimReplica:
                 )
             )
 
-    def _end(self, call: _Call, outcome: Completion | ReplicaError) -> None:
+    def _end(self, call: SimCall, outcome: Completion | ReplicaError) -> None:
         if self._calls.get(call.request.request_id) is call:
             del self._calls[call.request.request_id]
         if call.future.done():

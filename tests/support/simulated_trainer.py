@@ -77,6 +77,8 @@ class SimTrainer:
         self.complaints: list[str] = []
         self.awake: list[SimReplica] = []
         self.switches = 0
+        self.path = ""  # of what is published
+        self.replays_routing = True
         self.weights = 0
         self.version = 0
         self.batches: list[TrainingBatch] = []
@@ -85,6 +87,7 @@ class SimTrainer:
         self.num_logprobs = 0  # calls
         self.ages: list[int] = []  # the oldest token of each batch
         self.readable: set[int] = set()
+        self.published: dict[int, int] = {}  # weights by version
         self.most_readable = 0
 
     @property
@@ -140,7 +143,7 @@ class SimTrainer:
             self.weights = zlib.crc32(loss.references.tobytes(), self.weights)
         if self._cuts_tokens:
             require_kept_tokens(batch)
-            assert batch.routed_experts is not None
+            assert batch.routed_experts is not None or not self.replays_routing
         require_experts(batch)
         self.batches.append(batch)
         self.ages.append(self.version - int(batch.versions[batch.loss_mask].min()))
@@ -166,8 +169,9 @@ class SimTrainer:
         if strike is not None and strike.action == "no_space":
             raise WeightSyncError(f"version {self.version} cannot be published: no space")
         self.readable.add(self.version)
+        self.published[self.version] = self.weights
         self.most_readable = max(self.most_readable, len(self.readable))
-        return SharedMemoryHandle(version=self.version, path="", num_bytes=0)
+        return SharedMemoryHandle(version=self.version, path=self.path, num_bytes=0)
 
     async def save_checkpoint(
         self,

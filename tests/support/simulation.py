@@ -40,7 +40,7 @@ from torchtitan_rl.routing.restarts import ReplicaRestarts
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.training.config import TrainerConfig
-from torchtitan_rl.types import Completion, Problem
+from torchtitan_rl.types import Completion, GenerationRequest, Problem
 from torchtitan_rl.weights.config import WeightSyncConfig
 
 
@@ -120,7 +120,7 @@ class Simulation:
         self.ledger = TokenLedger()
         self.router = GeneratorRouter(
             self.replicas,
-            on_ended=self.ledger.on_ended,
+            on_ended=self.on_ended,
             request_timeout_s=plan.request_timeout_s,
             sync_timeout_s=plan.sync_timeout_s,
             reserved=self.reserved,
@@ -179,6 +179,9 @@ class Simulation:
         finally:
             assert not self.trainer.complaints
             assert not any(record.unaccounted for record in self.recorder.accounts)
+
+    def on_ended(self, request: GenerationRequest, done: Completion, is_given: bool) -> None:
+        self.ledger.on_ended(request, done, is_given)
 
     def restarting(self) -> ReplicaRestarts:
         """Starts replicas again while its ``async with`` is open."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from torchtitan_rl.aio import cancel_all, retrieve
+from torchtitan_rl.aio import cancel_all, deadline, retrieve
 from torchtitan_rl.channel import Outbox
 from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.errors import OutputError, ReplicaError, one_line
@@ -175,7 +175,7 @@ class ServedPeer:
         give_up_s = asyncio.get_running_loop().time() + patience_s
         while True:
             try:
-                async with asyncio.timeout(timeout_s):
+                async with deadline(timeout_s):
                     answer = await self._http.request(method, path, **content)
                 if answer.status_code == httpx.codes.OK:
                     return answer

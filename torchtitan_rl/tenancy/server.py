@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.aio import cancel_all
+from torchtitan_rl.aio import STOOD_STILL_S, cancel_all
 from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.config.lora import (
     MOST,
@@ -261,7 +261,10 @@ class Tenants:
 
     async def _end_silent(self) -> None:
         while True:
+            due_s = _now() + LEASE_S / 8
             await asyncio.sleep(LEASE_S / 8)
+            if _now() > due_s + STOOD_STILL_S:
+                continue  # this process was stopped; what runs sent meanwhile is read first
             for leased in list(self._by_name.values()):
                 if _now() > leased.heard_s + LEASE_S:
                     await self._remove(leased)

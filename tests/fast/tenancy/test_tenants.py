@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -437,6 +438,20 @@ def test_many_calls_leave_in_batches_that_a_server_takes(monkeypatch: pytest.Mon
     assert max(map(len, batches)) < 1010
     assert tuple(call for batch in batches for call in messages.decode_calls(batch)) == calls
     assert list(map(messages.decode_calls, messages.encode_calls(()))) == [()]
+
+
+@on_event_loop
+async def test_a_server_that_was_stopped_keeps_its_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LEASE_S", 0.8)
+    monkeypatch.setattr(server, "STOOD_STILL_S", 0.05)
+    async with serving(monkeypatch) as there:
+        lease = (await there.command("tenant.open", registration("a")))["lease"]
+        await asyncio.sleep(0.01)
+        time.sleep(1.0)
+        await asyncio.sleep(0.01)  # it looks for silent tenants, before it reads what they sent
+        sent = {"name": "a", "lease": lease, "number": 1}
+        (nothing,) = messages.encode_calls(())
+        await there.command("tenant.send", {**sent, "messages": nothing})
 
 
 @on_event_loop
