@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from torchtitan_rl.environments.mixture import MixtureTask as MixtureTask
     from torchtitan_rl.environments.open_env import OpenEnvError as OpenEnvError
     from torchtitan_rl.environments.open_env import OpenEnvTask as OpenEnvTask
+    from torchtitan_rl.environments.pairwise_judge import PairwiseJudgedTask as PairwiseJudgedTask
+    from torchtitan_rl.environments.pairwise_judge import pairwise_judge as pairwise_judge
     from torchtitan_rl.environments.question import QuestionEnv as QuestionEnv
     from torchtitan_rl.environments.question import ToolAnswer as ToolAnswer
     from torchtitan_rl.environments.question import ToolEnv as ToolEnv

@@ -50,13 +50,13 @@ def pages_without(*names: str) -> list[str]:
     return [page for page in PAGES if page not in {f"docs/{name}.md" for name in names}]
 
 
-def test_the_main_path_is_12_files_of_less_than_4200_lines_together():
+def test_the_main_path_is_12_files_of_less_than_4300_lines_together():
     page = (ROOT / "docs/architecture.md").read_text()
     section = page.split("## The main path in files")[1].split("\n#")[0]
     files = re.findall(r"^\d+\. `(?:torchtitan_rl/)?([\w./]+)`", section, re.MULTILINE)
     sizes = [len((ROOT / "torchtitan_rl" / file).read_text().splitlines()) for file in files]
     assert len(sizes) == 12
-    assert sum(sizes) < 4200
+    assert sum(sizes) < 4300
 
 
 # Pages with files of a run, or prefixes of metrics.

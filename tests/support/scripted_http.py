@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,11 +22,12 @@ class Reply:
 @dataclass
 class ScriptedHttp:
     """The n-th request gets the n-th reply of ``script``, later ones the last; None is never
-    answered. ``received`` are the bodies of all requests, ``most_at_once`` of those that were
-    held while ``hold`` was not set."""
+    answered. ``answer`` chooses the reply by the body instead. ``received`` are the bodies of all
+    requests, ``most_at_once`` of those that were held while ``hold`` was not set."""
 
     script: Sequence[Reply | None]
     received: list[Any] = field(default_factory=list)
+    answer: Callable[[Any], Reply] | None = None
     hold: asyncio.Event | None = None
     most_at_once: int = 0
     port: int = 0
@@ -36,7 +37,10 @@ class ScriptedHttp:
         try:
             while body := await _body(reader):
                 self.received.append(json.loads(body))
-                reply = self.script[min(len(self.received), len(self.script)) - 1]
+                if self.answer is not None:
+                    reply: Reply | None = self.answer(self.received[-1])
+                else:
+                    reply = self.script[min(len(self.received), len(self.script)) - 1]
                 self._running += 1
                 self.most_at_once = max(self.most_at_once, self._running)
                 if self.hold is not None:
@@ -56,8 +60,10 @@ class ScriptedHttp:
 
 
 @asynccontextmanager
-async def scripted_http(*script: Reply | None) -> AsyncIterator[ScriptedHttp]:
-    scripted = ScriptedHttp(script)
+async def scripted_http(
+    *script: Reply | None, answer: Callable[[Any], Reply] | None = None
+) -> AsyncIterator[ScriptedHttp]:
+    scripted = ScriptedHttp(script, answer=answer)
     server = await asyncio.start_server(scripted.handle, "127.0.0.1", 0)
     scripted.port = server.sockets[0].getsockname()[1]
     try:

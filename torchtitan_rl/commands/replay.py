@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.bounds import Count, OptionalName, check_fields
 from torchtitan_rl.commands.console import StopSignals, run_command
 from torchtitan_rl.commands.train_only import recorded_batcher
-from torchtitan_rl.config.checks import loss_errors
+from torchtitan_rl.config.checks import loss_errors, pair_errors
 from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.config.machine import machine_facts
 from torchtitan_rl.config.plan import plan_processes
@@ -123,13 +123,14 @@ def main(words: Sequence[str]) -> int:
     recorded.check(base + 1, step)
     original, other = config.trainer.loss, options.trainer.loss
     staleness, updates = config.schedule.staleness, config.trainer.updates_per_batch
-    if errors := loss_errors(other, staleness=staleness, updates=updates):
+    errors = loss_errors(other, staleness=staleness, updates=updates)
+    if errors := errors + pair_errors(other, config.rollout, is_taught=config.teacher.is_on):
         raise ConfigError(errors)
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-replay-") as folder:
         config = replace(config, output_dir=Path(folder), name="replay")
         config.log_dir.mkdir(parents=True)
         # The reference policy is loaded if one of the losses needs it.
-        loaded = other if other.kl_coefficient else original
+        loaded = other if other.needs_reference else original
         trainer = replace(config.trainer, loss=loaded)
         machine = machine_facts()
         cores = sorted(os.sched_getaffinity(0))[: machine.num_cores]

@@ -11,7 +11,7 @@ import importlib.util
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from operator import attrgetter
 
 from torchtitan_rl.agents.task import AgentTask, agent_errors
@@ -139,6 +139,7 @@ def find_errors(
         trainer.loss, staleness=schedule.staleness, updates=trainer.updates_per_batch
     )
     errors += advantage_errors(rollout)
+    errors += pair_errors(trainer.loss, rollout, is_taught=config.teacher.is_on)
     errors += _mixing_errors(config)
     errors += _profile_errors(config)
     errors += kv_policy_errors(
@@ -435,7 +436,7 @@ def replay_errors(rollout: RolloutConfig, policy: PolicyFacts, *, is_on_cuda: bo
 def loss_errors(config: LossConfig, *, staleness: int, updates: int = 1) -> list[str]:
     """One message per error: field, value, fix. ``staleness`` is `ScheduleConfig.staleness`,
     ``updates`` is `TrainerConfig.updates_per_batch`."""
-    return [
+    return _unread(config) or [
         *_corrections(config, staleness, updates),
         *_lengths(config),
         *_function(config, updates),
@@ -554,6 +555,41 @@ def _corrections(config: LossConfig, staleness: int, updates: int) -> list[str]:
             "trainer.loss.ratio is sequence: with proximal_policy recomputed every ratio is 1 and "
             "the choice would do nothing; give token, or importance_weight sequence for a "
             "sequence-level correction"
+        )
+    return errors
+
+
+def _unread(config: LossConfig) -> list[str]:
+    """Check that only options are given that the surrogate reads."""
+    why, unread = "it is read only with surrogate dpo", {"dpo_beta"}
+    if config.surrogate == "dpo":
+        why = "surrogate dpo does not read it"
+        unread = {one.name for one in fields(config)} - {"surrogate", "dpo_beta", "max_log_ratio"}
+        if config.importance_weight == "none":  # what a run makes of the default
+            unread.remove("importance_weight")
+    return [
+        f"trainer.loss.{one.name} is {getattr(config, one.name)}: {why}; leave it out"
+        for one in fields(config)
+        if one.name in unread and getattr(config, one.name) != one.default
+    ]
+
+
+def pair_errors(loss: LossConfig, rollout: RolloutConfig, *, is_taught: bool) -> list[str]:
+    """One message per error in the options of online DPO: field, value, fix."""
+    errors = []
+    if loss.surrogate == "dpo" and rollout.advantage != "pair":
+        errors.append(
+            f"trainer.loss.surrogate is dpo: rollout.advantage is {rollout.advantage}, and the "
+            "loss is of the best and the worst rollout of each group; give rollout.advantage pair"
+        )
+    if rollout.advantage == "pair" and rollout.credit == "turn":
+        errors.append(
+            "rollout.credit is turn: rollout.advantage pair compares rollouts; give outcome"
+        )
+    if rollout.advantage == "pair" and is_taught:
+        errors.append(
+            "rollout.advantage is pair: a teacher scores all rollouts, and only a pair of each "
+            "group is trained on; give another advantage, or no teacher"
         )
     return errors
 

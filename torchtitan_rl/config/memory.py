@@ -286,7 +286,7 @@ def trainer_memory(
     if lora.rank:  # tensor parallelism splits one of the two matrices of an adapter
         trained = 4 * num_adapter_weights(policy, lora) // shard
     peak = max(_moments(config, policy, device, dtype, lora), key=lambda one: one.total)
-    has_reference = config.loss.kl_coefficient > 0 and not lora.rank
+    has_reference = config.loss.needs_reference and not lora.rank
     parts = {
         "weights": own,
         "adapters": trained if lora.rank else 0,

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 30.0  # the rubric's time-out is this much later than the judge's own deadline
 _MAX_BACKOFF_S = 60.0
+_MAX_ANSWER = 1 << 16  # characters, the last of the judge's answer
 _BUSY_TIMEOUT_S = 1.0  # time to wait while another process writes scores; blocks the event loop
 # The "<" of the markers of chat formats: <|im_end|>, <turn|>, </s>, <end_of_turn>.
 _CONTROL_STRING = re.compile(r"<(?=[^<>\s]{1,40}[|\uff5c]>|/s>|\w{1,40}_of_turn>)")
@@ -191,10 +192,22 @@ class Judge:
         Raises:
             DataError: the prompt names a column that the problem does not have.
         """
+        asked = await self.ask({**problem.data, **texts_of(rollout)}, rollout.rollout_id)
+        if asked.reward is not None or self._config.on_failure == "error":
+            return asked
+        logger.warning("%s gets the judge's default score: %s", rollout.rollout_id, asked.cause)
+        return Score(reward=self._config.default_score, components=asked.components)
+
+    async def ask(self, row: Mapping[str, Any], name: str) -> Score:
+        """Ask for the score of what the prompt says of ``row``; ``name`` is for errors. Without a
+        score, the result has a cause.
+
+        Raises:
+            DataError: the prompt names a column that ``row`` does not have.
+        """
         config, cost = self._config, _Cost()
         _cost.set(cost)
-        row = {**problem.data, **texts_of(rollout)}
-        place = f"{rollout.rollout_id}, the judge's prompt"
+        place = f"{name}, the judge's prompt"
         system, prompt = (
             _as_text(fill(template, row, place)) for template in (config.system, config.prompt)
         )
@@ -210,12 +223,7 @@ class Judge:
         else:
             cause = f"{where}: {cost.requests} requests gave no score; the last: {cost.last}"
         components = self._components(cost, failures=int(value is None))
-        if value is not None:
-            return Score(reward=value, components=components)
-        if config.on_failure == "error":
-            return Score(reward=None, components=components, cause=cause)
-        logger.warning("%s gets the judge's default score: %s", rollout.rollout_id, cause)
-        return Score(reward=config.default_score, components=components)
+        return Score(reward=value, components=components, cause=cause if value is None else None)
 
     async def close(self) -> None:
         await self._client.close()
@@ -237,7 +245,7 @@ class Judge:
         """The score in the first answer that has a score; None if all attempts failed."""
         from openai import APIConnectionError, APIStatusError, OpenAIError
 
-        while (left := self._config.attempts - cost.requests) > 0:
+        while (left := self._config.attempts - (num_before := cost.requests)) > 0:
             if cost.requests:
                 longest = min(self._config.backoff_s * 2.0 ** (cost.requests - 1), _MAX_BACKOFF_S)
                 await asyncio.sleep(longest * random.uniform(0.5, 1.0))
@@ -252,6 +260,8 @@ class Judge:
                 return None
             except (OpenAIError, ValueError) as error:  # the answer does not follow this API
                 cost.last = one_line(error)
+                if cost.requests == num_before:
+                    return None  # it cannot be sent: a text that is not valid Unicode
                 continue
             if (score := await self._read(answer)) is not None:
                 return score
@@ -270,7 +280,11 @@ class Judge:
         cost.prompt_tokens += getattr(usage, "prompt_tokens", None) or 0
         cost.completion_tokens += getattr(usage, "completion_tokens", None) or 0
         choice = next(iter(getattr(response, "choices", None) or ()), None)
-        return str(getattr(getattr(choice, "message", None), "content", None) or "")
+        if getattr(choice, "finish_reason", None) == "length":
+            # What it quotes of the policy's text could be taken for the score.
+            raise ValueError("its answer was cut off: raise max_tokens in the judge's options")
+        content = str(getattr(getattr(choice, "message", None), "content", None) or "")
+        return content[-_MAX_ANSWER:]
 
     async def _read(self, answer: str) -> float | None:
         """The score in an answer, scaled to 0 to 1; None if the answer has no valid score."""
@@ -426,18 +440,21 @@ class JudgedTask(Task):
         return self.task.environment(problem, tokenizer=tokenizer, limits=limits)
 
     def rubric(self) -> Rubric:
-        judge, own = Judge(self.judge), self.task.rubric()
+        judge, (own, own_timeout_s) = Judge(self.judge), self.own_reward()
+        return Rubric(
+            [judge.reward_function(weight=self.judge_weight), own],
+            timeout_s=max(judge.timeout_s, own_timeout_s),
+        )
+
+    def own_reward(self) -> tuple[RewardFunction, float]:
+        """Return the reward function of the task that is judged, and its time-out in seconds."""
+        own = self.task.rubric()
 
         async def own_score(rollout: Rollout, problem: Problem) -> Score:
             return environment_score(rollout) if own is None else await own.score(rollout, problem)
 
-        return Rubric(
-            [
-                judge.reward_function(weight=self.judge_weight),
-                RewardFunction(name="task", function=own_score, weight=self.task_weight),
-            ],
-            timeout_s=max(judge.timeout_s, 0.0 if own is None else own.timeout_s),
-        )
+        timeout_s = 0.0 if own is None else own.timeout_s
+        return RewardFunction(name="task", function=own_score, weight=self.task_weight), timeout_s
 
     def success_reward(self) -> float:
         return self.solved_at

@@ -34,6 +34,9 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     """Compute all metrics of one step from its record."""
     metrics = rollout_metrics(record.groups, Split.TRAIN, flat=record.flat)
     metrics |= {f"trainer/{name}": value for name, value in record.trainer.items()}
+    pairs = record.trainer.get("preference/pairs")
+    if pairs is not None and record.groups:
+        metrics["trainer/preference/groups_without_pair_share"] = 1.0 - pairs / len(record.groups)
     metrics |= _token_metrics(record.tokens, record.wall_s)
     metrics |= teacher_metrics(record.groups)
     if record.trainer:

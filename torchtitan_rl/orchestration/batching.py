@@ -12,6 +12,7 @@ same version of xgrammar allows the same sets.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -155,10 +156,10 @@ class EpisodeBatcher:
     def __call__(self, groups: Sequence[RolloutGroup]) -> Batched:
         """Return the batch, its token counts and its episodes.
 
-        Failed rollouts and episodes longer than ``row_len`` are discarded. These are
-        masked: rollouts cut off at the token budget (with ``overlong.mask``), turns that their
-        agent never saw, tokens whose set of kept tokens is unknown, and tokens with non-finite
-        logprobs. All are counted by cause.
+        Failed rollouts and episodes longer than ``row_len`` are discarded. These are masked:
+        rollouts cut off at the token budget (with ``overlong.mask``), rollouts of no whole pair
+        (with ``advantage pair``), turns that their agent never saw, tokens whose set of kept tokens
+        is unknown, and tokens with non-finite logprobs. All are counted by cause.
 
         Raises:
             DivergedError: every token that would be trained on has a logprob that is not finite.
@@ -169,6 +170,7 @@ class EpisodeBatcher:
         coefficient = self.teacher.coefficient if self.teacher.is_on else 0.0
         for group in groups:
             advantages = turn_advantages(list(map(self._shaped, group.rollouts)), self.config)
+            own: list[Episode] = []
             for rollout, advantage in zip(group.rollouts, advantages, strict=True):
                 if advantage is None:
                     discarded[rollout.status.value] += rollout.num_sampled_tokens
@@ -179,7 +181,11 @@ class EpisodeBatcher:
                     made = rollout_to_episodes(
                         rollout, advantage, teacher_coefficient=0.0 if num_top else coefficient
                     )
-                    episodes += map(self.replay_grammars, made)
+                    own += map(self.replay_grammars, made)
+            if self.config.advantage == "pair":
+                own, unpaired = self._pair(own)
+                discarded["unpaired"] += unpaired
+            episodes += own
         unknown = sum(episode.num_unknown_tokens for episode in episodes)
         discarded["truncated_sampling"] += unknown
         temperature = self.config.sampling.temperature
@@ -208,6 +214,26 @@ class EpisodeBatcher:
         oversized = frozenset(packing.oversized)
         return Batched(batch if trained else None, tokens, tuple(episodes), oversized)
 
+    def _pair(self, episodes: Sequence[Episode]) -> tuple[list[Episode], int]:
+        """Return the episodes of a group without those that form no whole pair, and the number of
+        sampled tokens in these. An episode that has its own cause stays, to be counted there: it is
+        too long, or none of its tokens can be trained on."""
+        described = [(one, _sign(one), self._can_train(one)) for one in episodes]
+        lost = {sign for _, sign, is_usable in described if not is_usable}
+        is_whole = {sign for _, sign, _ in described} - lost >= {1.0, -1.0}
+        kept, unpaired = [], 0
+        for one, sign, is_usable in described:
+            if not is_usable or (is_whole and sign):
+                kept.append(one)
+            else:
+                unpaired += one.num_trained_tokens + one.num_unknown_tokens
+        return kept, unpaired
+
+    def _can_train(self, episode: Episode) -> bool:
+        values = zip(episode.loss_mask[1:], episode.logprobs[1:], strict=True)
+        fits = len(episode.token_ids) <= self.row_len
+        return fits and any(on and math.isfinite(logprob) for on, logprob in values)
+
     def _shaped(self, rollout: Rollout) -> Rollout:
         """Return the rollout with the reward to train on, after the overlong penalty."""
         if rollout.reward is None or not self.config.overlong.buffer_tokens:
@@ -215,6 +241,11 @@ class EpisodeBatcher:
         limit = self.config.sampling.max_tokens_per_turn
         penalty = overlong_penalty(rollout, self.config.overlong, max_tokens=limit)
         return replace(rollout, reward=rollout.reward - penalty)
+
+
+def _sign(episode: Episode) -> float:
+    """Return 1 for an episode of a pair's chosen rollout, -1 for the rejected one, 0 for others."""
+    return next(filter(None, episode.advantages), 0.0)
 
 
 def is_cut(rollout: Rollout) -> bool:

@@ -33,7 +33,9 @@ from torchtitan_rl.orchestration.watchdog import WaitRegistry
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import Completion, GenerationRequest
 
-MASKED_CAUSES = frozenset({"nonfinite_logprob", "overlong", "truncated_sampling", "unseen_turn"})
+MASKED_CAUSES = frozenset(
+    {"nonfinite_logprob", "overlong", "truncated_sampling", "unpaired", "unseen_turn"}
+)
 """Causes in `TokenCounts.discarded` that count as masked."""
 
 CUT = "cut"

@@ -49,7 +49,7 @@ from torchtitan_rl.training.batch import (
 )
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
 from torchtitan_rl.training.packing import pack_episodes
-from torchtitan_rl.training.preference import preferences
+from torchtitan_rl.training.preference import preference_metrics, preferences
 
 REFERENCES = "reference_logprobs.json"
 """The file in the run's folder with the logprobs of pairs under the initial policy."""
@@ -276,7 +276,8 @@ class SupervisedController:
         if beta is None:
             return metrics | {"loss": -float(sums_E.sum()) / num_tokens}
         found = preferences(sums_E.reshape(-1, 2), self._references_of(examples), beta=beta)
-        return metrics | {"loss": float(found.losses_P.mean())} | found.metrics()
+        of_pairs = preference_metrics(found.rewards_P2)
+        return metrics | {"loss": float(found.losses_P.mean())} | of_pairs
 
     def _num_held_out(self, held_out: Conversations) -> int:
         wanted, there = self._supervision.task.held_out.num_rows, held_out.rows.num_rows

@@ -91,7 +91,8 @@ class RolloutConfig:
     advantage: Name = "mean"
     """How rewards become advantages. ``mean``: reward minus the group's mean (Dr. GRPO); ``std``:
     the same divided by the group's standard deviation (GRPO); ``leave_one_out``: reward minus the
-    mean of the others (RLOO); ``none``: 0, so that only a ``teacher`` trains; or a function of your
+    mean of the others (RLOO); ``pair``: 1 for the best rollout and -1 for the worst one, the others
+    are left out of the loss; ``none``: 0, so that only a ``teacher`` trains; or a function of your
     own, as ``package.module:function`` or ``path/file.py:function``."""
     credit: Literal["outcome", "turn"] = "outcome"
     """Which reward each turn is trained on: the ``outcome`` of its rollout, or its own

@@ -233,7 +233,7 @@ def _check_alignment(rollout_id: str, turn: Turn) -> None:
         raise ValueError(f"rollout {rollout_id}, request {completion.request_id}: {error}")
 
 
-ADVANTAGE_KINDS = ("mean", "std", "leave_one_out", "none")
+ADVANTAGE_KINDS = ("mean", "std", "leave_one_out", "pair", "none")
 STD_EPS = 1e-6  # keeps the division finite if rewards hardly differ
 
 
@@ -326,6 +326,9 @@ def _comparison(
     """
     if config.advantage == "none":
         return lambda _index, _value: 0.0
+    if config.advantage == "pair":
+        signs = _pair(values)
+        return lambda index, _value: signs.get(index, 0.0)
     if config.advantage in ADVANTAGE_KINDS:
         baseline, scale = _baseline(values, config.advantage)
         return lambda _, value: (value - baseline) * scale
@@ -338,6 +341,18 @@ def _comparison(
         return _call(config.advantage, changed, rollouts)[index]
 
     return compare_in_its_place
+
+
+def _pair(values: Sequence[float]) -> dict[int, float]:
+    """Return 1 for the first best value and -1 for the first worst one; nothing if all are equal.
+
+    Raises:
+        ValueError: a value is not finite.
+    """
+    _require_finite(values)
+    if len(set(values)) < 2:
+        return {}
+    return {values.index(max(values)): 1.0, values.index(min(values)): -1.0}
 
 
 def _call(name: str, values: Sequence[float], rollouts: Sequence[Rollout]) -> list[float]:
@@ -366,8 +381,7 @@ def _baseline(values: Sequence[float], kind: str) -> tuple[float, float]:
     Raises:
         ValueError: a value is not finite.
     """
-    if not all(map(math.isfinite, values)):
-        raise ValueError(f"rewards must be finite, got {list(values)}")
+    _require_finite(values)
     if len(set(values)) < 2:
         return (values[0] if values else 0.0), 1.0
     mean, number = _mean(values), len(values)
@@ -377,6 +391,11 @@ def _baseline(values: Sequence[float], kind: str) -> tuple[float, float]:
     if kind == "leave_one_out":  # r - (N mean - r) / (N - 1) = (r - mean) N / (N - 1)
         return mean, number / (number - 1)
     return mean, 1.0
+
+
+def _require_finite(values: Sequence[float]) -> None:
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"rewards must be finite, got {list(values)}")
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -55,8 +55,13 @@ class LossConfig:
     function: OptionalName = ""
     """A loss of your own instead, ``package.module:function`` or ``path/file.py:function``. It
     receives the other fields and decides what they mean."""
-    surrogate: Literal["clip", "cispo"] = "clip"
-    """PPO's clipped surrogate (``clip``), or CISPO's clipped weights on the log-likelihood."""
+    surrogate: Literal["clip", "cispo", "dpo"] = "clip"
+    """PPO's clipped surrogate (``clip``), CISPO's clipped weights on the log-likelihood, or the
+    loss of DPO on a pair of each group (``dpo``, with ``rollout.advantage pair``): of the other
+    fields, ``dpo`` reads only ``dpo_beta``."""
+    dpo_beta: PositiveFloat = 0.1
+    """Weight of the distance from the initial policy in ``surrogate`` ``dpo``; a smaller one allows
+    larger changes."""
     ratio: Literal["token", "sequence"] = "token"
     """Ratio of each ``token``, or geometric mean over the whole ``sequence`` (GSPO)."""
     clip_low: Annotated[float, _CLIPS_LOW] = 0.2
@@ -93,6 +98,11 @@ class LossConfig:
     """Estimator of that KL divergence (Schulman, "Approximating KL divergence")."""
     max_log_ratio: Annotated[float, _FITS_EXP] = 20.0
     """Log-ratios are clamped to plus or minus this value before each exponential."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the trainer keeps the initial policy."""
+        return self.kl_coefficient > 0.0 or self.surrogate == "dpo"
 
 
 def decided_loss(loss: LossConfig, *, rounds: bool, staleness: int) -> LossConfig:

@@ -127,6 +127,9 @@ PUBLISHED_METHODS: list[dict[str, Any]] = [
         {"schedule.staleness": 2, "schedule.max_overtaking_share": 1.0},
         *({f"trainer.loss.{k}": v for k, v in one.items()} | {"schedule.staleness": 2}
           for one in PUBLISHED_METHODS),
+        {"trainer.loss.surrogate": "dpo", "trainer.loss.dpo_beta": 0.3,
+         "trainer.loss.importance_weight": "none", "rollout.advantage": "pair"},
+        {"rollout.advantage": "pair", "schedule.staleness": 2},
     ],
     ids=str,
 )  # fmt: skip
@@ -135,7 +138,14 @@ def test_what_makes_sense_is_not_refused(config: RunConfig, changes: dict[str, A
 
 
 LOSS = "trainer.loss."
+DPO = {LOSS + "surrogate": "dpo", "rollout.advantage": "pair"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({LOSS + "surrogate": "dpo"}, "trainer.loss.surrogate is dpo: rollout.advantage is mean, and"),
+    (DPO | {LOSS + "mask": "token"}, "trainer.loss.mask is token: surrogate dpo does not read"),
+    (DPO | {LOSS + "kl_coefficient": 0.1}, "trainer.loss.kl_coefficient is 0.1: surrogate dpo"),
+    (DPO | {"rollout.credit": "turn"}, "rollout.credit is turn: rollout.advantage pair"),
+    (DPO | {"teacher.url": "http://a/v1"}, "rollout.advantage is pair: a teacher scores all"),
+    ({LOSS + "dpo_beta": 0.2}, "trainer.loss.dpo_beta is 0.2: it is read only with surrogate"),
     ({"rollout.group_size": 1}, "rollout.group_size is 1: "),
     ({"rollout.sampling.top_p": 0.0}, "rollout.sampling.top_p is 0.0: "),
     ({"rollout.sampling.min_p": 1.0}, "rollout.sampling.min_p is 1.0: "),

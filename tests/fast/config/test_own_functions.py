@@ -83,7 +83,7 @@ def test_a_wrong_name_of_a_function_is_answered_by_those_of_the_file(example: Pa
     text = f"{example} has no function 'above_best'; it has reinforce, above_best_other"
     assert refused(f"{example}:above_best").endswith(text)
     (error,) = advantage_errors(RolloutConfig(advantage=f"{example}:above_best"))
-    assert error.endswith(f"{text}; built in: mean, std, leave_one_out, none")
+    assert error.endswith(f"{text}; built in: mean, std, leave_one_out, pair, none")
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,18 @@ def test_judges_may_write_their_score_in_several_ways(answer: str, score: str | 
     assert last_match(JudgeConfig().score_pattern, answer) == score
 
 
+@on_event_loop
+async def test_a_text_that_cannot_be_sent_has_no_score_and_is_not_tried_again() -> None:
+    async with judging(says("Score: 5")) as (judge, server):
+        score = await judge.score(rollout("half \ud800"), PROBLEM)
+    assert score.reward is None
+    assert "surrogates not allowed" in (score.cause or "")
+    assert server.received == []
+
+
 SOON = {"retry-after-ms": "1"}
+QUOTING = {"finish_reason": "length", "message": {"content": "It says Score: 10"}}
+CUT_OFF = Reply(body={"choices": [QUOTING]})
 CLOSED, BUSY = Reply(status=0), Reply(status=429, headers=SOON)
 
 
@@ -150,6 +161,7 @@ async def test_what_another_attempt_may_repair_is_asked_again(first: list[Reply]
         (Reply(status=500, headers=SOON), 3, "3 requests gave no score; the last: HTTP 500"),
         (Reply(status=429, headers={"retry-after": "999"}), 1, "1 requests gave no score; .*429"),
         (says("Fine."), 3, "its answer has no score: 'Fine.'"),
+        (CUT_OFF, 3, "its answer was cut off: raise max_tokens"),
         (None, 1, "no score after 0.3 s; the last: it waited for the endpoint"),
     ],
 )

@@ -18,6 +18,7 @@ from torchtitan_rl.types import FinishReason, Grammar, Rollout, RolloutStatus
 
 CONFIG = RolloutConfig(sampling=SamplingConfig(temperature=0.7, max_tokens_per_turn=10))
 BATCHER = EpisodeBatcher(config=CONFIG, row_len=32)
+PAIRS = replace(BATCHER, config=replace(CONFIG, advantage="pair"))
 
 
 def rollout(
@@ -104,12 +105,57 @@ some_rollouts = st.builds(
 )
 
 
+@pytest.mark.parametrize("batcher", [BATCHER, PAIRS], ids=["mean", "pair"])
 @settings(max_examples=40)
 @given(st.lists(st.lists(some_rollouts, min_size=1, max_size=4), max_size=4))
-def test_generated_tokens_are_trained_or_discarded_by_name(groups):
-    healthy = rollout(0, 1.0)
-    _, tokens, *_ = BATCHER([group(*rollouts) for rollouts in [*groups, [healthy]]])
+def test_generated_tokens_are_trained_or_discarded_by_name(batcher, groups):
+    healthy = [rollout(0, 1.0), rollout(1, 0.0)]
+    _, tokens, *_ = batcher([group(*rollouts) for rollouts in [*groups, healthy]])
     assert tokens.generated == tokens.trained + sum(tokens.discarded.values())
+
+
+def test_only_the_best_and_the_worst_rollout_of_a_group_are_a_pair():
+    siblings = [rollout(index, reward) for index, reward in enumerate([0.5, 1.0, 0.0, 1.0])]
+    equal = [rollout(index, 1.0, num_sampled=3) for index in range(2)]
+    batched = PAIRS([group(*siblings), group(*equal, group_id="equal")])
+    assert batched.batch is not None
+    assert [one.rollout_id for one in batched.episodes] == ["g/r1", "g/r2"]
+    assert batched.batch.advantages[batched.batch.loss_mask].tolist() == [1.0, 1.0, -1.0, -1.0]
+    assert batched.tokens.trained == 4
+    assert batched.tokens.discarded == {"unpaired": 10}
+    assert "unpaired" in MASKED_CAUSES
+
+
+def branched(index: int, reward: float) -> Rollout:
+    """A rollout of two episodes, because the history of its second turn was edited."""
+    first, second = (turn(prompt, [9, 9], versions=[4]) for prompt in ([1, 2], [3, 4]))
+    return turns.rollout(first, second, rollout_id=f"g/r{index}", reward=reward)
+
+
+def test_a_pair_has_all_episodes_of_its_rollouts_or_is_left_out():
+    best, worst = branched(0, 1.0), rollout(1, 0.0)
+    batched = PAIRS([group(best, worst)])
+    assert [one.rollout_id for one in batched.episodes] == ["g/r0", "g/r0", "g/r1"]
+    too_long = replace(best.turns[1], prompt_token_ids=tuple(range(40)))
+    batched = PAIRS([group(replace(best, turns=(best.turns[0], too_long)), worst)])
+    assert batched.batch is None
+    assert batched.tokens.discarded == {"oversized_episode": 2, "unpaired": 4}
+
+
+@pytest.mark.parametrize(
+    ("broken", "discarded"),
+    [
+        (rollout(1, 0.0, prompt_len=30, num_sampled=6), {"oversized_episode": 6, "unpaired": 2}),
+        (rollout(1, 0.0, logprob=math.nan, num_sampled=3), {"nonfinite_logprob": 3, "unpaired": 2}),
+        (rollout(1, 0.0, num_sampled=0), {"unpaired": 2}),
+    ],
+    ids=["too long", "not finite", "empty"],
+)
+def test_a_group_whose_worst_rollout_cannot_be_trained_on_has_no_pair(broken, discarded):
+    healthy = group(rollout(0, 1.0), rollout(1, 0.0), group_id="healthy")
+    batched = PAIRS([group(rollout(0, 1.0), broken), healthy])
+    assert batched.tokens.trained == 4
+    assert batched.tokens.discarded == discarded
 
 
 def cut(rollout: Rollout) -> Rollout:

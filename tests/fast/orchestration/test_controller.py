@@ -285,14 +285,24 @@ def test_a_run_that_is_cancelled_again_while_it_closes_closes_every_environment(
 
 
 @pytest.mark.parametrize(
-    ("during_step", "staleness", "seconds"),
-    [("running", 0, (4.4, 0.7)), ("running", 2, (14.2, 0.2, 5.0)), ("asleep", 1, (0.7,))],
+    ("during_step", "staleness", "seconds", "advantage"),
+    [
+        ("running", 0, (4.4, 0.7), "mean"),
+        ("running", 0, (4.4, 0.7), "pair"),
+        ("running", 2, (14.2, 0.2, 5.0), "mean"),
+        ("asleep", 1, (0.7,), "mean"),
+    ],
 )
 def test_trap_28_a_killed_run_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, seconds: tuple[float, ...], during_step: str, staleness: int
+    tmp_path: Path, seconds: tuple[float, ...], during_step: str, staleness: int, advantage: str
 ) -> None:
     plan = Plan(
-        num_steps=8, checkpoint_every=3, staleness=staleness, turns=3, during_step=during_step
+        num_steps=8,
+        checkpoint_every=3,
+        staleness=staleness,
+        turns=3,
+        during_step=during_step,
+        advantage=advantage,
     )
     for attempt, after in enumerate(seconds):
         live(plan, tmp_path / "cut", kill_after=after, resume=attempt > 0)

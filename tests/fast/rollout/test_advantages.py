@@ -48,6 +48,9 @@ def advantages(rewards: list[float | None], kind: str) -> list[float | None]:
 def test_each_kind_by_hand():
     assert advantages([1.0, 0.0, None, 0.0, 3.0], "mean") == [0.0, -1.0, None, -1.0, 2.0]
     assert advantages([1.0, 0.0, 5.0], "leave_one_out") == [-1.5, -3.0, 4.5]
+    assert advantages([2.0, 0.0, None, 5.0, 0.0, 5.0], "pair") == [0.0, -1.0, None, 1.0, 0.0, 0.0]
+    assert advantages([2.0, None, 2.0], "pair") == [0.0, None, 0.0]
+    assert advantages([2.0], "pair") == [0.0]
     low, high = advantages([2.0, 6.0], "std")
     assert (low, high) == pytest.approx((-2 / (2 + STD_EPS), 2 / (2 + STD_EPS)), rel=1e-12)
 

@@ -156,9 +156,9 @@ def load_reference(
     dtype: str,
 ) -> PolicyModel | None:
     """Load the initial policy as a second, frozen model of the same layout: the reference of the KL
-    penalty. None without a penalty. With adapters it is the policy itself, whose adapters
-    `PolicyObjective` turns off. Collective."""
-    if config.loss.kl_coefficient == 0.0:
+    penalty or of DPO. None if the loss needs none. With adapters it is the policy itself, with its
+    adapters off (`without_adapters`). Collective."""
+    if not config.loss.needs_reference:
         return None
     if any(adapter_layers(policy)):
         return policy

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,6 @@ from torchtitan_rl.backends.titan.forward import (
     TokenColumns,
     forward,
     load_reference,
-    to_device,
 )
 from torchtitan_rl.backends.titan.hf import (
     export,
@@ -51,7 +51,13 @@ from torchtitan_rl.backends.titan.hf import (
     load_hf,
     published,
 )
-from torchtitan_rl.backends.titan.model import build_policy, init_adapters, weights_digest
+from torchtitan_rl.backends.titan.model import (
+    PolicyModel,
+    build_policy,
+    init_adapters,
+    weights_digest,
+    without_adapters,
+)
 from torchtitan_rl.backends.titan.optim import PolicyOptimizer
 from torchtitan_rl.bounds import load_function
 from torchtitan_rl.config.lora import LoraConfig
@@ -77,13 +83,22 @@ from torchtitan_rl.training.losses import (
     loss_metrics,
     policy_loss,
 )
+from torchtitan_rl.training.losses.preference import preference_loss
 from torchtitan_rl.training.packing import Share, minibatches, rank_share, sum_of_shares
-from torchtitan_rl.training.preference import preferences
+from torchtitan_rl.training.preference import (
+    Preferences,
+    halves_of,
+    preference_metrics,
+    preferences,
+)
 from torchtitan_rl.training.trees import Microbatch
 from torchtitan_rl.types import UNKNOWN_EXPERT
 from torchtitan_rl.weights.image import TensorPart
 
 _Objective = Callable[[Microbatch, ForwardOutput], LossOutput]
+# The mask [N] of an update's tokens, and a function from it to the update's objective, which is
+# called under the weights that the update changes.
+_Update = tuple[npt.NDArray[np.bool_], Callable[[npt.NDArray[np.bool_]], _Objective]]
 _OF_LAST_UPDATE = ("loss", "grad_norm", "ratio_mean", "ratio_max", "clip_share", "kl_k1", "kl_k3")
 _TORN = "an update of the step failed after earlier ones had changed the weights"
 
@@ -199,17 +214,31 @@ class PolicyTrainer:
             ValueError: the batch has no trained token, or an episode is longer than
                 `TrainerConfig.max_episode_tokens`.
         """
+        self._require()
         selected_N = trained_mask(batch)
         config, seed = self._config, (self._seed, self._version)
         function = self._loss if loss is None else _loss_function(loss)
         loss = loss or config.loss
         parts = minibatches(batch, selected_N, config.updates_per_batch, seed=seed)
-        is_anchored = config.updates_per_batch > 1 and loss.proximal_policy != "behaviour"
-        before_N = self._logprobs(batch, selected_N) if is_anchored else None
-        updates = [
-            (
-                part_N,
-                PolicyObjective(
+        rewards: list[npt.NDArray[np.float64]] = []
+        if loss.surrogate == "dpo":
+            references_N = self._reference_logprobs(batch, selected_N)
+
+            def begin(part_N: npt.NDArray[np.bool_]) -> _Objective:
+                halves_E = halves_of(batch, part_N)
+                references_H = _sums(halves_E, sums_by_episode(batch, references_N, part_N))
+                objective, found = self._preference_objective(
+                    batch, part_N, loss, halves_E, references_H
+                )
+                rewards.append(found.rewards_P2)
+                return objective
+
+        else:
+            is_anchored = config.updates_per_batch > 1 and loss.proximal_policy != "behaviour"
+            before_N = self._logprobs(batch, selected_N) if is_anchored else None
+
+            def begin(part_N: npt.NDArray[np.bool_]) -> _Objective:
+                return PolicyObjective(
                     function,
                     loss,
                     batch,
@@ -218,11 +247,11 @@ class PolicyTrainer:
                     before_N=before_N,
                     reference=self._reference,
                     layout=self._layout,
-                ),
-            )
-            for part_N in parts
-        ]
-        output = self._step(batch, updates, examples)
+                )
+
+        output = self._step(batch, [(part_N, begin) for part_N in parts], examples)
+        if rewards:
+            output.metrics.update(preference_metrics(np.concatenate(rewards)))
         output.metrics["masked_nonfinite"] = float(num_masked_nonfinite(batch))
         output.metrics["cut_share"] = cut_share(batch, selected_N)
         return output
@@ -240,7 +269,7 @@ class PolicyTrainer:
         def objective(_: Microbatch, output: ForwardOutput) -> LossOutput:
             return cross_entropy_loss(output.logprobs_E, output.is_entry_E, num_trained=num_trained)
 
-        return self._step(_as_demonstrations(batch), [(selected_N, objective)])
+        return self._step(_as_demonstrations(batch), [(selected_N, lambda _: objective)])
 
     def preference_step(self, batch: TrainingBatch, loss: PreferenceLoss) -> StepOutput:
         """Take one training step of DPO, at temperature 1 over the whole vocabulary. The step has
@@ -249,47 +278,82 @@ class PolicyTrainer:
         Raises:
             DivergedError, ValueError: as in `train_step`.
         """
+        self._require()
         batch, selected_N = _as_demonstrations(batch), imitated_mask(batch)
-        before_N = self._logprobs(batch, selected_N)
-        found = preferences(
-            sums_by_episode(batch, before_N, selected_N).reshape(-1, 2),
-            loss.references.reshape(-1, 2),
-            beta=loss.beta,
+        objective, found = self._preference_objective(
+            batch,
+            selected_N,
+            LossConfig(surrogate="dpo", dpo_beta=loss.beta),
+            np.arange(batch.num_episodes),
+            loss.references,
         )
-        # Each token has an equal part of its pair's loss, so that the parts add up to the mean.
-        sizes_P2 = np.add.reduceat(selected_N, batch.episode_starts, dtype=np.int64).reshape(-1, 2)
-        parts_P = found.losses_P / len(found.losses_P) / sizes_P2.sum(axis=1)
-        part_N = np.repeat(parts_P, 2)[batch.episode_ids]
-        weight_N = found.weights_P2.reshape(-1)[batch.episode_ids]
 
-        def objective(_: Microbatch, output: ForwardOutput) -> LossOutput:
-            part_E, weight_E = (
-                to_device(values[output.sources_E].astype(np.float32), self._layout)
-                for values in (part_N, weight_N)
-            )
-            change_E = output.logprobs_E - output.logprobs_E.detach()
-            terms_E = torch.where(output.is_entry_E, part_E + weight_E * change_E, 0.0)
-            return LossOutput(loss=terms_E.sum(), sums={}, maxima={}, terms_T=terms_E.detach())
+        def without_metrics(part: Microbatch, output: ForwardOutput) -> LossOutput:
+            """No policy sampled the tokens, so there is nothing to compare with."""
+            return replace(objective(part, output), sums={}, maxima={})
 
-        step = self._step(batch, [(selected_N, objective)])
-        step.metrics.update(found.metrics())
+        step = self._step(batch, [(selected_N, lambda _: without_metrics)])
+        step.metrics.update(preference_metrics(found.rewards_P2))
         return step
+
+    def _preference_objective(
+        self,
+        batch: TrainingBatch,
+        selected_N: npt.NDArray[np.bool_],
+        config: LossConfig,
+        halves_E: npt.NDArray[np.int64],
+        references_H: npt.NDArray[np.float64],
+    ) -> tuple[_Objective, Preferences]:
+        """Compute DPO's loss under the current weights, and the objective with its gradient.
+        ``halves_E`` as `halves_of`; ``references_H`` has the sum of the reference logprobs of each
+        continuation. Collective."""
+        logprobs_E = sums_by_episode(batch, self._logprobs(batch, selected_N), selected_N)
+        found = preferences(
+            _sums(halves_E, logprobs_E).reshape(-1, 2),
+            references_H.reshape(-1, 2),
+            beta=config.dpo_beta,
+        )
+        derivative_N = found.weights_P2.reshape(-1)[halves_E][batch.episode_ids]
+        function = partial(preference_loss, mean_loss=float(found.losses_P.mean()))
+        objective = PolicyObjective(
+            function,
+            config,
+            replace(batch, advantages=-derivative_N.astype(np.float32)),
+            selected_N,
+            version=self._version,
+            before_N=None,
+            reference=None,
+            layout=self._layout,
+        )
+        return objective, found
 
     def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
         """Compute the logprob [N] of every token, given the preceding tokens of its episode, at the
         batch's temperature. The first token of an episode gets 0. Every rank returns the whole
         array."""
+        self._require()
         return self._logprobs(batch, predicted_mask(batch))
 
-    def _logprobs(
+    def _reference_logprobs(
         self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.float32]:
-        """Compute logprobs [N]; 0 for tokens that are not selected."""
-        self._require()
+        """As `_logprobs`, under the reference policy."""
+        assert self._reference is not None
+        with without_adapters(self._reference):
+            return self._logprobs(batch, selected_N, self._reference)
+
+    def _logprobs(
+        self,
+        batch: TrainingBatch,
+        selected_N: npt.NDArray[np.bool_],
+        model: PolicyModel | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Compute logprobs [N] under ``model`` (default: the policy); 0 for tokens that are not
+        selected."""
         columns = TokenColumns(1, batch.num_tokens, self._layout)
         for part in self._share(batch, selected_N).parts:
             with torch.no_grad():
-                output = forward(self._model, batch, part, self._layout)
+                output = forward(model or self._model, batch, part, self._layout)
             columns.add(output, output.logprobs_E)
         (logprobs_N,) = columns.of_all_ranks(selected_N, missing=0.0)
         return logprobs_N
@@ -387,7 +451,7 @@ class PolicyTrainer:
     def _step(
         self,
         batch: TrainingBatch,
-        updates: Sequence[tuple[npt.NDArray[np.bool_], _Objective]],
+        updates: Sequence[_Update],
         examples: TrainingBatch | None = None,
     ) -> StepOutput:
         """Take a step, as `_updated_step` does.
@@ -411,10 +475,10 @@ class PolicyTrainer:
     def _updated_step(
         self,
         batch: TrainingBatch,
-        updates: Sequence[tuple[npt.NDArray[np.bool_], _Objective]],
+        updates: Sequence[_Update],
         examples: TrainingBatch | None,
     ) -> StepOutput:
-        """Take a step. ``updates``: for each update the mask of its tokens, and its objective."""
+        """Take a step of one or more updates."""
         self._require()
         started = time.perf_counter()
         num_trained = sum(int(selected_N.sum()) for selected_N, _ in updates)
@@ -426,7 +490,8 @@ class PolicyTrainer:
         learning_rate = self._optimizer.learning_rate
         for router in self._routers:
             router.reset_counts()
-        for number, (selected_N, objective) in enumerate(updates, start=1):
+        for number, (selected_N, begin) in enumerate(updates, start=1):
+            objective = begin(selected_N)
             own_shares = [self._share(batch, selected_N)]
             parts = own_shares[0].parts
             own = StepSums(self._arithmetic(parts))
@@ -585,6 +650,12 @@ class PolicyTrainer:
         self._memory.require()
         if self._is_between_updates:
             raise DivergedError(f"{_TORN}; resume from a checkpoint")
+
+
+def _sums(halves_E: npt.NDArray[np.int64], values_E: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
+    """Return the sum of the values of each half."""
+    is_in_E = halves_E >= 0
+    return np.bincount(halves_E[is_in_E], weights=values_E[is_in_E])
 
 
 def _as_demonstrations(batch: TrainingBatch) -> TrainingBatch:

@@ -177,6 +177,8 @@ def surrogate(
             ratios_T = ratios_T.detach()
             terms_T = ratios_T.clamp(low, high) * advantages_T * tokens.logprobs_T
             clipped_low_T, clipped_high_T = ratios_T < low, ratios_T > high
+        case "dpo":
+            raise ValueError("surrogate dpo has no terms of single tokens: see preference_loss")
         case _:
             assert_never(config.surrogate)
     return terms_T, clipped_low_T, clipped_high_T
