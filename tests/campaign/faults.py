@@ -84,7 +84,8 @@ def draw_faults(seed: int, life: int, dry: Machine) -> list[Fault]:
 
 
 def draw_faults_and_losses(seed: int, life: int, dry: Machine) -> list[Fault]:
-    """As `draw_faults`, and a replica dies early enough for another to take its place."""
+    """As `draw_faults`, and a replica dies early enough for another to take its place. The trainer
+    is lost now and then."""
     rng = random.Random(f"losses {seed} {life}")
     calls = dry.counts["call"]
     points = sorted(point for point in calls if _REPLICA_NAME.match(point))
@@ -92,7 +93,39 @@ def draw_faults_and_losses(seed: int, life: int, dry: Machine) -> list[Fault]:
     nth = _nth(rng, calls[point]) // 2
     action, seconds = rng.choice([("die", 0.0), ("die_soon", 0.2)])
     lost = Fault(zone="call", point=point, nth=nth, action=action, seconds=seconds)
-    return [*draw_faults(seed, life, dry), lost]
+    return [*draw_faults(seed, life, dry), lost, *_lost_trainers(seed, life, dry)]
+
+
+def _lost_trainers(seed: int, life: int, dry: Machine) -> list[Fault]:
+    rng = random.Random(f"lost trainers {seed} {life}")
+    calls = dry.counts["call"]
+    points = sorted(one for one in calls if one.startswith("trainer.") and one in ACTIONS)
+    points = [one for one in points if "lost" in ACTIONS[one]]
+    faults = []
+    for _ in range(rng.choice([0, 1, 1, 2, 4])):
+        point = rng.choice(points)
+        action, seconds = rng.choice(
+            [
+                ("lost", 0.0),
+                ("lost_after", 0.0),
+                ("lost_soon", 0.01),
+                ("lost_soon", 1.0),
+                ("lost_soon", 5.0),
+                ("late", 450.0),
+                ("late_after", 450.0),
+                ("late", _NEVER_S),
+            ]
+        )
+        faults.append(
+            Fault(
+                zone="call",
+                point=point,
+                nth=_nth(rng, calls[point]),
+                action=action,
+                seconds=seconds,
+            )
+        )
+    return faults
 
 
 def draw_server_faults(seed: int, life: int, dry: Machine) -> list[Fault]:

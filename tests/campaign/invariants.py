@@ -266,6 +266,8 @@ def equals_the_undisturbed_run(
     """At S = 0, where no fault changed the data: bit for bit. ``fired``: in all lives."""
     plan = life.plan
     harm = [one for one in fired if one.action not in HARMLESS or one.seconds > 5.0]
+    if plan.trainer_restarts:
+        harm = [one for one in harm if not _is_loss_of_trainer(one)]
     if not plan.is_determined or harm or life.ending is not Ending.SUCCESS:
         return []
     assert life.simulation is not None
@@ -282,6 +284,16 @@ def equals_the_undisturbed_run(
     if undisturbed.ending is not Ending.SUCCESS or ours == theirs:
         return []
     return [Violation("equals_the_undisturbed_run", life.number, f"{ours:x} is not {theirs:x}")]
+
+
+def _is_loss_of_trainer(fault: Fault) -> bool:
+    return fault.point.startswith("trainer.") and fault.action in (
+        "lost",
+        "lost_after",
+        "lost_soon",
+        "late",
+        "late_after",
+    )
 
 
 ROLLOUT_RULES: tuple[Rule, ...] = (

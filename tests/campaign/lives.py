@@ -147,7 +147,7 @@ async def supervise(life: Life, loop: CampaignLoop, *, resume: bool) -> None:
     life.leftovers = _held(simulation)
     life.machine.controls |= {"cancel": lambda: None, "stop": lambda: None}
     await simulation.router.close()
-    await simulation.trainer.close()
+    await simulation.close_trainer()
     await asyncio.sleep(_QUIET_S)
     life.leftovers += loop.waiting(life.machine)
 
@@ -172,7 +172,7 @@ async def _main(life: Life, resume: bool) -> None:
             for one in simulation.alongside():
                 await stack.enter_async_context(one)
             await simulation.controller.run(resume_from=found)
-            await simulation.trainer.export_hf(root)
+            await (simulation.restarted or simulation.trainer).export_hf(root)
     finally:
         rows.close()
 

@@ -121,8 +121,8 @@ def draw(seed: int) -> CampaignPlan:
 
 
 def draw_restarts(seed: int) -> CampaignPlan:
-    """Replicas are lost and started again soon, as those with adapters are: from the base, with the
-    newest published version."""
+    """Replicas and trainers are lost and started again soon: replicas as those with adapters are,
+    from the base, with the newest published version."""
     rng = random.Random(f"restart times {seed}")
     plan = draw(seed)
     return replace(
@@ -130,6 +130,7 @@ def draw_restarts(seed: int) -> CampaignPlan:
         num_steps=plan.num_steps + 2,
         restarts=0 if plan.during_step == "asleep" else 2,
         restart_s=rng.choice([0.5, 3.0, 20.0]),
+        trainer_restarts=rng.choice([0, 1, 2, 3]),
     )
 
 

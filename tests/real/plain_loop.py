@@ -52,9 +52,9 @@ async def loop(prepared: PreparedRun) -> None:
                 )
             batch = batcher(groups).batch
             assert batch is not None, [(r.status, r.cause) for g in groups for r in g.rollouts]
-            await processes.trainer.train_step(batch)
-            await router.sync_weights(await processes.trainer.publish(), mode="hot_swap")
-        await processes.trainer.export_hf(config.run_dir.absolute() / "policy")
+            await processes.trainers[0].train_step(batch)
+            await router.sync_weights(await processes.trainers[0].publish(), mode="hot_swap")
+        await processes.trainers[0].export_hf(config.run_dir.absolute() / "policy")
 
 
 if __name__ == "__main__":

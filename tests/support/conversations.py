@@ -101,6 +101,13 @@ class Life:
         supervision = supervision_of(config, tokenizer())
         self.controller = SupervisedController(config, parts, supervision, run_dir)
 
+    @property
+    def restarted(self) -> None:
+        """See `Simulation.restarted`."""
+
+    async def close_trainer(self) -> None:
+        await self.trainer.close()
+
     def alongside(self) -> tuple[AbstractAsyncContextManager[object], ...]:
         """See `Simulation.alongside`; there are no replicas."""
         return ()

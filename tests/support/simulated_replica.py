@@ -44,7 +44,11 @@ from torchtitan_rl.types import (
     RoutedExperts,
     VersionRun,
 )
-from torchtitan_rl.weights.distribution import WeightHandle
+from torchtitan_rl.weights.distribution import (
+    SharedMemoryHandle,
+    WeightDistribution,
+    WeightHandle,
+)
 
 if TYPE_CHECKING:
     from tests.support.simulated_trainer import SimTrainer
@@ -126,9 +130,11 @@ class SimReplica:
         token_s: float = 0.1,
         cache_tokens: int = 1 << 20,
         fate: Fate | None = None,
+        weights: WeightDistribution | None = None,
     ) -> None:
         self._name = name
-        self._trainer = trainer
+        self._first_trainer = trainer
+        self._weights = weights or WeightDistribution({}, fan_out=0)
         self._chance = chance
         self._token_s = token_s
         self._cache_tokens = cache_tokens
@@ -154,6 +160,14 @@ class SimReplica:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def _trainer(self) -> SimTrainer:
+        """The one that runs now."""
+        trainer = self._first_trainer
+        while trainer.successor is not None:
+            trainer = trainer.successor
+        return trainer
 
     @property
     def is_dead(self) -> bool:
@@ -356,8 +370,12 @@ class SimReplica:
 
     async def stage(self, handle: WeightHandle) -> None:
         await self._reach("stage")
+        await self._weights.read(handle, 0, self._map)
+
+    async def _map(self, handle: SharedMemoryHandle) -> None:
         await self._pass(self.pull_s)
-        if handle.version not in self._trainer.readable:
+        trainer = self._trainer
+        if trainer.is_lost or handle.version not in trainer.readable:
             raise WeightSyncError(f"version {handle.version} is gone")
 
     async def _pull(self, version: int) -> PullReport:

@@ -46,7 +46,7 @@ class SimTrainer:
 
     ``shares``: with the replicas, which have the devices at the beginning. ``complaints`` say who
     used them out of turn. ``write_s``: how long a checkpoint is being written. ``cuts_tokens``: the
-    run samples with a top_p.
+    run samples with a top_p. ``successor`` is the trainer that was started in this one's place.
     """
 
     def __init__(
@@ -71,8 +71,10 @@ class SimTrainer:
         self._is_offloaded = shares
         self._shares = shares
         self._thread = asyncio.Lock()
+        self._work: set[asyncio.Task[Any]] = set()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._writing: asyncio.Task[None] | None = None
+        self.successor: SimTrainer | None = None
         self.is_alone = False  # takes a step for which replicas are to be empty
         self.complaints: list[str] = []
         self.awake: list[SimReplica] = []
@@ -113,9 +115,34 @@ class SimTrainer:
             self.complaints.append(f"the trainer comes while {holders} are awake")
         await asyncio.sleep(0.02)
 
-    def lose(self) -> None:
+    def started_again(self) -> SimTrainer:
+        """A new trainer, with the devices, that has the initial weights. Replicas need not be empty
+        while it takes steps again, so it does not look."""
+        other = SimTrainer(
+            chance=self._chance,
+            step_s=self._step_s,
+            write_s=self._write_s,
+            timeout_s=self._timeout_s,
+            cuts_tokens=self._cuts_tokens,
+            fate=self._fate,
+        )
+        other._shares, other.switches = self._shares, self.switches
+        other.complaints, other.awake = self.complaints, self.awake
+        other.most_readable = self.most_readable
+        self.successor = other
+        return other
+
+    @property
+    def name(self) -> str:
+        return "trainer"
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost.done()
+
+    def lose(self, cause: BaseException | None = None) -> None:
         if not self._lost.done():
-            self._lost.set_result("a process of the trainer died")
+            self._lost.set_result(str(cause or "a process of the trainer died"))
 
     async def wait_until_lost(self) -> None:
         raise TrainerLostError(await asyncio.shield(self._lost))
@@ -228,7 +255,10 @@ class SimTrainer:
         if writing is None:
             return
         try:
-            await asyncio.shield(writing)
+            await asyncio.wait({writing, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                raise TrainerLostError(self._lost.result())
+            writing.result()
         finally:
             if writing.done() and self._writing is writing:
                 self._writing = None
@@ -244,10 +274,13 @@ class SimTrainer:
         self._uses_the_devices("exports")
 
     async def close(self) -> None:
-        """Finish what is being written; what failed then is said nowhere any more."""
+        """Finish what is being written; what failed then is said nowhere any more. A lost trainer
+        works and writes no further."""
+        for task in self._work if self.is_lost else ():
+            task.cancel()
         writing, self._writing = self._writing, None
         if writing is not None:
-            await asyncio.wait({writing}, timeout=300.0)
+            await asyncio.wait({writing}, timeout=0.0 if self.is_lost else 300.0)
             writing.cancel()
 
     async def _call(self, method: str, work: Callable[[], Awaitable[_T]]) -> _T:
@@ -257,12 +290,17 @@ class SimTrainer:
             name=f"machine: trainer {method}",
         )
         task.add_done_callback(_look)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
         try:
             async with deadline(self._timeout_s):
-                return await asyncio.shield(task)
+                await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             message = f"trainer: {method} did not end within {self._timeout_s:.0f} s"
             raise DeadlineError(message) from None
+        if not task.done():
+            raise TrainerLostError(self._lost.result())
+        return task.result()
 
     async def _in_thread(
         self, work: Callable[[], Awaitable[_T]], action: str, seconds: float

@@ -23,6 +23,7 @@ from torchtitan_rl.aio import background
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.distillation.config import TeacherConfig
 from torchtitan_rl.distillation.scoring import Teachers
+from torchtitan_rl.failures import Failure
 from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.config import CheckpointConfig, EvaluationConfig, ScheduleConfig
@@ -31,6 +32,8 @@ from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import Recorder
 from torchtitan_rl.orchestration.run_state import Claim, Parts, Unshared
+from torchtitan_rl.orchestration.taken_steps import TakenSteps
+from torchtitan_rl.orchestration.trainer_restarts import RestartedTrainer
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -42,6 +45,7 @@ from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.types import Completion, GenerationRequest, Problem
 from torchtitan_rl.weights.config import WeightSyncConfig
+from torchtitan_rl.weights.distribution import WeightDistribution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,7 @@ class Plan(Habits):
     reserves: bool = False  # the last replica, for evaluation
     restarts: int = 0  # of a replica that is lost, in a row
     restart_s: float = 20.0
+    trainer_restarts: int = 0  # without a step between
     checkpoint_every: int = 0
     seed: int = 0
     chance: int = 0  # of delays and failures; the seed of everything that may not matter
@@ -105,7 +110,7 @@ class Simulation:
         self.plan = plan
         self.chance = chance = (_Even if plan.is_even else random.Random)(plan.chance)
         self.fate = fate = fate or Undisturbed()
-        self.trainer = SimTrainer(
+        self._first_trainer = SimTrainer(
             chance=chance,
             step_s=plan.train_s,
             shares=plan.during_step == "asleep",
@@ -115,6 +120,22 @@ class Simulation:
             cuts_tokens=True,
             fate=fate,
         )
+        self.weights = WeightDistribution({}, fan_out=0)
+        self.restarted: RestartedTrainer | None = None
+        if plan.trainer_restarts:
+            self.restarted = RestartedTrainer(
+                self._first_trainer,
+                self._start_trainer,
+                weights=self.weights,
+                steps=TakenSteps(root / "steps"),
+                max_restarts=plan.trainer_restarts,
+                check=lambda: None,
+                is_offloaded=plan.during_step == "asleep",
+                say=lambda line: self.said.append(line),
+                on_failure=lambda failure: self.failures.append(failure),
+            )
+        self.said: list[str] = []
+        self.failures: list[Failure] = []
         self.replicas = [self._replica(f"r{i}") for i in range(plan.replicas)]
         self.reserved = [self.replicas[-1].name] if plan.reserves else []
         self.ledger = TokenLedger()
@@ -158,7 +179,7 @@ class Simulation:
                 ],
                 rollouter=self.rollouter,
                 batcher=self.batcher,
-                trainer=self.trainer,
+                trainer=self.restarted or self.trainer,
                 router=self.router,
                 recorder=self.recorder,
                 checkpoints=self.checkpoints,
@@ -177,11 +198,29 @@ class Simulation:
             await self.controller.run(resume_from=found)
             await self.trainer.export_hf(self.checkpoints.path(0))
         finally:
+            await self.close_trainer()
             assert not self.trainer.complaints
             assert not any(record.unaccounted for record in self.recorder.accounts)
 
     def on_ended(self, request: GenerationRequest, done: Completion, is_given: bool) -> None:
         self.ledger.on_ended(request, done, is_given)
+
+    @property
+    def trainer(self) -> SimTrainer:
+        """The one that runs now."""
+        trainer = self._first_trainer
+        while trainer.successor is not None:
+            trainer = trainer.successor
+        return trainer
+
+    async def _start_trainer(self) -> SimTrainer:
+        await asyncio.sleep(self.plan.restart_s)
+        return self.trainer.started_again()
+
+    async def close_trainer(self) -> None:
+        if self.restarted is not None:
+            await self.restarted.close()
+        await self.trainer.close()
 
     def restarting(self) -> ReplicaRestarts:
         """Starts replicas again while its ``async with`` is open."""
@@ -216,6 +255,7 @@ class Simulation:
             token_s=self.plan.token_s,
             cache_tokens=self.plan.cache_tokens,
             fate=self.fate,
+            weights=self.weights,
         )
 
     @property

@@ -5,13 +5,15 @@
 | a replica | its requests continue on others; it is started again |
 | a server of ``generator.endpoint`` | the run registers again, once the server is back |
 | a host | like losing all its replicas; they are started again when the host is back |
-| a trainer rank, or its host | the run ends with `TrainerLostError`, and can be resumed |
+| a trainer rank, or its host | the trainer is started again, and takes the steps since the newest
+  checkpoint again; after ``trainer.max_restarts`` the run ends with `TrainerLostError` |
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.config.machine import CONTROLLER_HOST, host_name
@@ -20,6 +22,9 @@ from torchtitan_rl.errors import HostLostError, TrainerLostError
 from torchtitan_rl.files import last_lines
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
+from torchtitan_rl.orchestration.run_state import Claim, Trainer
+from torchtitan_rl.orchestration.taken_steps import TakenSteps
+from torchtitan_rl.orchestration.trainer_restarts import RestartedTrainer
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.restarts import ReplicaRestarts, first_name
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -28,17 +33,20 @@ if TYPE_CHECKING:
     from torchtitan_rl.backends.monarch.host_watch import HostWatch
     from torchtitan_rl.backends.monarch.hosts import Hosts
     from torchtitan_rl.backends.monarch.run import RunProcesses
+    from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 
 _LAST_LINES = 5
 
 
 class FailureHandling:
-    """Handles lost hosts of a run while `watching` is open, and restarts lost replicas while
-    `restarting` is open."""
+    """Handles lost hosts of a run while `watching` is open, restarts lost replicas while
+    `restarting` is open, and the trainer while `trainer` is open."""
 
     def __init__(self, prepared: PreparedRun, hosts: Hosts | None, recorder: RunRecorder) -> None:
         self._plan = prepared.plan
         self._max_restarts = prepared.config.generator.max_restarts
+        self._max_trainer_restarts = prepared.config.trainer.max_restarts
+        self._run_dir = prepared.config.run_dir.absolute()
         self._log_dir = prepared.config.log_dir.absolute()
         self._say = recorder.say
         self._on_failure = recorder.record_failure
@@ -55,6 +63,8 @@ class FailureHandling:
                 on_failure=self._on_failure,
             )
         self._run: tuple[RunProcesses, GeneratorRouter] | None = None
+        self._trainer: RestartedTrainer | MonarchTrainer | None = None
+        self._trainer_name = "trainer"
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -64,10 +74,34 @@ class FailureHandling:
             try:
                 yield
             except TrainerLostError:
-                trainer = self._plan.trainer
-                for part in () if trainer is None else trainer.on_each_host():
-                    await self._show_last_lines(part.name, part.host)
+                await self._show_trainer()
                 raise
+
+    @asynccontextmanager
+    async def trainer(self, processes: RunProcesses, claim: Claim) -> AsyncIterator[Trainer]:
+        """The trainer of a run. If it is lost, it is started again."""
+        if not processes.trainers:
+            yield FixedPolicy()
+            return
+        self._trainer = first = processes.trainers[0]
+        if self._max_trainer_restarts == 0:
+            yield first
+            return
+        self._trainer = restarted = RestartedTrainer(
+            first,
+            partial(self._start_trainer, processes),
+            weights=processes.weights,
+            steps=TakenSteps(self._run_dir / "taken_steps"),
+            max_restarts=self._max_trainer_restarts,
+            check=claim.check,
+            is_offloaded=self._plan.is_shared,
+            say=self._say,
+            on_failure=self._on_failure,
+        )
+        try:
+            yield restarted
+        finally:
+            await restarted.close()
 
     @asynccontextmanager
     async def restarting(
@@ -100,14 +134,29 @@ class FailureHandling:
         if self._run is None:
             return  # the processes are still starting, and their start fails by itself
         processes, router = self._run
-        message = f"{host_name(host)} is lost: {cause}"
         names = {group.name for group in self._plan.replicas if group.host == host}
         processes.lose_host(host)
-        router.give_up(lambda name: first_name(name) in names, HostLostError(message))
+        error = HostLostError(f"{host_name(host)} is lost: {cause}")
+        router.give_up(lambda name: first_name(name) in names, error)
+        if self._trainer is not None and host in self._trainer_hosts():
+            self._trainer.lose(error)
+
+    async def _start_trainer(self, processes: RunProcesses) -> MonarchTrainer:
+        """Start another trainer, once its hosts answer."""
+        await self._show_trainer()
+        if self._watch is not None:
+            for host in self._trainer_hosts():
+                await self._watch.wait_until_there(host)
+        self._trainer_name = f"trainer-{len(processes.trainers) + 1}"
+        return await processes.restart_trainer(self._trainer_name)
+
+    async def _show_trainer(self) -> None:
+        for host in self._trainer_hosts():
+            await self._show_last_lines(self._trainer_name, host)
+
+    def _trainer_hosts(self) -> list[int]:
         trainer = self._plan.trainer
-        if trainer is not None and host in {part.host for part in trainer.on_each_host()}:
-            assert not isinstance(processes.trainer, FixedPolicy)
-            processes.trainer.lose(message)
+        return [] if trainer is None else [part.host for part in trainer.on_each_host()]
 
     async def _start(self, lost: str, name: str) -> Replica:
         """Start the replica ``name`` in place of ``lost``, once its host answers."""

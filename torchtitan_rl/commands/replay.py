@@ -40,7 +40,6 @@ from torchtitan_rl.observability.recorded import (
 )
 from torchtitan_rl.observability.sinks import Row
 from torchtitan_rl.orchestration.batching import Batched
-from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.serving.config import Keys
 from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.training.checkpoint_files import read_document
@@ -184,8 +183,7 @@ async def _run(replay: Replay, _: StopSignals) -> int:
     folder = replay.recorded.run_dir
     print(f"replaying steps {replay.base + 1} to {replay.step} of {folder}, from {start}")
     async with run_processes(replay.prepared, trace_dir=None) as processes:
-        assert not isinstance(processes.trainer, FixedPolicy)
-        return await replay_steps(replay, processes.trainer)
+        return await replay_steps(replay, processes.trainers[0])
 
 
 async def replay_steps(replay: Replay, trainer: MonarchTrainer) -> int:

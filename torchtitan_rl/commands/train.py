@@ -288,10 +288,10 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
                 run_processes(prepared, trace_dir=recorder.trace_dir, hosts=run.hosts)
             )
         collect_less()
+        trainer = await stack.enter_async_context(losses.trainer(processes, run.claim))
         if run.recorded is not None:
-            trainer = processes.trainer
             await train_on_recorded(run.recorded, prepared, trainer, recorder, signals)
-            await _export(run, processes, recorder)
+            await _export(run, trainer, recorder)
             return
         recorder.watch_weights(processes.weights.take_fetches)
         ledger = TokenLedger()
@@ -316,7 +316,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         )
         rollouter = generation.rollouter(num_reserved=len(reserved), places=places)
         teachers = await _teachers(stack, prepared, processes, losses, recorder)
-        parts = _parts(run, processes.trainer, generation, rollouter, ledger, recorder, teachers)
+        parts = _parts(run, trainer, generation, rollouter, ledger, recorder, teachers)
         controller: Controller | SupervisedController
         if isinstance(config.task, SupervisedTask):
             supervision = supervision_of(config, tokenizer)
@@ -335,18 +335,18 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         training = controller.run(resume_from=found if config.checkpoint.resume else None)
         try:
             await generation.with_endpoint(training)
-            await _export(run, processes, recorder)
+            await _export(run, trainer, recorder)
         except RunTakenOverError as error:
             end_within(_TAKEN_OVER_S, print_error(error))
             raise
 
 
-async def _export(run: _Run, processes: RunProcesses, recorder: RunRecorder) -> None:
+async def _export(run: _Run, trainer: Trainer, recorder: RunRecorder) -> None:
     if not run.prepared.config.checkpoint.export_hf:
         return
     run.claim.check()
     with recorder.phase("export"):
-        await processes.trainer.export_hf(run.prepared.config.run_dir.absolute() / "policy")
+        await trainer.export_hf(run.prepared.config.run_dir.absolute() / "policy")
 
 
 def _router(config: RunConfig, processes: RunProcesses, ledger: TokenLedger) -> GeneratorRouter:

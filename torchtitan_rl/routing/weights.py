@@ -27,7 +27,7 @@ from torchtitan_rl.routing.replicas import (
     ReplicaState,
 )
 from torchtitan_rl.types import PullReport
-from torchtitan_rl.weights.distribution import WeightHandle
+from torchtitan_rl.weights.distribution import SourceLostError, WeightHandle
 
 SyncMode = Literal["hot_swap", "drain"]
 SyncOrder = Literal["together", "one_by_one"]
@@ -243,11 +243,16 @@ class WeightSync:
                 self._pool.mark_dead(state, error)
 
     async def _stage(self, state: ReplicaState, handle: WeightHandle) -> float:
-        """Fetch the weights alongside decoding. Returns the duration in seconds."""
-        started = _now()
-        async with deadline(self._timeout_s):
-            await self._pool.answer(state, state.replica.stage(handle))
-        return _now() - started
+        """Fetch the weights alongside decoding. Returns the duration in seconds. A trainer that is
+        lost meanwhile is waited for."""
+        while True:
+            started = _now()
+            try:
+                async with deadline(self._timeout_s):
+                    await self._pool.answer(state, state.replica.stage(handle))
+                return _now() - started
+            except SourceLostError as error:
+                await error.renewed.wait()
 
     async def _is_superseded(self, state: ReplicaState, handle: WeightHandle) -> bool:
         """Whether a version could not be read because a newer one has replaced it.

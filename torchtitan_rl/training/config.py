@@ -208,6 +208,10 @@ class TrainerConfig:
     of conversations from ``examples.train``. It keeps the policy near their format. 0: none."""
     step_timeout_s: Seconds = 1800.0
     """Deadline of one training step, and of each exchange between the ranks, in seconds."""
+    max_restarts: Count = 2
+    """Maximum number of times that a lost trainer is started again without a new step between. It
+    continues from the newest checkpoint and takes the steps since then again, with their batches,
+    which the run's folder holds until the next checkpoint. 0: its loss ends the run."""
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 

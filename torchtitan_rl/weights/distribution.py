@@ -12,13 +12,16 @@ Invariants
 - A host that cannot read from another host, or loses its source, reads from the trainer.
 - Every wait for a source ends, because every fetch ends. If a replica stops waiting, the fetch
   continues for the others.
+- While the trainer is being started again, nothing is read; afterwards each version is read from
+  where the new trainer has published it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from torchtitan_rl.weights.image import ImageLayout, PackedPart
 
 logger = logging.getLogger(__name__)
+
+_NOTICE_S = 1.0  # within which a dead trainer is noticed
 
 _FAILURES = (WeightSyncError, ReplicaError, DeadlineError)
 _TRAINER = None  # as a source; hosts are numbers
@@ -98,6 +103,15 @@ def versions_to_free(held: list[int], keep: frozenset[int]) -> list[int]:
     return [version for version in held[:-1] if version not in keep]
 
 
+class SourceLostError(WeightSyncError):
+    """The trainer that published a version is lost. Once ``renewed`` is set, the version can be
+    read by the same handle again."""
+
+    def __init__(self, version: int, renewed: asyncio.Event) -> None:
+        super().__init__(f"version {version}: the trainer is lost")
+        self.renewed = renewed
+
+
 class HostFetcher(Protocol):
     """Fetches weights for one host. Both methods raise WeightSyncError, ReplicaError or
     DeadlineError."""
@@ -130,6 +144,52 @@ class WeightDistribution:
         self._reads: dict[int, set[asyncio.Timeout]] = {}  # by the source host
         self._changed = asyncio.Event()  # set, and replaced, when `_readers` changes
         self._ended: list[Fetched] = []
+        self._source_lost = asyncio.Event()
+        self._source_renewed = asyncio.Event()
+        self._on_wanted: Callable[[], None] | None = None
+        self._handles: dict[int, WeightHandle] = {}  # of a trainer that was started again
+
+    def lose_source(self, *, on_wanted: Callable[[], None] | None = None) -> None:
+        """The trainer is lost. `read` raises SourceLostError until `renew_source`, and calls
+        ``on_wanted``."""
+        self._on_wanted = on_wanted
+        self._source_lost.set()
+
+    def renew_source(self, handles: Mapping[int, WeightHandle]) -> None:
+        """Another trainer has published the versions, which replace those of the same number."""
+        self._handles = dict(handles)
+        self._source_lost.clear()
+        self._source_renewed.set()
+        self._source_renewed = asyncio.Event()
+
+    async def read(
+        self,
+        handle: WeightHandle,
+        host: int,
+        read: Callable[[SharedMemoryHandle], Awaitable[None]],
+    ) -> None:
+        """Call ``read`` with a version in the shared memory of ``host``.
+
+        Raises:
+            SourceLostError: the trainer is lost.
+            WeightSyncError, ReplicaError, DeadlineError: see `ensure_on_host`, or ``read`` failed.
+        """
+        renewed = self._source_renewed
+        if self._source_lost.is_set():
+            if self._on_wanted is not None:
+                self._on_wanted()
+            raise SourceLostError(handle.version, renewed)
+        handle = self._handles.get(handle.version, handle)
+        try:
+            await read(await self.ensure_on_host(handle, host))
+        except WeightSyncError as error:
+            # The version may be gone before the death of its trainer is noticed.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_NOTICE_S):
+                    await self._source_lost.wait()
+            if self._source_lost.is_set() or renewed.is_set():
+                raise SourceLostError(handle.version, renewed) from error
+            raise
 
     async def ensure_on_host(self, handle: WeightHandle, host: int) -> SharedMemoryHandle:
         """Return a version in the shared memory of ``host``, after fetching it if necessary.

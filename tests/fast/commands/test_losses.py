@@ -21,11 +21,13 @@ from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ReplicaError, RunTakenOverError
+from torchtitan_rl.failures import Failure
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.run_state import Unshared
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.config import Keys
+from torchtitan_rl.weights.config import Transport
 
 DEAD, SERVING = Phase.DEAD, Phase.SERVING
 
@@ -42,10 +44,10 @@ class Weights:
 
 class Trainer:
     def __init__(self) -> None:
-        self.lost: list[str] = []
+        self.lost: list[BaseException] = []
         self.exported: list[Path] = []
 
-    def lose(self, cause: str) -> None:
+    def lose(self, cause: BaseException) -> None:
         self.lost.append(cause)
 
     async def export_hf(self, path: Path) -> None:
@@ -65,8 +67,9 @@ class Run:
         )
         self.prepared = PreparedRun(config=TINY, policy_dir=Path(), plan=plan, keys=Keys())
         self.trainer, self.weights, self.said = Trainer(), Weights(), list[str]()
+        self.failures: list[Failure] = []
         self.processes = RunProcesses(
-            trainer=cast(Any, self.trainer),
+            trainers=[cast(Any, self.trainer)],
             replicas=[],
             teachers={},
             endpoint=None,
@@ -74,10 +77,13 @@ class Run:
             hosts=Hosts(),
             weights=cast(Any, self.weights),
             weight_hosts=dict.fromkeys((1, 2), cast(Any, "of the start")),
+            transport=Transport.SHARED_MEMORY,
             trace_dir=None,
         )
         self.router = GeneratorRouter([GatedReplica("replica0"), GatedReplica("replica1")])
-        recorder = SimpleNamespace(say=self.said.append, trace_dir=None)
+        recorder = SimpleNamespace(
+            say=self.said.append, trace_dir=None, record_failure=self.failures.append
+        )
         self.losses = FailureHandling(self.prepared, None, cast(RunRecorder, recorder))
 
     @asynccontextmanager
@@ -126,7 +132,7 @@ def test_a_run_that_was_taken_over_exports_nothing(tmp_path: Path) -> None:
         for claim in (TakenOver(), Unshared()):
             one = cast(_Run, SimpleNamespace(claim=claim, prepared=started.prepared))
             try:
-                await _export(one, started.processes, recorder)
+                await _export(one, cast(Any, started.trainer), recorder)
             except RunTakenOverError:
                 assert started.trainer.exported == []
         assert started.trainer.exported == [TINY.run_dir.absolute() / "policy"]

@@ -160,9 +160,12 @@ class GeneratorProcesses:
         return await self._channel.receive(timeout_s=self._silence_s)
 
     async def stage(self, handle: WeightHandle) -> None:
-        local = await self._weights.ensure_on_host(handle, self._host)
         what = f"{self.name}: fetch of version {handle.version}"
-        await call(self._ranks.stage.call(local), what=what)
+
+        async def read(local: SharedMemoryHandle) -> None:
+            await call(self._ranks.stage.call(local), what=what)
+
+        await self._weights.read(handle, self._host, read)
 
     async def close_loop(self, *, is_lost: bool) -> None:
         timeout_s = _LOST_CLOSE_S if is_lost else _CLOSE_S

@@ -34,7 +34,6 @@ from torchtitan_rl.config.serve import PreparedServe, ServeConfig
 from torchtitan_rl.distillation.config import CUDA_STEP_TOKENS, engine_options
 from torchtitan_rl.errors import ReplicaError, TorchtitanRLError
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.routing.restarts import EXPECTED_S
 from torchtitan_rl.tenancy.client import ServedPeer, owner_of
@@ -53,9 +52,10 @@ ServedReplica = ConnectedReplica[ServedPeer]
 class RunProcesses:
     """The processes of a run. ``replicas`` grows when lost replicas are started again; it is empty
     in a run that only trains. ``teachers`` are the replicas of each teacher's checkpoint; they grow
-    in the same way. ``weights`` fetches the trainer's weights to the replicas' hosts."""
+    in the same way, and so do ``trainers``, which are empty in a run that only generates.
+    ``weights`` fetches the trainer's weights to the replicas' hosts, by ``transport``."""
 
-    trainer: MonarchTrainer | FixedPolicy
+    trainers: list[MonarchTrainer]
     replicas: list[MonarchReplica | ServedReplica]
     teachers: dict[str, list[MonarchReplica]]
     endpoint: MonarchEndpoint | None
@@ -63,7 +63,23 @@ class RunProcesses:
     hosts: Hosts
     weights: WeightDistribution
     weight_hosts: dict[int, WeightReplicator]
+    transport: Transport
     trace_dir: Path | None
+
+    async def restart_trainer(self, name: str) -> MonarchTrainer:
+        """Start another trainer, under a new name. The processes of the one before must have ended.
+
+        Raises:
+            TrainerLostError, ReplicaError, DeadlineError: the trainer did not start.
+        """
+        group = self.prepared.plan.trainer
+        assert group is not None
+        group = replace(group, name=name)
+        spec = _trainer_spec(self.prepared, self.trace_dir)
+        trainer = await MonarchTrainer.spawn(group, spec, self.hosts)
+        self.trainers.append(trainer)  # closed at the end in any case
+        await trainer.start(self.transport)
+        return trainer
 
     async def restart(self, first: str, name: str) -> MonarchReplica | ServedReplica:
         """Start the replica that the plan calls ``first`` again, under the new ``name``. The
@@ -128,7 +144,7 @@ async def run_processes(
     weights = WeightDistribution(weight_hosts, fan_out=prepared.config.weight_sync.fan_out)
     supervise()
     replicas: list[MonarchReplica | ServedReplica] = []
-    trainer: MonarchTrainer | FixedPolicy = FixedPolicy()
+    trainers: list[MonarchTrainer] = []
     started: list[MonarchReplica] = []
     teachers: dict[str, list[MonarchReplica]] = defaultdict(list)
     endpoint: MonarchEndpoint | None = None
@@ -137,7 +153,7 @@ async def run_processes(
             replicas.append(await _served_replica(prepared, replica_name(0)))
         if plan.trainer is not None:
             spec = _trainer_spec(prepared, trace_dir)
-            trainer = await MonarchTrainer.spawn(plan.trainer, spec, hosts)
+            trainers.append(await MonarchTrainer.spawn(plan.trainer, spec, hosts))
         for group, source in _teacher_groups(prepared):
             of_teacher = _teacher_spec(prepared, group, source, trace_dir=trace_dir)
             teachers[source].append(await spawn_replica(group, of_teacher, hosts))
@@ -147,12 +163,12 @@ async def run_processes(
             replicas.append(started[-1])
         if plan.endpoint is not None:
             endpoint = await MonarchEndpoint.spawn(plan.endpoint, _endpoint_spec(prepared))
-        start = _start(trainer, started, transport, is_shared=plan.is_shared)
+        start = _start(trainers, started, transport, is_shared=plan.is_shared)
         starts = [start, *(host.start() for host in weight_hosts.values())]
         starts += [one.peer.start() for of_source in teachers.values() for one in of_source]
         await all_of(*starts, *([] if endpoint is None else [endpoint.start()]))
         yield RunProcesses(
-            trainer=trainer,
+            trainers=trainers,
             replicas=replicas,
             teachers=teachers,
             endpoint=endpoint,
@@ -160,10 +176,11 @@ async def run_processes(
             hosts=hosts,
             weights=weights,
             weight_hosts=weight_hosts,
+            transport=transport,
             trace_dir=trace_dir,
         )
     finally:
-        closes = [trainer.close(), *(replica.close() for replica in replicas)]
+        closes = [one.close() for one in trainers] + [one.close() for one in replicas]
         closes += [one.close() for of_source in teachers.values() for one in of_source]
         closes += [_close_weights(weights, weight_hosts.values())]
         if endpoint is not None:
@@ -201,7 +218,7 @@ async def serve_processes(
 
 
 async def _start(
-    trainer: MonarchTrainer | FixedPolicy,
+    trainers: Sequence[MonarchTrainer],
     replicas: Sequence[MonarchReplica],
     transport: Transport,
     *,
@@ -209,10 +226,10 @@ async def _start(
 ) -> None:
     """Start trainer and replicas. On shared devices the engines start last, because they use all
     free memory."""
-    starts = [] if isinstance(trainer, FixedPolicy) else [trainer.start(transport)]
+    starts = [trainer.start(transport) for trainer in trainers]
     if is_shared:
         await all_of(*starts)
-        await trainer.offload()
+        await all_of(*(trainer.offload() for trainer in trainers))
         starts = []
     await all_of(*starts, *(replica.peer.start() for replica in replicas))
 

@@ -129,7 +129,7 @@ class MonarchTrainer:
         ]
         self._leader = self._parts[0].slice(ranks=0)
         self._writing: asyncio.Task[None] | None = None
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._lost: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._watching = [asyncio.create_task(self._watch(part)) for part in self._parts]
 
     @classmethod
@@ -147,8 +147,12 @@ class MonarchTrainer:
         """Build the model. Weights will be published through ``transport``."""
         await self._ask("start", lambda rank: rank.start.call(transport))
 
+    @property
+    def name(self) -> str:
+        return self._meshes[0].name
+
     async def wait_until_lost(self) -> None:
-        raise TrainerLostError(await asyncio.shield(self._lost))
+        raise _lost_error(await asyncio.shield(self._lost))
 
     async def train_step(
         self,
@@ -206,25 +210,26 @@ class MonarchTrainer:
         await self._ask(f"export to {path}", lambda rank: rank.export_hf.call(path))
 
     async def close(self) -> None:
-        """Let the ranks finish a checkpoint and clean up (mainly published weights). Then end their
-        processes, even if they hang."""
+        """Let the ranks finish a checkpoint and clean up (mainly published weights), unless the
+        trainer is lost. Then end their processes, even if they hang."""
         try:
             async with asyncio.timeout(_LAST_WRITE_TIMEOUT_S):
                 await self.finish_checkpoint()
         except (CheckpointError, TrainerLostError, DeadlineError, TimeoutError) as error:
             logger.warning("the last checkpoint is lost: %s", error)
         try:
-            closed = self._answer(lambda rank: rank.close.call())
-            await call(closed, what="close of the trainer", timeout_s=_CLOSE_TIMEOUT_S)
+            if not self._lost.done():
+                closed = self._answer(lambda rank: rank.close.call())
+                await call(closed, what="close of the trainer", timeout_s=_CLOSE_TIMEOUT_S)
         except (ProcessLostError, DeadlineError, CheckpointError):
             pass  # the processes end below, whatever state they are in
         finally:
             await cancel_all(self._watching)
             await asyncio.gather(*map(stop_processes, self._meshes))
 
-    def lose(self, cause: str) -> None:
-        """Record that a process or host of the trainer is lost: all running and later calls
-        fail."""
+    def lose(self, cause: BaseException) -> None:
+        """Record that a process or host of the trainer is lost, or does not answer: all running and
+        later calls fail."""
         if not self._lost.done():
             self._lost.set_result(cause)
 
@@ -233,7 +238,7 @@ class MonarchTrainer:
         try:
             await call(part.stay.call(), what="trainer")
         except (ProcessLostError, DeadlineError) as error:
-            self.lose(str(error))
+            self.lose(error)
 
     async def _ask(self, what: str, ask: Callable[[Any], Any]) -> Any:
         """Return rank 0's answer, once all ranks have answered; the other answers are the same, or
@@ -253,9 +258,15 @@ class MonarchTrainer:
         try:
             await asyncio.wait({calling, self._lost}, return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():
-                raise TrainerLostError(self._lost.result())
+                raise _lost_error(self._lost.result())
             return calling.result()
         except ProcessLostError as error:
             raise TrainerLostError(str(error)) from error
         finally:
             calling.cancel()
+
+
+def _lost_error(cause: BaseException) -> TrainerLostError:
+    error = TrainerLostError(str(cause))
+    error.__cause__ = cause
+    return error

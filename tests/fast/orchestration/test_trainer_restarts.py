@@ -1,0 +1,141 @@
+"""A trainer that is lost and started again, in whole simulated runs. The campaign (`--of restarts`)
+loses trainers at every call of many plans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.simulated_faults import Strike
+from tests.support.simulation import Plan, Simulation
+from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.errors import TrainerLostError
+from torchtitan_rl.failures import Sign
+from torchtitan_rl.orchestration import taken_steps
+from torchtitan_rl.routing.replicas import Phase
+
+PLAN = Plan(num_steps=7, checkpoint_every=2, trainer_restarts=2)
+
+
+class Strikes:
+    """Does ``actions`` (by point and number of the call)."""
+
+    def __init__(self, actions: dict[tuple[str, int], str]) -> None:
+        self._actions = actions
+        self.calls: Counter[str] = Counter()
+
+    def at(self, point: str) -> Strike | None:
+        number, self.calls[point] = self.calls[point], self.calls[point] + 1
+        action = self._actions.get((point, number))
+        seconds = 0.01 if action == "lost_soon" else 10_000.0
+        return None if action is None else Strike(action=action, seconds=seconds)
+
+
+def run(root: Path, plan: Plan = PLAN, **actions: str) -> Simulation:
+    """Run a plan in which ``trainer_publish_1="lost"`` loses the trainer at its second publish."""
+    strikes = Strikes({_call(name): action for name, action in actions.items()})
+
+    async def work() -> Simulation:
+        simulation = Simulation(plan, root, fate=strikes)
+        try:
+            await simulation.run()
+        except TrainerLostError as error:
+            simulation.said.append(f"ended: {error}")
+        return simulation
+
+    simulation: Simulation = run_virtually(work())
+    return simulation
+
+
+def _call(name: str) -> tuple[str, int]:
+    part, _, rest = name.partition("_")
+    method, _, number = rest.rpartition("_")
+    return f"{part}.{method}", int(number)
+
+
+@pytest.mark.parametrize(
+    ("call", "action"),
+    [
+        ("train_step_0", "lost"),
+        ("train_step_4", "lost_after"),
+        ("train_step_4", "late"),
+        ("publish_3", "lost_after"),
+        ("save_checkpoint_1", "lost"),
+    ],
+)
+def test_a_run_whose_trainer_is_lost_ends_with_the_weights_of_an_undisturbed_one(
+    tmp_path: Path, call: str, action: str
+) -> None:
+    whole = run(tmp_path / "whole")
+    disturbed = run(tmp_path / "disturbed", **{f"trainer_{call}": action})
+    (failure,) = disturbed.failures
+    assert failure.serve_s is not None
+    assert failure.sign is (Sign.SILENT if action == "late" else Sign.ERROR)
+    assert disturbed.trainer is not whole.trainer
+    assert disturbed.trainer.weights == whole.trainer.weights
+    assert disturbed.recorder.steps[-1].step == 7
+    assert not (tmp_path / "disturbed" / "steps").exists()
+
+
+def test_only_the_steps_since_a_checkpoint_are_taken_again(tmp_path: Path) -> None:
+    simulation = run(tmp_path, trainer_train_step_5="lost")
+    assert "from step-000004; 1 steps are taken again" in simulation.said[0]
+    assert simulation.failures[0].steps_again == 1
+    assert len(simulation.trainer.batches) == 3  # the fifth again, the sixth and the seventh
+
+
+def test_batches_are_held_only_until_a_checkpoint_follows(tmp_path: Path) -> None:
+    held = []
+
+    class Watching(Strikes):
+        def at(self, point: str) -> Strike | None:
+            if point == "trainer.publish":
+                held.append(len(list((tmp_path / "steps").glob("*"))))
+            return super().at(point)
+
+    async def work() -> None:
+        plan = replace(PLAN, num_steps=12)
+        await Simulation(plan, tmp_path, fate=Watching({})).run()
+
+    run_virtually(work())
+    # Two steps between checkpoints, one while a checkpoint is being written, and the steps of the
+    # version before, which replicas may still read.
+    assert max(held[4:]) <= 4
+
+
+def test_replicas_read_a_version_that_a_dead_trainer_published_from_its_successor(
+    tmp_path: Path,
+) -> None:
+    plan = replace(PLAN, staleness=2, restart_s=400.0)  # longer than a fetch may take
+    simulation = run(tmp_path, plan, trainer_publish_3="lost_soon")
+    assert simulation.failures[0].serve_s is not None
+    assert simulation.router.states() == {"r0": Phase.SERVING, "r1": Phase.SERVING}
+    assert {replica.version for replica in simulation.replicas} == {7}
+
+
+def test_a_trainer_that_is_lost_at_the_same_step_again_and_again_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    lost = {f"trainer_train_step_{number}": "lost" for number in range(3, 20)}
+    simulation = run(tmp_path, **lost)
+    assert simulation.said[-1] == (
+        "ended: a process of the trainer died; it was started again 2 times without a new step"
+    )
+    assert simulation.controller.step == 3
+    between = {f"trainer_train_step_{number}": "lost" for number in (3, 8, 14)}
+    simulation = run(tmp_path / "steps between", replace(PLAN, num_steps=11), **between)
+    assert len(simulation.failures) == 3
+    assert simulation.controller.step == 11
+
+
+def test_a_batch_that_cannot_be_stored_is_told_and_then_a_loss_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taken_steps, "MAX_BYTES", 10)
+    simulation = run(tmp_path, trainer_train_step_3="lost")
+    assert simulation.said[0].startswith("until the next checkpoint a lost trainer ends the run")
+    assert "because a batch was not stored" in simulation.said[-1]
+    assert simulation.controller.step == 3
