@@ -164,7 +164,7 @@ class Consumer:
             if read is not None:
                 examples = await asyncio.to_thread(read, step)
             # The trainer's own deadline is shorter, and has a better message.
-            limit_s = 2 * self._config.trainer.step_timeout_s
+            limit_s = self._config.trainer.call_limit_s
             with self._state.waits.track(f"the trainer takes step {step}", limit_s=limit_s):
                 return batched, await self._parts.trainer.train_step(batch, examples=examples)
 

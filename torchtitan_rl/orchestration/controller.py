@@ -215,7 +215,7 @@ class Controller:
     async def _wait_for_save(self, training: asyncio.Task[None]) -> TrainerLostError | None:
         """After another loop failed, let the trainer finish its step and save. Returns an error if
         the trainer is lost."""
-        timeout_s, say = 2 * self._config.trainer.step_timeout_s, self._state.recorder.say
+        timeout_s, say = self._config.trainer.call_limit_s, self._state.recorder.say
         await asyncio.wait({training}, timeout=timeout_s)
         if not training.done():
             say(f"no checkpoint: the trainer did not end its step and save in {timeout_s:.0f} s")

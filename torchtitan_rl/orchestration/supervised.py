@@ -213,7 +213,7 @@ class SupervisedController:
             if batched.batch is None:
                 state.recorder.say(f"step {step} has no row that fits; its weights stay")
             else:
-                limit_s = 2 * self._config.trainer.step_timeout_s
+                limit_s = self._config.trainer.call_limit_s
                 with state.waits.track(f"the trainer takes step {step}", limit_s=limit_s):
                     output = await self._parts.trainer.train_step(
                         batched.batch, self._loss(batched.examples)
@@ -290,7 +290,7 @@ class SupervisedController:
         for start in range(0, len(examples), _ROWS_AT_A_TIME):
             batch = packed(examples[start : start + _ROWS_AT_A_TIME])
             assert batch is not None
-            limit_s = 2 * self._config.trainer.step_timeout_s
+            limit_s = self._config.trainer.call_limit_s
             with self._state.waits.track("the trainer computes logprobs", limit_s=limit_s):
                 logprobs_N = await self._parts.trainer.logprobs(batch)
             sums.append(sums_by_episode(batch, logprobs_N, imitated_mask(batch)))

@@ -210,14 +210,19 @@ class TrainerConfig:
     """Deadline of one training step, and of each exchange between the ranks, in seconds."""
     max_restarts: Count = 2
     """Maximum number of times that a lost trainer is started again without a new step between. It
-    continues from the newest checkpoint and takes the steps since then again, with their batches,
-    which the run's folder holds until the next checkpoint. 0: its loss ends the run."""
+    takes the steps since a checkpoint again, with the same batches, which the folder of the run
+    holds until then. 0: the loss of the trainer ends the run."""
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     @property
     def world_size(self) -> int:
         return self.data_parallel_replicate * self.data_parallel_shard * self.tensor_parallel
+
+    @property
+    def call_limit_s(self) -> float:
+        """Seconds that a call may take in which the trainer is lost and started again."""
+        return (2 + self.max_restarts) * self.step_timeout_s
 
     @property
     def num_threads(self) -> int:
