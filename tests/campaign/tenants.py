@@ -304,7 +304,7 @@ class _World:
         if self._dry is not None:
             for number in range(plan.lives):
                 dry = self._dry.lives[plan.run][0].machine
-                faults = draw_faults(hash_of(self._seed, plan.run), number, dry)
+                faults = draw_faults(_seed_of(self._seed, plan.run), number, dry)
                 before = await self._live(number, plan, root, faults, before)
                 root = before.root
             self._num_disturbed -= 1
@@ -338,12 +338,12 @@ class _World:
         life.seconds = self._loop.time() - started_s
         self._loop.end_process(life.machine)
         continue_timeline(life, before)
-        life.excuse = self._excuse(life, started_s, num_servers)
+        life.excuse = self._excuse(life, num_servers)
         self._played.lives[plan.run].append(life)
         self._played.violations += violations_of(life, TENANT_RULES)
         return life
 
-    def _excuse(self, life: Life, started_s: float, num_servers: int) -> str:
+    def _excuse(self, life: Life, num_servers: int) -> str:
         """What a run need not survive."""
         servers = self._played.servers
         harm = [one for machine in servers for one in machine.fired]
@@ -362,5 +362,5 @@ class _World:
         return ""
 
 
-def hash_of(seed: int, run: str) -> int:
+def _seed_of(seed: int, run: str) -> int:
     return seed * 2 + _RUNS.index(run) + 10**8
