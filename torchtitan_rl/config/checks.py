@@ -57,6 +57,7 @@ from torchtitan_rl.types import (
 # 128 tokens on.
 CPU_BLOCK_TOKENS = 32
 
+_TOKEN_PARTS = ("context_parallel", "tensor_parallel")
 _NOT_STUCK = ", or it ends work that is not stuck"
 _ORDERED = (  # field, relation, fields, reason
     ("rollout.max_total_tokens", "<=", ("generator.max_model_len",), ""),
@@ -121,7 +122,7 @@ def find_errors(
     errors = [*capacity, *_relation_errors(config), *_limit_errors(config.task, rollout)]
     on_hosts = has_hosts(config.launch)
     if policy is not None:
-        errors += head_errors("trainer.tensor_parallel", trainer.tensor_parallel, policy)
+        errors += trainer_head_errors(trainer, policy)
         errors += expert_errors(trainer, policy, config.policy.lora)
         is_on_cuda = not on_hosts and bool(machine.cuda_devices)
         errors += replay_errors(rollout, policy, is_on_cuda=is_on_cuda)
@@ -166,7 +167,7 @@ def supervised_errors(
         )
     errors += _split_errors(trainer)
     if policy is not None:
-        errors += head_errors("trainer.tensor_parallel", trainer.tensor_parallel, policy)
+        errors += trainer_head_errors(trainer, policy)
         if trainer.max_episode_tokens > policy.max_positions:
             errors.append(
                 f"trainer.max_episode_tokens is {trainer.max_episode_tokens}: the policy has "
@@ -198,10 +199,11 @@ def _mixing_errors(config: RunConfig) -> list[str]:
 
 
 def _split_errors(trainer: TrainerConfig) -> list[str]:
-    """Check that the ranks of tensor parallelism can split the tokens between layers."""
-    ranks = trainer.tensor_parallel
+    """Check that the ranks that share a pass can split its tokens between layers."""
+    ranks = trainer.token_parts
+    names = [f"trainer.{name}" for name in _TOKEN_PARTS if getattr(trainer, name) > 1]
     return [
-        f"trainer.{name} is {getattr(trainer, name)}: give a multiple of trainer.tensor_parallel "
+        f"trainer.{name} is {getattr(trainer, name)}: give a multiple of {' x '.join(names)} "
         f"({ranks})"
         for name in ("max_episode_tokens", "max_tokens_per_microbatch")
         if getattr(trainer, name) % ranks
@@ -383,6 +385,14 @@ def head_errors(name: str, degree: int, policy: PolicyFacts) -> list[str]:
     ]
 
 
+def trainer_head_errors(trainer: TrainerConfig, policy: PolicyFacts) -> list[str]:
+    """An error if the policy's heads cannot be split evenly over the ranks that share a pass."""
+    name, tensor = "trainer.tensor_parallel", trainer.tensor_parallel
+    if trainer.context_parallel > 1:
+        name = "trainer.context_parallel" + (f" x {name}" if tensor > 1 else "")
+    return head_errors(name, trainer.token_parts, policy)
+
+
 def expert_errors(trainer: TrainerConfig, policy: PolicyFacts, lora: LoraConfig) -> list[str]:
     """An error if the policy's experts cannot be distributed over the trainer's ranks, or get
     adapters."""
@@ -397,12 +407,13 @@ def expert_errors(trainer: TrainerConfig, policy: PolicyFacts, lora: LoraConfig)
             f"policy.lora.rank is {lora.rank}: a policy with experts cannot get adapters; give 0, "
             "or a dense policy"
         ]
-    ranks = trainer.data_parallel_shard * tensor
+    ranks = trainer.num_shards * tensor
     if ranks % parallel or parallel % tensor:
         # With tensor parallelism alone, torchtitan's gradients of experts are wrong.
         return [
-            f"{what}: give a divisor of trainer.data_parallel_shard x trainer.tensor_parallel "
-            f"({ranks}) that is a multiple of trainer.tensor_parallel ({tensor})"
+            f"{what}: give a divisor of trainer.data_parallel_shard x trainer.context_parallel x "
+            f"trainer.tensor_parallel ({ranks}) that is a multiple of trainer.tensor_parallel "
+            f"({tensor})"
         ]
     if not experts.can_be_split(parallel, ranks=ranks):
         return [

@@ -3,9 +3,10 @@ with which it does.
 
 A candidate must leave `_MARGIN` of each device free. Candidates are tried in an order in which the
 first that fits is the fastest by a rule of thumb: the run's own sizes before others; separate
-devices before shared ones; little tensor parallelism, which communicates in each layer; as many
-devices for the trainer as for the replicas; experts over as many ranks of a host as possible;
-passes of at least 4,096 tokens; as little recomputation as possible.
+devices before shared ones; little tensor parallelism, which communicates in each layer, and then
+little context parallelism, which communicates less; as many devices for the trainer as for the
+replicas; experts over as many ranks of a host as possible; passes of at least 4,096 tokens; as
+little recomputation as possible.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "sel
 _PLACEMENTS: tuple[Literal["separate", "colocated"], ...] = ("separate", "colocated")
 _FIELDS = (
     *("placement", "generator.replicas", "generator.tensor_parallel"),
-    *("trainer.data_parallel_replicate", "trainer.data_parallel_shard", "trainer.tensor_parallel"),
-    "trainer.expert_parallel",
+    *("trainer.data_parallel_replicate", "trainer.data_parallel_shard"),
+    *("trainer.context_parallel", "trainer.tensor_parallel", "trainer.expert_parallel"),
     *("trainer.max_tokens_per_microbatch", "trainer.activation_checkpointing"),
     "generator.gpu_memory_utilization",
 )
@@ -201,13 +202,19 @@ def _sizes(
         yield config
     if total < 1:  # teachers take every device
         return
-    degrees = [
-        degree
-        for degree in _DEGREES
-        if degree <= most and not (policy.num_heads % degree or policy.num_kv_heads % degree)
-    ]
+
+    def can_split(degree: int) -> bool:
+        return degree <= most and not (policy.num_heads % degree or policy.num_kv_heads % degree)
+
+    degrees = list(filter(can_split, _DEGREES))
     placements = _PLACEMENTS if config.mode == "both" else _PLACEMENTS[:1]
-    for placement, trained, generated in itertools.product(placements, degrees, degrees):
+    given = config.trainer.context_parallel
+    contexts = [given, *(degree for degree in _DEGREES if degree > given)]
+    for placement, trained, context, generated in itertools.product(
+        placements, degrees, contexts, degrees
+    ):
+        if not can_split(context * trained):
+            continue
         if placement == "colocated":
             splits = [(total, total)]
         else:
@@ -216,7 +223,8 @@ def _sizes(
             splits = splits if config.mode == "both" else [(total, total)]
         for training, generating in splits:
             expert_parallel = _expert_parallel(policy, training, trained, most)
-            if training % trained or generating % generated or not expert_parallel:
+            ranks = trained * context
+            if training % ranks or generating % generated or not expert_parallel:
                 continue
             yield replace(
                 config,
@@ -224,7 +232,8 @@ def _sizes(
                 trainer=replace(
                     config.trainer,
                     data_parallel_replicate=1,
-                    data_parallel_shard=training // trained,
+                    data_parallel_shard=training // ranks,
+                    context_parallel=context,
                     tensor_parallel=trained,
                     expert_parallel=expert_parallel,
                 ),

@@ -272,7 +272,10 @@ def _cgroup_limits() -> list[int]:
     return limits
 
 
-_TRAINER_RANKS = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+_TRAINER_RANKS = (
+    *("data_parallel_replicate", "data_parallel_shard"),
+    *("context_parallel", "tensor_parallel"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +304,11 @@ def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
     """
     if config.mode == "generate":  # the rank that remains takes no device from the replicas
         trainer = replace(
-            config.trainer, data_parallel_replicate=1, data_parallel_shard=1, tensor_parallel=1
+            config.trainer,
+            data_parallel_replicate=1,
+            data_parallel_shard=1,
+            context_parallel=1,
+            tensor_parallel=1,
         )
         config = replace(config, trainer=trainer)
     elif config.mode == "train":
@@ -460,14 +467,14 @@ def sharing_proposal(config: RunConfig, num_devices: int) -> str:
     if (
         config.mode != "both"
         or generator.tensor_parallel > num_devices
-        or trainer.tensor_parallel > num_devices
+        or trainer.token_parts > num_devices
     ):
         return ""
     options = [] if config.is_colocated else ["--placement colocated"]
     if generator.num_ranks > num_devices:
         options.append(f"--generator.replicas {num_devices // generator.tensor_parallel}")
     if trainer.world_size > num_devices:
-        shard = num_devices // trainer.tensor_parallel
+        shard = num_devices // trainer.token_parts
         options.append(f"--trainer.data-parallel-shard {shard}")
         if trainer.data_parallel_replicate > 1:
             options.append("--trainer.data-parallel-replicate 1")

@@ -101,7 +101,7 @@ def memory_plan(
         if device == "cuda" and config.is_colocated:
             of_trainer["sleeping engine"] = _SLEEPING_BYTES
             host[PINNED] = trainer.data_parallel_replicate * (
-                _pinned_bytes(policy.architecture, trainer.data_parallel_shard, config.policy.lora)
+                _pinned_bytes(policy.architecture, trainer.num_shards, config.policy.lora)
             )
     if config.mode == "both":
         number = config.num_published_versions
@@ -281,7 +281,7 @@ def trainer_memory(
     """The largest memory of a trainer rank during a step, in bytes, by part. ``dtype`` is the type
     in which the rank computes."""
     lora = lora or LoraConfig()
-    ranks, shard = config.tensor_parallel, config.data_parallel_shard
+    ranks, shard = config.tensor_parallel, config.num_shards
     own = trained = 4 * num_weights(policy) // (ranks * shard)
     if lora.rank:  # tensor parallelism splits one of the two matrices of an adapter
         trained = 4 * num_adapter_weights(policy, lora) // shard
@@ -307,8 +307,8 @@ def _moments(
     dtype: Dtype,
     lora: LoraConfig,
 ) -> list[_Moment]:
-    size, ranks, shard = BYTES[dtype], config.tensor_parallel, config.data_parallel_shard
-    tokens, is_tied = config.max_tokens_per_microbatch, policy.has_tied_embeddings
+    size, ranks, shard = BYTES[dtype], config.tensor_parallel, config.num_shards
+    tokens, is_tied = _own_tokens(config), policy.has_tied_embeddings
     experts, head = expert_weights(policy), head_weights(policy) // ranks
     layer = (sum(layer_matrices(policy)) - experts) // ranks + experts // config.expert_parallel
     logits = tokens * policy.vocab_size // ranks
@@ -368,9 +368,10 @@ def _layer_activations(
     # The layer's input, both norms, rotated queries and keys, values and the attention's output.
     elements = 2 * dim // ranks + 2 * dim + 2 * queries + 2 * keys
     elements += queries + keys if policy.has_qk_norm else 0
-    # FlexAttention's output is copied. Autograd composes SwiGLU of operations that keep 4 hidden
-    # tensors; `CpuFeedForward`, which is not for adapters, and compiled layers keep 2.
-    elements += queries if is_cuda else 0
+    # The output is copied from FlexAttention's, or where ranks exchange heads for tokens. Autograd
+    # composes SwiGLU of operations that keep 4 hidden tensors; `CpuFeedForward`, which is not for
+    # adapters, and compiled layers keep 2.
+    elements += queries if is_cuda or config.context_parallel > 1 else 0
     elements += lora.rank * len(lora.target_modules)
     fuses = config.compile or not (is_cuda or lora.rank or experts)
     hidden = _hidden_of_token(policy, 2 if fuses else 4) // ranks
@@ -392,7 +393,12 @@ def _backward_activations(config: TrainerConfig, policy: PolicyArchitecture, siz
     ranks = config.tensor_parallel
     queries = policy.num_heads * policy.head_dim // ranks
     elements = max(_hidden_of_token(policy, 4) // ranks, 7 * queries) + 2 * policy.dim
-    return config.max_tokens_per_microbatch * elements * size
+    return _own_tokens(config) * elements * size
+
+
+def _own_tokens(config: TrainerConfig) -> int:
+    """The largest number of tokens of a rank in one pass."""
+    return config.max_tokens_per_microbatch // config.context_parallel
 
 
 def describe_parts(parts: Mapping[str, int]) -> str:

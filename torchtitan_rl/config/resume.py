@@ -73,6 +73,7 @@ _MAY_CHANGE = (
     "weight_sync",
     "trainer.data_parallel_replicate",
     "trainer.data_parallel_shard",
+    "trainer.context_parallel",
     "trainer.tensor_parallel",
     "trainer.expert_parallel",
     "trainer.max_episode_tokens",

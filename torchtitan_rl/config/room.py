@@ -45,6 +45,7 @@ _RANKS = (
     "generator.tensor_parallel",
     "trainer.data_parallel_replicate",
     "trainer.data_parallel_shard",
+    "trainer.context_parallel",
     "trainer.tensor_parallel",
 )
 

@@ -172,24 +172,28 @@ _ATTENTION_BLOCK = 128  # tokens; FlexAttention computes whole blocks
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """The trainer. Its number of ranks is ``data_parallel_replicate`` x ``data_parallel_shard`` x
-    ``tensor_parallel``; ``expert_parallel`` adds none."""
+    ``context_parallel`` x ``tensor_parallel``; ``expert_parallel`` adds none."""
 
     data_parallel_replicate: Ranks = 1
     """Number of copies of the sharded model, each trained on a part of the batch (HSDP)."""
     data_parallel_shard: Ranks = 1
     """Number of ranks that parameters, gradients and optimizer state are sharded over (FSDP2).
     Raise it for a policy that does not fit on one device."""
+    context_parallel: Ranks = 1
+    """Number of ranks that the tokens of each forward and backward pass are split over; they also
+    shard the parameters. The heads are divided by it in attention (Ulysses), so it divides the
+    policy's heads and key/value heads. Raise it for episodes that do not fit on one device."""
     tensor_parallel: Ranks = 1
     """Number of ranks that each layer is split over."""
     expert_parallel: Ranks = 1
     """Number of ranks that the experts of an MoE policy are distributed over: a divisor of
-    ``data_parallel_shard`` x ``tensor_parallel`` and a multiple of ``tensor_parallel``. These ranks
-    exchange tokens instead of gathering all experts."""
+    ``data_parallel_shard`` x ``context_parallel`` x ``tensor_parallel`` and a multiple of
+    ``tensor_parallel``. These ranks exchange tokens instead of gathering all experts."""
     max_episode_tokens: Tokens = 512
     """Maximum length of an episode, in tokens; at least ``rollout.max_total_tokens``."""
     max_tokens_per_microbatch: Tokens = 4096
-    """Maximum number of tokens that a rank computes in one forward and backward pass; at least
-    ``max_episode_tokens``. Lower it if memory runs out."""
+    """Maximum number of tokens of one forward and backward pass, which the ranks of
+    ``context_parallel`` split; at least ``max_episode_tokens``. Lower it if memory runs out."""
     share_prefixes: bool = True
     """Compute tokens that several episodes begin with only once: the prompt of siblings, the
     history of branches, a common system prompt. Loss and gradient are equal up to rounding."""
@@ -217,7 +221,17 @@ class TrainerConfig:
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel_replicate * self.data_parallel_shard * self.tensor_parallel
+        return self.data_parallel_replicate * self.num_shards * self.tensor_parallel
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks that parameters, gradients and optimizer state are sharded over."""
+        return self.data_parallel_shard * self.context_parallel
+
+    @property
+    def token_parts(self) -> int:
+        """The number of parts that tokens are split into between layers."""
+        return self.context_parallel * self.tensor_parallel
 
     @property
     def call_limit_s(self) -> float:
@@ -233,11 +247,11 @@ class TrainerConfig:
         which its padded size is a multiple."""
         largest = self.max_tokens_per_microbatch
         if device == "cpu":
-            return largest, self.tensor_parallel  # which splits the tokens between layers
+            return largest, self.token_parts
         if self.compile:
             return largest, largest  # every new size would be compiled again
         # The attention kernels are compiled for the first size, and at the second for all others.
-        multiple = math.lcm(_ATTENTION_BLOCK, self.tensor_parallel)
+        multiple = math.lcm(_ATTENTION_BLOCK, self.token_parts)
         return max(largest - largest % multiple, self.max_episode_tokens), multiple
 
 

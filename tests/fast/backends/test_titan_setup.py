@@ -36,13 +36,16 @@ def test_all_groups_of_ranks_wait_longer_than_the_controller(
         lambda timeout, group: found.update({group.group_name: timeout}),
     )
     config = TrainerConfig(
-        data_parallel_replicate=2, data_parallel_shard=2, tensor_parallel=2, step_timeout_s=100.0
+        data_parallel_replicate=2, context_parallel=2, tensor_parallel=2, step_timeout_s=100.0
     )
     layout = set_up(config)
     assert set(found.values()) == {timedelta(seconds=160)}
-    groups = [layout.data_group, layout.tensor_group]
+    groups = [layout.data_group, layout.context_group, layout.tensor_group]
     groups += [layout.dims.get_mesh(axis).get_group() for axis in ("fsdp", "dp_replicate")]
     assert {group.group_name for group in groups if group is not None} <= found.keys()
+    # The ranks that share a pass are neighbours, and hold different shards.
+    members = [dist.get_process_group_ranks(group) for group in groups]
+    assert members == [[0, 4], [0, 2], [0, 1], [0, 2], [0, 4]]
 
 
 @pytest.mark.parametrize(

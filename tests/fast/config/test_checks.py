@@ -168,6 +168,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"generator.max_model_len": 2048}, "generator.max_model_len is 2048: the policy has 1024"),
     ({"generator.tensor_parallel": 3}, "generator.tensor_parallel is 3: give a divisor of"),
     ({"trainer.tensor_parallel": 4, "trainer.threads": 1}, "trainer.tensor_parallel is 4: "),
+    (
+        {"trainer.context_parallel": 4, "trainer.threads": 1},
+        "trainer.context_parallel is 4: give a divisor of the policy's 4 heads and 2 key/value",
+    ),
+    (
+        {"trainer.context_parallel": 2, "trainer.tensor_parallel": 2, "trainer.threads": 1},
+        "trainer.context_parallel x trainer.tensor_parallel is 4: give a divisor of the policy's",
+    ),
+    (
+        {"trainer.context_parallel": 2, "trainer.max_tokens_per_microbatch": 513},
+        "trainer.max_tokens_per_microbatch is 513: give a multiple of trainer.context_parallel (2)",
+    ),
     ({"generator.heartbeat_s": 1000.0}, "generator.heartbeat_s is 1000.0: give at most half of"),
     ({"generator.max_running_requests": 5000}, "generator.max_running_requests is 5000: a step"),
     ({"generator.kv_cache_bytes": 10}, "generator.kv_cache_bytes is 10: one request of generator."),

@@ -202,6 +202,14 @@ def test_a_run_that_fits_keeps_its_options_and_another_gets_what_it_lacks() -> N
         "trainer.max_tokens_per_microbatch": 4096,
         "trainer.activation_checkpointing": "full",
     }
+    long = {"max_episode_tokens": 131_072, "max_tokens_per_microbatch": 131_072}
+    large = published_facts("Qwen3-4B")
+    assert large is not None
+    options = fitting_options(replace(QWEN3, trainer=replace(QWEN3.trainer, **long)), large, hosts)
+    assert options == {
+        "trainer.context_parallel": 2,
+        "trainer.activation_checkpointing": "full",
+    }
     small = published_facts("Qwen3-0.6B")
     assert small is not None
     assert fitting_options(QWEN3, small, hosts) == {}
@@ -233,6 +241,10 @@ def test_what_each_choice_adds_to_the_memory_of_a_rank(tmp_path: Path) -> None:
 
     usual, alone = trainer(), trainer(data_parallel_shard=1)
     assert alone["optimizer"] == 2 * usual["optimizer"] == 8 * 4_022_272_000
+    split = trainer(context_parallel=2)  # which also shards the weights
+    assert 2 * split["optimizer"] == usual["optimizer"]
+    assert 2 * split["activations"] == usual["activations"]
+    assert split["logits"] < usual["logits"]
     penalty = replace(QWEN3.trainer.loss, kl_coefficient=0.1)
     assert trainer(loss=penalty)["reference policy"] == usual["weights"]
     kinds = ["full", "selective", "none"]

@@ -125,23 +125,26 @@ def test_the_first_token_of_an_episode_is_never_trained_on() -> None:
 @given(
     longest=st.integers(1, 3000),
     more=st.integers(0, 3000),
+    context_parallel=st.sampled_from([1, 2]),
     tensor_parallel=st.sampled_from([1, 2, 3, 8]),
 )
 def test_on_cuda_padding_is_less_than_a_few_blocks_and_every_episode_fits(
-    longest: int, more: int, tensor_parallel: int
+    longest: int, more: int, context_parallel: int, tensor_parallel: int
 ) -> None:
-    longest, more = longest * tensor_parallel, more * tensor_parallel
+    ranks = context_parallel * tensor_parallel
+    longest, more = longest * ranks, more * ranks
     config = TrainerConfig(
         max_episode_tokens=longest,
         max_tokens_per_microbatch=longest + more,
+        context_parallel=context_parallel,
         tensor_parallel=tensor_parallel,
     )
     largest, multiple = config.pass_sizes("cuda")
-    assert multiple <= 128 * tensor_parallel
-    assert multiple % 128 == multiple % tensor_parallel == 0
+    assert multiple <= 128 * ranks
+    assert multiple % 128 == multiple % ranks == 0
     assert longest <= largest <= longest + more
     padded = largest + -largest % multiple
     assert padded <= max(longest + more, longest + multiple)
-    assert config.pass_sizes("cpu") == (longest + more, tensor_parallel)
+    assert config.pass_sizes("cpu") == (longest + more, ranks)
     compiled = replace(config, compile=True)
     assert compiled.pass_sizes("cuda") == (longest + more, longest + more)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtitan_rl.backends.titan.context_parallel import gather_entries
 from torchtitan_rl.backends.titan.hf import load_hf
 from torchtitan_rl.backends.titan.model import (
     PolicyModel,
@@ -64,37 +65,48 @@ def forward(
         sources_E = predecessors_E = np.zeros(1, dtype=np.int64)
     rows = _rows(batch, predecessors_E, sources_E)
     sources_E = rows.sources_E
+    tokens, own, entries = _own(rows, len(part.token_ids_T), layout)
     positions_1T = to_device(part.position_ids_T, layout)[None]
     routed_TXK = part.routed_experts_TXK
     logits_1SV = model(
-        to_device(part.token_ids_T, layout)[None],
-        positions_1T,
+        to_device(part.token_ids_T[tokens], layout)[None],
+        positions_1T[:, tokens],
         model.get_attention_masks(positions_1T, to_device(part.subtree_end_T, layout)),
-        to_device(rows.predecessors_S, layout),
-        None if routed_TXK is None else to_device(routed_TXK, layout)[None],
+        to_device(own.predecessors_S, layout),
+        None if routed_TXK is None else to_device(routed_TXK[tokens], layout)[None],
     )
     vocab_size = shard_size = logits_1SV.shape[-1]
     if isinstance(logits_1SV, DTensor):
         shard_size = -(-vocab_size // dist.get_world_size(layout.tensor_group))  # as DTensor splits
         logits_1SV = logits_1SV.to_local()
-    targets_EW = batch.token_ids[sources_E, None]  # the token, then the teacher's
+    targets_EW = batch.token_ids[own.sources_E, None]  # the token, then the teacher's
     if is_taught and batch.teacher_ids is not None:
-        targets_EW = np.concatenate([targets_EW, batch.teacher_ids[sources_E]], axis=1)
+        targets_EW = np.concatenate([targets_EW, batch.teacher_ids[own.sources_E]], axis=1)
     width = targets_EW.shape[1]
     logprobs, entropy = selected_logprobs(
         logits_1SV[0],
         to_device(targets_EW.reshape(-1), layout),
-        to_device(np.repeat(rows.rows_E, width), layout),
+        to_device(np.repeat(own.rows_E, width), layout),
         temperature=batch.temperature,
         group=layout.tensor_group,
         shard_size=shard_size,
-        kept_SB=None if rows.kept_S is None else _bits(batch, rows.kept_S, vocab_size, layout),
+        kept_SB=None if own.kept_S is None else _bits(batch, own.kept_S, vocab_size, layout),
     )
-    logprobs_EW = logprobs.view(-1, width)
+    logprobs_EW, entropy_E = logprobs.view(-1, width), entropy.view(-1, width)[:, 0]
+    if layout.context_group is not None:
+        logprobs_EW, entropy_E = (
+            gather_entries(
+                one[: entries.stop - entries.start],
+                entries.start,
+                len(sources_E),
+                layout.context_group,
+            )
+            for one in (logprobs_EW, entropy_E)
+        )
     logprobs_E = logprobs_EW[:, 0]
     return ForwardOutput(
         logprobs_E=logprobs_E,
-        entropy_E=entropy.view(-1, width)[:, 0],
+        entropy_E=entropy_E,
         is_entry_E=torch.full_like(logprobs_E, not is_empty, dtype=torch.bool),
         sources_E=sources_E,
         taught_EK=logprobs_EW[:, 1:] if width > 1 else None,
@@ -131,6 +143,25 @@ def _rows(
         rows_E=np.cumsum(is_new_E) - 1,
         sources_E=sources_E[order],
     )
+
+
+def _own(rows: _Rows, num_tokens: int, layout: Layout) -> tuple[slice, _Rows, slice]:
+    """Return this rank's part of a pass of ``num_tokens``: its tokens, the rows that it computes
+    (with indices into its tokens), and the entries that read its tokens. Without such entries, the
+    rows are a placeholder with one entry, because every rank must run the head."""
+    size = num_tokens // layout.context_ranks
+    tokens = slice(size * layout.context_rank, size * (layout.context_rank + 1))
+    of_S = slice(*np.searchsorted(rows.predecessors_S, [tokens.start, tokens.stop]).tolist())
+    entries = of_E = slice(*np.searchsorted(rows.rows_E, [of_S.start, of_S.stop]).tolist())
+    if of_E.start == of_E.stop:
+        of_S = of_E = slice(0, 1)
+    own = _Rows(
+        predecessors_S=(rows.predecessors_S[of_S] - tokens.start).clip(0, size - 1),
+        kept_S=None if rows.kept_S is None else rows.kept_S[of_S],
+        rows_E=rows.rows_E[of_E] - of_S.start,
+        sources_E=rows.sources_E[of_E],
+    )
+    return tokens, own, entries
 
 
 def _bits(

@@ -53,6 +53,7 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
+from torchtitan_rl.backends.titan.context_parallel import exchange_heads
 from torchtitan_rl.backends.titan.experts import ReplayRouter, experts_config
 from torchtitan_rl.backends.titan.setup import Layout
 from torchtitan_rl.backends.titan.tree_attention import (
@@ -157,6 +158,11 @@ def build_model(
         torch._dynamo.config.assume_static_by_default = False
     with torch.device("meta"):
         bare = model_config.build()
+    if layout.context_group is not None:
+        # As torchtitan does: before it wraps them for tensor parallelism.
+        for layer in bare.layers.values():
+            attention = layer.attention.inner_attention
+            attention.forward = exchange_heads(attention.forward, layout.context_group)
     model: PolicyModel = parallelize_qwen3(
         bare,
         parallel_dims=layout.dims,

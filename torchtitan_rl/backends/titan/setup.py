@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as titan_utils
+from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.training.config import TrainerConfig
@@ -49,6 +50,9 @@ class Layout:
     data_rank: int
     data_ranks: int
     data_group: dist.ProcessGroup | None
+    context_rank: int
+    context_ranks: int
+    context_group: dist.ProcessGroup | None
     tensor_group: dist.ProcessGroup | None
     owns_process_group: bool
 
@@ -74,7 +78,8 @@ def set_up(config: TrainerConfig) -> Layout:
         _join(device, timeout)
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=config.data_parallel_replicate,
-        data_parallel_shard_degree=config.data_parallel_shard,
+        # torchtitan's context parallelism is another one; its weights are sharded alike.
+        data_parallel_shard_degree=config.num_shards,
         tensor_parallel_degree=config.tensor_parallel,
         expert_parallel_degree=config.expert_parallel,
         spmd_backend=SPMD_BACKEND,
@@ -82,21 +87,32 @@ def set_up(config: TrainerConfig) -> Layout:
     set_spmd_backend(SPMD_BACKEND)
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
-    for mesh in dims.get_all_one_dimensional_meshes().values():
+    data_ranks = config.data_parallel_replicate * config.data_parallel_shard
+    mesh = init_device_mesh(
+        device.type,
+        (data_ranks, config.context_parallel, config.tensor_parallel),
+        mesh_dim_names=("data", "context", "tensor"),
+    )
+    of_titan = [one.get_group() for one in dims.get_all_one_dimensional_meshes().values()]
+    for group in (*of_titan, *mesh.get_all_groups()):
         # By default torch gives them 10 minutes on NCCL.
-        dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group())
-    data_mesh = dims.get_optional_mesh("batch")
-    tensor_mesh = dims.get_optional_mesh("tp")
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def group_of(axis: str) -> dist.ProcessGroup | None:
+        return mesh.get_group(axis) if mesh[axis].size() > 1 else None
+
     return Layout(
         device=device,
         parallelism=parallelism,
         dims=dims,
         rank=dist.get_rank(),
-        data_rank=0 if data_mesh is None else data_mesh.get_local_rank(),
-        data_ranks=1 if data_mesh is None else data_mesh.size(),
-        # The batch axis has no communicator; the loss axis, with the same ranks, has one.
-        data_group=None if data_mesh is None else dims.get_mesh("loss").get_group(),
-        tensor_group=None if tensor_mesh is None else tensor_mesh.get_group(),
+        data_rank=mesh.get_local_rank("data"),
+        data_ranks=data_ranks,
+        data_group=group_of("data"),
+        context_rank=mesh.get_local_rank("context"),
+        context_ranks=config.context_parallel,
+        context_group=group_of("context"),
+        tensor_group=group_of("tensor"),
         owns_process_group=owns,
     )
 

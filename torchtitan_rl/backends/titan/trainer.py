@@ -682,6 +682,7 @@ def _memory_advice(config: TrainerConfig, version: int) -> str:
         options.append("--trainer.activation-checkpointing full")
     options += [
         f"a larger --trainer.data-parallel-shard (it is {config.data_parallel_shard})",
+        f"a larger --trainer.context-parallel (it is {config.context_parallel})",
         "in a new run a lower --trainer.max-episode-tokens, --rollout.max-total-tokens and "
         "--rollout.sampling.max-tokens-per-turn",
     ]
