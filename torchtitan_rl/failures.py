@@ -7,6 +7,7 @@ have started) and ends with `serving` or `given_up`. Only a report that has ende
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -50,13 +51,23 @@ _SIGNS = (
 
 def sign_of(error: BaseException) -> Sign:
     """Return how a loss was seen, from its error or, if that says nothing, from its causes."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         for kind, sign in _SIGNS:
             if isinstance(cause, kind):
                 return sign
-        cause = cause.__cause__
     return Sign.ERROR
+
+
+def _silent_s(error: BaseException) -> float | None:
+    known = (getattr(cause, "silent_s", None) for cause in _causes(error))
+    return next((seconds for seconds in known if seconds is not None), None)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +104,7 @@ class Failure:
             sign=sign_of(error),
             cause=" ".join(f"{error}".split()) or type(error).__name__,
             seen_s=now_s,
-            silent_s=getattr(error, "silent_s", None),
+            silent_s=_silent_s(error),
         )
 
     def restarted(self, successor: str, *, now_s: float) -> Failure:

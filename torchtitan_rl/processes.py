@@ -16,16 +16,27 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 from torchtitan_rl import shim
 from torchtitan_rl.aio import uninterrupted
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.errors import (
+    ProcessEndedError,
+    ProcessLostError,
+    ProcessStoppedError,
+    TorchtitanRLError,
+)
 from torchtitan_rl.shim import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 _POLL_S = 0.05
+
+LOOK_S = 0.25
+"""Seconds between two looks whether processes are alive."""
+STOPPED_S = 1.5
+"""A process that was stopped for this time counts as lost. Time in which this process was stopped
+itself does not count."""
 
 
 class Processes:
@@ -41,6 +52,30 @@ class Processes:
     def are_lost(self) -> bool:
         """Whether the host of the processes is lost: False, because they run on this host."""
         return False
+
+    async def wait_until_lost(self, name: str) -> NoReturn:
+        """Watch the processes, of which messages speak as ``name``.
+
+        The kernel says whether a process has ended or is stopped, so neither load nor work that
+        takes long is mistaken for a loss. A process that a debugger has stopped is not lost.
+
+        Raises:
+            ProcessEndedError: a process has ended.
+            ProcessStoppedError: a process was stopped (SIGSTOP) for `STOPPED_S`.
+        """
+        now = asyncio.get_running_loop().time
+        looked_s, stopped_s = now(), dict.fromkeys(self._handles, 0.0)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            gap_s, looked_s = now() - looked_s, now()
+            for pid, handle in self._handles.items():
+                if _has_exited(handle):
+                    raise _lost(ProcessEndedError(f"{name}: process {pid} has ended"), gap_s)
+                is_stopped = _is_stopped(pid)
+                stopped_s[pid] = (stopped_s[pid] + min(gap_s, 2 * LOOK_S)) * is_stopped
+                if stopped_s[pid] >= STOPPED_S:
+                    stopped = ProcessStoppedError(f"{name}: process {pid} is stopped (SIGSTOP)")
+                    raise _lost(stopped, stopped_s[pid])
 
     async def end(self, timeout_s: float) -> list[int]:
         """Wait ``timeout_s`` for the processes to exit, then kill the others with their process
@@ -80,6 +115,19 @@ def _has_exited(handle: int) -> bool:
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _lost(error: ProcessLostError, silent_s: float) -> ProcessLostError:
+    error.silent_s = silent_s
+    return error
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False  # it has just ended
+    return status.rpartition(b") ")[2][:1] == b"T"
 
 
 def adopt_orphans() -> None:

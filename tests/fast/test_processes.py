@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
+import torchtitan_rl.processes
+from torchtitan_rl.errors import ProcessEndedError, ProcessLostError, ProcessStoppedError
 from torchtitan_rl.processes import Processes
 
 SLEEPS = "import time; print('ready', flush=True); time.sleep(600)"
@@ -45,3 +48,48 @@ def test_one_that_has_exited_is_not_killed_again_whoever_has_its_number(
     child.kill()
     child.wait()
     assert asyncio.run(processes.end(0.1)) == []
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchtitan_rl.processes, "LOOK_S", 0.02)
+    monkeypatch.setattr(torchtitan_rl.processes, "STOPPED_S", 0.2)
+
+
+@pytest.mark.usefixtures("quick_looks")
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGKILL, ProcessEndedError), (signal.SIGSTOP, ProcessStoppedError)],
+)
+def test_one_that_ends_or_is_stopped_is_seen(
+    child: subprocess.Popen[str], number: int, error: type[ProcessLostError]
+) -> None:
+    async def watch() -> None:
+        watching = asyncio.create_task(
+            Processes((os.getpid(), child.pid)).wait_until_lost("replica0")
+        )
+        await asyncio.sleep(0.1)
+        child.send_signal(number)
+        with pytest.raises(error, match=f"replica0: process {child.pid}") as raised:
+            await asyncio.wait_for(watching, 30.0)
+        assert raised.value.silent_s
+
+    asyncio.run(watch())
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_one_that_goes_on_after_this_process_was_stopped_as_well_is_not_lost(
+    child: subprocess.Popen[str],
+) -> None:
+    async def watch() -> None:
+        watching = asyncio.create_task(Processes((child.pid,)).wait_until_lost("replica0"))
+        await asyncio.sleep(0.1)
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)  # as in a laptop that was suspended
+        await asyncio.sleep(0.03)  # it is seen stopped
+        child.send_signal(signal.SIGCONT)
+        await asyncio.sleep(0.4)
+        assert not watching.done()
+        watching.cancel()
+
+    asyncio.run(watch())

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.real.runs import ROOT, Run, options, read_metrics, require_audit
+from torchtitan_rl.failures import Sign
+from torchtitan_rl.observability.failures import read_failures
 
 
 def await_first_step(run: Run, run_dir: Path) -> None:
@@ -29,6 +31,12 @@ def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_c
     assert "Traceback" not in said
     assert "replica1 is lost" in said
     assert "replica2 is lost" in said
+    failures = {row["name"]: row for row in read_failures(tmp_path / "run")}
+    for name, sign in (("replica1", Sign.ENDED), ("replica2", Sign.STOPPED)):
+        row = failures[name]
+        print({key: row[key] for key in ("name", "sign", "silent_s", "restart_s", "serve_s")})
+        assert row["sign"] == sign
+        assert row["successor"] == f"{name}-2" or row["given_up"] == "the run ended first"
     require_audit(tmp_path / "run")
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

@@ -12,6 +12,7 @@ Besides its `Phase` a replica has flags:
 
 | flag | set when | cleared when | while set, the replica |
 |---|---|---|---|
+| ``is_proven`` | it was there at the start, or answered a probe | never | gets requests |
 | ``is_pinned`` | a pin takes it | the pin ends | is left out of weight syncs |
 | ``is_asleep`` | a sleep begins | the wake-up was executed | begins no swap |
 
@@ -25,7 +26,7 @@ Which combinations occur:
 - ``is_asleep`` is set in phase SYNCING only until a swap that began before the sleep has ended: the
   sleep waits for this swap. A DRAINING replica may sleep: it swaps after the wake-up.
 - ``is_pinned`` is set in phase SYNCING or DRAINING only while the pin gets its version, when it
-  begins or after a sleep.
+  begins or after a sleep, and in phase DRAINING while a probe has the replica for itself.
 - ``is_pinned`` occurs with STOPPED or EMPTIED in every pause, except a pause that leaves pinned
   replicas running.
 - ``is_asleep`` occurs with RUNNING only if `resume` came before the wake-up.
@@ -134,6 +135,7 @@ class ReplicaState:
     is_reserved: bool  # only for pins
     phase: Phase = Phase.SERVING
     version: int = 0
+    is_proven: bool = True
     is_pinned: bool = False
     pinned_weights: WeightHandle | None = None
     halt: Halt = Halt.RUNNING
@@ -156,7 +158,7 @@ class ReplicaState:
 
     @property
     def takes_requests(self) -> bool:
-        return self.phase in (Phase.SERVING, Phase.SYNCING)
+        return self.phase in (Phase.SERVING, Phase.SYNCING) and self.is_proven
 
     @property
     def is_swapping(self) -> bool:
@@ -191,8 +193,9 @@ class ReplicaPool:
         self.wakeups = Wakeups()
 
     def add(self, replica: Replica, *, is_reserved: bool, phase: Phase) -> ReplicaState:
-        """Add a replica, whose engine has the weights of version 0."""
-        state = ReplicaState(replica, len(self.all), is_reserved, phase)
+        """Add a replica, whose engine has the weights of version 0. A reserved one counts as
+        proven."""
+        state = ReplicaState(replica, len(self.all), is_reserved, phase, is_proven=is_reserved)
         self.all.append(state)
         self.index = LoadIndex(len(self.all))
         for one in self.all:
@@ -231,6 +234,11 @@ class ReplicaPool:
         if state.is_live:
             state.phase = phase
             self._update(state)
+        self.notify()
+
+    def set_proven(self, state: ReplicaState) -> None:
+        state.is_proven = True
+        self._update(state)
         self.notify()
 
     def mark_dead(self, state: ReplicaState, error: BaseException) -> None:

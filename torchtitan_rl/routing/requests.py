@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from torchtitan_rl.aio import deadline, uninterrupted
+from torchtitan_rl.aio import deadline, uninterrupted, wait_within
 from torchtitan_rl.errors import (
     GenerationError,
     GenerationTimeoutError,
@@ -155,6 +155,34 @@ class RequestTracker:
             if running.waiting is not None and not running.waiting.done():
                 running.waiting.set_result(None)
         await asyncio.gather(*(self._abort_piece(running) for running in asked))
+
+    async def probe(
+        self, state: ReplicaState, request: GenerationRequest, *, timeout_s: float
+    ) -> Completion:
+        """Complete a request on this replica, whatever its phase. It is aborted after
+        ``timeout_s``.
+
+        Raises:
+            InvalidRequestError: the request was refused.
+            ReplicaError: the replica is lost.
+        """
+
+        async def sample() -> Completion:
+            done = await state.replica.generate(request)
+            state.received_tokens += len(done.token_ids)
+            if self._on_ended is not None:
+                self._on_ended(request, done, True)
+            return done
+
+        sampling = asyncio.ensure_future(self._pool.answer(state, sample()))
+        if not await wait_within(timeout_s, sampling):
+            abort = state.replica.execute(AbortRequests((request.request_id,)))
+            await self._pool.ask(state, abort, timeout_s=_ABORT_TIMEOUT_S, required="take an abort")
+        try:
+            return await sampling
+        except ReplicaError as error:
+            self._pool.mark_dead(state, error)
+            raise
 
     async def cut(self, state: ReplicaState) -> None:
         """End the pieces on this replica, except those of its pin. The requests of the ended pieces

@@ -2,7 +2,7 @@
 
 A dead replica is closed first, because its processes may still use its devices. The new replica has
 its own name (``replica0-2`` for the second start of ``replica0``) and joins the router, which loads
-the newest weights into it.
+the newest weights into it, and compares its answer to a probe with that of another replica.
 
 Invariants: a replica that is repeatedly lost soon after its start is given up after
 ``max_restarts`` consecutive restarts. Nothing here ends the run. In the first ``EXPECTED_S``
@@ -15,6 +15,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from torchtitan_rl.aio import cancel_all
@@ -73,6 +74,7 @@ class ReplicaRestarts:
         self._num_quick: dict[str, int] = {}  # by first name: consecutive restarts
         self._num_starts: dict[str, int] = {}  # by first name
         self._tasks: set[asyncio.Task[None]] = set()
+        self._joining: set[str] = set()  # names of replicas that do not serve yet
         self._is_closed = False
 
     async def __aenter__(self) -> ReplicaRestarts:
@@ -84,7 +86,7 @@ class ReplicaRestarts:
         await cancel_all(self._tasks)
 
     def _on_dead(self, lost: Replica, error: BaseException) -> None:
-        if self._is_closed:
+        if self._is_closed or lost.name in self._joining:
             return
         failure = Failure.of(Part.REPLICA, lost.name, error, now_s=_now())
         if self._max_restarts == 0:
@@ -113,46 +115,57 @@ class ReplicaRestarts:
             self._say(f"{task.get_name()} failed: {error!r}")
 
     async def _replace(self, lost: Replica, failure: Failure, expectation: ExitStack) -> None:
-        first = first_name(lost.name)
         with expectation:
             if self._is_alone is None or await self._is_alone(lost.name):
                 self._say(f"{lost.name} is lost and is started again: {failure.cause}")
             try:
-                replica = await self._started(lost, first)
-                if isinstance(replica, TorchtitanRLError | OSError):
-                    await self._give_up(failure, f"{replica}")
-                    return
-                failure = failure.restarted(replica.name, now_s=_now())
-                await self._router.join(replica, is_reserved=first in self._reserved)
+                failure = await self._until_serving(lost, failure)
             except asyncio.CancelledError:
                 self._on_failure(failure.ended("the run ended first"))
                 raise
-        self._begun_s[replica.name] = _now()
-        self._say(f"{replica.name} takes the place of {lost.name}")
         tokens = await self._router.lost_tokens(lost.name)
-        self._on_failure(failure.serving(now_s=self._begun_s[replica.name], tokens_again=tokens))
+        self._on_failure(replace(failure, tokens_again=tokens))
 
     async def _give_up(self, failure: Failure, why: str) -> None:
         tokens = await self._router.lost_tokens(failure.name)
         self._on_failure(failure.ended(why, tokens_again=tokens))
 
-    async def _started(self, lost: Replica, first: str) -> Replica | TorchtitanRLError | OSError:
-        """Start a replica in place of a lost one. Returns the last error if none starts."""
+    async def _until_serving(self, lost: Replica, failure: Failure) -> Failure:
+        """Start replicas in place of a lost one until one serves, or too many did not. Returns the
+        ended report."""
+        first = first_name(lost.name)
         await _close(lost)
-        last = lost.name  # the replica that was lost, or did not start
+        last = lost.name  # the replica that was lost, or did not come to serve
         while True:
             self._num_starts[first] = self._num_starts.get(first, 1) + 1
             name = f"{first}-{self._num_starts[first]}"
             try:
-                return await self._start(last, name)
+                replica = await self._start(last, name)
+                failure = failure.restarted(name, now_s=_now())
+                shown = await self._join(replica, is_reserved=first in self._reserved)
             except (TorchtitanRLError, OSError) as error:
                 self._num_quick[first] += 1
                 if self._num_quick[first] > self._max_restarts:
                     self._say(f"{first} is given up: {error}")
-                    return error
+                    return failure.ended(f"{error}")
                 self._say(f"{name} did not start, which is tried again: {error}")
                 last = name
+            else:
+                self._begun_s[name] = _now()
+                self._say(f"{name} takes the place of {lost.name}: {shown}")
+                return failure.serving(now_s=_now(), detail=shown)
             await asyncio.sleep(_DELAY_S)
+
+    async def _join(self, replica: Replica, *, is_reserved: bool) -> str:
+        """Make a started replica serve; see `GeneratorRouter.join`."""
+        self._joining.add(replica.name)
+        try:
+            return await self._router.join(replica, is_reserved=is_reserved)
+        except TorchtitanRLError:
+            await _close(replica)
+            raise
+        finally:
+            self._joining.discard(replica.name)
 
     def _may_restart(self, name: str) -> bool:
         """Count the restart. Returns whether it is allowed."""

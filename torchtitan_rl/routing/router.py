@@ -26,6 +26,7 @@ from torchtitan_rl.routing.pausing import (
     wake_up,
 )
 from torchtitan_rl.routing.placement import Placement
+from torchtitan_rl.routing.rejoining import DifferentAnswerError, prove
 from torchtitan_rl.routing.replicas import Halt, Phase, Replica, ReplicaPool, ReplicaState
 from torchtitan_rl.routing.requests import OnEnded, ReplicaAccount, RequestTracker
 from torchtitan_rl.routing.weights import SyncMode, SyncOrder, SyncReport, WeightSync
@@ -266,14 +267,30 @@ class GeneratorRouter:
     def outstanding_tokens(self) -> dict[str, int]:
         return {state.name: state.outstanding_tokens for state in self._pool.all}
 
-    async def join(self, replica: Replica, *, is_reserved: bool = False) -> None:
-        """Add a replica with a new name, whose engine has the weights of version 0.
+    async def join(self, replica: Replica, *, is_reserved: bool = False) -> str:
+        """Add a replica with a new name, whose engine has the weights of version 0, and wait until
+        it serves. Waits while the router is paused.
 
-        The replica gets no request before it holds the newest weights. Waits while the router is
-        paused.
+        The replica gets no request before it holds the newest weights and has answered as another
+        replica does (`rejoining.prove`). Returns what this comparison showed, as a clause. A
+        reserved replica is not compared.
+
+        Raises:
+            ReplicaError: the replica is lost or answers otherwise. It is marked dead.
         """
         await self._pool.wait_until(lambda: not self._pool.is_paused, key="join")
-        self._weights.join(replica, is_reserved=is_reserved)
+        state = self._weights.join(replica, is_reserved=is_reserved)
+        if is_reserved:
+            return "not compared, because it is reserved"
+        version = self.newest_version
+        await self._pool.wait_until(lambda: state.version >= version or not state.is_live)
+        try:
+            shown = await prove(self._pool, self._weights, self._requests, state)
+        except DifferentAnswerError as error:
+            self._pool.mark_dead(state, error)
+            raise
+        self._pool.set_proven(state)
+        return shown
 
     def give_up(self, is_lost: Callable[[str], bool], error: ReplicaError) -> None:
         """Mark every replica dead for which ``is_lost(name)`` is true, even if it still answers.

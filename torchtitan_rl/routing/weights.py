@@ -131,15 +131,17 @@ class WeightSync:
         self._pullers[state.index] = task
         task.add_done_callback(lambda task: self._on_end(state, task))
 
-    def join(self, replica: Replica, *, is_reserved: bool) -> None:
+    def join(self, replica: Replica, *, is_reserved: bool) -> ReplicaState:
         """Add a replica whose engine has the weights of version 0. It gets requests once it holds
-        the newest weights. A reserved replica loads the newest weights at its first pin."""
+        the newest weights and is proven. A reserved replica counts as proven, and loads the newest
+        weights at its first pin."""
         is_behind = self._newest is not None and self._newest.version > 0 and not is_reserved
         phase = Phase.STARTING if is_behind else Phase.SERVING
         state = self._pool.add(replica, is_reserved=is_reserved, phase=phase)
         if is_behind:
             self._lagging.add(state)
         self.follow(state)
+        return state
 
     async def load(self, state: ReplicaState, handle: WeightHandle) -> None:
         """Make a pinned replica hold exactly ``handle.version``.

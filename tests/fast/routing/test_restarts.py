@@ -26,6 +26,7 @@ class Machine:
         self.can_start = asyncio.Event()
         self.can_start.set()
         self.num_broken = 0
+        self.tokens: list[int] = []  # what the next new replicas sample, if not the usual
         self.starts: list[tuple[str, str]] = []  # in whose place, and the name
         self.failures: list[Failure] = []
 
@@ -36,6 +37,8 @@ class Machine:
             self.num_broken -= 1
             raise ReplicaError(f"{name} does not start")
         self.replicas[name] = GatedReplica(name)
+        if self.tokens:
+            self.replicas[name].token = self.tokens.pop(0)
         return self.replicas[name]
 
     def kill(self, name: str) -> None:
@@ -68,7 +71,9 @@ def test_a_replica_that_was_lost_is_closed_and_another_takes_its_place():
             "replica1": Phase.SERVING,
             "replica0-2": Phase.SERVING,
         }
-        assert "replica0-2 takes the place of replica0" in machine.said
+        assert machine.said[-1] == (
+            "replica0-2 takes the place of replica0: answers as replica1 does at version 0"
+        )
 
     run_virtually(play())
 
@@ -79,14 +84,15 @@ def test_trap_13_a_new_replica_gets_no_request_before_it_has_the_newest_weights(
         await machine.router.sync_weights(handle(7), mode="hot_swap")
         late = GatedReplica("replica2")
         late.stage_gate.clear()
-        await machine.router.join(late)
+        joining = asyncio.create_task(machine.router.join(late))
         await settle()
         assert machine.router.states()["replica2"] is Phase.STARTING
         for number in range(4):
             await machine.router.generate(request(f"r{number}"))
         assert late.served == []
         late.stage_gate.set()
-        await settle()
+        await joining
+        late.served.clear()
         assert machine.router.versions() == {"replica0": 7, "replica1": 7, "replica2": 7}
         machine.kill("replica0")
         machine.kill("replica1")
@@ -223,5 +229,106 @@ def test_a_restart_that_the_end_of_the_run_interrupts_is_reported():
             await settle()
         (failure,) = machine.failures
         assert failure.given_up == "the run ended first"
+
+    run_virtually(play())
+
+
+def test_a_new_replica_that_answers_otherwise_is_closed_and_counts_as_one_that_did_not_start():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        machine.tokens = [8]
+        async with machine.restarting(max_restarts=2):
+            machine.kill("replica0")
+            await asyncio.sleep(60.0)
+            assert machine.replicas["replica0-2"].is_closed
+            assert "answers a greedy probe otherwise at version 0: [8, " in machine.said[1]
+            assert not any("probe" not in name for name in machine.replicas["replica0-2"].served)
+            assert machine.router.states()["replica0-3"] is Phase.SERVING
+            machine.tokens = [8, 8, 8]
+            machine.kill("replica1")
+            await asyncio.sleep(60.0)
+        assert "replica1-4" not in machine.replicas
+        first, second = machine.failures
+        assert first.detail == "answers as replica1 does at version 0"
+        assert "replica1-3 answers a greedy probe otherwise" in second.given_up
+
+    run_virtually(play())
+
+
+def test_a_new_replica_is_compared_with_one_that_is_alone_if_the_batch_may_be_the_cause():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        other = machine.replicas["replica1"]
+        other.token_in_batch = 9
+        other.gate.clear()
+        async with machine.restarting():
+            machine.can_start.clear()
+            machine.kill("replica0")
+            running = asyncio.create_task(machine.router.generate(request("r0")))
+            await settle()
+            other.lets_probes_pass = True
+            machine.can_start.set()
+            await settle()
+            assert "answers as replica1 does" in machine.said[-1]
+            assert machine.failures[0].serve_s is not None
+            assert len(other.aborted) == 1  # the request, which continues
+            other.gate.set()
+            assert len((await running).token_ids) == 4
+            assert machine.router.states()["replica1"] is Phase.SERVING
+
+    run_virtually(play())
+
+
+def test_a_new_replica_gets_no_request_before_it_has_answered_like_another():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        machine.replicas["replica1"].gate.clear()  # it is busy
+        async with machine.restarting():
+            machine.kill("replica0")
+            await settle()
+            waiting = [
+                asyncio.create_task(machine.router.generate(request(f"r{n}"))) for n in range(9)
+            ]
+            await settle()
+            new = machine.replicas["replica0-2"]
+            assert all("probe" in name for name in new.served)
+            assert machine.router.unreserved() == {"replica1": True, "replica0-2": False}
+            machine.replicas["replica1"].gate.set()
+            await asyncio.gather(*waiting)
+            await settle()
+            assert machine.router.unreserved() == {"replica1": True, "replica0-2": True}
+            accounts = await machine.router.account()
+            assert [one.unaccounted for one in accounts.values()] == [None, 0, 0]
+
+    run_virtually(play())
+
+
+def test_the_only_replica_is_not_compared_and_serves():
+    async def play():
+        machine = Machine("replica0")
+        async with machine.restarting():
+            machine.kill("replica0")
+            await settle()
+            assert (await machine.router.generate(request("r0"))).replica == "replica0-2"
+        assert "no other replica holds version 0" in machine.said[-1]
+
+    run_virtually(play())
+
+
+def test_a_probe_that_new_weights_or_a_pause_disturb_is_repeated():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        other = machine.replicas["replica1"]
+        async with machine.restarting():
+            other.gate.clear()
+            machine.kill("replica0")
+            await settle()
+            await machine.router.sync_weights(handle(3), mode="hot_swap")
+            await machine.router.pause("abort")
+            await settle()
+            await machine.router.resume()
+            other.gate.set()
+            await asyncio.sleep(60.0)
+        assert machine.said[-1].endswith("answers as replica1 does at version 3")
 
     run_virtually(play())

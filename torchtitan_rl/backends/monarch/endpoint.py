@@ -116,7 +116,7 @@ class MonarchEndpoint:
         self._spec = spec
         self._actor: Any = mesh.mesh.spawn("endpoint", EndpointActor, spec).slice(ranks=0)
         self._channel: ActorChannel[tuple[ToEndpoint, ...], tuple[ToController, ...]]
-        self._channel = ActorChannel("endpoint")
+        self._channel = ActorChannel(mesh)
         self._base_url = ""
 
     @classmethod

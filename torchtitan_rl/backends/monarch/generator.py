@@ -136,7 +136,7 @@ class GeneratorProcesses:
         self._host = host
         self._ranks = mesh.mesh.spawn("generator", GeneratorActor, spec)
         self._channel: ActorChannel[tuple[ToReplica, ...], tuple[FromReplica, ...]]
-        self._channel = ActorChannel(self.name)
+        self._channel = ActorChannel(mesh)
         # A process that sends nothing for this time, not even an empty batch, counts as lost.
         self._silence_s = 2 * spec.generator.stall_timeout_s
 

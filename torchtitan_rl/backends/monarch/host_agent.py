@@ -20,7 +20,7 @@ from torchtitan_rl.config.machine import HostFacts, machine_facts
 from torchtitan_rl.config.model import resolve_checkpoint
 from torchtitan_rl.config.resume import policy_digest
 from torchtitan_rl.config.run import cannot_write
-from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.errors import ConfigError, ProcessLostError
 from torchtitan_rl.files import FilePiece, file_sizes, read_new
 from torchtitan_rl.launch.interfaces import own_address
 from torchtitan_rl.launch.workers import claim_incarnation, record_beat, record_run_end
@@ -116,6 +116,14 @@ class HostAgent(Actor):
     async def hold(self, pids: tuple[int, ...]) -> None:
         """Keep handles of processes of this host, to end them later."""
         self._held[pids] = Processes(pids)
+
+    @concurrent_endpoint
+    async def loss(self, pids: tuple[int, ...], name: str) -> ProcessLostError:
+        """Wait for the loss of one of these processes; see `Processes.wait_until_lost`."""
+        try:
+            await self._held[pids].wait_until_lost(name)
+        except ProcessLostError as error:
+            return error
 
     @concurrent_endpoint
     async def end(self, pids: tuple[int, ...], timeout_s: float) -> list[int]:

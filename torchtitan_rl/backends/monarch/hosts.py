@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from threading import Event
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -78,6 +78,10 @@ class Ending(Protocol):
 
     @property
     def are_lost(self) -> bool: ...
+
+    async def wait_until_lost(self, name: str) -> NoReturn:
+        """See `Processes.wait_until_lost`."""
+        ...
 
     async def end(self, timeout_s: float) -> list[int]:
         """See `Processes.end`."""
@@ -469,6 +473,13 @@ class _FarProcesses:
     @property
     def are_lost(self) -> bool:
         return self.host.lost.is_set()
+
+    async def wait_until_lost(self, name: str) -> NoReturn:
+        try:
+            raise await self.host.agent.loss.call_one(self.pids, name)
+        except (ActorError, SupervisionError):
+            await asyncio.Event().wait()  # `HostWatch` reports the loss of the host
+            raise
 
     async def end(self, timeout_s: float) -> list[int]:
         answer = self.host.agent.end.call_one(self.pids, timeout_s)

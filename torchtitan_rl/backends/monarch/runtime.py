@@ -339,10 +339,12 @@ FromActor = TypeVar("FromActor")
 
 
 class ActorChannel(Generic[ToActor, FromActor]):
-    """The controller's end of a channel."""
+    """The controller's end of a channel to an actor of a mesh. It ends when a process of the mesh
+    is lost."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, mesh: ProcessMesh) -> None:
+        self._mesh = mesh
+        self._name = mesh.name
         self._serving: asyncio.Future[None] | None = None
 
     async def open(
@@ -354,7 +356,10 @@ class ActorChannel(Generic[ToActor, FromActor]):
             Exception: see `receive`.
         """
         port, self._receiver = Channel[Any].open()
-        self._serving = asyncio.ensure_future(call(serve(port), what=f"{self._name}: channel"))
+        serving = call(serve(port), what=f"{self._name}: channel")
+        self._serving = asyncio.ensure_future(
+            first_of(serving, self._mesh.processes.wait_until_lost(self._name))
+        )
         self._serving.add_done_callback(retrieve)  # `receive` raises its error
         self._port: Port[ToActor] = await self._next(timeout_s)
 
@@ -366,7 +371,7 @@ class ActorChannel(Generic[ToActor, FromActor]):
 
         Raises:
             DeadlineError: the actor sent nothing within ``timeout_s``.
-            ProcessLostError: the process is gone.
+            ProcessLostError: a process is gone, or is stopped.
             TorchtitanRLError: `serve_channel` raised it.
         """
         batch: FromActor = await self._next(timeout_s)

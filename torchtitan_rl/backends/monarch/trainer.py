@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl.aio import cancel_all, retrieve
+from torchtitan_rl.aio import cancel_all, first_of, retrieve
 from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import (
     ActorThread,
@@ -130,7 +130,10 @@ class MonarchTrainer:
         self._leader = self._parts[0].slice(ranks=0)
         self._writing: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._watching = [asyncio.create_task(self._watch(part)) for part in self._parts]
+        self._watching = [
+            asyncio.create_task(self._watch(part, mesh))
+            for part, mesh in zip(self._parts, self._meshes, strict=True)
+        ]
 
     @classmethod
     async def spawn(
@@ -233,10 +236,12 @@ class MonarchTrainer:
         if not self._lost.done():
             self._lost.set_result(cause)
 
-    async def _watch(self, part: Any) -> None:
-        """Detect that a process dies, even if no call runs."""
+    async def _watch(self, part: Any, mesh: ProcessMesh) -> None:
+        """Detect that a process dies or is stopped, even if no call runs."""
         try:
-            await call(part.stay.call(), what="trainer")
+            await first_of(
+                call(part.stay.call(), what="trainer"), mesh.processes.wait_until_lost(mesh.name)
+            )
         except (ProcessLostError, DeadlineError) as error:
             self.lose(error)
 
