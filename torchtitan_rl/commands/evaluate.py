@@ -165,7 +165,7 @@ async def _run(prepared: PreparedEvaluation, page: str, _: StopSignals) -> int:
             progress.say(f"{kept} of {total} rollouts are in {prepared.folder} and are kept")
         evaluated: list[Evaluated] = []
         lost: dict[str, ModelLostError] = {}
-        async with background(now.run()), Replicas(prepared.run) as replicas:
+        async with background(now.run()), Replicas(prepared.run, progress.say) as replicas:
             for cell in cells:
                 try:
                     evaluated.append(await _evaluate(prepared, cell, replicas, state, progress))

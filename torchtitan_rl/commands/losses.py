@@ -108,25 +108,26 @@ class FailureHandling:
         self, processes: RunProcesses, router: GeneratorRouter, *, reserved: tuple[str, ...]
     ) -> AsyncIterator[None]:
         self._run = processes, router
-        max_restarts = 0 if self._plan.is_shared else self._max_restarts
-        async with self.restarts(router, max_restarts=max_restarts, reserved=reserved):
+        shares_devices = self._plan.is_shared
+        async with self.restarts(router, shares_devices=shares_devices, reserved=reserved):
             yield
 
     def restarts(
         self,
         router: GeneratorRouter,
         *,
-        max_restarts: int | None = None,
+        shares_devices: bool = False,
         reserved: tuple[str, ...] = (),
     ) -> ReplicaRestarts:
         """Restarts of a router's replicas; for those of teachers, while `restarting` is open."""
         return ReplicaRestarts(
             router,
             self._start,
-            max_restarts=self._max_restarts if max_restarts is None else max_restarts,
+            max_restarts=self._max_restarts,
             say=self._say,
             is_alone=self._is_alone,
             reserved=reserved,
+            shares_devices=shares_devices,
             on_failure=self._on_failure,
         )
 

@@ -9,7 +9,8 @@ run can be resumed from its newest checkpoint and its journal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.run import EnvironmentFactory
+from torchtitan_rl.routing.restarts import ReplicaRestarts
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import BridgeCounts, Endpoint
 from torchtitan_rl.serving.config import EndpointConfig, Keys
@@ -99,8 +101,13 @@ class Replicas:
     """Serves one model at a time. Call `use` any number of times while the ``async with`` is
     open."""
 
-    def __init__(self, prepared: PreparedRun) -> None:
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    ) -> None:
         self._prepared = prepared
+        self._say = say
         self._stack = AsyncExitStack()
         self._current: tuple[Generation, WeightLoader] | None = None
         self._started = self._serving = Path()  # the first model of the processes; the current one
@@ -129,7 +136,7 @@ class Replicas:
                     return generation
         await self._stack.aclose()
         self._current = await self._stack.enter_async_context(
-            _generation(self._prepared, directory)
+            _generation(self._prepared, directory, self._say)
         )
         self._started = self._serving = directory
         return self._current[0]
@@ -142,10 +149,11 @@ async def served(
     name: str,
     request_timeout_s: float,
     sync_timeout_s: float = 300.0,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> AsyncIterator[tuple[ServeProcesses, GeneratorRouter, WeightLoader]]:
     """Start the processes of a plan without a trainer. Yields the processes, a router over the
-    replicas, and a loader for other weights. ``name`` is part of the names of their shared
-    memory."""
+    replicas, and a loader for other weights. Lost replicas are started again, except those that
+    serve tenants. ``name`` is part of the names of their shared memory."""
     from torchtitan_rl.backends.monarch.run import serve_processes  # seconds
     from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
@@ -154,15 +162,25 @@ async def served(
             processes.replicas, request_timeout_s=request_timeout_s, sync_timeout_s=sync_timeout_s
         )
         publisher = SharedMemoryPublisher(name, prepared.config.log_dir.absolute())
+        # A new engine would have the newest tenant's adapter alone.
+        serves_tenants = isinstance(prepared, PreparedServe) and prepared.slots is not None
+        restarts = ReplicaRestarts(
+            router,
+            processes.restart,
+            max_restarts=0 if serves_tenants else prepared.config.generator.max_restarts,
+            say=say,
+            on_failure=lambda failure: say(failure.describe()),
+        )
         try:
-            yield processes, router, WeightLoader(router, publisher, prepared.policy_dir)
+            async with restarts:
+                yield processes, router, WeightLoader(router, publisher, prepared.policy_dir)
         finally:
             publisher.close()
 
 
 @asynccontextmanager
 async def _generation(
-    prepared: PreparedRun, directory: Path
+    prepared: PreparedRun, directory: Path, say: Callable[[str], None]
 ) -> AsyncIterator[tuple[Generation, WeightLoader]]:
     config = prepared.config
     tokenizer = await asyncio.to_thread(load_tokenizer, directory)
@@ -173,6 +191,7 @@ async def _generation(
                 name=config.name,
                 request_timeout_s=config.request_timeout_s,
                 sync_timeout_s=config.weight_sync.timeout_s,
+                say=say,
             )
         )
         endpoint = None

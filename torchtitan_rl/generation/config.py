@@ -136,9 +136,9 @@ class GeneratorConfig(EngineConfig):
     """Seconds without progress after which a replica that has requests counts as lost. Raise it if
     single engine steps take that long."""
     max_restarts: Count = 2
-    """Consecutive restarts of a lost replica in a training run; 0 disables restarts. The count
-    starts again after 10 minutes of service. Replicas of a lost host wait until it is back. Has no
-    effect with ``placement colocated`` and in ``serve``, where no replica is restarted."""
+    """Consecutive restarts of a lost replica; 0 disables restarts. The count starts again after 10
+    minutes of service. Replicas of a lost host wait until it is back. Has no effect in ``serve
+    --tenants``, where no replica is restarted."""
     start_timeout_s: Seconds | None = None
     """Deadline of a replica's start, in seconds; by default 300, and 900 on CUDA, where vLLM
     compiles. Raise it for models that load slowly."""

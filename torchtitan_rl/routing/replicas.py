@@ -186,6 +186,7 @@ class ReplicaPool:
         for state in self.all:
             self._update(state)
         self.num_expected = 0  # number of replicas that will replace dead ones
+        self.num_keeping_awake = 0  # see `GeneratorRouter.keeping_awake`
         self.on_dead: Callable[[Replica, BaseException], None] | None = None
         self.is_paused = False  # replicas get only the requests of their pins
         self.spares_pins = False  # the pause does not stop pinned replicas

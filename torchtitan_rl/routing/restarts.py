@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,8 @@ class ReplicaRestarts:
         say: shows a line to the user.
         is_alone: whether only the replica with this name was lost, and not its host. The loss of a
             host is reported elsewhere.
+        shares_devices: the trainer has the same devices while the replicas sleep. So replicas are
+            started while the others are awake, and these fall asleep once that is done.
         on_failure: called with the ended report of each loss.
     """
 
@@ -61,6 +63,7 @@ class ReplicaRestarts:
         say: Callable[[str], None],
         is_alone: Callable[[str], Awaitable[bool]] | None = None,
         reserved: Collection[str] = (),
+        shares_devices: bool = False,
         on_failure: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
         self._router = router
@@ -69,6 +72,7 @@ class ReplicaRestarts:
         self._say = say
         self._is_alone = is_alone
         self._reserved = frozenset(reserved)
+        self._shares_devices = shares_devices
         self._on_failure = on_failure
         self._begun_s: dict[str, float] = {}  # by name: time of joining
         self._num_quick: dict[str, int] = {}  # by first name: consecutive restarts
@@ -140,9 +144,10 @@ class ReplicaRestarts:
             self._num_starts[first] = self._num_starts.get(first, 1) + 1
             name = f"{first}-{self._num_starts[first]}"
             try:
-                replica = await self._start(last, name)
-                failure = failure.restarted(name, now_s=_now())
-                shown = await self._join(replica, is_reserved=first in self._reserved)
+                async with self._devices():
+                    replica = await self._start(last, name)
+                    failure = failure.restarted(name, now_s=_now())
+                    shown = await self._join(replica, is_reserved=first in self._reserved)
             except (TorchtitanRLError, OSError) as error:
                 self._num_quick[first] += 1
                 if self._num_quick[first] > self._max_restarts:
@@ -155,6 +160,9 @@ class ReplicaRestarts:
                 self._say(f"{name} takes the place of {lost.name}: {shown}")
                 return failure.serving(now_s=_now(), detail=shown)
             await asyncio.sleep(_DELAY_S)
+
+    def _devices(self) -> AbstractAsyncContextManager[None]:
+        return self._router.keeping_awake() if self._shares_devices else nullcontext()
 
     async def _join(self, replica: Replica, *, is_reserved: bool) -> str:
         """Make a started replica serve; see `GeneratorRouter.join`."""

@@ -10,8 +10,8 @@ what was waited for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.commands import PauseMode, ReadStats
@@ -151,8 +151,9 @@ class GeneratorRouter:
 
         The interrupted requests wait in the router; this does not count against their time-outs. A
         running weight swap is finished first, and none begins before `wake_up`. A replica that does
-        not fall asleep is marked dead.
+        not fall asleep is marked dead. Waits for the end of `keeping_awake`.
         """
+        await self._pool.wait_until(lambda: not self._pool.num_keeping_awake)
         await put_to_sleep(self._pool, timeout_s=self._sync_timeout_s)
 
     async def wake_up(self) -> None:
@@ -308,6 +309,18 @@ class GeneratorRouter:
             yield
         finally:
             self._pool.num_expected -= 1
+            self._pool.notify()
+
+    @asynccontextmanager
+    async def keeping_awake(self) -> AsyncIterator[None]:
+        """Wait until the replicas are neither paused nor asleep; they do not sleep during the
+        block. So an engine can start on devices that it shares with the trainer."""
+        await self._pool.wait_until(lambda: not self._pool.is_paused)
+        self._pool.num_keeping_awake += 1
+        try:
+            yield
+        finally:
+            self._pool.num_keeping_awake -= 1
             self._pool.notify()
 
     def on_dead(self, call: Callable[[Replica, BaseException], None]) -> None:

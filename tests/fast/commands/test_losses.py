@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-
-import pytest
 
 from tests.support.replicas import GatedReplica, settle
 from tests.support.virtual_clock import run_virtually
@@ -20,7 +18,7 @@ from torchtitan_rl.commands.train import _export, _Run
 from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
-from torchtitan_rl.errors import ReplicaError, RunTakenOverError
+from torchtitan_rl.errors import RunTakenOverError
 from torchtitan_rl.failures import Failure
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.run_state import Unshared
@@ -57,15 +55,16 @@ class Trainer:
 class Run:
     """The trainer on host 0, and a replica on each of 1 and 2, whose weights are fetched there."""
 
-    def __init__(self, *, is_shared: bool = False) -> None:
+    def __init__(self, *, max_restarts: int = 2) -> None:
         groups = [ProcessGroup(name=f"replica{n}", ranks=1, threads=1, host=n + 1) for n in (0, 1)]
         plan = ProcessPlan(
             device="cpu",
             replicas=tuple(groups),
             trainer=ProcessGroup(name="trainer", ranks=1, threads=1, host=0),
-            is_shared=is_shared,
         )
-        self.prepared = PreparedRun(config=TINY, policy_dir=Path(), plan=plan, keys=Keys())
+        generator = replace(TINY.generator, max_restarts=max_restarts)
+        config = replace(TINY, generator=generator)
+        self.prepared = PreparedRun(config=config, policy_dir=Path(), plan=plan, keys=Keys())
         self.trainer, self.weights, self.said = Trainer(), Weights(), list[str]()
         self.failures: list[Failure] = []
         self.processes = RunProcesses(
@@ -94,7 +93,7 @@ class Run:
 
 def test_a_lost_host_loses_its_replicas_and_its_weights_and_no_others() -> None:
     async def play() -> None:
-        run = Run(is_shared=True)  # so that none is started again
+        run = Run(max_restarts=0)
         async with run.going():
             run.losses._on_host_lost(2, "no answer for 15 s")
             await settle()
@@ -103,19 +102,6 @@ def test_a_lost_host_loses_its_replicas_and_its_weights_and_no_others() -> None:
         assert run.processes.weight_hosts[1] == "of the start"
         assert run.processes.weight_hosts[2] is run.weights.fetchers[2]
         assert run.trainer.lost == []
-
-    run_virtually(play())
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_replicas_on_the_trainer_s_devices_are_not_started_again(is_shared: bool) -> None:
-    async def play() -> None:
-        run = Run(is_shared=is_shared)
-        async with run.going():
-            run.router.give_up(lambda name: name == "replica0", ReplicaError("killed"))
-            await asyncio.sleep(0)
-            what = "; the others continue" if is_shared else " and is started again"
-            assert run.said == [f"replica0 is lost{what}: killed"]
 
     run_virtually(play())
 

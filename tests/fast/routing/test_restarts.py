@@ -332,3 +332,28 @@ def test_a_probe_that_new_weights_or_a_pause_disturb_is_repeated():
         assert machine.said[-1].endswith("answers as replica1 does at version 3")
 
     run_virtually(play())
+
+
+def test_on_shared_devices_no_engine_starts_while_the_trainer_has_them():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        async with machine.restarting(shares_devices=True):
+            await machine.router.sleep()
+            machine.kill("replica0")
+            await settle()
+            assert machine.starts == []
+            await machine.router.wake_up()
+            await machine.router.sync_weights(handle(1), mode="hot_swap")
+            machine.can_start.clear()
+            await machine.router.resume()
+            await settle()
+            assert len(machine.starts) == 1
+            asleep = asyncio.create_task(machine.router.sleep())
+            await asyncio.sleep(60.0)
+            assert not asleep.done()
+            machine.can_start.set()
+            await asleep
+            assert machine.said[-1].endswith("answers as replica1 does at version 1")
+            assert machine.replicas["replica0-2"].stops  # it sleeps, too
+
+    run_virtually(play())

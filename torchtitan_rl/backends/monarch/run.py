@@ -35,7 +35,7 @@ from torchtitan_rl.distillation.config import CUDA_STEP_TOKENS, engine_options
 from torchtitan_rl.errors import ReplicaError, TorchtitanRLError
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.routing.remote import ConnectedReplica
-from torchtitan_rl.routing.restarts import EXPECTED_S
+from torchtitan_rl.routing.restarts import EXPECTED_S, first_name
 from torchtitan_rl.tenancy.client import ServedPeer, owner_of
 from torchtitan_rl.weights.config import (
     Transport,
@@ -103,12 +103,7 @@ class RunProcesses:
         replica = await spawn_replica(group, spec, self.hosts, weights=self.weights)
         started = self.replicas if source is None else self.teachers[source]
         started.append(replica)  # closed at the end in any case
-        try:
-            await replica.peer.start()
-        except TorchtitanRLError:
-            await replica.close()
-            raise
-        return replica
+        return await _started(replica)
 
     def lose_host(self, host: int) -> None:
         """Forget the weights on a lost host. A new process fetches them when the host is back."""
@@ -120,10 +115,21 @@ class RunProcesses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeProcesses:
-    """The processes of ``torchtitan-rl serve``. ``endpoint`` is None if the plan has none."""
+    """The processes of ``torchtitan-rl serve``. ``replicas`` grows when lost replicas are started
+    again. ``endpoint`` is None if the plan has none."""
 
-    replicas: tuple[MonarchReplica, ...]
+    replicas: list[MonarchReplica]
     endpoint: MonarchEndpoint | None
+    prepared: PreparedRun | PreparedServe
+
+    async def restart(self, lost: str, name: str) -> MonarchReplica:
+        """Like `RunProcesses.restart`, in place of the replica ``lost``."""
+        first = first_name(lost)
+        (group,) = (one for one in self.prepared.plan.replicas if one.name == first)
+        group = replace(group, name=name)
+        replica = await spawn_replica(group, _generator_spec(self.prepared, group))
+        self.replicas.append(replica)  # closed at the end in any case
+        return await _started(replica)
 
 
 @asynccontextmanager
@@ -209,12 +215,21 @@ async def serve_processes(
             replicas.append(await spawn_replica(group, _generator_spec(prepared, group)))
         starts = [] if endpoint is None else [endpoint.start()]
         await all_of(*starts, *(replica.peer.start() for replica in replicas))
-        yield ServeProcesses(endpoint=endpoint, replicas=tuple(replicas))
+        yield ServeProcesses(endpoint=endpoint, replicas=replicas, prepared=prepared)
     finally:
         closes = [replica.close() for replica in replicas]
         if endpoint is not None:
             closes.append(endpoint.close())
         await asyncio.gather(*closes)
+
+
+async def _started(replica: MonarchReplica) -> MonarchReplica:
+    try:
+        await replica.peer.start()
+    except TorchtitanRLError:
+        await replica.close()
+        raise
+    return replica
 
 
 async def _start(
