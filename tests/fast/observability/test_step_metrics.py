@@ -1,3 +1,6 @@
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from torchtitan_rl.orchestration.records import (
 from torchtitan_rl.routing.router import SyncReport
 from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.training.losses import LossTokens, StepTotals, loss_metrics, policy_loss
+from torchtitan_rl.training.preference import preference_metrics
 from torchtitan_rl.types import PullReport, VersionRun
 
 
@@ -93,6 +97,17 @@ def test_sync_and_token_metrics_reduce_as_the_table_says() -> None:
         "train/task/reward/exact": 1.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_groups_without_a_pair_are_those_that_dpo_did_not_train_on() -> None:
+    pairs = preference_metrics(np.array([[0.2, 0.1], [0.1, 0.2]]))
+    group = make_group(make_rollout(1.0))
+    metrics = step_metrics(replace(make_record(pairs), groups=(group,) * 5))
+    check_names(metrics)
+    assert metrics["trainer/preference/groups_without_pair_share"] == pytest.approx(0.6)
+    assert metrics["trainer/preference/accuracy"] == 0.5
+    without_groups = step_metrics(replace(make_record(pairs), groups=()))
+    assert "trainer/preference/groups_without_pair_share" not in without_groups
 
 
 def test_a_step_costs_its_time_on_all_devices_where_a_price_is_given() -> None:
