@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks.options import at_least
 from benchmarks.plots import bars
 from benchmarks.report import heading, print_table, write_report
-from benchmarks.simulated_replica import SimulatedReplica, Speeds
+from torchtitan_rl.simulation.replica import SimulatedReplica, Speeds
 from benchmarks.workload import draw_length
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.routing import placement

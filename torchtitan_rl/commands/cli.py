@@ -37,6 +37,12 @@ COMMANDS = {
         "propose options that fit on devices",
         "commands.fit",
     ),
+    "profile": ("RUN_DIR [options]", "measure a run, to simulate others", "commands.profile"),
+    "simulate": (
+        "CONFIG --profile FILE [options]",
+        "predict a run, of any size",
+        "commands.simulate",
+    ),
     "view": ("RUN_DIR... [options]", "show runs on a page in the browser", "commands.view"),
     "report": ("RUN_DIR [options]", "write the page of a run into one file", "commands.report"),
     "explain": ("RUN_DIR", "say in words what a run shows", "commands.explain"),

@@ -8,7 +8,6 @@ has ended. Weights are published before anything can change them.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -241,7 +240,7 @@ class Consumer:
                 publish_s=seconds["publish"],
                 rollout_s=seconds["wait"],
                 train_s=seconds["train"],
-                wall_s=time.monotonic() - times.started_s,
+                wall_s=asyncio.get_running_loop().time() - times.started_s,
                 trainer_busy_s=seconds["train"] + seconds["publish"] + seconds["save"],
                 buffer=states,
                 overtaken=overtaken,
@@ -281,14 +280,14 @@ class _Times:
     """Seconds that the trainer spent on each part of its work since the last step's record."""
 
     def __init__(self) -> None:
-        self.started_s = time.monotonic()
+        self.started_s = asyncio.get_running_loop().time()
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def measure(self, part: Literal["wait", "train", "publish", "save"]) -> Iterator[None]:
         """Add the block's duration to one part."""
-        started_s = time.monotonic()
+        started_s = asyncio.get_running_loop().time()
         try:
             yield
         finally:
-            self.seconds[part] += time.monotonic() - started_s
+            self.seconds[part] += asyncio.get_running_loop().time() - started_s

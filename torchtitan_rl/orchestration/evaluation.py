@@ -8,7 +8,6 @@ skipped, with a line on the console.
 
 from __future__ import annotations
 
-import time
 
 from torchtitan_rl.aio import BackgroundTask
 from torchtitan_rl.errors import WeightSyncError
@@ -90,7 +89,7 @@ class Evaluator:
                         return
                     self._is_pinned = True
                     self._state.notify()
-                    started_s = time.monotonic()
+                    started_s = asyncio.get_running_loop().time()
                     with recorder.phase("evaluation"):
                         groups = await self._roll_out(pin)
             except WeightSyncError:  # the reserved replica could not pull the weights
@@ -105,7 +104,7 @@ class Evaluator:
                 step=step,
                 version=version,
                 groups=groups,
-                seconds=time.monotonic() - started_s,
+                seconds=asyncio.get_running_loop().time() - started_s,
                 success_reward=self._success_reward,
             )
         )

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_rl.distillation.scoring import Teachers
-from torchtitan_rl.orchestration.batching import EpisodeBatcher
+from torchtitan_rl.orchestration.batching import Batched
 from torchtitan_rl.orchestration.config import Capacity
 from torchtitan_rl.orchestration.journal import Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
@@ -72,7 +72,7 @@ class Parts:
     dataset: Dataset
     evaluation_problems: Sequence[Problem]
     rollouter: Rollouter
-    batcher: EpisodeBatcher
+    batcher: Callable[[Sequence[RolloutGroup]], Batched]
     trainer: Trainer
     router: GeneratorRouter
     recorder: Recorder

@@ -20,7 +20,6 @@ time, and none during a pull.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -305,6 +304,6 @@ class DeviceSharing:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        started_s = time.monotonic()
+        started_s = asyncio.get_running_loop().time()
         yield
-        self._switch_s += time.monotonic() - started_s
+        self._switch_s += asyncio.get_running_loop().time() - started_s
