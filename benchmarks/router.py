@@ -33,12 +33,12 @@ import numpy as np
 from benchmarks.options import at_least
 from benchmarks.plots import bars
 from benchmarks.report import heading, print_table, write_report
-from torchtitan_rl.simulation.replica import SimulatedReplica, Speeds
 from benchmarks.workload import draw_length
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.routing import placement
 from torchtitan_rl.routing.replicas import LoadIndex
 from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.simulation.replica import SimulatedReplica, Speeds
 from torchtitan_rl.types import GenerationRequest, SamplingParams
 
 Strategy = Callable[[LoadIndex, int | None, int], int | None]

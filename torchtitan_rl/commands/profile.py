@@ -55,13 +55,14 @@ def _describe(profile: Profile) -> list[str]:
     lengths = [sum(one.sampled_tokens) for one in rollouts]
     delays = [sum(one.environment_s) for one in rollouts]
     lost = f"{losses.lost_replicas} lost in {losses.replica_hours:.2f} replica hours"
+    number = f"{len(rollouts)} in {len(profile.groups)} groups"
+    step_ms, request_ms = 1e3 * decoding.step_s, 1e3 * decoding.request_s
     return [
         f"{profile.source}: {profile.steps} steps after the first",
-        f"rollouts: {len(rollouts)} in {len(profile.groups)} groups, of {median(lengths):.0f} tokens "
-        f"(at most {max(lengths)}); {fmean(delays):.2f} s in environments",
-        f"decoding: {1e3 * decoding.step_s:.2f} ms a step and {1e3 * decoding.request_s:.3f} ms for "
-        f"each request, wrong by {decoding.error:.0%}; {1e3 * decoding.first_token_s:.0f} ms more "
-        "for a first token",
+        f"rollouts: {number}, of {median(lengths):.0f} tokens (at most {max(lengths)}); "
+        f"{fmean(delays):.2f} s in environments",
+        f"decoding: {step_ms:.2f} ms a step and {request_ms:.3f} ms for each request, wrong by "
+        f"{decoding.error:.0%}; {1e3 * decoding.first_token_s:.0f} ms more for a first token",
         f"trainer: {1e3 * fmean(training.token_s):.3f} ms for a sampled token, publishing "
         f"{fmean(training.publish_s):.2f} s",
         f"weight syncs: {fmean(profile.syncs.stage_s):.2f} s to fetch, "

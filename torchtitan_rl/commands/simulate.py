@@ -128,8 +128,8 @@ def describe(one: Simulated) -> list[str]:
         f"failures: {one.losses} replicas lost, {one.lost_tokens:,} tokens sampled again, "
         f"{one.replica_down_s:,.0f} s without a replica",
         f"controller: {one.loop_cpu_s:.1f} CPU s, {one.loop_cpu_us:.0f} us a request; its loop is "
-        f"busy {one.loop_busy_share:.1%} of the time, lags {1e3 * one.loop_lag_max_s:.0f} ms at most, "
-        f"and over 100 ms {one.late_share:.1%} of the time",
+        f"busy {one.loop_busy_share:.1%} of the time, and lags {1e3 * one.loop_lag_max_s:.0f} ms "
+        f"at most, over 100 ms {one.late_share:.1%} of the time",
         f"simulated in {one.wall_s:.1f} s",
     ]
 

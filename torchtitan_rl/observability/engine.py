@@ -27,9 +27,12 @@ from torchtitan_rl.types import EngineStats
 
 StatsByReplica = Mapping[str, EngineStats]
 
+_REPLICA_S = 2e-3  # of an interval, at least; reading a replica takes the event loop about 0.1 ms
+
 
 class EngineSampler:
-    """Calls ``read`` every ``interval_s`` seconds while `run` runs.
+    """Calls ``read`` every ``interval_s`` seconds while `run` runs, or less often if there are more
+    than a hundred replicas.
 
     A reading that fails or takes longer than ``timeout_s`` is counted and skipped. Such a reading
     means that a replica has just died or hangs; the router reports this.
@@ -67,7 +70,7 @@ class EngineSampler:
 
     async def run(self) -> NoReturn:
         while True:
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(max(self._interval_s, len(self.newest) * _REPLICA_S))
             try:
                 async with asyncio.timeout(self._timeout_s):
                     self.newest = await self._read()

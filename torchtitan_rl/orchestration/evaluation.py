@@ -8,6 +8,7 @@ skipped, with a line on the console.
 
 from __future__ import annotations
 
+import asyncio
 
 from torchtitan_rl.aio import BackgroundTask
 from torchtitan_rl.errors import WeightSyncError

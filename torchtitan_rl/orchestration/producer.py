@@ -51,6 +51,7 @@ class Producer:
         self._recorded = recorded
         # Oldest first. A restarted group also has its cancelled task, until that task has ended.
         self._group_of: dict[asyncio.Task[None], str] = {}
+        self._newest: dict[str, asyncio.Task[None]] = {}  # the running one of each group
         self._restarted: set[asyncio.Task[None]] = set()  # cancelled, and may still get tokens
         self._failure: BaseException | None = None  # the first error of a group's task
         self._skipped_in_a_row = 0
@@ -64,7 +65,7 @@ class Producer:
         """
         if not self._is_over():
             for entry in self._buffer.entries:
-                if entry.state is GroupState.WAITING and not self._newest_task(entry.group_id):
+                if entry.state is GroupState.WAITING and entry.group_id not in self._newest:
                     self._launch(entry)
         while True:
             await self._state.wait_until(
@@ -100,7 +101,7 @@ class Producer:
         steps.
         """
         for name in group_ids:
-            old = self._newest_task(name)
+            old = self._newest.get(name)
             if old is not None:
                 old.cancel()
                 self._restarted.add(old)
@@ -168,17 +169,16 @@ class Producer:
     def _launch(self, entry: Entry, *, after: asyncio.Task[None] | None = None) -> None:
         task = asyncio.create_task(self._roll_out(entry, after), name=f"group {entry.group_id}")
         self._group_of[task] = entry.group_id
+        self._newest[entry.group_id] = task
         task.add_done_callback(self._on_end)
-
-    def _newest_task(self, group_id: str) -> asyncio.Task[None] | None:
-        tasks = reversed(self._group_of.items())
-        return next((task for task, name in tasks if name == group_id), None)
 
     def _discard_restarted(self, group_id: str) -> None:
         self._ledger.discard_tokens(group_id, "restarted", self._ledger.tokens_of(group_id))
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         group_id = self._group_of.pop(task)
+        if self._newest[group_id] is task:
+            del self._newest[group_id]
         if task in self._restarted:
             self._restarted.remove(task)
             self._discard_restarted(group_id)  # tokens of requests that had ended before

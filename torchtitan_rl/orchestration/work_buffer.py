@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -224,8 +224,8 @@ class WorkBuffer:
                 return chosen
         return None
 
-    def _pending(self) -> list[Entry]:
-        return [e for e in self._entries.values() if e.state is not GroupState.BATCHED]
+    def _pending(self) -> Iterator[Entry]:
+        return (e for e in self._entries.values() if e.state is not GroupState.BATCHED)
 
     def _max_overtaken(self, entry: Entry) -> float:
         if self._capacity.staleness > 0:

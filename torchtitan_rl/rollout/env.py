@@ -236,7 +236,8 @@ def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Term
     def prompt(value: Any) -> tuple[int, ...]:
         if isinstance(value, str):
             raise TypeError
-        return _not_empty(_token_ids(islice(value, max_prompt_tokens + 1)))
+        size = max_prompt_tokens + 1
+        return _not_empty(_token_ids(value[:size] if type(value) is tuple else islice(value, size)))
 
     checks = {"prompt_token_ids": ("a sequence of token ids, at least one,", prompt)}
     return replace(answer, **_converted(answer, {**checks, **_OBSERVATION}))
@@ -280,6 +281,8 @@ def _not_empty(value: _S) -> _S:
 
 
 def _token_ids(value: Iterable[Any]) -> tuple[int, ...]:
+    if type(value) is tuple and {*map(type, value)} == {int} and min(value) >= 0:
+        return value  # the usual prompt, whatever its length, is checked without Python code
     return tuple(_integer(token_id) for token_id in value)
 
 

@@ -185,6 +185,7 @@ class ReplicaPool:
         self.index = LoadIndex(len(self.all))  # of the replicas for ordinary requests
         for state in self.all:
             self._update(state)
+        self._num_unreserved = sum(not state.is_reserved for state in self.all)  # live ones
         self.num_expected = 0  # number of replicas that will replace dead ones
         self.num_keeping_awake = 0  # see `GeneratorRouter.keeping_awake`
         self.on_dead: Callable[[Replica, BaseException], None] | None = None
@@ -198,6 +199,7 @@ class ReplicaPool:
         proven."""
         state = ReplicaState(replica, len(self.all), is_reserved, phase, is_proven=is_reserved)
         self.all.append(state)
+        self._num_unreserved += not is_reserved
         self.index = LoadIndex(len(self.all))
         for one in self.all:
             self._update(one)
@@ -245,6 +247,7 @@ class ReplicaPool:
     def mark_dead(self, state: ReplicaState, error: BaseException) -> None:
         """Mark a replica dead. It gets no further request, and all waits for its answers end."""
         was_live, state.phase = state.is_live, Phase.DEAD
+        self._num_unreserved -= was_live and not state.is_reserved
         state.failure = state.failure or error
         if was_live and self.on_dead is not None:
             # before anything detects that no replica is left
@@ -306,7 +309,7 @@ class ReplicaPool:
 
     def has_unreserved(self) -> bool:
         """Whether a replica for requests without a pin is alive or expected."""
-        return bool(self.num_expected or self.live_unreserved())
+        return bool(self.num_expected or self._num_unreserved)
 
     def require_unreserved(self) -> None:
         """Check that requests without a pin can still be served.

@@ -36,6 +36,8 @@ from torchtitan_rl.weights.distribution import WeightHandle
 __all__ = ["GeneratorRouter", "OnEnded", "ReplicaAccount", "SyncMode", "SyncOrder", "SyncReport"]
 
 _STATS_TIMEOUT_S = 60.0
+_STATS_AT_ONCE = 64  # replicas
+_STATS_PAUSE_S = 0.01
 
 
 class GeneratorRouter:
@@ -225,9 +227,14 @@ class GeneratorRouter:
     async def stats(self) -> dict[str, EngineStats]:
         """Return the statistics of every live replica, by name. Replicas that do not answer in time
         are left out."""
-        live = self._pool.live()
-        stats = await asyncio.gather(*(self._stats(state) for state in live))
-        return {state.name: stat for state, stat in zip(live, stats, strict=True) if stat}
+        live, asked = self._pool.live(), []
+        async with asyncio.TaskGroup() as asking:
+            for number, state in enumerate(live):
+                if number and number % _STATS_AT_ONCE == 0:
+                    await asyncio.sleep(_STATS_PAUSE_S)  # thousands would hold up the event loop
+                asked.append(asking.create_task(self._stats(state)))
+        found = ((state.name, task.result()) for state, task in zip(live, asked, strict=True))
+        return {name: stats for name, stats in found if stats}
 
     async def _stats(self, state: ReplicaState) -> EngineStats | None:
         reading = state.replica.execute(ReadStats())

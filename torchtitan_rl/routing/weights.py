@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -164,8 +165,8 @@ class WeightSync:
         if not self._pullers or _now() >= self._spread_by_s:
             return True
         return not any(
-            state.version < version and state.index in self._pullers
-            for state in self._pool.live_unreserved()
+            state.version < version
+            for state in self._pulling()
             if state.phase is not Phase.DRAINING and state not in self._lagging
         )
 
@@ -184,14 +185,23 @@ class WeightSync:
         holds it."""
         if self._is_closed or self._crash is not None:
             return True
+
+        def is_behind(state: ReplicaState) -> bool:
+            is_awaited = not state.is_pinned and state.phase is not Phase.STARTING
+            return is_awaited and state.version < version
+
+        # Thousands of replicas are only looked at once no running puller is behind.
+        if any(map(is_behind, self._pulling())):
+            return False
         live = self._pool.live_unreserved()
-        if any(
-            state.version < version
-            for state in live
-            if not state.is_pinned and state.phase is not Phase.STARTING
-        ):
+        if any(map(is_behind, live)):
             return False
         return not self._pool.has_unreserved() or any(state.version >= version for state in live)
+
+    def _pulling(self) -> Iterator[ReplicaState]:
+        """The live replicas whose puller runs, those that began first at first."""
+        states = map(self._pool.all.__getitem__, self._pullers)
+        return (state for state in states if state.is_live and not state.is_reserved)
 
     def _report(self, version: int) -> SyncReport:
         live = self._pool.live_unreserved()
@@ -294,7 +304,7 @@ class WeightSync:
         async with deadline(self._timeout_s):
             report = await self._pool.answer(state, state.replica.execute(Pull(handle.version)))
         self._lagging.discard(state)
-        if all(other.version < report.version for other in self._pool.live_unreserved()):
+        if self._pool.index.least(report.version) is None:  # no other replica holds it
             first_s = _now() - self._begun_s
             self._spread_by_s = _now() + first_s
             asyncio.get_running_loop().call_later(first_s, self._pool.notify)

@@ -48,7 +48,7 @@ class Load:
         self._backlog_s = max(0.0, self._backlog_s - seconds)
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
+class _JumpingSelector(selectors.DefaultSelector):
     """With nothing to do until some time, it is that time now."""
 
     now = 0.0
@@ -75,7 +75,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.now
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Any, *args: Any
+    ) -> Any:
         outcome = self.create_future()
         try:
             outcome.set_result(func(*args))

@@ -5,10 +5,10 @@
 | rollouts: prompts, lengths, delays, rewards | ``rollouts.jsonl`` |
 | decoding, as a function of the requests that run together | the timings of its turns |
 | steps of the trainer, publishing, weight syncs | ``metrics.jsonl`` |
-| lost replicas and their return | ``metrics.jsonl``, traces |
+| lost replicas and their return | ``failures.jsonl``, traces |
 
-Decoding: a step with ``r`` requests takes ``step_s + r * request_s``, fitted to the time per token of
-the turns by least squares, without negative terms. This time contains what the prompts of other
+Decoding: a step with ``r`` requests takes ``step_s + r * request_s``, fitted to the time per token
+of the turns by least squares, without negative terms. This time contains what the prompts of other
 requests took, as often as in the run. ``first_token_s`` is how much longer a request waits for its
 first token than for others, in an engine with room. The first step of the run, in which everything
 warms up, is left out.
@@ -16,7 +16,6 @@ warms up, is left out.
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +27,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_rl.errors import ConfigError, one_line
+from torchtitan_rl.errors import ConfigError, OutputError, one_line
+from torchtitan_rl.failures import Part
 from torchtitan_rl.files import parse_object, replace_file, whole_lines
+from torchtitan_rl.observability.failures import read_failures
 from torchtitan_rl.observability.recorded import RecordedRun, read_recorded, value_in
 from torchtitan_rl.observability.rollouts import read_rollouts
-from torchtitan_rl.observability.sinks import Split, step_in
+from torchtitan_rl.observability.sinks import Row, Split, step_in
 from torchtitan_rl.types import CompletionMetrics, Rollout
 
 _MAX_GROUPS = 512  # kept of a run, spread over its steps
@@ -88,12 +89,13 @@ class Syncs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """``replica_hours``: hours of all replicas together; ``restart_s``: from the loss of a replica
-    to the first step of the one that replaced it, or else how long the first replicas took to
-    start."""
+    """``replica_hours``: hours of all replicas together; ``detect_s``: from the last sign of life
+    until a loss was seen; ``restart_s``: from then until another replica served in its place, or
+    else how long the first replicas took to start."""
 
     lost_replicas: int
     replica_hours: float
+    detect_s: float
     restart_s: float
 
     @property
@@ -229,10 +231,6 @@ def profile_run(run_dir: Path) -> Profile:
     )
 
 
-def draw(values: Sequence[float], chance: random.Random) -> float:
-    return values[chance.randrange(len(values))]
-
-
 def _number(identity: Mapping[str, Any], name: str, default: int = 1) -> int:
     value = identity.get(name)
     return value if isinstance(value, int) and value > 0 else default
@@ -328,38 +326,27 @@ def _line(
     return float(mean_y - slope * mean_x), slope
 
 
-def _losses(run: RecordedRun, rows: Sequence[Mapping[str, Any]], replicas: int) -> Losses:
-    seconds = sum(value_in(dict(row), "time/step_s") or 0.0 for row in rows)
-    lost = max((value_in(dict(row), "sync/lost_replicas") or 0.0 for row in rows), default=0.0)
+def _losses(run: RecordedRun, rows: Sequence[Row], replicas: int) -> Losses:
+    seconds = sum(value_in(row, "time/step_s") or 0.0 for row in rows)
+    try:
+        found = [row for row in read_failures(run.run_dir) if row.get("part") == Part.REPLICA]
+    except OutputError as error:
+        raise ConfigError(f"RUN_DIR is {run.run_dir}: {error}") from error
+    silent = [row["silent_s"] for row in found if row.get("silent_s") is not None]
+    served = [row["serve_s"] for row in found if row.get("serve_s") is not None]
     return Losses(
-        lost_replicas=round(lost),
+        lost_replicas=len(found),
         replica_hours=replicas * seconds / 3600,
-        restart_s=_restart_s(run.run_dir / "traces"),
+        detect_s=fmean(silent or [0.0]),
+        restart_s=fmean(served or _starts_s(run.run_dir / "traces") or [0.0]),
     )
 
 
-def _restart_s(folder: Path) -> float:
-    """Seconds without a replica, from the traces; 0 if there are none."""
-    work: defaultdict[str, list[tuple[float, float, str]]] = defaultdict(list)
-    for path in sorted(folder.glob("*replica*-rank-0.*.jsonl")):
-        name = path.name.partition("-rank-0.")[0]
-        for line in whole_lines(path):
-            event = parse_object(path.name, line)
-            if event.get("ph") == "X":
-                work[name].append((event["ts"] / 1e6, event["dur"] / 1e6, event["name"]))
-    starts, returns = [], []
-    for name, events in work.items():
-        starts += [dur for _, dur, what in events if what == "start"]
-        before = _name_before(name)
-        if before in work:
-            lost_s = max(ts + dur for ts, dur, _ in work[before])
-            first_s = min((ts for ts, _, what in events if what != "start"), default=lost_s)
-            returns.append(first_s - lost_s)
-    return fmean(returns or starts or [0.0])
-
-
-def _name_before(name: str) -> str:
-    first, _, number = name.rpartition("-")
-    if not first or not number.isdigit():
-        return ""
-    return first if number == "2" else f"{first}-{int(number) - 1}"
+def _starts_s(folder: Path) -> list[float]:
+    """How long the replicas took to start, from the traces."""
+    return [
+        event["dur"] / 1e6
+        for path in folder.glob("*replica*.jsonl")
+        for line in whole_lines(path)
+        if (event := parse_object(path.name, line)).get("name") == "start"
+    ]

@@ -114,6 +114,7 @@ class SimulatedReplica:
         self._cached: OrderedDict[str, int] = OrderedDict()  # tokens by session or prompt
         self._num_cached = 0
         self._is_paused = False
+        self._is_dying = False
         self._failure: ReplicaError | None = None
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -139,7 +140,7 @@ class SimulatedReplica:
         self._calls[request.request_id] = call
         self._waiting.append(call)
         self._start_waiting()
-        if self._reports and self._reporter is None:
+        if self._reports and self._reporter is None and not self._is_dying:
             self._reporter = loop.call_later(self._speeds.report_s, self._report)
         return await call.future
 
@@ -174,22 +175,32 @@ class SimulatedReplica:
                 raise NotImplementedError(f"{command} is not simulated")
         return None
 
-    def die(self) -> None:
-        """All requests fail, those that come later too."""
-        if self._failure is not None:
+    def die(self, detect_s: float = 0.0) -> None:
+        """Sample nothing more. All requests fail ``detect_s`` seconds later, those that come until
+        then too; after that, every call."""
+        if self._is_dying:
             return
         self._advance()
-        self._failure = ReplicaError(f"{self._name} is dead")
+        self._is_dying = True
         for timer in (self._timer, self._reporter):
             if timer is not None:
                 timer.cancel()
+        for call in self._calls.values():
+            seconds = self._at_s - call.start_s
+            if call.is_running and not self._reports and seconds > 0:
+                whole_s = seconds - seconds % self._speeds.report_s
+                steps = (self._steps - call.start_steps) * whole_s / seconds
+                self._tell(call, int(steps + _PART_OF_STEP))
+            self.lost_tokens += self._sampled(call) - call.num_told
+        if detect_s:
+            asyncio.get_running_loop().call_later(detect_s, self._fail)
+        else:
+            self._fail()
+
+    def _fail(self) -> None:
+        self._failure = ReplicaError(f"{self._name} is dead")
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            if call.is_running and not self._reports:
-                seconds = self._at_s - call.start_s
-                whole_s = seconds - seconds % self._speeds.report_s
-                self._tell(call, int(self._sampled(call) * whole_s / seconds) if seconds > 0 else 0)
-            self.lost_tokens += self._sampled(call) - call.num_told
             call.future.set_exception(ReplicaError(f"{self._name} is dead"))
             call.future.exception()  # retrieved: its caller may be gone
         self._num_running = 0
@@ -209,7 +220,7 @@ class SimulatedReplica:
         now_s = asyncio.get_running_loop().time()
         if now_s <= self._at_s:
             return
-        if self._num_running and not self._is_paused:
+        if self._num_running and not (self._is_paused or self._is_dying):
             self._steps += (now_s - self._at_s) / self._step_s()
             self.busy_s += now_s - self._at_s
         self._at_s = now_s
@@ -218,8 +229,8 @@ class SimulatedReplica:
         """Begin requests while there is room."""
         self._advance()
         while self._waiting and self._num_running < self._speeds.max_running:
-            if self._is_paused:
-                break
+            if self._is_paused or self._is_dying:
+                return
             call = self._waiting.popleft()
             if not call.future.done():
                 self._start(call)
@@ -254,7 +265,7 @@ class SimulatedReplica:
             self._timer = None
         while self._ends and not self._ends[0][2].is_running:
             heapq.heappop(self._ends)
-        if self._ends and not self._is_paused:
+        if self._ends and not (self._is_paused or self._is_dying):
             missing = max(0.0, self._ends[0][0] - self._steps)
             due_s = self._at_s + missing * self._step_s()
             self._timer = asyncio.get_running_loop().call_at(due_s, self._end_requests)

@@ -13,9 +13,9 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from torchtitan_rl.aio import background
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.failures import Failure
 from torchtitan_rl.observability.engine import GENERATOR_IDLE, EngineSampler, idle_share
 from torchtitan_rl.observability.metrics import staleness_metrics
 from torchtitan_rl.orchestration.batching import Batched
@@ -47,7 +48,7 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.restarts import ReplicaRestarts
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.simulation.clock import Load, run_virtually
-from torchtitan_rl.simulation.profile import Profile, RecordedTurns, draw
+from torchtitan_rl.simulation.profile import Profile, RecordedTurns
 from torchtitan_rl.simulation.replica import SimulatedReplica, Speeds, zeros
 from torchtitan_rl.training import checkpoint_files as files
 from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
@@ -160,6 +161,7 @@ class _Run:
         self._config, self._profile, self._root = config, profile, root
         self._mtbf_s = None if mtbf_hours is None else 3600 * mtbf_hours
         self._reports = reports
+        self._detect_s = profile.losses.detect_s
         self._chance = random.Random(config.seed)
         decoding, syncs = profile.decoding, profile.syncs
         self._speeds = Speeds(
@@ -174,15 +176,14 @@ class _Run:
             stall_s=fmean(syncs.stall_s),
         )
         self._replicas: list[SimulatedReplica] = []
-        self._lost_s: dict[str, float] = {}
-        self._down_s = 0.0
+        self._failures: list[Failure] = []
         self._recorder = _Recorder(load)
 
     async def run(self, deaths: Sequence[tuple[float, int]]) -> None:
         config, loop = self._config, asyncio.get_running_loop()
         replicas = [self._replica(f"replica{n}") for n in range(config.generator.replicas)]
         for at_s, number in deaths:
-            loop.call_later(at_s, self._die, replicas[number])
+            loop.call_later(at_s, replicas[number].die, self._detect_s)
         ledger = TokenLedger()
         router = GeneratorRouter(
             replicas,
@@ -229,12 +230,13 @@ class _Run:
             self._restart,
             max_restarts=config.generator.max_restarts,
             say=self._recorder.say,
+            on_failure=self._failures.append,
         )
         async with restarts, background(engines.run()):
             await Controller(config, parts).run(resume_from=None)
 
     def result(self, wall_s: float) -> Simulated:
-        config, replicas = self._config, self._replicas
+        config = self._config
         every = self._recorder.rows
         edge = config.schedule.staleness + 1
         rows = every[edge:-edge] or every[1:] or every
@@ -257,9 +259,9 @@ class _Run:
             groups_running=fmean(row.running for row in rows),
             groups_finished=fmean(row.finished for row in rows),
             place_s=fmean(row.place_s for row in rows),
-            losses=len(self._lost_s),
-            lost_tokens=sum(replica.lost_tokens for replica in replicas),
-            replica_down_s=self._down_s,
+            losses=len(self._failures),
+            lost_tokens=sum(replica.lost_tokens for replica in self._replicas),
+            replica_down_s=sum(one.serve_s or 0.0 for one in self._failures),
             simulated_s=sum(row.wall_s for row in every),
             loop_cpu_s=sum(row.load.cpu_s for row in every),
             loop_cpu_us=1e6 * cpu_s / max(1, requests),
@@ -274,18 +276,12 @@ class _Run:
         replica = SimulatedReplica(name, self._speeds, reports=self._reports)
         self._replicas.append(replica)
         if self._mtbf_s is not None:
-            life_s = self._chance.expovariate(1 / self._mtbf_s)
-            asyncio.get_running_loop().call_later(life_s, self._die, replica)
+            life_s, detect_s = self._chance.expovariate(1 / self._mtbf_s), self._detect_s
+            asyncio.get_running_loop().call_later(life_s, replica.die, detect_s)
         return replica
-
-    def _die(self, replica: SimulatedReplica) -> None:
-        self._lost_s[replica.name] = asyncio.get_running_loop().time()
-        replica.die()
 
     async def _restart(self, lost: str, name: str) -> SimulatedReplica:
         await asyncio.sleep(self._profile.losses.restart_s)
-        now_s = asyncio.get_running_loop().time()
-        self._down_s += now_s - self._lost_s.get(lost, now_s)
         return self._replica(name)
 
 

@@ -41,6 +41,7 @@ from torchtitan_rl.launch.scripts import (
 ROOT = Path(__file__).parents[3]
 OPTIONS_OF_KINDS = (SlurmOptions, KubernetesOptions, SshOptions, ComposeOptions)
 FLAGS = {"--devices", "--dry-run", "--json", "--help", "--no-pin-cores", "--page"}
+FLAGS |= {"--mtbf-hours", "--replicas"}  # of simulate
 MODULES = {
     "monarch.job",
     "monarch.job.ProcessJob",

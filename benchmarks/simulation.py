@@ -1,0 +1,227 @@
+"""Compares simulated runs with real ones.
+
+    python -m benchmarks.simulation [--only NAME ...]
+
+Four runs of the tiny demo on this machine: one replica at S = 0, two at S = 2, one at S = 2 with an
+environment that takes a second for each turn, and two at S = 2 of which one is killed. Each is then
+predicted from the profile of *another* run; what differs between the two is only what the option
+names: replicas, staleness, the environment's second, the kill. Steps per hour and idle shares are
+those of the steps without the first and last S + 1.
+
+A run that exists in ``--folder`` is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.report import heading, print_table, write_report
+from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.observability.recorded import read_recorded
+from torchtitan_rl.simulation.profile import Profile, profile_run
+from torchtitan_rl.simulation.run import simulate
+
+_SLOW = "tests/real/slow_env_config.py"
+_SLOW_S = 1.0  # of each turn of the slow environment
+_COMMON = (
+    *("--evaluation.num-problems", "0", "--metrics.rollouts-per-step", "all"),
+    *("--checkpoint.every", "0", "--metrics.trackers", "--trainer.threads", "1"),
+    *("--rollout.groups-per-step", "8", "--rollout.group-size", "4"),
+)
+_LIMIT_S = 240.0  # of a run
+_KILL_AFTER = 6  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run. ``source``: the run from whose profile it is predicted."""
+
+    source: str
+    replicas: int
+    staleness: int
+    steps: int
+    config: str = "alphabet_sort_tiny"
+    is_killed: bool = False
+
+    @property
+    def options(self) -> list[str]:
+        return [
+            *_COMMON,
+            *("--generator.replicas", f"{self.replicas}", "--num-steps", f"{self.steps}"),
+            *("--schedule.staleness", f"{self.staleness}"),
+        ]
+
+
+CASES = {
+    "1 replica, S = 0": Case(source="2 replicas, S = 2", replicas=1, staleness=0, steps=16),
+    "2 replicas, S = 2": Case(source="1 replica, S = 0", replicas=2, staleness=2, steps=24),
+    "slow environment": Case(
+        source="1 replica, S = 0", replicas=1, staleness=2, steps=20, config=_SLOW
+    ),
+    "killed replica": Case(
+        source="2 replicas, S = 2", replicas=2, staleness=2, steps=60, is_killed=True
+    ),
+}
+
+
+def main() -> None:
+    options = _options()
+    report: dict[str, Any] = heading(options)
+    for name in options.only:
+        folder = options.folder / _folder(name)
+        if not (folder / "metrics.jsonl").exists():
+            _run(CASES[name], folder)
+    cases = {name: _compare(name, options.folder) for name in options.only}
+    _print(cases)
+    write_report(options.output, report | {"load_after": os.getloadavg(), "cases": cases})
+
+
+def _folder(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
+def _run(case: Case, folder: Path) -> None:
+    words = ["train", case.config, *case.options, "--output-dir", str(folder.parent)]
+    command = [sys.executable, "-m", "torchtitan_rl.commands.cli", *words, "--name", folder.name]
+    started_s = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
+        try:
+            if case.is_killed:
+                _kill(run, folder)
+            run.wait(_LIMIT_S)
+        finally:
+            run.terminate()
+    print(f"{folder.name}: {time.monotonic() - started_s:.0f} s, code {run.returncode}", flush=True)
+
+
+def _kill(run: subprocess.Popen[bytes], folder: Path) -> None:
+    """Kill the first replica after `_KILL_AFTER` steps, and note when."""
+    while run.poll() is None:
+        path = folder / "metrics.jsonl"
+        if path.exists() and path.read_bytes().count(b'"kind":"step"') >= _KILL_AFTER:
+            break
+        time.sleep(0.2)
+    for process in psutil.Process(run.pid).children(recursive=True):
+        if _prints_to(process) == "replica0-rank0.log":
+            process.kill()
+            (folder / "killed.json").write_text(json.dumps(time.time()))
+            return
+
+
+def _prints_to(process: psutil.Process) -> str:
+    """The name of the log of a process that leads its group, which helpers do not."""
+    try:
+        path = os.readlink(f"/proc/{process.pid}/fd/1")
+        return Path(path).name if os.getpgid(process.pid) == process.pid else ""
+    except OSError:
+        return ""
+
+
+def _compare(name: str, folder: Path) -> dict[str, Any]:
+    case = CASES[name]
+    measured, begun_s = _measured(folder / _folder(name), case.staleness)
+    profile = profile_run(folder / _folder(case.source))
+    if case.config == _SLOW:
+        profile = _slowed(profile)
+    killed = folder / _folder(name) / "killed.json"
+    deaths = [(json.loads(killed.read_text()) - begun_s, 0)] if case.is_killed else []
+    config = load_config(Path(case.config), case.options)
+    simulated = simulate(config, profile, deaths=deaths).to_json()
+    predicted = {figure: simulated[figure] for figure in measured}
+    own = profile_run(folder / _folder(name))
+    return {
+        "source": case.source,
+        "measured": measured,
+        "predicted": predicted,
+        "speed_error": predicted["steps_per_hour"] / measured["steps_per_hour"] - 1,
+        "parts": {part: _parts(one) for part, one in {"source": profile, "own": own}.items()},
+        "failures": [simulated[one] for one in ("losses", "lost_tokens", "replica_down_s")],
+    }
+
+
+def _slowed(profile: Profile) -> Profile:
+    """The profile with the slow environment's second after each turn."""
+    groups = tuple(
+        tuple(
+            replace(
+                one,
+                environment_s=(
+                    one.environment_s[0],
+                    *(seconds + _SLOW_S for seconds in one.environment_s[1:]),
+                ),
+            )
+            for one in group
+        )
+        for group in profile.groups
+    )
+    return replace(profile, groups=groups)
+
+
+def _parts(profile: Profile) -> dict[str, float]:
+    """The parts of a profile that explain a difference."""
+    rollouts = [one for group in profile.groups for one in group]
+    tokens = sum(sum(one.sampled_tokens) for one in rollouts)
+    return {
+        "train_ms_per_token": 1e3 * sum(profile.training.token_s) / len(profile.training.token_s),
+        "decode_step_ms": 1e3 * profile.decoding.step_s,
+        "decode_request_ms": 1e3 * profile.decoding.request_s,
+        "first_token_ms": 1e3 * profile.decoding.first_token_s,
+        "environment_s": sum(sum(one.environment_s) for one in rollouts) / len(rollouts),
+        "tokens_of_rollout": tokens / len(rollouts),
+        "restart_s": profile.losses.restart_s,
+    }
+
+
+def _measured(folder: Path, staleness: int) -> tuple[dict[str, float], float]:
+    """The figures of a real run, and when its first step began."""
+    rows = [row for _, row in sorted(read_recorded(folder).rows.items())]
+    begun_s = rows[0]["wall_time_s"] - rows[0]["time/step_s"]
+    rows = rows[staleness + 1 : -staleness - 1]
+    seconds = sum(row["time/step_s"] for row in rows)
+
+    def share(name: str) -> float:
+        return sum(row.get(name, 0.0) * row["time/step_s"] for row in rows) / seconds
+
+    figures = {
+        "steps_per_hour": 3600 * len(rows) / seconds,
+        "trainer_idle_share": share("overlap/trainer_idle_share"),
+        "generator_idle_share": share("overlap/generator_idle_share"),
+    }
+    return figures, begun_s
+
+
+def _print(cases: dict[str, dict[str, Any]]) -> None:
+    rows = []
+    for name, case in cases.items():
+        row = [name, case["source"]]
+        for figure, form in (
+            ("steps_per_hour", ",.0f"),
+            ("trainer_idle_share", ".0%"),
+            ("generator_idle_share", ".0%"),
+        ):
+            row.append(f"{case['predicted'][figure]:{form}} / {case['measured'][figure]:{form}}")
+        rows.append([*row, f"{case['speed_error']:+.0%}"])
+    header = ["run", "profile of", "steps/h", "trainer idle", "replicas idle", "error"]
+    print_table(header, rows)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--folder", type=Path, default=Path("outputs/simulation"))
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/simulation.json"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What the controller does for each event does not grow with the number of replicas: these tests
+count the replicas and groups that it looks at."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from torchtitan_rl.aio import background
+from torchtitan_rl.observability.engine import EngineSampler
+from torchtitan_rl.orchestration.config import derive_capacity
+from torchtitan_rl.orchestration.ledger import TokenLedger
+from torchtitan_rl.orchestration.work_buffer import WorkBuffer
+from torchtitan_rl.rollout.env import Observation, checked_answer
+from torchtitan_rl.routing.router import GeneratorRouter
+from torchtitan_rl.simulation.clock import run_virtually
+from torchtitan_rl.simulation.replica import SimulatedReplica, Speeds
+from torchtitan_rl.types import GenerationRequest, Problem, RolloutGroup, SamplingParams
+from torchtitan_rl.weights.distribution import SharedMemoryHandle
+
+
+class Looked(list[Any]):
+    """Counts the elements that are read."""
+
+    number = 0
+
+    def __iter__(self):
+        for one in super().__iter__():
+            self.number += 1
+            yield one
+
+    def __getitem__(self, index):
+        self.number += 1
+        return super().__getitem__(index)
+
+
+def many(count: int) -> tuple[GeneratorRouter, Looked]:
+    speeds = Speeds(step_s=0.01, stage_s=0.1, pull_s=0.05, stall_s=0.01)
+    router = GeneratorRouter([SimulatedReplica(f"r{n}", speeds) for n in range(count)])
+    looked = router._pool.all = Looked(router._pool.all)
+    return router, looked
+
+
+def request(number: int, version: int = 0) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"{number}",
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(max_tokens=3 + number % 7),
+        min_version=version,
+    )
+
+
+@pytest.mark.parametrize("count", [4, 400])
+def test_a_request_looks_at_a_few_replicas_whatever_their_number(count):
+    async def requests():
+        router, looked = many(count)
+        async with background(router.wait_until_lost()):
+            await asyncio.gather(*(router.generate(request(n)) for n in range(50)))
+            return looked.number
+
+    assert run_virtually(requests()) <= 50 * 2
+
+
+@pytest.mark.parametrize("count", [20, 400])
+def test_a_weight_sync_looks_at_each_replica_a_few_times(count):
+    async def sync():
+        router, looked = many(count)
+        handle = SharedMemoryHandle(version=1, path="", num_bytes=0)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(router.sync_weights(handle, mode="hot_swap"))
+            await asyncio.sleep(0.05)
+            for number in range(30):  # they wait for the version
+                tasks.create_task(router.generate(request(number, version=1)))
+        return looked.number, set(router.versions().values())
+
+    number, versions = run_virtually(sync())
+    assert versions == {1}
+    assert number <= 20 * count + 500
+
+
+def test_a_reading_of_many_replicas_is_spread_over_time():
+    async def read():
+        router, _ = many(200)
+        reading: Counter[float] = Counter()  # by the time at which it began
+        ask = router._stats
+
+        def counted(state):
+            reading[asyncio.get_running_loop().time()] += 1
+            return ask(state)
+
+        router._stats = counted
+        sampler = EngineSampler(router.stats)
+        async with background(sampler.run()):
+            await asyncio.sleep(20.0)
+        assert len(sampler.newest) == 200
+        return reading
+
+    reading = run_virtually(read())
+    assert max(reading.values()) <= 64
+    assert 6_000 <= reading.total() <= 10_000  # each replica every 0.4 s
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_a_buffer_that_waits_for_its_oldest_group_looks_at_no_more_than_it_may_overtake(count):
+    capacity = derive_capacity(groups_per_step=count, staleness=1, max_share=0.0)
+    buffer = WorkBuffer(capacity, TokenLedger())
+    for number in range(2 * count):
+        problem = Problem(problem_id=f"{number}", data={})
+        buffer.admit(f"{number}", problem, version=0)
+        buffer.start(f"{number}")
+        if number:
+            group = RolloutGroup(group_id=f"{number}", problem=problem, rollouts=())
+            buffer.finish(group)
+    looked = Looked(buffer._entries.values())
+
+    class Entries(dict[str, Any]):
+        def values(self):
+            return looked
+
+    buffer._entries = Entries(buffer._entries)
+    assert not buffer.has_batch
+    assert looked.number == 2
+
+
+def test_the_tokens_of_a_usual_prompt_are_not_copied_one_by_one():
+    prompt = tuple(range(1000, 1500))
+    answer = checked_answer(Observation(prompt_token_ids=prompt), 4096)
+    assert answer.prompt_token_ids is prompt
+    converted = checked_answer(Observation(prompt_token_ids=(True, 2)), 4096)
+    assert [type(token) for token in converted.prompt_token_ids] == [int, int]
