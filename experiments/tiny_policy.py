@@ -1,4 +1,5 @@
-"""Makes embedded policies: a small Qwen3 with random weights, trained on demonstrations.
+"""Makes embedded policies: a small Qwen3 (or DeepSeek-V3) with random weights, trained on
+demonstrations.
 
 The project's own trainer trains the policy on right demonstrations, then on careless ones. Such a
 policy can give the right answer, but rarely does, so reinforcement learning quickly improves it.
@@ -18,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -32,6 +33,7 @@ from torchtitan_rl import (
     pack_episodes,
 )
 
+Family = Literal["qwen3", "deepseek_v3"]
 Demonstrate = Callable[[int, bool, random.Random], Episode]
 """Makes the demonstration with a number (from 0). If the second argument is True, the demonstration
 is careless: mistakes are drawn at random."""
@@ -54,7 +56,8 @@ class WarmStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """The sizes of a Qwen3 with tied embeddings and two query heads for each key-value head."""
+    """The sizes of a Qwen3 with tied embeddings and two query heads for each key-value head, or of
+    a DeepSeek-V3 whose layers but the first have experts."""
 
     hidden_size: int
     intermediate_size: int
@@ -62,6 +65,7 @@ class ModelSize:
     num_heads: int
     head_dim: int = 64
     max_positions: int = 1024
+    family: Family = "qwen3"
 
 
 def warm_start(
@@ -140,24 +144,49 @@ def imitated(name: str, token_ids: Sequence[int], mask: Sequence[bool]) -> Episo
     )
 
 
+_DEEPSEEK_V3: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+
 def write_untrained(path: Path, tokenizer: Any, size: ModelSize, *, seed: int) -> None:
     """Write a Hugging Face directory with random weights and the tokenizer."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
+    if size.family == "qwen3":
+        more = {"num_key_value_heads": size.num_heads // 2, "head_dim": size.head_dim}
+    else:
+        more = _DEEPSEEK_V3 | {
+            "num_key_value_heads": size.num_heads,
+            "moe_intermediate_size": size.intermediate_size // 2,
+            "qk_nope_head_dim": size.head_dim // 2,
+            "qk_rope_head_dim": size.head_dim // 2,
+            "v_head_dim": size.head_dim,
+            "q_lora_rank": size.hidden_size // 2,
+            "kv_lora_rank": size.hidden_size // 2,
+        }
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            size.family,
             vocab_size=len(tokenizer),
             hidden_size=size.hidden_size,
             intermediate_size=size.intermediate_size,
             num_hidden_layers=size.num_layers,
             num_attention_heads=size.num_heads,
-            num_key_value_heads=size.num_heads // 2,
-            head_dim=size.head_dim,
             max_position_embeddings=size.max_positions,
             rope_theta=10_000.0,
-            tie_word_embeddings=True,
+            tie_word_embeddings=size.family == "qwen3",
+            **more,
             initializer_range=0.06,  # the usual 0.02 is for wide models; this one learns faster
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,

@@ -8,6 +8,7 @@ from typing import Any
 
 _FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_YARN = ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim")
 _DEFAULT_THETA = 10000.0  # what transformers assumes
 
 
@@ -19,6 +20,18 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Parameters of YaRN (Peng et al. 2023, 2309.00071) as DeepSeek-V3 uses it, with torchtitan's
+    names: attention is scaled by ``mscale``, cosines and sines are not."""
+
+    rope_factor: float
+    original_seq_len: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
 
 
 def rope_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,21 +48,38 @@ def rope_theta(config: Mapping[str, Any]) -> Any:
     return rope_scaling(config).get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA
 
 
-def unsupported_rope(config: Mapping[str, Any]) -> list[str]:
+def unsupported_rope(config: Mapping[str, Any], scaling: str) -> list[str]:
+    """``scaling``: the type that the family supports, llama3 or yarn."""
     rope = rope_scaling(config)
     kind = rope_type(rope)
-    if kind not in ("default", "llama3"):
-        return [f"rope_type {kind!r} is not supported; use default or llama3"]
-    if kind == "llama3" and (missing := [name for name in _LLAMA3 if name not in rope]):
-        return [f"rope_type 'llama3' lacks {', '.join(missing)}"]
+    if kind not in ("default", scaling):
+        return [f"rope_type {kind!r} is not supported; use default or {scaling}"]
+    needed = {"llama3": _LLAMA3, "yarn": _YARN}.get(kind, ())
+    if missing := [name for name in needed if name not in rope]:
+        return [f"rope_type {kind!r} lacks {', '.join(missing)}"]
+    if kind == "yarn" and (
+        rope["mscale"] != rope["mscale_all_dim"]
+        or rope.get("attention_factor") is not None
+        or not rope.get("truncate", True)
+    ):
+        return [
+            "rope_type 'yarn' is supported only with equal mscale and mscale_all_dim, without "
+            "attention_factor, and with truncate"
+        ]
     return []
 
 
-def llama3_scaling(config: Mapping[str, Any]) -> Llama3Scaling | None:
+def frequency_scaling(config: Mapping[str, Any]) -> Llama3Scaling | YarnScaling | None:
+    """Return the scaling of supported rotary embeddings; None for the default type."""
     rope = rope_scaling(config)
-    if rope_type(rope) != "llama3":
-        return None
-    return Llama3Scaling(*(rope[name] for name in _LLAMA3))
+    match rope_type(rope):
+        case "llama3":
+            return Llama3Scaling(*(rope[name] for name in _LLAMA3))
+        case "yarn":
+            factor, length, mscale, _ = (rope[name] for name in _YARN)
+            fast, slow = rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0
+            return YarnScaling(factor, length, fast, slow, mscale)
+    return None
 
 
 def with_flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:

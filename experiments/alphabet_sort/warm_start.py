@@ -3,9 +3,9 @@
     python -m torchtitan_rl.experiments.alphabet_sort.warm_start [--output-dir DIR]
 
 writes a Hugging Face directory (bfloat16). By default it replaces the policy in this package, which
-was made with ``--threads 1``. Training uses right answers first, then answers with mistakes of
-three kinds (see `experiments.tiny_policy`). The problems are from the training split, but
-reinforcement learning does not use the same ones.
+was made with ``--threads 1``. With ``--family deepseek_v3`` the policy is a DeepSeek-V3. Training
+uses right answers first, then answers with mistakes of three kinds (see `experiments.tiny_policy`).
+The problems are from the training split, but reinforcement learning does not use the same ones.
 
 Words of the task are tokens; the chat template is ChatML.
 """
@@ -34,6 +34,7 @@ from torchtitan_rl.experiments.alphabet_sort.env import (
 from torchtitan_rl.experiments.alphabet_sort.task import POLICY_DIR
 from torchtitan_rl.experiments.tiny_policy import (
     CHATML,
+    Family,
     ModelSize,
     WarmStart,
     build_word_backend,
@@ -99,6 +100,7 @@ _SIZES = ProblemSizes(min_turns=2, max_turns=3, min_names=2, max_names=3)
 class WarmStartConfig(WarmStart):
     output_dir: Path = POLICY_DIR
     threads: int = 2
+    family: Family = "qwen3"  # model_type of the policy
     mistakes: Mistakes = field(default_factory=lambda: Mistakes(omit=0.1, mark=0.35, swap=0.35))
 
 
@@ -118,7 +120,9 @@ def main(config: WarmStartConfig) -> None:
             name=problem.problem_id,
         )
 
-    size = ModelSize(hidden_size=192, intermediate_size=640, num_layers=2, num_heads=4)
+    size = ModelSize(
+        hidden_size=192, intermediate_size=640, num_layers=2, num_heads=4, family=config.family
+    )
     warm_start(config, tokenizer, size, demonstrate)
 
 

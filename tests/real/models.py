@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,29 @@ EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
+}
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
 }
 
 CHAT_TEMPLATE = (
@@ -91,13 +115,22 @@ def tiny_model(
     max_position_embeddings: int = 1024,
     family: str = "qwen3",
     expert_size: int = 64,
+    changes: dict[str, Any] | None = None,
 ) -> Path:
     """Write a random checkpoint with its tokenizer to the directory ``path`` and return it. The
-    same sizes for every family (``model_type``)."""
+    same sizes for every family (``model_type``), and ``num_layers`` with experts, if it has any.
+    ``changes``: other fields of config.json."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = tiny_tokenizer()
+    more: dict[str, Any] = {"head_dim": 32}
+    if family == "qwen3_moe":
+        more |= EXPERTS | {"moe_intermediate_size": expert_size}
+    elif family == "deepseek_v3":
+        num_layers, num_kv_heads = num_layers + DEEPSEEK["first_k_dense_replace"], num_heads
+        more = DEEPSEEK | {"moe_intermediate_size": expert_size}
+    more |= changes or {}
     config = AutoConfig.for_model(
         family,
         vocab_size=VOCAB_SIZE,
@@ -106,7 +139,6 @@ def tiny_model(
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=32,
         sliding_window=None,  # which Mistral has otherwise
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tied,
@@ -114,7 +146,7 @@ def tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        **(EXPERTS | {"moe_intermediate_size": expert_size} if family == "qwen3_moe" else {}),
+        **more,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -122,6 +154,9 @@ def tiny_model(
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):  # zero otherwise
                 torch.nn.init.normal_(parameter, std=0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith(".e_score_correction_bias"):  # zero otherwise
+                torch.nn.init.normal_(buffer, std=0.2)
     model.to(getattr(torch, dtype)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -160,17 +195,37 @@ def hf_experts(*parts: tuple[Path, tuple[int, ...]]) -> Any:
     before."""
     import torch
     from transformers import DynamicCache
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-    cache, found = DynamicCache(), []
+    cache = DynamicCache()
+    found: list[list[torch.Tensor]] = []
+    kept: dict[int, list[torch.Tensor]] = {}
+    expand = DeepseekV3Attention.expand_kv
+
+    def expand_new(self: Any, *latent: torch.Tensor) -> list[torch.Tensor]:
+        # transformers keeps latent vectors, and projects them again; engines keep the results.
+        old = kept.get(self.layer_idx)
+        new = expand(self, *(x if old is None else x[:, :, old[0].shape[2] :] for x in latent))
+        kept[self.layer_idx] = (
+            [*new]
+            if old is None
+            else [torch.cat(pair, dim=2) for pair in zip(old, new, strict=True)]
+        )
+        return kept[self.layer_idx]
+
+    def keep(_router: Any, _input: Any, output: Any) -> None:
+        found[-1].append(output[2].sort().values)
+
     for path, token_ids in parts:
         model = _hf_model(path)
-        with torch.inference_mode():
-            logits = model(
-                torch.tensor([token_ids]), past_key_values=cache, output_router_logits=True
-            ).router_logits
-        top = [one.topk(model.config.num_experts_per_tok).indices.sort().values for one in logits]
-        found.append(torch.stack(top, dim=1))
-    return torch.cat(found).numpy()
+        routers = [one for name, one in model.named_modules() if name.endswith(".mlp.gate")]
+        hooks = [router.register_forward_hook(keep) for router in routers]
+        found.append([])
+        with torch.inference_mode(), patch.object(DeepseekV3Attention, "expand_kv", expand_new):
+            model(torch.tensor([token_ids]), past_key_values=cache)
+        for hook in hooks:
+            hook.remove()
+    return torch.cat([torch.stack(of_layers, dim=1) for of_layers in found]).numpy()
 
 
 @cache

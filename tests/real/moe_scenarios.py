@@ -1,9 +1,10 @@
 """Runs vLLM engines with experts (MoE) in a process of its own and saves what it saw, as
 `vllm_scenarios` does: ``python -m tests.real.moe_scenarios pulled DIR`` or ``speculative DIR``,
-and under torchrun ``tp DIR`` or ``ep DIR``."""
+``latent DIR``, and under torchrun ``tp DIR`` or ``ep DIR``."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from dataclasses import replace
@@ -33,8 +34,10 @@ from tests.real.vllm_scenarios import (
 
 # isort: split
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.attention import MLAAttention
 
 from torchtitan_rl.backends.vllm import engine
+from torchtitan_rl.config.model import read_policy_facts
 from torchtitan_rl.errors import LoopFailedError, WeightSyncError
 from torchtitan_rl.generation.decision import Pull
 from torchtitan_rl.routing.continuation import PartialTokens, remaining_request
@@ -74,7 +77,8 @@ def pulled(root: Path) -> dict[str, Any]:
 def crowded(root: Path) -> tuple[dict[str, Any], int]:
     """Requests that preempt one another, with a pull between, on a cache that is too small."""
     paths = versions(root)
-    engine = build(paths[0], Checkpoints(paths), kv_cache_bytes=1 << 20)
+    size = 4 * 1024 * read_policy_facts(paths[0]).kv_values("cpu", 1)  # of 1,024 tokens
+    engine = build(paths[0], Checkpoints(paths), kv_cache_bytes=size)
     requests = [request(f"{number}", 200, seed=number) for number in range(12)]
     done = play(engine, requests, triggers=lambda loop: {60: lambda: loop.execute(Pull(1))})
     return done, engine.stats().preemptions
@@ -164,6 +168,22 @@ def pulled_into_packed_parameters(root: Path) -> tuple[str, TriggeredEngine]:
             return refused_pull(own), own
 
 
+def latent(root: Path) -> dict[str, Any]:
+    """An engine that computes attention on latent vectors, as on CUDA, and one pull after which it
+    does not make the products of its weights again."""
+    os.environ["VLLM_MLA_DISABLE"] = "0"
+    pulling = engine_of(root)
+    idle_pull(pulling, 1)
+    seen: dict[str, Any] = {"pulled": probes(pulling)}
+    with patch.object(MLAAttention, "process_weights_after_loading", lambda *_: None):
+        try:
+            pulling.swap_weights(0)
+        except WeightSyncError as refused:
+            seen["stale"] = str(refused)
+    seen["fresh"] = probes(engine_of(root, version=1))
+    return seen
+
+
 def repack_linears(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
@@ -202,6 +222,7 @@ def ep(root: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     mode, root = sys.argv[1], Path(sys.argv[2])
-    observed = {"pulled": pulled, "speculative": speculative, "tp": tp, "ep": ep}[mode](root)
+    modes = {"pulled": pulled, "speculative": speculative, "latent": latent, "tp": tp, "ep": ep}
+    observed = modes[mode](root)
     if is_leader():
         (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))

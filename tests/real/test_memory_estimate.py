@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
+from tests.real.models import DEEPSEEK, EXPERTS
 from tests.real.trainer_helpers import CONFIG
 from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.memory import trainer_memory
@@ -26,16 +27,25 @@ SHAPES = {  # model dimension, layers, vocabulary, tokens of a microbatch, check
     "few tokens": (384, 4, 4096, 128, "full"),
     "experts": (256, 4, 1024, 512, "none"),
     "experts computed again": (256, 6, 1024, 512, "full"),
+    "latent attention": (256, 4, 1024, 512, "none"),
+    "latent attention computed again": (256, 6, 1024, 512, "selective"),
 }
+FAMILIES = {"experts": "qwen3_moe", "latent": "deepseek_v3"}  # of shapes by their first word
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.soak if name.startswith("latent") else ())
+        for name in SHAPES
+    ],
+)
 def test_a_trainer_takes_the_memory_that_was_estimated_up_to_15_percent(
     name: str, tmp_path: Path
 ) -> None:
     dim, num_layers, vocab_size, tokens, checkpointing = SHAPES[name]
-    has_experts = name.startswith("experts")
-    policy = made_policy(tmp_path / "policy", dim, num_layers, vocab_size, has_experts)
+    family = FAMILIES.get(name.split()[0], "qwen3")
+    policy = made_policy(tmp_path / "policy", dim, num_layers, vocab_size, family)
     config = replace(
         CONFIG,
         max_episode_tokens=64,
@@ -77,23 +87,27 @@ def is_memory(event: dict[str, object]) -> bool:
     return event["name"] == "[memory]"
 
 
-def made_policy(
-    path: Path, dim: int, num_layers: int, vocab_size: int, has_experts: bool = False
-) -> Path:
+def made_policy(path: Path, dim: int, num_layers: int, vocab_size: int, family: str) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": dim}
+    more: dict[str, object] = {
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    }
+    if family == "qwen3_moe":
+        more |= EXPERTS | {"moe_intermediate_size": dim}
+    elif family == "deepseek_v3":
+        sizes = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "num_key_value_heads": dim // 64}
+        more = DEEPSEEK | sizes | {"moe_intermediate_size": dim, "q_lora_rank": dim // 2}
     config = AutoConfig.for_model(
-        "qwen3_moe" if has_experts else "qwen3",
+        family,
         vocab_size=vocab_size,
         hidden_size=dim,
         intermediate_size=3 * dim,
         num_hidden_layers=num_layers,
         num_attention_heads=dim // 64,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        **(experts if has_experts else {}),
+        **more,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ from tests.real.test_vllm_engine import (
 from torchtitan_rl.routed_experts import to_array
 from torchtitan_rl.types import Completion
 
+FAMILIES = ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.soak)]
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Versions of a policy whose experts vLLM pads: their size is no multiple of 32."""
     root = tmp_path_factory.mktemp("moe-engine")
     for version, path in enumerate(versions(root)):
-        tiny_model(path, family="qwen3_moe", seed=version, tied=False, expert_size=48, std=0.1)
+        tiny_model(path, family=request.param, seed=version, tied=False, expert_size=48, std=0.1)
     return root
 
 
@@ -154,7 +157,9 @@ def test_a_pull_after_which_an_engine_does_not_compute_with_the_published_weight
 ) -> None:
     """vLLM reports nothing in either case."""
     assert "does not compute with the published weights of" in pulled["not packed again"]
-    assert "published weights of model.layers.0.mlp.experts" in pulled["packed parameters"]
+    assert re.search(
+        r"published weights of model\.layers\.[01]\.mlp\.experts", pulled["packed parameters"]
+    )
     assert "(2 layers)" in pulled["packed parameters"]
 
 
@@ -190,3 +195,21 @@ def test_experts_of_requests_for_which_an_engine_drafts_tokens(
     # Drafts are accepted and rejected, or the lines above would prove nothing.
     assert seen["repeated"].version_runs[1].start > SPECULATIVE_PULL_STEP
     assert seen["seeded"].version_runs[1].start < 2 * SPECULATIVE_PULL_STEP
+
+
+@pytest.mark.soak
+def test_an_engine_that_computes_on_latent_vectors_after_a_pull(tmp_path: Path) -> None:
+    """As engines on CUDA do. On a CPU, vLLM's kernel is for one size."""
+    old, new, *_ = versions(tmp_path)
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    for seed, path in enumerate((old, new)):
+        tiny_model(path, family="deepseek_v3", seed=seed, tied=False, std=0.1, changes=sizes)
+    seen = run("latent", tmp_path)
+    for name, prompt in (("greedy", PROMPT), ("seeded", PROMPT), ("long", LONG_PROMPT)):
+        done, fresh = seen["pulled"][name], seen["fresh"][name]
+        assert (done.token_ids, done.logprobs) == (fresh.token_ids, fresh.logprobs)
+        assert logprob_error(new, done, prompt) < TOLERANCE
+        assert logprob_error(old, done, prompt) > 0.05
+    # The other layers that a second pull probes have their new weights.
+    assert "published weights of model.layers.1.self_attn.mla_attn" in seen["stale"]
+    assert "(1 layers)" in seen["stale"]

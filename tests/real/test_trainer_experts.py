@@ -1,4 +1,5 @@
-"""Policies with experts (Qwen3-MoE) in the trainer: equal to transformers, in every layout."""
+"""Policies with experts (Qwen3-MoE, DeepSeek-V3) in the trainer: equal to transformers, in every
+layout."""
 
 from __future__ import annotations
 
@@ -36,15 +37,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 OF_ROUTING = (
     *("expert_load_max", "expert_load/layer_1"),
-    *("expert_entropy_mean", "expert_entropy/layer_0"),
+    *("expert_entropy_mean", "expert_entropy/layer_1"),
 )
+MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None}
+FAMILIES = ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.soak)]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("moe") / "policy", family="qwen3_moe", tied=False)
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    path = tmp_path_factory.mktemp("moe") / "policy"
+    if request.param == "moonlight":
+        return tiny_model(path, family="deepseek_v3", tied=False, changes=MOONLIGHT)
+    return tiny_model(path, family=request.param, tied=False)
 
 
+@pytest.mark.parametrize("checkpoint", ["qwen3_moe", "deepseek_v3", "moonlight"], indirect=True)
 def test_logprobs_and_gradients_equal_transformers(checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -116,8 +123,8 @@ def test_replayed_experts_are_used_and_the_gate_still_gets_gradients(checkpoint:
         assert counts[0] == (length, 2 * length)
         assert (other - own).abs().max() > 1e-2
         other.square().mean().backward()
-        for layer in model.layers.values():
-            assert layer.moe.router.gate.weight.grad.norm() > 1e-4
+        for router in model.routers():
+            assert router.gate.weight.grad.norm() > 1e-4
 
 
 def with_random_experts(batch: TrainingBatch) -> TrainingBatch:

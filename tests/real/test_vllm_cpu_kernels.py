@@ -13,10 +13,12 @@ from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.cpu_kernels import (
+    FlatRotaryEmbedding,
     KernelRMSNorm,
     KernelSiluAndMul,
     use_cpu_kernels,
@@ -78,6 +80,7 @@ def test_an_engine_on_a_cpu_builds_layers_with_kernels(
         VllmEngine(GeneratorSpec(model=tmp_path))
     assert type(RMSNorm(16)) is KernelRMSNorm
     assert type(SiluAndMul()) is KernelSiluAndMul
+    assert type(rotation(RotaryEmbedding, is_neox=True)) is FlatRotaryEmbedding
     use_cpu_kernels()  # as the process's next engine does
 
 
@@ -129,3 +132,31 @@ def test_silu_and_product(size: int, is_strided: bool, natively: list[str]) -> N
     gate, up = x.double().chunk(2, dim=-1)
     assert_equal(KernelSiluAndMul()(x), torch.nn.functional.silu(gate) * up)
     assert len(natively) == (size == 20)
+
+
+def rotation(layer: type[RotaryEmbedding], *, is_neox: bool) -> RotaryEmbedding:
+    return layer(16, 16, 64, 1e4, is_neox, torch.float32)
+
+
+@pytest.mark.parametrize("is_neox", [False, True])
+@pytest.mark.parametrize("key_heads", [1, 3])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_heads_are_rotated_by_the_positions_of_their_tokens(
+    is_neox: bool, key_heads: int, is_strided: bool
+) -> None:
+    layer = rotation(FlatRotaryEmbedding, is_neox=is_neox)
+    positions = torch.tensor([0, 7, 1, 40, 63])
+    heads = [torch.randn(ROWS, number, 24) for number in (4, key_heads)]
+    query, key = (x[..., 8:] if is_strided else x[..., 8:].contiguous() for x in heads)
+    expected = layer.forward_native(positions, query.clone(), key.clone())
+    for found, wanted in zip(layer.forward_cpu(positions, query, key), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_vllms_kernel_still_takes_heads_for_tokens() -> None:
+    """When this fails, `FlatRotaryEmbedding` can be removed."""
+    layer, x = rotation(RotaryEmbedding, is_neox=False), torch.randn(ROWS, 4, 16)
+    positions = torch.arange(ROWS)
+    expected, _ = layer.forward_native(positions, x.clone(), x.clone())
+    found, _ = layer.forward_cpu(positions, x.clone(), x.clone())
+    assert (found - expected).abs().max() > 0.1

@@ -364,8 +364,8 @@ def generator_errors(
 def _cache_errors(generator: GeneratorConfig, policy: PolicyFacts) -> list[str]:
     """An error if the KV cache of a rank does not hold one request of the full length."""
     blocks = math.ceil(generator.max_model_len / CPU_BLOCK_TOKENS) + 1  # vLLM reserves one block
-    values = blocks * CPU_BLOCK_TOKENS * policy.kv_values_per_token
-    needed = 4 * math.ceil(values / generator.tensor_parallel)  # float32
+    values = policy.kv_values("cpu", generator.tensor_parallel)
+    needed = 4 * blocks * CPU_BLOCK_TOKENS * values  # float32
     if generator.kv_cache_bytes >= needed:
         return []
     return [

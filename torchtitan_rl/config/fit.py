@@ -76,7 +76,7 @@ def device_memory_errors(
             config, teacher, device="cuda", dtype=config.policy.dtype, device_bytes=size
         )
         ranks, length = config.teacher.tensor_parallel, config.rollout.max_total_tokens
-        token = teacher.kv_values_per_token * BYTES[config.policy.dtype] // ranks
+        token = teacher.kv_values("cuda", ranks) * BYTES[config.policy.dtype]
         if parts["KV cache"] < length * token:
             errors.append(
                 f"teacher.tensor_parallel is {ranks}: a teacher's rank has {describe_parts(parts)}"

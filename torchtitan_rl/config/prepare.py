@@ -406,7 +406,7 @@ def _routed_bytes(
     is_off = config.rollout.replay_routing is False or device != "cpu"
     if is_off or architecture is None or architecture.experts is None:
         return 0
-    return architecture.num_layers * architecture.experts.per_token
+    return architecture.num_expert_layers * architecture.experts.per_token
 
 
 def _compilation_notes(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[str]:

@@ -43,10 +43,19 @@ _QWEN3_MOE = {
     "Qwen3-30B-A3B": (2048, 6144, 48, 32, 4, 128, 151_936, False, 768, 128, 8),
     "Qwen3-235B-A22B": (4096, 12288, 94, 64, 4, 128, 151_936, False, 1536, 128, 8),
 }
+# The same, then shared experts, dense layers, and latent attention.
+_DEEPSEEK_V3 = {
+    "Moonlight-16B-A3B": (
+        *(2048, 11264, 27, 16, 16, 192, 163_840, False, 1408, 64, 6),
+        *(2, 1, None, 512, 128, 64, 128),
+    ),
+}
 _NAMES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"),
     *("moe_intermediate_size", "num_experts", "num_experts_per_tok"),
+    *("n_shared_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 _QUANTIZED = re.compile(r"-(FP8|AWQ|GPTQ|GGUF|MLX|Int[48]|[48]bit|bnb)\b", re.IGNORECASE)
 _FAMILIES = (
@@ -54,6 +63,7 @@ _FAMILIES = (
     ("qwen2", 32_768, _QWEN2),
     ("llama", 131_072, _LLAMA),
     ("qwen3_moe", 40_960, _QWEN3_MOE),
+    ("deepseek_v3", 8192, _DEEPSEEK_V3),
 )
 
 
@@ -69,7 +79,7 @@ def published_facts(checkpoint: str) -> PolicyFacts | None:
     return None
 
 
-def _facts(model_type: str, positions: int, *sizes: int) -> PolicyFacts:
+def _facts(model_type: str, positions: int, *sizes: int | None) -> PolicyFacts:
     config: dict[str, Any] = {"model_type": model_type, **dict(zip(_NAMES, sizes, strict=False))}
     policy = architecture_of(config | {"dtype": "bfloat16"})
     return PolicyFacts(
@@ -78,6 +88,7 @@ def _facts(model_type: str, positions: int, *sizes: int) -> PolicyFacts:
         max_positions=positions,
         vocab_size=policy.vocab_size,
         num_bytes=2 * num_weights(policy),
-        kv_values_per_token=2 * policy.num_layers * policy.num_kv_heads * policy.head_dim,
+        kv_values_per_token=policy.kv_values_per_token,
+        latent_values_per_token=policy.latent_values_per_token,
         architecture=policy,
     )

@@ -20,6 +20,15 @@ from torchtitan_rl.errors import ConfigError
 QWEN3: dict[str, Any] = json.loads((Path(TINY.policy.checkpoint) / "config.json").read_text())
 
 MOE: dict[str, Any] = {"model_type": "qwen3_moe"}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": None,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+}
+YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -75,6 +84,29 @@ def architecture_errors(folder: Path) -> list[str]:
         (MOE | {"num_experts": 512}, "num_experts is 512; at most 256 are supported"),
         (MOE | {"num_experts": "8"}, "num_experts is '8'; it must be a whole number above 0"),
         (MOE | {"num_local_experts": 4}, "num_experts_per_tok is 8, and num_experts is 4"),
+        (DEEPSEEK | {"topk_method": None}, "topk_method is None; only 'noaux_tc' is supported"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave is False; only True is supported"),
+        (DEEPSEEK | {"tie_word_embeddings": True}, "tie_word_embeddings is True; only False is"),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is supported"),
+        (DEEPSEEK | {"num_key_value_heads": 2}, "num_key_value_heads is 2: give num_attention_"),
+        (DEEPSEEK | {"first_k_dense_replace": 2}, "first_k_dense_replace is 2: give a whole"),
+        (DEEPSEEK | {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be a whole number above 0"),
+        (DEEPSEEK | {"q_lora_rank": "no"}, "q_lora_rank is 'no'; it must be a whole number"),
+        (DEEPSEEK | {"n_group": 3}, "n_group is 3: give a divisor of the 256 experts"),
+        (DEEPSEEK | {"n_group": 256}, "n_group is 256: give a divisor of the 256 experts, with 2"),
+        (DEEPSEEK | {"topk_group": 9}, "topk_group is 9: give at most n_group (8)"),
+        (DEEPSEEK | {"v_head_dim": 256}, "v_head_dim is 256: values longer than keys (192)"),
+        (DEEPSEEK | {"qk_rope_head_dim": 63, "qk_nope_head_dim": 65}, "qk_rope_head_dim 63 is odd"),
+        (DEEPSEEK | {"rope_parameters": YARN}, "rope_type 'yarn' lacks mscale, mscale_all_dim"),
+        (
+            DEEPSEEK | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+            "rope_type 'yarn' is supported only with equal mscale and mscale_all_dim",
+        ),
+        (
+            DEEPSEEK | {"rope_parameters": {"type": "llama3"}},
+            "rope_type 'llama3' is not supported; use default or yarn",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_one_line(
@@ -135,15 +167,29 @@ def test_what_a_file_leaves_out_is_as_transformers_takes_it(tmp_path: Path, fami
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes += ("vocab_size", "max_position_embeddings")
     written = {"model_type": family, **{name: getattr(theirs, name) for name in sizes}}
+    if family == "deepseek_v3":  # of which vLLM has other defaults
+        written |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     (tmp_path / "config.json").write_text(json.dumps({**written, "sliding_window": None}))
     ours = read_architecture(tmp_path)
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or ours.dim // ours.num_heads)
+    if ours.latent is None:
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or ours.dim // ours.num_heads)
+    else:
+        assert ours.head_dim == theirs.qk_head_dim
+        assert ours.latent.query_rank == theirs.q_lora_rank
+        assert ours.latent.kv_rank == theirs.kv_lora_rank
+        assert ours.latent.rope_dim == theirs.qk_rope_head_dim
+        assert ours.latent.value_dim == theirs.v_head_dim
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.has_tied_embeddings == theirs.tie_word_embeddings
     if ours.experts is not None:
         assert ours.hidden_dim == theirs.moe_intermediate_size
-        assert ours.experts.number == theirs.num_experts
+        assert ours.experts.number == theirs.num_local_experts
         assert ours.experts.per_token == theirs.num_experts_per_tok
         assert ours.experts.has_normalized_weights == theirs.norm_topk_prob
+        assert ours.experts.num_groups == getattr(theirs, "n_group", 1)
+        assert ours.experts.groups_per_token == getattr(theirs, "topk_group", 1)
+        assert ours.experts.scale == getattr(theirs, "routed_scaling_factor", 1.0)
+        assert ours.experts.num_shared == getattr(theirs, "n_shared_experts", 0)
+        assert ours.experts.num_dense_layers == getattr(theirs, "first_k_dense_replace", 0)

@@ -260,3 +260,15 @@ def test_the_24_gb_configuration_fits_on_its_card(tmp_path: Path) -> None:
     assert 12 * GIB < sum(memory.trainer.values()) < 22 * GIB
     assert memory.kv_tokens > 100_000
     assert "pinned copies of the trainer's state" in memory.host
+
+
+def test_an_engine_on_cuda_keeps_latent_vectors_which_each_rank_has_whole() -> None:
+    policy = published_facts("moonshotai/Moonlight-16B-A3B")
+    assert policy is not None
+    assert policy.num_weights == pytest.approx(15.96e9, rel=1e-3)
+    for ranks in (1, 4):
+        assert policy.kv_values("cuda", ranks) == 27 * (512 + 64)
+        assert policy.kv_values("cpu", ranks) == 27 * 2 * 16 * 192 // ranks
+    config = replace(QWEN3, generator=replace(QWEN3.generator, tensor_parallel=4))
+    plan = memory_plan(config, policy, device="cuda", device_bytes=80 * 10**9)
+    assert plan.kv_tokens == plan.replica["KV cache"] // (2 * 27 * (512 + 64))

@@ -4,8 +4,9 @@ torchtitan's layers, with three differences: experts compute in the type of thei
 (torchtitan's round to bfloat16), gates compute in float32 on every device, and a router can be
 given the experts of each token (`ReplayRouter.replayed_BLK`).
 
-Without torchtitan's load-balancing bias: Qwen3-MoE's checkpoints and engines have none, so trainer
-and engines would choose different experts.
+The bias by which torchtitan balances the experts exists only where checkpoints have it
+(DeepSeek-V3), and is never updated: a step would otherwise change the experts of tokens without a
+gradient, and differently from rank to rank if their tokens differ.
 
 Shapes: B rows, L tokens of a row, D model dimension, F hidden dimension of an expert, E experts, K
 experts of a token, R rows that the experts of this rank compute.
@@ -41,14 +42,15 @@ from torchtitan_rl.types import UNKNOWN_EXPERT
 _NO_INIT = {"w1_EFD": skip_param_init, "w2_EDF": skip_param_init, "w3_EFD": skip_param_init}
 
 
-def experts_config(architecture: PolicyArchitecture, *, expert_parallel: int) -> Any:
-    """Build the ``moe`` configuration of a layer; the architecture must have experts."""
+def experts_config(architecture: PolicyArchitecture, shared: Any, *, expert_parallel: int) -> Any:
+    """Build the ``moe`` configuration of a layer; the architecture must have experts. ``shared``:
+    the configuration of the feed-forward network of all shared experts; None without them."""
     a, experts = architecture, architecture.experts
     assert experts is not None
     dispatcher = AllToAllTokenDispatcher if expert_parallel > 1 else LocalTokenDispatcher
     return make_moe_config(
         num_experts=experts.number,
-        load_balance_coeff=None,
+        load_balance_coeff=1.0 if experts.has_biases else None,  # registers the bias
         router=ReplayRouter.Config(
             num_experts=experts.number,
             gate=FloatGate.Config(
@@ -57,8 +59,11 @@ def experts_config(architecture: PolicyArchitecture, *, expert_parallel: int) ->
                 param_init={"weight": skip_param_init},
             ),
             top_k=experts.per_token,
-            score_func="softmax",
+            score_func="sigmoid" if experts.has_biases else "softmax",
             route_norm=experts.has_normalized_weights,
+            route_scale=experts.scale,
+            num_expert_groups=experts.num_groups if experts.num_groups > 1 else None,
+            num_limited_groups=experts.groups_per_token,
         ),
         routed_experts=RoutedExperts.Config(
             inner_experts=PlainExperts.Config(
@@ -66,6 +71,7 @@ def experts_config(architecture: PolicyArchitecture, *, expert_parallel: int) ->
             ),
             token_dispatcher=dispatcher.Config(num_experts=experts.number, top_k=experts.per_token),
         ),
+        shared_experts=shared,
     )
 
 
@@ -103,9 +109,9 @@ class FloatGate(Linear):
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
-    """Chooses the experts of each token by the softmax of the gate's scores, or takes them from
-    ``replayed_BLK``. The experts' weights are always those of this gate, so it gets gradients
-    either way.
+    """Chooses the experts of each token by the softmax of the gate's scores (DeepSeek-V3: by their
+    sigmoids and a bias, from the best groups), or takes them from ``replayed_BLK``. The experts'
+    weights are always those of this gate, so it gets gradients either way.
 
     The counts are of the local tokens since `reset_counts`. With recomputed activations each token
     counts twice.
@@ -133,8 +139,13 @@ class ReplayRouter(TokenChoiceTopKRouter):
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return weights and experts [B, L, K], and scores [B, L, E]."""
-        scores_BLE = F.softmax(self.gate(x_BLD), dim=-1)
-        experts_BLK = scores_BLE.topk(self.top_k, dim=-1, sorted=False).indices
+        logits_BLE = self.gate(x_BLD)
+        is_sigmoid = self.score_func == "sigmoid"
+        scores_BLE = logits_BLE.sigmoid() if is_sigmoid else F.softmax(logits_BLE, dim=-1)
+        choice_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E
+        if self.num_expert_groups is not None:
+            choice_BLE = self._get_node_limited_routing_scores(choice_BLE)
+        experts_BLK = choice_BLE.topk(self.top_k, dim=-1, sorted=False).indices
         if self.replayed_BLK is not None:
             replayed_BLK = _split_like(self.replayed_BLK.long(), scores_BLE)
             self._compare(_local(experts_BLK), _local(replayed_BLK))
@@ -144,7 +155,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
         weights_BLK = scores_BLE.gather(dim=-1, index=experts_BLK)
         if self.route_norm:
             weights_BLK = weights_BLK / weights_BLK.sum(dim=-1, keepdim=True)
-        return weights_BLK, experts_BLK, scores_BLE
+        return weights_BLK * self.route_scale, experts_BLK, scores_BLE
 
     @torch.no_grad()
     def _count(self, experts_BLK: torch.Tensor) -> None:
@@ -174,9 +185,10 @@ def _split_like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return whole.redistribute(placements=other.placements)
 
 
-def routing_metrics(routers: Iterable[ReplayRouter]) -> dict[str, float]:
-    """The metrics of the tokens of all ranks that were routed since `reset_counts`. Every rank
-    has forwarded tokens. Collective."""
+def routing_metrics(routers: Iterable[ReplayRouter], *, first_layer: int = 0) -> dict[str, float]:
+    """The metrics of the tokens of all ranks that were routed since `reset_counts`.
+    ``first_layer``: the number of the first layer with experts. Every rank has forwarded tokens.
+    Collective."""
     counts = []
     for router in routers:
         assert router.load_E is not None
@@ -196,7 +208,8 @@ def routing_metrics(routers: Iterable[ReplayRouter]) -> dict[str, float]:
         "expert_load_max": load_X.max().item(),
         "expert_entropy_mean": entropy_X.mean().item(),
     }
-    for layer, (load, entropy) in enumerate(zip(load_X.tolist(), entropy_X.tolist(), strict=True)):
+    of_layers = zip(load_X.tolist(), entropy_X.tolist(), strict=True)
+    for layer, (load, entropy) in enumerate(of_layers, start=first_layer):
         metrics |= {f"expert_load/layer_{layer}": load, f"expert_entropy/layer_{layer}": entropy}
     if num_replayed:
         metrics["routing_mismatch"] = counts_XC[:, -1].sum().item() / num_replayed

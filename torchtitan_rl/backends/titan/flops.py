@@ -22,8 +22,8 @@ _A100_PEAK = 312e12
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySizes:
     """The sizes of a policy that determine its FLOPs. ``attention_width`` is layers x heads x head
-    dimension. ``frozen_parameters`` of the layers are not trained; if there are any, the head is
-    not trained either."""
+    dimension (the mean of keys' and values'). ``frozen_parameters`` of the layers are not trained;
+    if there are any, the head is not trained either."""
 
     layer_parameters: int
     head_parameters: int
@@ -39,11 +39,12 @@ class PolicySizes:
         a = architecture
         if a.experts is not None:
             share = 1 - a.experts.per_token / a.experts.number
-            layer_parameters -= int(share * a.num_layers * expert_weights(a))
+            layer_parameters -= int(share * a.num_expert_layers * expert_weights(a))
+        value_dim = a.head_dim if a.latent is None else a.latent.value_dim
         return PolicySizes(
             layer_parameters=layer_parameters,
             head_parameters=a.vocab_size * a.dim,
-            attention_width=a.num_layers * a.num_heads * a.head_dim,
+            attention_width=a.num_layers * a.num_heads * (a.head_dim + value_dim) // 2,
             frozen_parameters=frozen_parameters,
         )
 

@@ -59,8 +59,9 @@ class PolicyStateDictAdapter(Qwen3StateDictAdapter):
 
     def __init__(self, model_config: PolicyModel.Config) -> None:
         super().__init__(model_config, hf_assets_path=None)
-        for family in FAMILIES.values():
-            self.from_hf_map |= family.tensor_names
+        for family in FAMILIES.values():  # "q_proj" is another tensor with latent attention
+            if family.has_latent_attention == (model_config.latent is not None):
+                self.from_hf_map |= family.tensor_names
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         grouped = {name: value for name, value in state_dict.items() if _EXPERTS.match(name)}
@@ -73,10 +74,13 @@ class PolicyStateDictAdapter(Qwen3StateDictAdapter):
         return {**super().from_hf(others), **grouped}
 
     def is_of_model(self, name: str) -> bool:
-        """Whether the model has the tensor ``name`` of a Hugging Face checkpoint."""
+        """Whether the model has the tensor ``name`` of a Hugging Face checkpoint. It has no layers
+        that predict several tokens (MTP), which are numbered after the others."""
         is_tied_head = name == "lm_head.weight" and self.model_config.enable_weight_tying
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)
-        return self.from_hf_map.get(pattern) is not None and not is_tied_head
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if is_tied_head or (layer and int(layer[1]) >= len(self.model_config.layers)):
+            return False
+        return self.from_hf_map.get(re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)) is not None
 
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(w[123])_")
@@ -183,11 +187,18 @@ def hf_state(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[st
     """
     state: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
-        value = value.detach().to(dtype)  # before the ranks exchange it, and on its device
+        # Before the ranks exchange it, and on its device.
+        value = value.detach().to(_written_as(name, dtype))
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
             state |= _named(name, whole.cpu().contiguous())
     return state
+
+
+def _written_as(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Biases of experts stay in float32, as in checkpoints and engines: to compare scores, bfloat16
+    is too coarse."""
+    return torch.float32 if name.endswith(".e_score_correction_bias") else dtype
 
 
 def hf_names(tensors: Mapping[str, torch.Tensor]) -> set[str]:
@@ -221,8 +232,9 @@ def hf_parts(
         names = expert_names(name, value.shape[0])
         if names is None:
             local = shard.local if writes else None
+            kind = _written_as(name, dtype)
             parts[name] = TensorPart(
-                shape=value.shape, dtype=dtype, offset=shard.offset, local=local
+                shape=value.shape, dtype=kind, offset=shard.offset, local=local
             )
             continue
         first, *others = shard.offset
@@ -304,7 +316,10 @@ def write_hf(path: Path, state: dict[str, torch.Tensor], *, source: Path) -> Non
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
-    (temporary / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+    config |= {"dtype": dtype}
+    if "num_nextn_predict_layers" in config:  # such layers are neither trained nor written
+        config["num_nextn_predict_layers"] = 0
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     weights = temporary / "model.safetensors"
     weights.touch()
     mode = weights.stat().st_mode  # save_file creates a file that only the owner can read
@@ -381,7 +396,9 @@ def export_checkpoint(
     except CheckpointException as error:  # no subclass of Exception
         raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
     architecture = read_architecture(source)
-    model_config: Any = SimpleNamespace(enable_weight_tying=architecture.has_tied_embeddings)
+    model_config: Any = SimpleNamespace(
+        enable_weight_tying=architecture.has_tied_embeddings, latent=architecture.latent
+    )
     named = {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
     adapter, kind = PolicyStateDictAdapter(model_config), getattr(torch, dtype)
     state = adapter.to_hf(named)
@@ -399,7 +416,8 @@ def export_checkpoint(
         raise CheckpointError(f"checkpoint {checkpoint} is not of the policy in {source}")
     target.parent.mkdir(parents=True, exist_ok=True)
     tensors = {one: t for name, whole in state.items() for one, t in _named(name, whole).items()}
-    write_hf(target, {name: tensor.to(kind) for name, tensor in tensors.items()}, source=source)
+    written = {name: tensor.to(_written_as(name, kind)) for name, tensor in tensors.items()}
+    write_hf(target, written, source=source)
 
 
 def _weights(source: Path, architecture: PolicyArchitecture) -> dict[str, torch.Tensor]:

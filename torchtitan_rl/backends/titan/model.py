@@ -1,9 +1,10 @@
 """The policies of all `FAMILIES` as torchtitan models.
 
 All families use torchtitan's Qwen3, with or without norms on queries and keys, with or without
-biases of queries, keys and values, dense or with experts (`experts.py`). (torchtitan's own Llama
-permutes rotary halves on load, which FSDP2 cannot do with an odd number of heads.) Rotary
-embeddings can use the frequencies of Llama 3.1.
+biases of queries, keys and values, dense or with experts (`experts.py`); DeepSeek-V3 uses it with
+torchtitan's latent attention. (torchtitan's own Llama permutes rotary halves on load, which FSDP2
+cannot do with an odd number of heads.) Rotary embeddings can use the frequencies of Llama 3.1, or
+YaRN's (DeepSeek-V3).
 
 On the CPU, PyTorch has no fused kernels for norms, rotary embeddings and SwiGLU layers. The layers
 of this module need fewer passes over memory than torchtitan's. With torchtitan's layers, norms and
@@ -24,7 +25,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,8 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.common.config_utils import make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.deepseek_v3 import make_mla_attention_config
+from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
@@ -61,8 +64,10 @@ from torchtitan_rl.backends.titan.tree_attention import (
     tree_mask_mod,
     tree_nodes,
 )
+from torchtitan_rl.config.deepseek import LatentAttention
 from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.model import PolicyArchitecture
+from torchtitan_rl.rope_fields import Llama3Scaling, YarnScaling
 from torchtitan_rl.training.config import TrainerConfig
 
 _NO_INIT = {
@@ -88,7 +93,8 @@ class PolicyModel(Qwen3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
-        pass
+        latent: LatentAttention | None = None
+        mtp_layers: list[Any] = field(default_factory=list)  # which DeepSeek-V3's shardings read
 
     def forward(
         self,
@@ -203,16 +209,24 @@ def policy_config(
     norm_config = CpuRMSNorm.Config if is_cpu else RMSNorm.Config
     norm = partial(norm_config, eps=a.norm_eps, param_init=_NO_INIT)
     linear = partial(Linear.Config, param_init=_NO_INIT)
-    layers = [
-        Qwen3TransformerBlock.Config(
+    feed_forward = partial(_feed_forward, a.dim, is_fused=is_cpu and not lora.rank)
+    attention = _attention if a.latent is None else _latent_attention
+
+    def block(number: int) -> Any:
+        dense = shared = None
+        experts, is_dense = a.experts, number < a.num_layers - a.num_expert_layers
+        if experts is None or is_dense:
+            dense = feed_forward(a.hidden_dim if experts is None else experts.dense_hidden_dim)
+        elif experts.num_shared:
+            shared = feed_forward(experts.num_shared * a.hidden_dim)
+        return Qwen3TransformerBlock.Config(
             attention_norm=norm(normalized_shape=a.dim),
             ffn_norm=norm(normalized_shape=a.dim),
-            attention=_attention(a, config, layout, dtype, norm),
-            feed_forward=None if a.experts else _feed_forward(a, is_cpu and not lora.rank),
-            moe=experts_config(a, expert_parallel=ep) if a.experts else None,
+            attention=attention(a, config, layout, dtype, norm),
+            feed_forward=dense,
+            moe=None if dense else experts_config(a, shared, expert_parallel=ep),
         )
-        for _ in range(a.num_layers)
-    ]
+
     model_config = PolicyModel.Config(
         dim=a.dim,
         vocab_size=a.vocab_size,
@@ -221,10 +235,14 @@ def policy_config(
         ),
         norm=norm(normalized_shape=a.dim),
         lm_head=linear(in_features=a.dim, out_features=a.vocab_size),
-        layers=layers,
+        layers=[block(number) for number in range(a.num_layers)],
         enable_weight_tying=a.has_tied_embeddings,
+        latent=a.latent,
     )
-    set_qwen3_sharding_config(
+    set_shardings = (
+        set_qwen3_sharding_config if a.latent is None else (set_deepseek_v3_sharding_config)
+    )
+    set_shardings(
         model_config, enable_sp=layout.parallelism.enable_sequence_parallel, enable_ep=ep > 1
     )
     if not lora.rank:
@@ -234,14 +252,14 @@ def policy_config(
     return converter.build().convert(model_config)
 
 
-def _feed_forward(architecture: PolicyArchitecture, is_fused: bool) -> Any:
+def _feed_forward(dim: int, hidden_dim: int, *, is_fused: bool) -> Any:
     """``is_fused``: by `CpuFeedForward`, which reads the weights of its linear layers, and would
     not call their adapters."""
-    a, linear = architecture, partial(Linear.Config, param_init=_NO_INIT)
+    linear = partial(Linear.Config, param_init=_NO_INIT)
     return (CpuFeedForward if is_fused else FeedForward).Config(
-        w1=linear(in_features=a.dim, out_features=a.hidden_dim),
-        w2=linear(in_features=a.hidden_dim, out_features=a.dim),
-        w3=linear(in_features=a.dim, out_features=a.hidden_dim),
+        w1=linear(in_features=dim, out_features=hidden_dim),
+        w2=linear(in_features=hidden_dim, out_features=dim),
+        w3=linear(in_features=dim, out_features=hidden_dim),
     )
 
 
@@ -268,12 +286,53 @@ def _attention(
     return attention
 
 
+def _latent_attention(
+    architecture: PolicyArchitecture,
+    config: TrainerConfig,
+    layout: Layout,
+    dtype: str,
+    norm: Callable[..., Any],
+) -> Any:
+    a, latent = architecture, architecture.latent
+    assert latent is not None
+    attention = make_mla_attention_config(
+        layer_id=0,
+        dim=a.dim,
+        n_heads=a.num_heads,
+        q_lora_rank=latent.query_rank or 0,
+        kv_lora_rank=latent.kv_rank,
+        qk_nope_head_dim=a.head_dim - latent.rope_dim,
+        qk_rope_head_dim=latent.rope_dim,
+        v_head_dim=latent.value_dim,
+        mscale=a.rope_scaling.mscale if isinstance(a.rope_scaling, YarnScaling) else 1.0,
+        attn_backend="flex",
+        linear_init=_NO_INIT,
+        norm_init=_NO_INIT,
+        depth_init=lambda _: _NO_INIT,
+        rope=_rope(a, config.max_episode_tokens),
+    )
+    # varlen's kernels need keys and values of one length.
+    is_cpu = layout.device.type == "cpu"
+    attention.inner_attention = (TreeAttention if is_cpu else FlexAttention).Config()
+    attention.q_norm = norm(normalized_shape=latent.query_rank or 1)
+    attention.kv_norm = norm(normalized_shape=latent.kv_rank)
+    return attention
+
+
 def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
-    scaling = architecture.rope_scaling
-    scaled: dict[str, Any] = {} if scaling is None else {"scaling": "llama", **asdict(scaling)}
+    latent, scaled = architecture.latent, {}
+    match architecture.rope_scaling:
+        case Llama3Scaling() as scaling:
+            scaled = {"scaling": "llama", **asdict(scaling)}
+        case YarnScaling() as scaling:
+            scaled = {"scaling": "yarn", **asdict(scaling)}
+            del scaled["mscale"]  # of attention
     # Positions are depths in a tree, so none exceeds the length of an episode.
-    return ScaledRoPE.Config(
-        dim=architecture.head_dim, max_seq_len=row_len, theta=architecture.rope_theta, **scaled
+    return (ScaledRoPE if latent is None else InterleavedRoPE).Config(
+        dim=architecture.head_dim if latent is None else latent.rope_dim,
+        max_seq_len=row_len,
+        theta=architecture.rope_theta,
+        **scaled,
     )
 
 
@@ -380,6 +439,25 @@ class ScaledRoPE(CosSinRoPE):
         positions = torch.arange(config.max_seq_len, dtype=torch.float32)
         angles = torch.outer(positions, frequencies).repeat(1, 2)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+class InterleavedRoPE(ScaledRoPE):
+    """Rotates adjacent elements together. The results are in the order of `ScaledRoPE`, in queries
+    and keys alike, as in transformers: products do not depend on the order."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledRoPE.Config):
+        pass
+
+    @staticmethod
+    def apply_rotary_emb(
+        query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return ScaledRoPE.apply_rotary_emb(_in_halves(query), _in_halves(key), rope_cache)
+
+
+def _in_halves(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
 
 
 class _Rotation(torch.autograd.Function):

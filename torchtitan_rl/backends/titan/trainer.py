@@ -548,7 +548,8 @@ class PolicyTrainer:
         }
         if self._peak_flops is not None:
             metrics["mfu"] = metrics["flops_per_second_per_rank"] / self._peak_flops
-        metrics |= routing_metrics(self._routers)
+        if (experts := self._architecture.experts) is not None:
+            metrics |= routing_metrics(self._routers, first_layer=experts.num_dense_layers)
         metrics["weights_digest"] = float(weights_digest(self._trained()))
         selected_N = np.logical_or.reduce([one for one, _ in updates])
         logprobs_N, losses_N, gradients_N = columns.of_all_ranks(selected_N, missing=math.nan)
@@ -620,7 +621,9 @@ class PolicyTrainer:
         experts, routed_NXK = self._architecture.experts, batch.routed_experts
         if routed_NXK is None:
             return
-        needed = None if experts is None else (self._architecture.num_layers, experts.per_token)
+        needed = (
+            None if experts is None else (self._architecture.num_expert_layers, experts.per_token)
+        )
         known = routed_NXK[routed_NXK != UNKNOWN_EXPERT]
         if experts is None or routed_NXK.shape[1:] != needed or (known >= experts.number).any():
             raise ValueError(

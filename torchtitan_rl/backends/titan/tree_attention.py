@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (before torchtitan)
 
@@ -83,9 +84,12 @@ class TreeAttention(Module):
         scale: float | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-        out_TNH, _normalizer = _attend(q_BLNH[0], k_BLNH[0], v_BLNH[0], attention_masks, scale)
-        return out_TNH[None]
+        size, of_values = q_BLNH.shape[-1], v_BLNH.shape[-1]
+        scale = size**-0.5 if scale is None else scale
+        # The kernel needs one length. Zeros change nothing.
+        v_TKH = v_BLNH[0] if of_values == size else F.pad(v_BLNH[0], (0, size - of_values))
+        out_TNH, _normalizer = _attend(q_BLNH[0], k_BLNH[0], v_TKH, attention_masks, scale)
+        return out_TNH[None, ..., :of_values]
 
 
 @torch.library.custom_op("torchtitan_rl::tree_attention", mutates_args=())

@@ -40,7 +40,9 @@ def engine_environment(
     """Return the variables that must be set before an engine process imports torch or vLLM.
 
     ``threads``: OMP threads of the process. Compilation is off on a CPU, because compiling takes
-    47 s at the start and makes nothing faster.
+    47 s at the start and makes nothing faster. So is vLLM's latent attention (MLA), which has no
+    prefix cache there, and only a kernel for vectors of 512 + 64 elements: keys and values of all
+    heads are kept instead.
 
     On CUDA, FlashInfer's sampler is off, because its package has no compiled kernels: the first
     request with a top_p or top_k but without logprobs would run nvcc inside a step, which fails or
@@ -55,7 +57,11 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
     }
     if device == "cpu":
-        environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment |= {
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_MLA_DISABLE": "1",
+        }
     else:
         sampler = "VLLM_USE_FLASHINFER_SAMPLER"
         environment |= {sampler: os.environ.get(sampler, "0"), "VLLM_LOGGING_LEVEL": "INFO"}

@@ -14,6 +14,7 @@ import torch
 from vllm.model_executor.custom_op import CustomOp, maybe_get_oot_by_class
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.sample import rejection_sampler
 
 _VECTOR_ITEMS = 16
@@ -22,7 +23,11 @@ _DTYPE = torch.float32
 
 def use_cpu_kernels() -> None:
     """Make every engine that is built after this call use these layers."""
-    for layer, replacement in ((RMSNorm, KernelRMSNorm), (SiluAndMul, KernelSiluAndMul)):
+    for layer, replacement in (
+        (RMSNorm, KernelRMSNorm),
+        (SiluAndMul, KernelSiluAndMul),
+        (RotaryEmbedding, FlatRotaryEmbedding),
+    ):
         if maybe_get_oot_by_class(layer) is layer:
             CustomOp.register_oot(replacement, name=layer.__name__)
     rejection_sampler.expand_batch_to_tokens = _expand
@@ -74,3 +79,15 @@ class KernelSiluAndMul(SiluAndMul):
         result = x.new_empty(*x.shape[:-1], size)
         torch.ops._C.silu_and_mul(result, x.contiguous())
         return result
+
+
+class FlatRotaryEmbedding(RotaryEmbedding):
+    def forward_cpu(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Give vLLM's CPU kernel all heads of a token in one row. Of tensors [T, heads, size], as
+        DeepSeek-V3 has them, it takes each head for a token, and rotates by wrong positions."""
+        of_query, of_key = super().forward_cpu(
+            positions, query.flatten(1), None if key is None else key.flatten(1)
+        )
+        return of_query.view(query.shape), None if key is None else of_key.view(key.shape)

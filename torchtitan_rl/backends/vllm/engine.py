@@ -38,7 +38,7 @@ from torchtitan_rl.backends.vllm.cpu import (
     repack,
     unique_shared_memory,
 )
-from torchtitan_rl.backends.vllm.pulled import PulledWeights
+from torchtitan_rl.backends.vllm.pulled import PulledWeights, latent_products
 from torchtitan_rl.backends.vllm.routing import make_recorder
 from torchtitan_rl.backends.vllm.sampling import (
     Grammars,
@@ -253,12 +253,15 @@ class VllmEngine:
             raise WeightSyncError(
                 f"version {version}: a tensor does not fit {self._spec.model}: {cause!r}"
             ) from cause
+        derived = latent_products(self._model)
         if loaded is not None:
-            missing = {name for name, _ in self._model.named_parameters()} - loaded
-            if missing:
+            parameters = {name for name, _ in self._model.named_parameters()}
+            if missing := parameters - loaded - derived.keys():
                 raise WeightSyncError(f"version {version} lacks {sorted(missing)}")
         if self._spec.device == "cpu":
             repack(self._model)
+        for layer in derived.values():
+            layer.process_weights_after_loading(self._engine.model_config.dtype)
         if self._spec.weight_sync.check_pulls:
             self._pulled.check(tensors, version)
 

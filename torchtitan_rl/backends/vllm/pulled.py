@@ -74,6 +74,7 @@ _Probe = Callable[[Tensors, int], bool]  # whether the layer is right; the numbe
 
 
 def _probe_of(module: Any, path: str, packed: Mapping[str, Sequence[str]]) -> _Probe | None:
+    from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
@@ -94,6 +95,8 @@ def _probe_of(module: Any, path: str, packed: Mapping[str, Sequence[str]]) -> _P
         return partial(_linear, module, [f"{parent}.{one}" for one in packed.get(name, [name])])
     if isinstance(module, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
         return partial(_experts, module, path.rpartition(".")[0])
+    if isinstance(module, MLAAttention) and hasattr(module, "W_UV"):
+        return partial(_latent, module, path.partition(".mla_attn")[0])
     if isinstance(module, VocabParallelEmbedding) and isinstance(
         method, UnquantizedEmbeddingMethod
     ):
@@ -143,6 +146,31 @@ def _head(module: Any, path: str, tensors: Tensors, number: int) -> bool:
     units = _units(size, number)
     found_NO = module.quant_method.apply(module, _one_hot(units, size, module.weight))
     return _equal(found_NO[:, :rows], tensors[name][start : start + rows, units].T)
+
+
+def latent_products(model: Any) -> dict[str, Any]:
+    """The parameters that layers with latent attention (MLA) make of their ``kv_b_proj``, by name,
+    with the layer. They multiply queries and outputs, and have to be made again after a pull."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    return {
+        f"{path}.{name}": module
+        for path, module in model.named_modules()
+        if isinstance(module, MLAAttention)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+
+def _latent(module: Any, path: str, tensors: Tensors, number: int) -> bool:
+    """Compares columns of both products, of all heads of this rank."""
+    projection = module.kv_b_proj
+    whole = tensors[f"{path}.kv_b_proj.weight"].chunk(projection.tp_size)[projection.tp_rank]
+    units = _units(whole.shape[1], number)
+    columns = whole[:, units].view(module.num_heads, -1, len(units))
+    keys, values = columns.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+    return _equal(module.W_UK_T[:, :, units], keys) and _equal(
+        module.W_UV[:, units], values.transpose(1, 2)
+    )
 
 
 def _experts(module: Any, path: str, tensors: Tensors, number: int) -> bool:
