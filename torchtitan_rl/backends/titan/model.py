@@ -240,7 +240,7 @@ def policy_config(
         latent=a.latent,
     )
     set_shardings = (
-        set_qwen3_sharding_config if a.latent is None else (set_deepseek_v3_sharding_config)
+        set_qwen3_sharding_config if a.latent is None else set_deepseek_v3_sharding_config
     )
     set_shardings(
         model_config, enable_sp=layout.parallelism.enable_sequence_parallel, enable_ep=ep > 1
