@@ -53,6 +53,8 @@ NOT_RUN = {
     "tests/real/test_openenv_server.py",
     r"torchtitan-rl eval .*my_sums": "needs a run's checkpoints: tests/real/test_new_task.py",
     r"make |source ": "sets up: CI runs it, except for `make demo` (tests/real/test_main_job.py)",
+    r"python -m torchtitan_rl\.experiments\.\S+warm_start": "trains for minutes; the "
+    "policies that it made are in the package",
     r"python -m benchmarks": "takes an hour: tests/real/test_benchmarks.py",
     r"hf |torchtitan-rl train gsm8k_smollm2": "needs the network: tests/real/test_data_tasks.py",
     r"torchtitan-rl retriever ": "serves: tests/fast/commands/test_retriever.py",
