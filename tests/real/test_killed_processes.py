@@ -3,13 +3,17 @@ test_async_run for the controller, test_other_users for the endpoint."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.real.runs import ROOT, Run, options, read_metrics, require_audit
+from tests.real.served import serve
 from torchtitan_rl.failures import Sign
 from torchtitan_rl.observability.failures import read_failures
+
+POLICY = ROOT / "experiments" / "alphabet_sort" / "policy"
 
 
 def await_first_step(run: Run, run_dir: Path) -> None:
@@ -46,6 +50,52 @@ def test_trap_11_a_run_goes_on_without_a_killed_and_a_stopped_replica_and_ends_c
     assert "evaluation/reward_mean" in rows[-1]
     for row in rows[1:]:
         assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/discarded"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_killed_and_stopped_replicas_return_once_they_answer_like_another(tmp_path, placement):
+    more = ("--generator.replicas", "3", "--placement", placement, "--num-steps", "1000")
+    run, run_dir = Run(options(tmp_path, "run", *more), log=tmp_path / "log"), tmp_path / "run"
+    await_first_step(run, run_dir)
+    run.process_of("replica1-rank0").kill()
+    run.process_of("replica2-rank0").suspend()
+    run.wait_until(lambda: len(read_failures(run_dir)) == 2, "two reports")
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM, run.log.read_text()[-3000:]
+    assert run.left_behind() == []
+    rows = {row["name"]: row for row in read_failures(run_dir)}
+    assert {name: row["sign"] for name, row in rows.items()} == {
+        "replica1": Sign.ENDED,
+        "replica2": Sign.STOPPED,
+    }
+    for name, row in rows.items():
+        print(row)
+        assert row["successor"] == f"{name}-2"
+        assert row["silent_s"] > 0
+        assert 0 < row["restart_s"] <= row["serve_s"]
+        assert row["detail"].startswith("answers as replica")
+    require_audit(run_dir)
+
+
+@pytest.mark.soak
+def test_a_replica_of_serve_returns(tmp_path):
+    server = serve(tmp_path, POLICY, "--generator.replicas", "2")
+    try:
+        server.run.process_of("replica1-rank0").kill()
+        server.wait_until(
+            lambda: "failure of replica1" in server.run.log.read_text(), "a new replica"
+        )
+        print(server.run.log.read_text())
+        assert "replica1-2 takes the place of replica1: answers as replica0 does" in (
+            server.run.log.read_text()
+        )
+        server.wait_until(lambda: server.gauge("replicas_live") == 2, "two replicas")
+        server.run.process.terminate()
+        assert server.run.wait() == 128 + signal.SIGTERM
+        assert server.run.left_behind() == []
+    finally:
+        server.run.kill_all()
 
 
 # Found on PYTHONPATH by every process of a run: the first engine to get to its 40th step never

@@ -40,6 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         folder,
         POLICY,
         *("--generator.replicas", "2", "--generator.max-model-len", "1024"),
+        *("--generator.max-restarts", "0"),  # see test_killed_processes
         *("--episodes-file", str(folder / "episodes.jsonl")),
         environment={
             "LD_PRELOAD": " ".join(map(str, OPENMP)),

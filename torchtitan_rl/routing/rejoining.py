@@ -45,6 +45,7 @@ async def prove(
         ReplicaError: the replica is lost.
     """
     for _ in range(_MAX_ATTEMPTS):
+        await pool.wait_until(lambda: not pool.is_paused or not state.is_live)
         await pool.wait_until(lambda: _is_decided(pool, state), timeout_s=_EQUAL_VERSION_S)
         if not state.is_live:
             raise lost_error(state)
