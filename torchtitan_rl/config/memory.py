@@ -412,6 +412,8 @@ def _layer_activations(
         case "selective":  # every second product of matrices, and FlexAttention
             kept += (queries + keys + _hidden_of_token(policy, 1) // ranks + dim) * size
             kept += queries * size + normalizers if is_cuda else 0
+            if config.context_parallel > 1:  # exchanged heads are not exchanged again
+                kept += (2 * queries + 2 * keys) * size
     return kept, whole
 
 
