@@ -183,7 +183,7 @@ class RestartedTrainer:
         try:
             await saving.trainer.finish_checkpoint()
         except TrainerLostError as error:
-            raise CheckpointError(f"checkpoint {saving.start.checkpoint}: {error}") from error
+            raise CheckpointError(f"{saving.start.checkpoint}: {one_line(error)}") from error
         finally:
             if self._saving is saving:
                 self._saving = None

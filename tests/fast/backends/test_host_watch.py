@@ -15,7 +15,7 @@ from torchtitan_rl.backends.monarch import hosts as hosts_module
 from torchtitan_rl.backends.monarch.host_agent import HostAnswer, describe_host
 from torchtitan_rl.backends.monarch.host_watch import HostWatch
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError, _Wanted
-from torchtitan_rl.errors import ConfigError, HostsBusyError
+from torchtitan_rl.errors import ConfigError, HostLostError, HostsBusyError
 from torchtitan_rl.launch.workers import CONTROLLER_LOST_S
 
 
@@ -62,6 +62,38 @@ def test_a_host_with_other_code_is_given_up() -> None:
     found, said = look_for(None, ConfigError("it has torch 1.0"))
     assert found is None
     assert said == ["host0 is back and cannot be used: it has torch 1.0"]
+
+
+def test_nothing_waits_for_a_host_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = cast(Any, SimpleNamespace(index=0, name="there"))
+    hosts = SimpleNamespace(
+        far=lambda: [host], lose=lambda host: None, can_return=True, attach_again=None
+    )
+
+    async def refuse(index: int) -> None:
+        raise ConfigError("it has torch 1.0")
+
+    async def is_cut_off(host: Host) -> HostLostError:
+        return HostLostError("no answer for 15 s")
+
+    async def play() -> None:
+        hosts.attach_again = refuse
+        watch = HostWatch(
+            cast(Hosts, hosts),
+            log_dir=Path(),
+            trace_dir=None,
+            say=lambda line: None,
+            on_lost=lambda index, cause: None,
+        )
+        monkeypatch.setattr(watch, "_beat_until_lost", is_cut_off)
+        waiting = asyncio.create_task(watch.wait_until_there(0))
+        await watch._watch(host)
+        for asked in (waiting, watch.wait_until_there(0)):
+            with pytest.raises(HostLostError, match="host0 is lost and cannot return"):
+                await asked
+        assert not await watch.answers(0)
+
+    run_virtually(play())
 
 
 def test_a_host_answers_after_two_beats_and_does_not_once_it_is_lost() -> None:

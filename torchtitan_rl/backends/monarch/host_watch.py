@@ -74,6 +74,7 @@ class HostWatch:
         self._clocks = {} if trace_dir is None else clocks_of_files(trace_dir)
         self._asking: dict[int, list[asyncio.Future[None]]] = {h.index: [] for h in hosts.far()}
         self._lost = {host.index: asyncio.Event() for host in hosts.far()}  # set while lost
+        self._gone: dict[int, HostLostError] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> HostWatch:
@@ -100,7 +101,13 @@ class HostWatch:
         self._tasks.append(task)
 
     async def wait_until_there(self, index: int) -> None:
-        """Return when the host answers its next heartbeat; at once for this machine."""
+        """Return when the host answers its next heartbeat; at once for this machine.
+
+        Raises:
+            HostLostError: the host is lost, and cannot be used again.
+        """
+        if index in self._gone:
+            raise self._gone[index]
         if index in self._asking:
             answered = asyncio.get_running_loop().create_future()
             self._asking[index].append(answered)
@@ -112,8 +119,8 @@ class HostWatch:
         Two answers are needed, because the first may have been sent before a process of the host
         was lost. Returns at once for this machine.
         """
-        if index not in self._files:
-            return True
+        if index not in self._files or self.is_lost(index):
+            return index not in self._files
 
         async def two_answers() -> None:
             await self.wait_until_there(index)
@@ -150,6 +157,10 @@ class HostWatch:
                 self._on_failure(failure.ended("the run ended first"))
                 raise
             if back is None:
+                self._gone[host.index] = gone = HostLostError(f"{name} is lost and cannot return")
+                for asking in self._asking[host.index]:
+                    if not asking.done():
+                        asking.set_exception(gone)
                 self._on_failure(failure.ended("it cannot return"))
                 return
             host = back
