@@ -138,7 +138,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(
 
 def test_the_reference_of_the_penalty_is_the_base(checkpoint: Path) -> None:
     """The penalty of a policy with adapters is that against a second model of the base."""
-    from torchtitan_rl.backends.titan.forward import load_reference
+    from torchtitan_rl.backends.titan.frozen import load_reference
 
     found = []
     for has_second_model in (False, True):

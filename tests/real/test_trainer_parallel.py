@@ -295,7 +295,7 @@ def uneven_rank(rank: int, port: int, folder: Path) -> None:
     logits, targets, upstream = logits_of_uneven_shards()
     shards = logits.chunk(2, dim=1)
     own = shards[rank].clone().requires_grad_()
-    logprobs, entropy = selected_logprobs(
+    logprobs, entropy, _ = selected_logprobs(
         own,
         targets,
         torch.arange(len(targets)),
@@ -319,7 +319,7 @@ def test_ranks_that_split_the_vocabulary_unevenly_equal_one(tmp_path: Path) -> N
     rows = torch.arange(len(targets))
     run_ranks(uneven_rank, 2, free_ports(1)[0], tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    logprobs, entropy = selected_logprobs(logits.requires_grad_(), targets, rows)
+    logprobs, entropy, _ = selected_logprobs(logits.requires_grad_(), targets, rows)
     (gradient,) = torch.autograd.grad((logprobs * upstream).sum(), logits)
     for own in found:
         torch.testing.assert_close(own[0], logprobs)

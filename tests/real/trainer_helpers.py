@@ -6,7 +6,7 @@ import dataclasses
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -83,13 +83,20 @@ def trainer(
     max_steps: int = MAX_STEPS,
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     lora: LoraConfig | None = None,
+    teachers: Sequence[Path] = (),
     **fields: Any,
 ) -> Iterator[PolicyTrainer]:
     from torchtitan_rl.backends.titan.trainer import PolicyTrainer
 
     config = dataclasses.replace(CONFIG, **fields)
     policy_trainer = PolicyTrainer(
-        checkpoint, config, seed=0, max_steps=max_steps, dtype=dtype, lora=lora
+        checkpoint,
+        config,
+        seed=0,
+        max_steps=max_steps,
+        dtype=dtype,
+        lora=lora,
+        teachers=teachers,
     )
     try:
         yield policy_trainer

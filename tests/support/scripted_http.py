@@ -73,13 +73,14 @@ async def scripted_http(
 
 
 async def _body(reader: asyncio.StreamReader) -> bytes:
-    """Of the next request; empty at the end of the connection."""
-    length = 0
+    """Of the next request, null if it has none; empty at the end of the connection."""
+    length, default = 0, b""
     while (line := await reader.readline()) not in (b"\r\n", b""):
+        default = b"null"
         name, _, value = line.partition(b":")
         if name.lower() == b"content-length":
             length = int(value)
-    return await reader.readexactly(length)
+    return await reader.readexactly(length) or default
 
 
 def _encoded(reply: Reply) -> bytes:

@@ -59,6 +59,7 @@ class TrainerSpec:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     lora: LoraConfig | None = None  # adapters that are trained in place of all weights
+    teachers: tuple[Path, ...] = ()  # checkpoints of those that the trainer computes
     python_path: tuple[str, ...] = ()  # folders from which `LossConfig.function` may import
 
 

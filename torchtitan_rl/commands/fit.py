@@ -57,27 +57,40 @@ def main(words: Sequence[str]) -> int:
     if errors := [*errors, *chosen_host_errors(replace(config.launch, hosts=devices))]:
         raise ConfigError(errors)
     checkpoint = config.policy.checkpoint
-    policy = published_facts(checkpoint) or find_policy(checkpoint, is_trained=True)[1]
+    policy = _facts(checkpoint, field="policy.checkpoint")
+    in_trainer = config.teacher.sources if config.teacher.is_in_trainer else ()
+    teachers = [_facts(one, field="teacher.checkpoint") for one in in_trainer]
     what = f"{checkpoint} ({policy.num_weights / 1e9:.1f} B parameters)"
     on = f"{count(len(hosts), 'host')} of {hosts[0].describe()}"
-    changes = fitting_options(config, policy, hosts, uses_all=True)
+    changes = fitting_options(config, policy, hosts, uses_all=True, teachers=teachers)
     if changes is None:
         done = "run" if config.mode == "generate" else "be trained"
-        shortage = describe_shortage(config, policy, hosts)
+        shortage = describe_shortage(config, policy, hosts, teachers)
         print(f"nothing fits: {what} cannot {done} on {on}: {shortage}")
         return 1
     chosen = load_config(config_file, [*overrides, *option_words(changes)])
     command = ["torchtitan-rl", "train", str(config_file), *overrides, *option_words(changes)]
-    lines = [f"{what} fits on {on}", *_describe(chosen, policy, hosts)]
+    lines = [f"{what} fits on {on}", *_describe(chosen, policy, hosts, teachers)]
     if len(hosts) > 1:
         lines.append("docs/clusters.md says how to start this command on several hosts:")
     print("\n".join([*lines, shlex.join(command)]))
     return 0
 
 
-def _describe(config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts]) -> list[str]:
+def _facts(checkpoint: str, *, field: str) -> PolicyFacts:
+    return published_facts(checkpoint) or find_policy(checkpoint, field=field, is_trained=True)[1]
+
+
+def _describe(
+    config: RunConfig,
+    policy: PolicyFacts,
+    hosts: Sequence[HostFacts],
+    teachers: Sequence[PolicyFacts],
+) -> list[str]:
     trainer, generator = config.trainer, config.generator
-    plan = memory_plan(config, policy, device="cuda", device_bytes=device_bytes(hosts))
+    plan = memory_plan(
+        config, policy, device="cuda", device_bytes=device_bytes(hosts), teachers=teachers
+    )
     replicas = (
         f"{count(generator.replicas, 'replica')} of {count(generator.tensor_parallel, 'rank')}"
     )

@@ -31,6 +31,7 @@ from torchtitan_rl.config.machine import machine_facts
 from torchtitan_rl.config.plan import plan_processes
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import File, output_file_errors
+from torchtitan_rl.config.teachers import recorded_teachers
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.observability.recorded import (
     RecordedRun,
@@ -137,7 +138,13 @@ def main(words: Sequence[str]) -> int:
         plan = plan_processes(config, devices=machine.cuda_devices, cores=cores)
         replay = Replay(
             recorded=recorded,
-            prepared=PreparedRun(config=config, policy_dir=policy_dir, plan=plan, keys=Keys()),
+            prepared=PreparedRun(
+                config=config,
+                policy_dir=policy_dir,
+                plan=plan,
+                keys=Keys(),
+                teachers=recorded_teachers(config, recorded.identity),
+            ),
             options=options,
             step=step,
             base=base,

@@ -45,7 +45,8 @@ def recorded_rollouts(prepared: PreparedRun) -> RecordedRun | None:
     recorded.check(1, config.num_steps)
     _, groups = next(recorded.steps(1, 1))
     turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
-    if config.teacher.is_on and turns and all(turn.teacher is None for turn in turns):
+    needs_scores = config.teacher.is_on and not config.teacher.is_in_trainer
+    if needs_scores and turns and all(turn.teacher is None for turn in turns):
         raise ConfigError(
             f"teacher is given: the rollouts in {config.rollouts} have no scores of a teacher; "
             "give a run with a teacher, or none"

@@ -18,7 +18,13 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from torchtitan_rl.config.machine import HostFacts, NoRoomError, place
-from torchtitan_rl.config.memory import BYTES, describe_parts, memory_plan, teacher_memory
+from torchtitan_rl.config.memory import (
+    BYTES,
+    MemoryPlan,
+    describe_parts,
+    memory_plan,
+    teacher_memory,
+)
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.run import RunConfig
 
@@ -53,7 +59,7 @@ def device_memory_errors(
     size = device_bytes(hosts)
     if not size:
         return []
-    plan = memory_plan(config, policy, device="cuda", device_bytes=size)
+    plan = memory_plan(config, policy, device="cuda", device_bytes=size, teachers=teachers)
     has = f"a device has {size / 2**30:.1f} GiB"
     errors = []
     if sum(plan.trainer.values()) > size:
@@ -69,9 +75,11 @@ def device_memory_errors(
             f"{describe_parts(plan.replica)}, which holds no request of generator.max_model_len "
             f"({length}) tokens, and {has}"
         )
-    fix = f"; {describe_fit(fitting_options(config, policy, hosts))}" if errors else ""
+    fix = ""
+    if errors:
+        fix = f"; {describe_fit(fitting_options(config, policy, hosts, teachers=teachers))}"
     errors = [error + fix for error in errors]
-    for teacher in teachers:
+    for teacher in teachers if config.teacher_ranks else ():
         parts = teacher_memory(
             config, teacher, device="cuda", dtype=config.policy.dtype, device_bytes=size
         )
@@ -107,6 +115,7 @@ def fitting_options(
     hosts: Sequence[HostFacts],
     *,
     uses_all: bool = False,
+    teachers: Sequence[PolicyFacts] = (),
 ) -> dict[str, Any] | None:
     """The fields to change so that the run fits, and their values. Empty if it fits as it is, None
     if nothing fits. With ``uses_all`` it does not fit unless it uses every device."""
@@ -114,7 +123,10 @@ def fitting_options(
     for requests in _REQUESTS:
         for sized in _sizes(config, policy, hosts, uses_all=uses_all):
             for candidate in _memory_options(sized):
-                if _fits(candidate, policy, size, requests) and _has_room(candidate, hosts):
+                plan = memory_plan(
+                    candidate, policy, device="cuda", device_bytes=size, teachers=teachers
+                )
+                if _fits(candidate, plan, size, requests) and _has_room(candidate, hosts):
                     return {
                         name: value
                         for name in _FIELDS
@@ -123,18 +135,23 @@ def fitting_options(
     return None
 
 
-def describe_shortage(config: RunConfig, policy: PolicyFacts, hosts: Sequence[HostFacts]) -> str:
+def describe_shortage(
+    config: RunConfig,
+    policy: PolicyFacts,
+    hosts: Sequence[HostFacts],
+    teachers: Sequence[PolicyFacts] = (),
+) -> str:
     """Why `fitting_options` found nothing: what the closest options lack."""
     size = device_bytes(hosts)
     plans = [
-        memory_plan(candidate, policy, device="cuda", device_bytes=size)
+        memory_plan(candidate, policy, device="cuda", device_bytes=size, teachers=teachers)
         for sized in _sizes(config, policy, hosts, uses_all=True)
         for candidate in _memory_options(sized)
         if _has_room(candidate, hosts)
     ]
     if not plans:
-        teachers = " and teachers" if config.teacher_ranks else ""
-        return f"there are too few devices for trainer, replicas{teachers}"
+        more = " and teachers" if config.teacher_ranks else ""
+        return f"there are too few devices for trainer, replicas{more}"
     usable = (1 - _MARGIN) * size
     small = [plan for plan in plans if sum(plan.trainer.values()) <= usable]
     if not small:
@@ -150,8 +167,7 @@ def describe_shortage(config: RunConfig, policy: PolicyFacts, hosts: Sequence[Ho
     )
 
 
-def _fits(config: RunConfig, policy: PolicyFacts, size: int, requests: int) -> bool:
-    plan = memory_plan(config, policy, device="cuda", device_bytes=size)
+def _fits(config: RunConfig, plan: MemoryPlan, size: int, requests: int) -> bool:
     if plan.replica and plan.kv_tokens < requests * config.generator.max_model_len:
         return False
     return sum(plan.trainer.values()) <= (1 - _MARGIN) * size

@@ -15,7 +15,9 @@ hidden dimension (of an expert), Q and K are the sizes of a token's queries and 
 vocabulary.
 
 With adapters (LoRA), gradients and moments are those of the adapters, the reference policy is the
-base, and only the adapters are published.
+base, and only the adapters are published. Teachers in the trainer keep their weights; during a step
+their layers are computed one after another, before the policy's, and their heads stay gathered
+until the loss.
 
 On a CPU the trainer's part was measured: it is within 15 % of the allocator's peak. On CUDA nothing
 was measured yet.
@@ -50,7 +52,7 @@ PROCESS_BYTES = 1 << 30  # imported libraries, or contexts and communicators on 
 _SHOWN_BYTES = 1 << 27
 _SLEEPING_BYTES = 5 << 29  # an engine that is asleep: its context, communicators and CUDA graphs
 _CHUNK_BYTES = {"cpu": 4 << 22, "cuda": 4 << 24}  # of `training.logprobs`
-_CHUNKS = 3  # that exist at the same time
+_CHUNKS, _TAUGHT_CHUNKS = 3, 5  # that exist at the same time, without and with a teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +93,28 @@ def memory_plan(
     """Estimate the memory of a run. Without ``device_bytes``, nothing is known of a replica on
     CUDA. ``teachers`` are the teachers' checkpoints."""
     trainer, host = config.trainer, {}
+    in_trainer = [
+        facts.architecture
+        for facts in teachers
+        if config.teacher.is_in_trainer and facts.architecture is not None
+    ]
     dtype: Dtype = config.policy.dtype if device == "cuda" else "float32"
     of_trainer: dict[str, int] = {}
     if config.mode != "generate" and policy.architecture is not None:
         of_trainer = trainer_memory(
-            trainer, policy.architecture, device=device, dtype=dtype, lora=config.policy.lora
+            trainer,
+            policy.architecture,
+            device=device,
+            dtype=dtype,
+            lora=config.policy.lora,
+            teachers=in_trainer,
         )
         of_trainer["process"] = PROCESS_BYTES
         if device == "cuda" and config.is_colocated:
             of_trainer["sleeping engine"] = _SLEEPING_BYTES
             host[PINNED] = trainer.data_parallel_replicate * (
                 _pinned_bytes(policy.architecture, trainer.num_shards, config.policy.lora)
+                + 4 * sum(map(num_weights, in_trainer))
             )
     if config.mode == "both":
         number = config.num_published_versions
@@ -300,15 +313,17 @@ def trainer_memory(
     device: Device,
     dtype: Dtype,
     lora: LoraConfig | None = None,
+    teachers: Sequence[PolicyArchitecture] = (),
 ) -> dict[str, int]:
     """The largest memory of a trainer rank during a step, in bytes, by part. ``dtype`` is the type
-    in which the rank computes."""
+    in which the rank computes; ``teachers`` are those in the trainer."""
     lora = lora or LoraConfig()
     ranks, shard = config.tensor_parallel, config.num_shards
     own = trained = 4 * num_weights(policy) // (ranks * shard)
     if lora.rank:  # tensor parallelism splits one of the two matrices of an adapter
         trained = 4 * num_adapter_weights(policy, lora) // shard
-    peak = max(_moments(config, policy, device, dtype, lora), key=lambda one: one.total)
+    moments = _moments(config, policy, device, dtype, lora, teachers)
+    peak = max(moments, key=lambda one: one.total)
     has_reference = config.loss.needs_reference and not lora.rank
     parts = {
         "weights": own,
@@ -316,6 +331,7 @@ def trainer_memory(
         "gradients": trained,
         "optimizer": 2 * trained,
         "reference policy": own if has_reference else 0,
+        "teachers": sum(4 * num_weights(one) // (ranks * shard) for one in teachers),
         "gathered weights": peak.gathered,
         "activations": peak.activations,
         "logits": peak.logits,
@@ -329,17 +345,27 @@ def _moments(
     device: Device,
     dtype: Dtype,
     lora: LoraConfig,
+    teachers: Sequence[PolicyArchitecture],
 ) -> list[_Moment]:
     size, ranks, shard = BYTES[dtype], config.tensor_parallel, config.num_shards
     tokens, is_tied = _own_tokens(config), policy.has_tied_embeddings
-    experts, head = expert_weights(policy), head_weights(policy) // ranks
-    layer = (sum(layer_matrices(policy)) - experts) // ranks + experts // config.expert_parallel
+    head = head_weights(policy) // ranks
+    layer = _layer_weights(config, policy)
     logits = tokens * policy.vocab_size // ranks
     every, one = _layer_activations(config, policy, device, size, lora)
     kept = sum(_layer_activations(config, at, device, size, lora)[0] for at in _layers(policy))
     all_layers = tokens * (kept + 3 * policy.dim * size)
     recomputed = tokens * (one - every)
-    chunks = min(_CHUNKS * _CHUNK_BYTES[device], 3 * 4 * logits)
+    number = _TAUGHT_CHUNKS if teachers else _CHUNKS
+    chunks = min(number * _CHUNK_BYTES[device], number * 4 * logits)
+    heads = sum((head_weights(one) // ranks + tokens * one.dim) * size for one in teachers)
+    taught = [
+        _Moment(
+            gathered=heads + 2 * _layer_weights(config, one) * size,
+            activations=tokens * _layer_activations(config, one, device, size, LoraConfig())[1],
+        )
+        for one in teachers
+    ]
 
     def reduced(weights: int) -> int:
         """The gradients of weights before and while they are reduced over the ranks."""
@@ -350,8 +376,11 @@ def _moments(
         adapters = num_adapter_weights(policy, lora) // policy.num_layers
         backward = 2 * layer * size + adapters * size
         return [
+            *taught,
             _Moment(
-                gathered=head * size, activations=all_layers, logits=2 * logits * size + chunks
+                gathered=head * size + heads,
+                activations=all_layers,
+                logits=2 * logits * size + chunks,
             ),
             _Moment(
                 gathered=backward + reduced(adapters),
@@ -360,7 +389,12 @@ def _moments(
         ]
     tied = head * size if is_tied else 0  # the head's gradient waits for that of the embeddings
     return [
-        _Moment(gathered=head * size, activations=all_layers, logits=2 * logits * size + chunks),
+        *taught,
+        _Moment(
+            gathered=head * size + heads,
+            activations=all_layers,
+            logits=2 * logits * size + chunks,
+        ),
         _Moment(
             gathered=head * size + (tied or reduced(head)),
             activations=all_layers,
@@ -373,6 +407,13 @@ def _moments(
         _Moment(gathered=2 * tied + layer * size + reduced(layer), activations=all_layers),
         _Moment(gathered=head * size + max(2 * tied, reduced(head)), activations=0),
     ]
+
+
+def _layer_weights(config: TrainerConfig, policy: PolicyArchitecture) -> int:
+    """The number of weights of a layer that a rank computes with."""
+    experts = expert_weights(policy)
+    others = sum(layer_matrices(policy)) - experts
+    return others // config.tensor_parallel + experts // config.expert_parallel
 
 
 def _layer_activations(

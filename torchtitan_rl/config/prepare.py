@@ -40,7 +40,7 @@ from torchtitan_rl.config.resume import (
 )
 from torchtitan_rl.config.room import find_weight_room
 from torchtitan_rl.config.run import RunConfig, has_hosts, path_errors
-from torchtitan_rl.config.teachers import FoundTeacher, find_teachers
+from torchtitan_rl.config.teachers import FoundTeacher, find_teachers, teacher_identity
 from torchtitan_rl.environments.supervised import SupervisedTask
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.generation.config import GeneratorConfig
@@ -184,7 +184,8 @@ class PreparedRun:
             for found in [self.teachers.get(source)]
         ]
         rewards = "alone" if self.config.rollout.advantage == "none" else "in addition to rewards"
-        return f"teacher: {', '.join(names)}; coefficient {teacher.coefficient:g}, {rewards}"
+        where = " (in the trainer)" if teacher.is_in_trainer else ""
+        return f"teacher: {', '.join(names)}{where}; coefficient {teacher.coefficient:g}, {rewards}"
 
     def _describe_mode(self) -> str:
         match self.config.mode:
@@ -348,7 +349,8 @@ def prepare_run(
             no_room, note = find_weight_room(config, policy, machine)
             errors += [no_room] if no_room else []
             notes += [note] if note else []
-        _, found, _ = compare_with_saved(config, run_identity(config, policy_dir))
+        identity = run_identity(config, policy_dir) | teacher_identity(teachers)
+        _, found, _ = compare_with_saved(config, identity)
         errors += found
     if errors or policy_dir is None:
         raise ConfigError(errors)
@@ -356,7 +358,7 @@ def prepare_run(
     config, decisions = _decided(config, plan)
     notes += decisions
     if policy is not None and is_here:  # once more, with what only the plan decides
-        identity = run_identity(config, policy_dir)
+        identity = run_identity(config, policy_dir) | teacher_identity(teachers)
         resume_point, _, changes = compare_with_saved(config, identity)
         notes += changes
     notes += of_hosts

@@ -47,6 +47,7 @@ from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
 TASK = "task"
 POLICY = "policy.fingerprint"
+TEACHERS = "teacher.fingerprints"
 CONTENTS = " (contents)"
 """A suffix for the name of a field that names files. The field is compared by the contents of these
 files, see `Task.resume_identity`."""
@@ -117,6 +118,7 @@ _OF_ROLLOUTS = (
 _OLD_SHARE = "schedule.window"
 _NOT_COMPARED = ("name", "output_dir", "checkpoint.resume", "policy.checkpoint")
 _POLICY_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_CHECKPOINTS = {POLICY: "policy.checkpoint", TEACHERS: "teacher.checkpoint or teacher.by_task"}
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 _LONG_CHARS, _CONTEXT_CHARS = 200, 40  # lengths of values in messages
 _EDGE_BYTES = 1 << 16  # bytes read at each end of a weight file; its header is at the front
@@ -211,9 +213,9 @@ def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
 
 
 def _error(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    if name == POLICY:
+    if name in _CHECKPOINTS:
         return (
-            "policy.checkpoint holds another model than the run began with; give that one, or "
+            f"{_CHECKPOINTS[name]} holds another model than the run began with; give that one, or "
             "another name to start a new run"
         )
     now, before = _around_difference(str(current[name]), str(saved[name]))

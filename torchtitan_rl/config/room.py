@@ -63,7 +63,7 @@ def machine_errors(
     if not has_hosts(config.launch):
         device: Device = "cuda" if machine.cuda_devices else "cpu"
         if device == "cuda":
-            errors = _device_errors(config, policy, machine)
+            errors = _device_errors(config, policy, machine, teachers)
         else:
             errors = _thread_errors(config, machine.num_cores)
         if machine.cuda is not None:
@@ -120,7 +120,10 @@ def _largest(config: RunConfig, *names: str) -> str:
 
 
 def _device_errors(
-    config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts
+    config: RunConfig,
+    policy: PolicyFacts | None,
+    machine: MachineFacts,
+    teachers: Sequence[PolicyFacts],
 ) -> list[str]:
     needed = config.together(config.generator.num_ranks, config.trainer.world_size)
     needed += config.teacher_ranks
@@ -128,7 +131,8 @@ def _device_errors(
     if len(devices) < needed:
         fix = f"give fewer{sharing_proposal(config, len(devices))}"
         if policy is not None and machine.device_bytes:
-            fix = describe_fit(fitting_options(config, policy, [host_of(machine)]))
+            hosts = [host_of(machine)]
+            fix = describe_fit(fitting_options(config, policy, hosts, teachers=teachers))
         who = "replicas, trainer and teachers" if config.teacher_ranks else "replicas and trainer"
         errors.append(
             f"{_largest(config, 'generator.replicas', *_RANKS)}: {who} need "

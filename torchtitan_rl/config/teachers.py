@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from torchtitan_rl.config.checks import generator_errors
-from torchtitan_rl.config.model import PolicyFacts, find_policy
+from torchtitan_rl.config.checks import expert_errors, generator_errors, head_errors
+from torchtitan_rl.config.lora import LoraConfig
+from torchtitan_rl.config.model import PolicyFacts, find_policy, resolve_checkpoint
+from torchtitan_rl.config.resume import TEACHERS, policy_fingerprint
 from torchtitan_rl.config.run import RunConfig, has_hosts
 from torchtitan_rl.distillation.config import is_url, teacher_errors
 from torchtitan_rl.distillation.server import check_server
@@ -44,13 +46,20 @@ def find_teachers(
             f"teacher is given: {type(config.task).__name__} samples nothing that a teacher could "
             "score; leave it out"
         )
-    if errors or config.mode == "train":  # then the scores are recorded
+    is_in_trainer = config.teacher.is_in_trainer
+    if is_in_trainer and config.mode == "generate":
+        errors.append(
+            "teacher.loss is full: mode generate has no trainer that could ask the teacher; leave "
+            "the teacher out"
+        )
+    if errors or (config.mode == "train" and not is_in_trainer):  # then the scores are recorded
         return {}, errors
     if config.teacher.checkpoints and has_hosts(config.launch):
+        fix = ", and another teacher.loss" if is_in_trainer else ""
         return {}, [
-            f"teacher.checkpoint is {config.teacher.checkpoints[0]}: replicas of a teacher are on "
+            f"teacher.checkpoint is {config.teacher.checkpoints[0]}: a teacher's weights are on "
             "the controller's machine, and this run has its processes on other hosts; serve the "
-            "teacher (torchtitan-rl serve) and give teacher.url"
+            f"teacher (torchtitan-rl serve) and give teacher.url{fix}"
         ]
     found: dict[str, FoundTeacher] = {}
     for source in config.teacher.sources:
@@ -59,13 +68,16 @@ def find_teachers(
             if is_url(source):
                 found[source] = _served(config, source, policy_dir, policy)
                 continue
-            directory, facts = find_policy(source, field=field)
+            directory, facts = find_policy(source, field=field, is_trained=is_in_trainer)
             found[source] = FoundTeacher(directory=directory, facts=facts)
-            errors += _engine_errors(config, facts, is_on_cpu=is_on_cpu)
+            if is_in_trainer:
+                errors += _trainer_errors(config, facts, policy)
+            else:
+                errors += _engine_errors(config, facts, is_on_cpu=is_on_cpu)
             if cause := _difference(directory, facts, policy_dir, policy):
                 errors.append(f"{field} is {source}: {cause}")
         except ConfigError as error:
-            errors += error.errors
+            errors += [one.replace("policy.checkpoint: ", f"{field}: ", 1) for one in error.errors]
         except TeacherError as error:
             errors.append(f"{field} is {source}: {error}")
     return found, list(dict.fromkeys(errors))
@@ -84,6 +96,7 @@ def _served(config: RunConfig, url: str, policy_dir: Path, policy: PolicyFacts) 
         url,
         model=config.teacher.model,
         vocab_size=min(policy.vocab_size, len(tokenizer)),
+        max_tokens=config.rollout.max_total_tokens,
         decode=tokenizer.decode,
         num_top=config.teacher.num_top,
     )
@@ -105,6 +118,61 @@ def _engine_errors(config: RunConfig, facts: PolicyFacts, *, is_on_cpu: bool) ->
         for error in generator_errors(engine, facts, is_on_cpu=is_on_cpu)
         if error.startswith(("generator.tensor_parallel", "generator.vllm"))
     ]
+
+
+def _trainer_errors(config: RunConfig, facts: PolicyFacts, policy: PolicyFacts) -> list[str]:
+    """Errors if the trainer's ranks cannot hold the teacher, or compute whole rollouts."""
+    trainer, length = config.trainer, config.rollout.max_total_tokens
+    errors = head_errors("trainer.tensor_parallel", trainer.tensor_parallel, facts)
+    errors += expert_errors(trainer, facts, LoraConfig())
+    errors = [error.replace("the policy", "the teacher") for error in errors]
+    if length > facts.max_positions:
+        errors.append(
+            f"rollout.max_total_tokens is {length}: the teacher has {facts.max_positions} "
+            f"positions; give at most {facts.max_positions}"
+        )
+    if trainer.context_parallel > 1:
+        errors.append(
+            f"trainer.context_parallel is {trainer.context_parallel}: the teacher of teacher.loss "
+            "full is not split over tokens; give 1, or another teacher.loss"
+        )
+    if trainer.tensor_parallel > 1 and facts.vocab_size > policy.vocab_size:
+        errors.append(
+            f"trainer.tensor_parallel is {trainer.tensor_parallel}: the teacher has "
+            f"{facts.vocab_size} tokens and the policy {policy.vocab_size}, which the ranks would "
+            "split differently; give 1, or a teacher with as many tokens"
+        )
+    return errors
+
+
+def teacher_identity(found: Mapping[str, FoundTeacher]) -> dict[str, dict[str, str]]:
+    """The fingerprints of the teachers' checkpoints, as a part of the identity of a run.
+
+    Raises:
+        OSError, ValueError: a checkpoint cannot be read.
+    """
+    directories = {source: one.directory for source, one in found.items() if one.directory}
+    if not directories:
+        return {}
+    return {TEACHERS: {name: policy_fingerprint(one) for name, one in directories.items()}}
+
+
+def recorded_teachers(config: RunConfig, identity: Mapping[str, object]) -> dict[str, FoundTeacher]:
+    """The teachers in the trainer of a recorded run.
+
+    Raises:
+        ConfigError: a checkpoint is missing, or is another one than in the run.
+    """
+    if not config.teacher.is_in_trainer:
+        return {}
+    field = "teacher.checkpoint"
+    found = {
+        source: FoundTeacher(directory=resolve_checkpoint(source, field=field))
+        for source in config.teacher.sources
+    }
+    if teacher_identity(found)[TEACHERS] != identity.get(TEACHERS):
+        raise ConfigError(f"{field} holds another model than in the run; restore it")
+    return found
 
 
 def _difference(directory: Path, facts: PolicyFacts, policy_dir: Path, policy: PolicyFacts) -> str:

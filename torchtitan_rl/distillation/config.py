@@ -22,7 +22,8 @@ class TeacherConfig:
 
     checkpoint: OptionalName = ""
     """The teacher: a checkpoint as in ``policy.checkpoint``, of any model that vLLM serves, on
-    replicas of its own. It must have the policy's tokenizer."""
+    replicas of its own; with ``loss full`` of a model that can be trained, in the trainer. It must
+    have the policy's tokenizer."""
     url: OptionalName = ""
     """The teacher: a server with the policy's tokenizer that returns prompt logprobs, such as
     ``vllm serve`` (``http://10.0.0.5:8000/v1``). The key in ``TORCHTITAN_RL_TEACHER_KEY`` is sent
@@ -35,11 +36,12 @@ class TeacherConfig:
     coefficient: PositiveFloat = 1.0
     """Weight of the teacher. Rewards have the weight 1; they are left out with
     ``rollout.advantage none``."""
-    loss: Literal["sampled", "topk"] = "sampled"
+    loss: Literal["sampled", "topk", "full"] = "sampled"
     """``sampled``: the advantage of each sampled token gets ``coefficient`` x (teacher's logprob -
     policy's logprob), which estimates the gradient of the reverse KL. ``topk``: the loss gets
     ``coefficient`` x the forward KL over the teacher's ``top_k`` most likely tokens and the rest as
-    one: less noise, larger answers of the teacher."""
+    one: less noise, larger answers of the teacher. ``full``: the loss gets ``coefficient`` x the
+    reverse KL over the whole vocabulary: the least noise, and the trainer holds the teacher."""
     top_k: Annotated[int, Interval(ge=1, le=1024)] = 8
     """With ``loss topk``: number of tokens. A server may give fewer (``vllm serve``: 20, if it was
     not started with more)."""
@@ -76,13 +78,23 @@ class TeacherConfig:
         return tuple(one for one in self.sources if not is_url(one))
 
     @property
+    def is_in_trainer(self) -> bool:
+        """Whether the trainer computes the teachers' distributions, and no replica."""
+        return self.is_on and self.loss == "full"
+
+    @property
     def num_replicas(self) -> int:
         """The number of replicas of all checkpoints together."""
-        return len(self.checkpoints) * self.replicas
+        return 0 if self.is_in_trainer else len(self.checkpoints) * self.replicas
 
     def source_for(self, task: str) -> str:
         """The teacher of a part of a mixture; empty if it has none."""
         return self.by_task.get(task) or self.checkpoint or self.url
+
+    def number_for(self, task: str) -> int:
+        """The index of `source_for` in ``sources``; -1 without a teacher."""
+        source = self.source_for(task)
+        return self.sources.index(source) if source else -1
 
     def generator(self, generator: GeneratorConfig, max_tokens: int) -> GeneratorConfig:
         """The configuration of a teacher's replicas, from that of the policy's. ``max_tokens`` is
@@ -128,6 +140,19 @@ def teacher_errors(
                 "may find likely, and the KL would be infinite; sample from all tokens, or give "
                 "teacher.loss sampled"
             )
+    if config.is_in_trainer:
+        errors += [
+            f"teacher.loss is full: {source} is a server, and the trainer needs the teacher's "
+            "weights; give its checkpoint, or teacher.loss topk"
+            for source in config.sources
+            if is_url(source)
+        ]
+        errors += [
+            f"teacher.{name} is {getattr(config, name)}: with teacher.loss full the teacher is in "
+            "the trainer and has no replicas; leave it out"
+            for name, default in {"replicas": 1, "tensor_parallel": 1, "vllm": {}}.items()
+            if getattr(config, name) != default
+        ]
     if config.url and not is_url(config.url):
         errors.append(f"teacher.url is {config.url!r}: give http:// or https://")
     elif config.checkpoint and config.url:

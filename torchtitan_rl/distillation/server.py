@@ -24,7 +24,7 @@ _RETRIED = (408, 409, 425, 429)  # and all from 500 on
 _CONNECTIONS = 64
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 _REPORTED_FAILURES = 3  # in a row, before the user is told
-_CHECK_TIMEOUT_S = 30.0
+_CHECK_TIMEOUT_S = 180.0  # vllm serve on a CPU compiles for 40 s at its first request for scores
 _CHECKED_TOKENS = 128
 _LOGPROBS = (-1e5, 1e-3)  # rounding may give a little more than 0
 _BASE_BYTES, _ENTRY_BYTES = 1 << 16, 1 << 10  # largest answer, and part of it for one logprob
@@ -199,7 +199,10 @@ def _logprob(name: str, entry: Any) -> float:
     if isinstance(logprob, bool) or not isinstance(logprob, int | float):
         raise _FailedError(f"its answer has no logprob of token {name}")
     if not _LOGPROBS[0] <= logprob <= _LOGPROBS[1]:  # false of NaN, too
-        raise _FailedError(f"its logprob of token {name} is {str(logprob)[:20]}")
+        raise _FailedError(
+            f"its logprob of token {name} is {str(logprob)[:20]} (vllm serve returns logprobs "
+            "without --logprobs-mode)"
+        )
     return float(logprob)
 
 
@@ -226,20 +229,25 @@ def check_server(
     *,
     model: str,
     vocab_size: int,
+    max_tokens: int,
     decode: Callable[[list[int]], str],
     num_top: int = 0,
 ) -> str:
     """Ask the server for the scores of tokens from the whole vocabulary, and compare the texts of
     these tokens with ``decode``, the policy's. Returns the model's name on the server.
+    ``max_tokens`` is the length of the longest rollout.
 
     Raises:
-        TeacherError: the server does not answer, returns no prompt logprobs, or has another
-            tokenizer.
+        TeacherError: the server does not answer, returns no prompt logprobs, has another
+            tokenizer, or takes no such long requests.
     """
     step = max(1, vocab_size // _CHECKED_TOKENS)
     token_ids = [0, *range(0, vocab_size, step), vocab_size - 1]
+    num_top = max(num_top, 1)  # the most likely token shows whether a server returns logits
     try:
-        model, content = asyncio.run(_ask_once(url, model, token_ids, num_top=num_top))
+        model, content = asyncio.run(
+            _ask_once(url, model, token_ids, num_top=num_top, max_tokens=max_tokens)
+        )
         read_scores(content, token_ids, num_top=num_top)
         entries = _entries(content, len(token_ids))
     except TimeoutError as error:
@@ -248,10 +256,16 @@ def check_server(
         raise TeacherError(one_line(error)) from error
     except _FailedError as error:
         raise TeacherError(
-            f"{error}; give a server with prompt logprobs that runs, such as torchtitan-rl serve "
-            "MODEL --endpoint.prompt-logprobs"
+            f"{error}; give a server with prompt logprobs that runs, such as vllm serve MODEL, or "
+            "torchtitan-rl serve MODEL --endpoint.prompt-logprobs"
         ) from error
-    for token, entry in zip(token_ids[1:], entries, strict=True):
+    scored = list(zip(token_ids[1:], entries, strict=True))
+    if not any(entry[str(token)].get("decoded_token") for token, entry in scored):
+        raise TeacherError(
+            "it returns no texts of tokens, so its tokenizer cannot be compared with the policy's; "
+            "start vllm serve without --skip-tokenizer-init"
+        )
+    for token, entry in scored:
         text, own = entry[str(token)].get("decoded_token"), decode([token])
         # Tokens that are parts of a character have no text of their own, and some tokenizers drop
         # leading spaces.
@@ -265,7 +279,7 @@ def check_server(
 
 
 async def _ask_once(
-    url: str, model: str, token_ids: Sequence[int], *, num_top: int
+    url: str, model: str, token_ids: Sequence[int], *, num_top: int, max_tokens: int
 ) -> tuple[str, bytes]:
     """The model's name, and the answer to `request_body`.
 
@@ -273,22 +287,49 @@ async def _ask_once(
         TeacherError, _FailedError, TimeoutError, httpx.InvalidURL: there is none.
     """
     async with asyncio.timeout(_CHECK_TIMEOUT_S), _client(url) as http:
-        model = model or _first_model(*await _answer(http, "GET", "models", None))
+        status, content = await _answer(http, "GET", "models", None)
+        served = _served_models(content)
+        if not model and not served:
+            raise TeacherError(f"it names no model (HTTP {status}); {_hint(status, num_top)}")
+        model = model or next(iter(served))
+        longest = served.get(model)
+        if isinstance(longest, int) and longest <= max_tokens:
+            raise TeacherError(
+                f"its requests have at most {longest} tokens; a rollout has up to {max_tokens} "
+                "(rollout.max_total_tokens), and a request for its scores one more; start vllm "
+                f"serve with --max-model-len {max_tokens + 1} or more"
+            )
         body = request_body(model, token_ids, num_top=num_top)
         status, content = await _answer(
             http, "POST", "completions", body, most_bytes=_most_bytes(body)
         )
     if status != 200:
-        raise TeacherError(f"HTTP {status}: {_shown(content)}")
+        raise TeacherError(f"HTTP {status}: {_shown(content)}; {_hint(status, num_top)}")
     return model, content
 
 
-def _first_model(status: int, content: bytes) -> str:
+def _served_models(content: bytes) -> dict[str, Any]:
+    """The names of a server's models, each with the length of its longest request, if it says."""
     try:
-        name = json.loads(content)["data"][0]["id"]
-    except (ValueError, RecursionError, LookupError, TypeError) as error:
-        raise TeacherError(
-            f"it names no model (HTTP {status}); give teacher.model, and a teacher.url that ends "
-            "in /v1"
-        ) from error
-    return str(name)
+        models = json.loads(content)["data"]
+        return {str(one["id"]): one.get("max_model_len") for one in models}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return {}
+
+
+def _hint(status: int, num_top: int) -> str:
+    """What a user may change if the server refuses a request."""
+    match status:
+        case 401 | 403:
+            return f"give its key (vllm serve --api-key) in {API_KEY}"
+        case 404:
+            return (
+                "give its model's name (vllm serve --served-model-name) by teacher.model, and a "
+                "teacher.url that ends in /v1"
+            )
+    if status >= 500:
+        return "see its log"
+    return (
+        "give a server that takes the ids of the policy's tokens and returns prompt_logprobs of "
+        f"{num_top}: vllm serve with --max-logprobs {num_top} or more"
+    )

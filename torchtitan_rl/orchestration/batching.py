@@ -166,9 +166,11 @@ class EpisodeBatcher:
         """
         discarded: Counter[str] = Counter()
         episodes: list[Episode] = []
-        num_top = self.teacher.num_top
-        coefficient = self.teacher.coefficient if self.teacher.is_on else 0.0
+        teacher, numbers = self.teacher, dict[str, int]()
+        coefficient = teacher.coefficient if teacher.is_on else 0.0
+        of_tokens = coefficient if teacher.loss == "sampled" else 0.0
         for group in groups:
+            numbers[group.group_id] = teacher.number_for(group.problem.task)
             advantages = turn_advantages(list(map(self._shaped, group.rollouts)), self.config)
             own: list[Episode] = []
             for rollout, advantage in zip(group.rollouts, advantages, strict=True):
@@ -178,9 +180,7 @@ class EpisodeBatcher:
                     discarded["overlong"] += rollout.num_sampled_tokens
                 else:
                     discarded["unseen_turn"] += num_unseen_tokens(rollout)
-                    made = rollout_to_episodes(
-                        rollout, advantage, teacher_coefficient=0.0 if num_top else coefficient
-                    )
+                    made = rollout_to_episodes(rollout, advantage, teacher_coefficient=of_tokens)
                     own += map(self.replay_grammars, made)
             if self.config.advantage == "pair":
                 own, unpaired = self._pair(own)
@@ -190,7 +190,7 @@ class EpisodeBatcher:
         discarded["truncated_sampling"] += unknown
         temperature = self.config.sampling.temperature
         packing = pack_episodes(
-            episodes, row_len=self.row_len, temperature=temperature, num_top=num_top
+            episodes, row_len=self.row_len, temperature=temperature, num_top=teacher.num_top
         )
         for index in packing.oversized:
             discarded["oversized_episode"] += episodes[index].num_trained_tokens
@@ -198,7 +198,11 @@ class EpisodeBatcher:
             episodes[index] = replace(episodes[index], loss_mask=no_loss)
         batch, trained = packing.batch, 0
         if batch is not None:
-            batch = replace(batch, teacher_coefficient=coefficient if num_top else 0.0)
+            batch = replace(batch, teacher_coefficient=coefficient - of_tokens)
+            if teacher.is_in_trainer:
+                fitting = (one for i, one in enumerate(episodes) if i not in packing.oversized)
+                of_episodes = np.array([numbers[one.group_id] for one in fitting])
+                batch = replace(batch, teachers=of_episodes)
             trained = int(trained_mask(batch).sum())
             masked = num_masked_nonfinite(batch)
             discarded["nonfinite_logprob"] += masked

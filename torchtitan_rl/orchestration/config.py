@@ -27,6 +27,7 @@ from typing import Annotated, Literal, Protocol
 from annotated_types import Interval
 
 from torchtitan_rl.bounds import Check, Count, Positive, Seconds
+from torchtitan_rl.distillation.config import TeacherConfig
 from torchtitan_rl.generation.engine import MAX_TEMPERATURE, MIN_TEMPERATURE
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
@@ -139,6 +140,8 @@ class ControllerConfig(Protocol):
     def weight_sync(self) -> WeightSyncConfig: ...
     @property
     def trainer(self) -> TrainerConfig: ...
+    @property
+    def teacher(self) -> TeacherConfig: ...
     @property
     def evaluation(self) -> EvaluationConfig: ...
     @property

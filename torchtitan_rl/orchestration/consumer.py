@@ -157,7 +157,7 @@ class Consumer:
                 return _without_training(batched), None
             await self._devices.prepare_step()
             self._report_ignored_rewards(groups)
-            if not batch.advantages.any() and batch.teacher_ids is None:
+            if not batch.advantages.any() and not batch.teacher_coefficient:
                 self._recorder.say(f"step {step}: no group has rewards that differ")
             read, examples = self._parts.examples, None
             if read is not None:

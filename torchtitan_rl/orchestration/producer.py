@@ -203,12 +203,12 @@ class Producer:
             on_rollout=lambda _: self._state.notify(),
             on_turn=self._write_turn,
             on_discard=partial(self._discard_tokens, asyncio.current_task()),
-            score_tokens=self._score_tokens if self._is_taught(entry.problem) else None,
+            score_tokens=self._score_tokens if self._is_scored(entry.problem) else None,
         )
         self._keep_or_drop(entry, group)
         self._state.notify()
 
-    def _is_taught(self, problem: Problem) -> bool:
+    def _is_scored(self, problem: Problem) -> bool:
         teachers = self._parts.teachers
         return teachers is not None and teachers.teach(problem)
 
@@ -251,10 +251,12 @@ class Producer:
             )
 
     def _has_signal(self, group: RolloutGroup) -> bool:
-        """Whether to train on the group. A teacher's scores are a signal even if the rewards do not
-        differ. Groups without any reward are kept too: the batcher reports their failures."""
+        """Whether to train on the group. A teacher is a signal even if the rewards do not differ.
+        Groups without any reward are kept too: the batcher reports their failures."""
         failed = all(rollout.reward is None for rollout in group.rollouts)
-        is_taught = self._is_taught(group.problem)
+        is_taught = self._is_scored(group.problem) or bool(
+            self._config.teacher.source_for(group.problem.task)
+        )
         return failed or is_taught or has_signal(group.rollouts, self._config.rollout)
 
     def _pop_recorded(self, entry: Entry) -> Mapping[str, RecordedRollout]:

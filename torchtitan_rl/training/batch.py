@@ -28,8 +28,10 @@ class TrainingBatch:
     ``groups`` has the number of each episode's group; the updates of a step never split a group.
 
     ``teacher_ids`` and ``teacher_logprobs`` are a teacher's K most likely tokens at the position of
-    each token, and their logprobs; NaN where no teacher scored. None without such scores. The loss
-    gets ``teacher_coefficient`` x `teacher_kl` (`training/losses/teacher.py`).
+    each token, and their logprobs; NaN where no teacher scored. None without such scores.
+    ``teachers`` has the number of each episode's teacher in the trainer; -1 for none. None without
+    such teachers. The loss gets ``teacher_coefficient`` x the KL of either: `teacher_kl`
+    (`training/losses/teacher.py`), or the KL of `selected_logprobs`.
 
     ``routed_experts`` are the K experts of each token in each of X layers, or `UNKNOWN_EXPERT`:
     see `RoutedExperts`. None if no token has known experts.
@@ -47,6 +49,7 @@ class TrainingBatch:
     kept_sets: tuple[bytes, ...] = ()
     teacher_ids: npt.NDArray[np.int32] | None = None  # [N, K]
     teacher_logprobs: npt.NDArray[np.float32] | None = None  # [N, K]
+    teachers: npt.NDArray[np.int64] | None = None  # [number of episodes]
     teacher_coefficient: float = 0.0
     routed_experts: npt.NDArray[np.uint8] | None = None  # [N, X, K]
 

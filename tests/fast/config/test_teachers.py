@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.support.ready_configs import LAPTOP, gpus
 from torchtitan_rl import MixtureTask
 from torchtitan_rl.config.machine import MachineFacts
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
+from torchtitan_rl.config.resume import write_identity
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
@@ -33,8 +35,12 @@ def prepared(
 
 
 def refusals(tmp_path: Path, **changes: Any) -> list[str]:
+    return refusals_on(tmp_path, LAPTOP, **changes)
+
+
+def refusals_on(tmp_path: Path, machine: MachineFacts, **changes: Any) -> list[str]:
     with pytest.raises(ConfigError) as raised:
-        prepared(tmp_path, **changes)
+        prepared(tmp_path, machine, **changes)
     return raised.value.errors
 
 
@@ -63,6 +69,21 @@ def refusals(tmp_path: Path, **changes: Any) -> list[str]:
             "give a server with prompt logprobs",
         ),
         ({"launch__hosts": "2x0"}, "teacher.checkpoint is /"),
+        (
+            {
+                "teacher__loss": "full",
+                "teacher__checkpoint": "",
+                "teacher__url": "http://127.0.0.1:1/v1",
+            },
+            "teacher.loss is full: http://127.0.0.1:1/v1 is a server, and the trainer needs",
+        ),
+        ({"teacher__loss": "full", "teacher__replicas": 2}, "teacher.replicas is 2: with teacher"),
+        ({"teacher__loss": "full", "mode": "generate"}, "teacher.loss is full: mode generate has"),
+        ({"teacher__loss": "full", "launch__hosts": "2x0"}, "teacher.checkpoint is /"),
+        (
+            {"teacher__loss": "full", "trainer__context_parallel": 2},
+            "trainer.context_parallel is 2: the",
+        ),
     ],
 )
 def test_an_error_names_field_value_and_fix(
@@ -72,22 +93,78 @@ def test_an_error_names_field_value_and_fix(
     assert found.startswith(message)
 
 
+def other_teacher(folder: Path, **fields: Any) -> str:
+    """The policy with other fields in ``config.json``."""
+    shutil.copytree(TINY.policy.checkpoint, folder)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize("loss", ["sampled", "full"])
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("vocab_size", 10, "its vocabulary has 10 tokens"),
-        ("max_position_embeddings", 256, "the teacher has 256 positions"),
+        ("max_position_embeddings", 250, "the teacher has 250 positions"),
     ],
 )
 def test_a_teacher_that_cannot_score_every_token_is_refused(
-    name: str, value: int, message: str, tmp_path: Path
+    name: str, value: int, message: str, loss: str, tmp_path: Path
 ) -> None:
-    teacher = tmp_path / "teacher"
-    shutil.copytree(TINY.policy.checkpoint, teacher)
-    facts = json.loads((teacher / "config.json").read_text())
-    (teacher / "config.json").write_text(json.dumps(facts | {name: value}))
-    (found,) = refusals(tmp_path, teacher__checkpoint=str(teacher))
+    teacher = other_teacher(tmp_path / "teacher", **{name: value})
+    (found,) = refusals(tmp_path, teacher__checkpoint=teacher, teacher__loss=loss)
     assert message in found
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gpt2"}, "teacher.checkpoint: .*model_type 'gpt2' is not supported"),
+        ({"num_key_value_heads": 1}, "give a divisor of the teacher's 4 heads and 1 key/value"),
+        ({"vocab_size": 400}, "the teacher has 400 tokens and the policy 390, which the ranks"),
+    ],
+)
+def test_a_teacher_that_the_trainers_ranks_cannot_hold_is_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    teacher = other_teacher(tmp_path / "teacher", **fields)
+    changes = {"teacher__loss": "full", "trainer__tensor_parallel": 2}
+    (found,) = refusals(tmp_path, teacher__checkpoint=teacher, **changes)
+    assert re.search(message, found)
+
+
+def test_a_teacher_in_the_trainer_has_no_replicas_and_counts_in_its_memory(tmp_path: Path) -> None:
+    machine, large = gpus(3), {"num_hidden_layers": 400}
+    teacher = other_teacher(tmp_path / "teacher", **large)
+    made = prepared(tmp_path, machine, teacher__loss="full", teacher__checkpoint=teacher)
+    assert made.plan.teachers == ()
+    assert made.teachers[teacher].directory == tmp_path / "teacher"
+    assert made.memory is not None
+    assert made.memory.teacher == {}
+    assert made.memory.trainer["teachers"] > 100 * made.memory.trainer["weights"]
+    assert "(in the trainer); coefficient 1" in made.describe()
+    assert "teachers 0.8" in made.describe()
+    full = replace(machine, device_bytes=2 << 30)
+    (found,) = (
+        one
+        for one in refusals_on(tmp_path, full, teacher__loss="full", teacher__checkpoint=teacher)
+        if one.startswith("trainer.max_tokens_per_microbatch")
+    )
+    assert "teachers 0.8" in found
+
+
+def test_a_teacher_that_changed_since_the_start_is_refused_at_a_resume(tmp_path: Path) -> None:
+    teacher = other_teacher(tmp_path / "teacher")
+    made = prepared(tmp_path, teacher__checkpoint=teacher)
+    made.config.run_dir.mkdir(parents=True)
+    write_identity(made.config.run_dir, made.identity)
+    changes = {"teacher__checkpoint": teacher, "checkpoint__resume": True}
+    prepared(tmp_path, **changes)
+    weights = tmp_path / "teacher" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    (found,) = refusals(tmp_path, **changes)
+    assert found.startswith("teacher.checkpoint or teacher.by_task holds another model than the ru")
 
 
 def test_each_part_of_a_mixture_may_have_a_teacher(tmp_path: Path) -> None:

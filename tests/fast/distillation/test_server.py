@@ -117,16 +117,21 @@ async def test_a_refusal_is_not_repeated() -> None:
         await teacher.close()
 
 
-def check(reply: Reply | None, model: str = "m") -> str:
+def check(*replies: Reply | None, model: str = "m") -> str:
+    """The last reply is also that to further requests."""
     found: list[str] = []
 
     @on_event_loop
     async def work() -> None:
-        async with scripted_http(reply) as http:
-            url = f"http://127.0.0.1:{http.port}/v1"
+        async with scripted_http(*replies) as http:
             found.append(
                 await asyncio.to_thread(
-                    check_server, url, model=model, vocab_size=3, decode=lambda ids: f"t{ids[0]}"
+                    check_server,
+                    f"http://127.0.0.1:{http.port}/v1",
+                    model=model,
+                    vocab_size=3,
+                    max_tokens=300,
+                    decode=lambda ids: f"t{ids[0]}",
                 )
             )
 
@@ -141,15 +146,26 @@ def probe(*texts: Any) -> Reply:
     return answer(None, *(entry(token, -1.0, text) for token, text in pairs))
 
 
+def models(longest: Any) -> Reply:
+    return Reply(body={"data": [{"id": "first", "max_model_len": longest}]})
+
+
 def test_a_server_with_the_policys_tokenizer_may_teach() -> None:
-    assert check(probe("t0", "t1", "\ufffd", None)) == "m"
+    good = probe("t0", "t1", "\ufffd", None)
+    assert check(good) == "m"
+    for longest in (301, None):
+        assert check(models(longest), good, model="") == "first"
 
 
 @pytest.mark.parametrize(
     ("reply", "cause"),
     [
         (probe("t0", "other", "t2", "t2"), "token 1 is 'other' there and 't1'"),
-        (Reply(status=404, body="not\x1b here"), "HTTP 404"),
+        (probe(None, None, None, None), "without --skip-tokenizer-init"),
+        (Reply(status=404, body="not\x1b here"), "HTTP 404.*--served-model-name.* teacher.model"),
+        (Reply(status=401, body="no"), "HTTP 401.*--api-key.* in TORCHTITAN_RL_TEACHER_KEY"),
+        (Reply(status=400, body="no"), "HTTP 400.*vllm serve with --max-logprobs 1 or more"),
+        (answer(None, *4 * [entry(0, 7.5)]), "token 0 is 7.5 .*without --logprobs-mode"),
         (Reply(body={"choices": [{"text": ""}]}), "no prompt_logprobs"),
         (Reply(status=0), "disconnected"),
         (Reply(body=" " * (1 << 20)), "too large"),
@@ -166,10 +182,17 @@ def test_a_server_that_cannot_teach_is_refused(
     assert str(raised.value).isprintable()
 
 
+def test_a_server_whose_requests_are_too_short_is_refused() -> None:
+    with pytest.raises(TeacherError, match=r"at most 300 tokens.* --max-model-len 301 or more"):
+        check(models(300), model="first")
+    with pytest.raises(TeacherError, match=r"names no model \(HTTP 404\).* ends in /v1"):
+        check(Reply(status=404, body="no"), model="")
+
+
 def test_a_url_that_is_none_is_an_error() -> None:
     for url in ("http://127.0.0.1:1/v1", "http://[", "http://"):
         with pytest.raises(TeacherError):
-            check_server(url, model="m", vocab_size=3, decode=str)
+            check_server(url, model="m", vocab_size=3, max_tokens=300, decode=str)
 
 
 TOP = answer(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support import turns
 from tests.support.turns import group, turn
+from torchtitan_rl.distillation.config import TeacherConfig
 from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.orchestration.batching import EpisodeBatcher
 from torchtitan_rl.orchestration.ledger import MASKED_CAUSES
@@ -71,6 +72,27 @@ def test_trap_18_a_failed_sibling_is_discarded_alone_and_named():
     assert batch is not None
     assert sorted(batch.advantages[batch.loss_mask].tolist()) == [-0.5, -0.5, 0.5, 0.5]
     assert tokens.discarded == {"env_error": 5}
+
+
+def test_episodes_have_the_number_of_their_tasks_teacher_in_the_trainer():
+    teacher = TeacherConfig(by_task={"a": "A", "b": "B"}, loss="full", coefficient=0.5)
+    siblings = [rollout(0, 1.0, prompt_len=40), rollout(1, 1.0), rollout(2, 0.0)]
+    groups = [
+        group(
+            *(replace(one, group_id=f"g{task}") for one in siblings),
+            group_id=f"g{task}",
+            problem=replace(turns.PROBLEM, task=task),
+        )
+        for task in "bca"
+    ]
+    batch, plain = (one(groups).batch for one in (replace(BATCHER, teacher=teacher), BATCHER))
+    assert batch is not None
+    assert plain is not None
+    assert batch.teachers is not None
+    assert batch.teachers.tolist() == [1, 1, -1, -1, 0, 0]
+    assert batch.teacher_coefficient == 0.5
+    assert batch.advantages.tolist() == plain.advantages.tolist()
+    assert plain.teachers is None
 
 
 def test_trap_20_an_episode_longer_than_a_row_is_counted_not_lost():

@@ -15,6 +15,7 @@ from tests.fast.orchestration.test_checkpointing import NothingToTrain
 from tests.support.simulated_parts import SimEnv, SimTeacher
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
+from torchtitan_rl.distillation.config import TeacherConfig
 from torchtitan_rl.errors import (
     DeadlineError,
     NothingTrainedError,
@@ -356,6 +357,27 @@ def test_a_slow_teacher_keeps_groups_within_the_bound_of_staleness(tmp_path: Pat
     simulation = run(plan, tmp_path)
     assert max(simulation.trainer.ages) == 1
     assert simulation.ledger.groups_trained == 24
+
+
+def taught_in_the_trainer(simulation: Simulation) -> None:
+    teacher = TeacherConfig(checkpoint="teacher", loss="full")
+    batcher = replace(simulation.batcher, teacher=teacher)
+    parts = replace(simulation.controller._parts, batcher=batcher)
+    simulation.controller = Controller(replace(simulation.config, teacher=teacher), parts)
+
+
+def test_groups_that_a_teacher_in_the_trainer_teaches_need_no_rewards_that_differ(
+    tmp_path: Path,
+) -> None:
+    plan = Plan(num_steps=3, zero_variance="skip", reward_levels=1)
+    simulation, error = live(plan, tmp_path, prepare=taught_in_the_trainer)
+    assert error is None
+    assert simulation.trainer.version == 3
+    for batch in simulation.trainer.batches:
+        assert not batch.advantages.any()
+        assert not batch.teachers.any()
+        assert batch.teacher_coefficient == 1.0
+    assert not any("no group has rewards" in said for said in simulation.recorder.said)
 
 
 def only_generating(simulation: Simulation) -> None:

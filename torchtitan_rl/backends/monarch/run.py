@@ -303,6 +303,7 @@ def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
         weight_sync=config.weight_sync,
         profile=config.profile,
         lora=config.adapters,
+        teachers=_teachers_in_trainer(prepared),
         python_path=tuple(map(os.path.abspath, sys.path)) if loss.function else (),
     )
 
@@ -380,6 +381,14 @@ async def _served_replica(
         await peer.close()
         raise
     return ConnectedReplica(peer)
+
+
+def _teachers_in_trainer(prepared: PreparedRun) -> tuple[Path, ...]:
+    """Their directories, in the order of `TeacherConfig.sources`."""
+    if not prepared.config.teacher.is_in_trainer:
+        return ()
+    directories = [prepared.teachers[one].directory for one in prepared.config.teacher.sources]
+    return tuple(one for one in directories if one is not None)
 
 
 def _teacher_groups(prepared: PreparedRun) -> list[tuple[ProcessGroup, str]]:

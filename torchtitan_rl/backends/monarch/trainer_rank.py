@@ -74,6 +74,7 @@ class TrainerRank:
                 max_steps=spec.num_steps,
                 dtype=spec.dtype,
                 lora=spec.lora,
+                teachers=spec.teachers,
             )
             self._pins = HostPins(self._trainer.cuda_device)
             self._shared: SharedMemoryPublisher | None = None

@@ -6,8 +6,8 @@ each microbatch; `StepSums` adds up the metrics over microbatches and ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,18 +17,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.backends.titan.context_parallel import gather_entries
-from torchtitan_rl.backends.titan.hf import load_hf
-from torchtitan_rl.backends.titan.model import (
-    PolicyModel,
-    adapter_layers,
-    build_policy,
-    without_adapters,
-)
-from torchtitan_rl.backends.titan.setup import Layout
-from torchtitan_rl.config.model import PolicyArchitecture
+from torchtitan_rl.backends.titan.frozen import taught_rows
+from torchtitan_rl.backends.titan.model import PolicyModel, without_adapters
+from torchtitan_rl.backends.titan.setup import Layout, to_device
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_bits
 from torchtitan_rl.training.batch import TrainingBatch
-from torchtitan_rl.training.config import LossConfig, TrainerConfig
+from torchtitan_rl.training.config import LossConfig
 from torchtitan_rl.training.logprobs import selected_logprobs
 from torchtitan_rl.training.losses import LossFunction, LossOutput, LossTokens, StepTotals
 from torchtitan_rl.training.losses.teacher import add_teacher, teacher_kl
@@ -40,13 +34,15 @@ class ForwardOutput:
     """The E entries of a microbatch, in any order. ``sources_E`` are the entries' tokens, as
     indices into the batch. Every rank must run the forward pass, so a microbatch without entries
     gets one placeholder, whose ``is_entry_E`` is False. ``taught_EK`` are the logprobs of
-    `TrainingBatch.teacher_ids`; None if they were not requested."""
+    `TrainingBatch.teacher_ids`, and ``teachers_kl_E`` is the KL to `TrainingBatch.teachers`; None
+    if they were not requested."""
 
     logprobs_E: torch.Tensor
     entropy_E: torch.Tensor
     is_entry_E: torch.Tensor
     sources_E: npt.NDArray[np.int64]
     taught_EK: torch.Tensor | None = None
+    teachers_kl_E: torch.Tensor | None = None
 
 
 def forward(
@@ -56,16 +52,19 @@ def forward(
     layout: Layout,
     *,
     is_taught: bool = False,
+    teachers: Sequence[PolicyModel] = (),
 ) -> ForwardOutput:
     """Compute logprobs of the part's entries, at the batch's temperature; with ``is_taught``, also
-    those of the teacher's most likely tokens, if the batch has them. Collective."""
+    those of the teacher's most likely tokens, if the batch has them; with ``teachers``, also the KL
+    to the batch's. Collective."""
     sources_E, predecessors_E = part.sources_E, part.predecessors_E
     is_empty = len(sources_E) == 0
     if is_empty:
         sources_E = predecessors_E = np.zeros(1, dtype=np.int64)
-    rows = _rows(batch, predecessors_E, sources_E)
+    rows = _rows(batch, predecessors_E, sources_E, by_teacher=len(teachers) > 0)
     sources_E = rows.sources_E
     tokens, own, entries = _own(rows, len(part.token_ids_T), layout)
+    taught = list(taught_rows(teachers, part, rows.predecessors_S, rows.teachers_S, layout))
     positions_1T = to_device(part.position_ids_T, layout)[None]
     routed_TXK = part.routed_experts_TXK
     logits_1SV = model(
@@ -83,7 +82,7 @@ def forward(
     if is_taught and batch.teacher_ids is not None:
         targets_EW = np.concatenate([targets_EW, batch.teacher_ids[own.sources_E]], axis=1)
     width = targets_EW.shape[1]
-    logprobs, entropy = selected_logprobs(
+    logprobs, entropy, kl_S = selected_logprobs(
         logits_1SV[0],
         to_device(targets_EW.reshape(-1), layout),
         to_device(np.repeat(own.rows_E, width), layout),
@@ -91,7 +90,10 @@ def forward(
         group=layout.tensor_group,
         shard_size=shard_size,
         kept_SB=None if own.kept_S is None else _bits(batch, own.kept_S, vocab_size, layout),
+        taught=taught,
     )
+    for teacher in teachers:
+        teacher.lm_head.reshard()
     logprobs_EW, entropy_E = logprobs.view(-1, width), entropy.view(-1, width)[:, 0]
     if layout.context_group is not None:
         logprobs_EW, entropy_E = (
@@ -110,6 +112,7 @@ def forward(
         is_entry_E=torch.full_like(logprobs_E, not is_empty, dtype=torch.bool),
         sources_E=sources_E,
         taught_EK=logprobs_EW[:, 1:] if width > 1 else None,
+        teachers_kl_E=kl_S[to_device(rows.rows_E, layout)] if teachers else None,
     )
 
 
@@ -119,6 +122,7 @@ class _Rows:
 
     predecessors_S: npt.NDArray[np.int64]
     kept_S: npt.NDArray[np.int32] | None  # like `TrainingBatch.kept`; None: no row is truncated
+    teachers_S: npt.NDArray[np.int64]  # ascending; like `TrainingBatch.teachers`
     rows_E: npt.NDArray[np.int64]  # ascending
     sources_E: npt.NDArray[np.int64]
 
@@ -127,19 +131,25 @@ def _rows(
     batch: TrainingBatch,
     predecessors_E: npt.NDArray[np.int64],
     sources_E: npt.NDArray[np.int64],
+    *,
+    by_teacher: bool,
 ) -> _Rows:
     """Assign rows of logits to entries. Entries with the same predecessor (the first tokens of
-    siblings) read the same row, unless they were sampled from different sets of tokens."""
-    if batch.kept is None or (batch.kept[sources_E] < 0).all():
-        predecessors_S, rows_E = np.unique(predecessors_E, return_inverse=True)
-        return _Rows(predecessors_S=predecessors_S, kept_S=None, rows_E=rows_E, sources_E=sources_E)
-    order = np.lexsort((batch.kept[sources_E], predecessors_E))
-    pairs_2E = np.stack([predecessors_E, batch.kept[sources_E]])[:, order]
-    is_new_E = np.append(True, (np.diff(pairs_2E) != 0).any(axis=0))
-    predecessors_S, kept_S = pairs_2E[:, is_new_E]
+    siblings) read the same row, unless they were sampled from different sets of tokens, or have
+    different teachers."""
+    kept_E = teachers_E = np.full(len(sources_E), -1)
+    if batch.kept is not None:
+        kept_E = batch.kept[sources_E].astype(np.int64)
+    if by_teacher and batch.teachers is not None:
+        teachers_E = batch.teachers[batch.episode_ids[sources_E]]
+    order = np.lexsort((kept_E, predecessors_E, teachers_E))
+    keys_3E = np.stack([predecessors_E, kept_E, teachers_E])[:, order]
+    is_new_E = np.append(True, (np.diff(keys_3E) != 0).any(axis=0))
+    predecessors_S, kept_S, teachers_S = keys_3E[:, is_new_E]
     return _Rows(
         predecessors_S=predecessors_S,
-        kept_S=kept_S.astype(np.int32),
+        kept_S=None if (kept_S < 0).all() else kept_S.astype(np.int32),
+        teachers_S=teachers_S,
         rows_E=np.cumsum(is_new_E) - 1,
         sources_E=sources_E[order],
     )
@@ -149,6 +159,8 @@ def _own(rows: _Rows, num_tokens: int, layout: Layout) -> tuple[slice, _Rows, sl
     """Return this rank's part of a pass of ``num_tokens``: its tokens, the rows that it computes
     (with indices into its tokens), and the entries that read its tokens. Without such entries, the
     rows are a placeholder with one entry, because every rank must run the head."""
+    if layout.context_ranks == 1:
+        return slice(0, num_tokens), rows, slice(0, len(rows.rows_E))
     size = num_tokens // layout.context_ranks
     tokens = slice(size * layout.context_rank, size * (layout.context_rank + 1))
     of_S = slice(*np.searchsorted(rows.predecessors_S, [tokens.start, tokens.stop]).tolist())
@@ -158,6 +170,7 @@ def _own(rows: _Rows, num_tokens: int, layout: Layout) -> tuple[slice, _Rows, sl
     own = _Rows(
         predecessors_S=(rows.predecessors_S[of_S] - tokens.start).clip(0, size - 1),
         kept_S=None if rows.kept_S is None else rows.kept_S[of_S],
+        teachers_S=rows.teachers_S[of_S],
         rows_E=rows.rows_E[of_E] - of_S.start,
         sources_E=rows.sources_E[of_E],
     )
@@ -171,31 +184,6 @@ def _bits(
     numbers_D, sets_S = np.unique(kept_S, return_inverse=True)
     sets = [WHOLE_VOCABULARY if number < 0 else batch.kept_sets[number] for number in numbers_D]
     return to_device(kept_bits(sets, vocab_size)[sets_S], layout)
-
-
-def to_device(values: npt.NDArray[Any], layout: Layout) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(layout.device)
-
-
-def load_reference(
-    source: Path,
-    architecture: PolicyArchitecture,
-    config: TrainerConfig,
-    layout: Layout,
-    *,
-    policy: PolicyModel,
-    dtype: str,
-) -> PolicyModel | None:
-    """Load the initial policy as a second, frozen model of the same layout: the reference of the KL
-    penalty or of DPO. None if the loss needs none. With adapters it is the policy itself, with its
-    adapters off (`without_adapters`). Collective."""
-    if not config.loss.needs_reference:
-        return None
-    if any(adapter_layers(policy)):
-        return policy
-    reference = build_policy(architecture, config, layout, dtype=dtype)
-    load_hf(reference, source)
-    return reference.requires_grad_(False)
 
 
 class PolicyObjective:
@@ -255,19 +243,24 @@ class PolicyObjective:
             before_T=None if self._before_N is None else of_entries(self._before_N),
         )
         loss = self._function(tokens, totals=self._totals, config=self._config)
-        if output.taught_EK is None or batch.teacher_logprobs is None:
-            return loss
-        is_whole_E = np.ones(len(sources_E), dtype=np.bool_)
-        if batch.kept is not None:  # a grammar may exclude tokens that the teacher finds likely
-            is_whole_E = batch.kept[sources_E] < 0
-        return add_teacher(
-            loss,
-            tokens,
-            teacher_kl(
+        if output.teachers_kl_E is not None:
+            zero = torch.zeros_like(output.teachers_kl_E)
+            kl_E = torch.where(output.is_entry_E, output.teachers_kl_E, zero)
+        elif output.taught_EK is not None and batch.teacher_logprobs is not None:
+            is_whole_E = np.ones(len(sources_E), dtype=np.bool_)
+            if batch.kept is not None:  # a grammar may exclude tokens that the teacher finds likely
+                is_whole_E = batch.kept[sources_E] < 0
+            kl_E = teacher_kl(
                 output.taught_EK,
                 of_entries(batch.teacher_logprobs),
                 output.is_entry_E & to_device(is_whole_E, self._layout),
-            ),
+            )
+        else:
+            return loss
+        return add_teacher(
+            loss,
+            tokens,
+            kl_E,
             coefficient=batch.teacher_coefficient,
             totals=self._totals,
             config=self._config,

@@ -103,9 +103,12 @@ class PolicyModel(Qwen3Model):
         attention_masks: Any,
         selected_S: torch.Tensor,
         routed_experts_BLXK: torch.Tensor | None = None,
+        *,
+        has_head: bool = True,
     ) -> torch.Tensor:
         """Compute logits [1, S, V] (a vocabulary-sharded DTensor under tensor parallelism) at the
-        positions ``selected_S``, which index the flattened tokens [B * L].
+        positions ``selected_S``, which index the flattened tokens [B * L]. Without ``has_head``
+        return what ``lm_head`` would take, [1, S, D].
 
         ``routed_experts_BLXK``: the experts of each token and layer, see `ReplayRouter`; None: the
         routers choose."""
@@ -118,8 +121,8 @@ class PolicyModel(Qwen3Model):
         h_BLD = self.norm(h_BLD)
         if isinstance(h_BLD, DTensor):  # here it is replicated over the tensor-parallel ranks
             h_BLD = h_BLD.to_local()
-        logits_1SV: torch.Tensor = self.lm_head(h_BLD.flatten(0, 1)[None, selected_S])
-        return logits_1SV
+        h_1SD = h_BLD.flatten(0, 1)[None, selected_S]
+        return self.lm_head(h_1SD) if has_head else h_1SD
 
     def routers(self) -> list[ReplayRouter]:
         """The routers of all layers; none, if the policy is dense."""

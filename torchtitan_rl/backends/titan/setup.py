@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as titan_utils
@@ -154,3 +156,7 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+
+
+def to_device(values: npt.NDArray[Any], layout: Layout) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(layout.device)

@@ -41,8 +41,8 @@ from torchtitan_rl.backends.titan.forward import (
     StepSums,
     TokenColumns,
     forward,
-    load_reference,
 )
+from torchtitan_rl.backends.titan.frozen import load_reference, load_teacher
 from torchtitan_rl.backends.titan.hf import (
     export,
     hf_names,
@@ -113,9 +113,10 @@ class PolicyTrainer:
         max_steps: the number of steps of the whole run, for the learning-rate schedule.
         dtype: the type of matrix multiplications; the CPU always uses float32.
         lora: adapters that are trained in place of all weights; of rank 0 for none.
+        teachers: checkpoints of the teachers that `TrainingBatch.teachers` numbers.
 
     Raises:
-        ConfigError: the checkpoint is missing, its model is not supported, or
+        ConfigError: a checkpoint is missing, its model is not supported, or
             `LossConfig.function` cannot be loaded.
         ValueError: the world size differs from that of the configuration.
     """
@@ -129,6 +130,7 @@ class PolicyTrainer:
         max_steps: int,
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
         lora: LoraConfig | None = None,
+        teachers: Sequence[Path] = (),
     ) -> None:
         self._lora = lora or LoraConfig()
         self._source = Path(checkpoint_dir)
@@ -139,12 +141,17 @@ class PolicyTrainer:
         torch.set_num_threads(config.threads)
         self._layout = titan_setup.set_up(config)
         try:
-            self._build(max_steps, dtype)
+            self._build(max_steps, dtype, teachers)
         except BaseException:
             titan_setup.tear_down(self._layout)
             raise
 
-    def _build(self, max_steps: int, dtype: Literal["float32", "bfloat16"]) -> None:
+    def _build(
+        self,
+        max_steps: int,
+        dtype: Literal["float32", "bfloat16"],
+        teachers: Sequence[Path],
+    ) -> None:
         config = self._config
         torch.manual_seed(self._seed)
         self._dtype = "float32" if self._layout.device.type == "cpu" else dtype
@@ -161,6 +168,9 @@ class PolicyTrainer:
             policy=self._model,
             dtype=self._dtype,
         )
+        self._teachers = [
+            load_teacher(one, config, self._layout, dtype=self._dtype) for one in teachers
+        ]
         self._sizes = PolicySizes.of(
             self._architecture,
             layer_parameters=sum(one.numel() for one in self._model.layers.parameters()),
@@ -431,7 +441,7 @@ class PolicyTrainer:
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that are kept between two steps. Not collective."""
-        for model in (self._model, self._reference):
+        for model in (self._model, self._reference, *self._teachers):
             if model is not None:
                 yield from model.parameters()
                 yield from model.buffers()
@@ -496,7 +506,14 @@ class PolicyTrainer:
             parts = own_shares[0].parts
             own = StepSums(self._arithmetic(parts))
             for part in parts:
-                output = forward(self._model, batch, part, self._layout, is_taught=True)
+                output = forward(
+                    self._model,
+                    batch,
+                    part,
+                    self._layout,
+                    is_taught=True,
+                    teachers=() if batch.teachers is None else self._teachers,
+                )
                 output.logprobs_E.retain_grad()
                 loss = objective(part, output)
                 loss.loss.backward()  # type: ignore[no-untyped-call]
