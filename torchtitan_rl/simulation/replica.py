@@ -381,7 +381,7 @@ class SimulatedReplica:
             kv_tokens=self._speeds.cache_tokens,
             preemptions=0,
             generated_tokens=self.sampled_tokens + max(0, int(held)),
-            tokens_per_second=self._num_running / self._step_s(),
+            tokens_per_second=self._num_running / self._step_s() if self._num_running else 0.0,
             steps=int(self._steps),
         )
 
