@@ -2,10 +2,10 @@
 
     python -m benchmarks.scaling [--replicas 1 16 ...] [--steps 6] [--profile FILE]
 
-Without ``--profile`` the replicas are assumed: 64 requests at once sample 2,000 tokens/s (24 ms a
-step and 0.125 ms for each request), answers have 1,000 tokens on average (lognormal), weights take 2 s to
-fetch and 0.5 s to swap, and a trainer rank trains 1,000 sampled tokens/s. Each replica gets a group
-of 4 rollouts in each step, S = 1, and half a trainer rank.
+Without ``--profile`` the replicas are assumed: 64 requests at once sample 2,000 tokens/s (24 ms
+a step and 0.125 ms for each request), answers have 1,000 tokens on average (lognormal), weights
+take 2 s to fetch and 0.5 s to swap, and a trainer rank trains 1,000 sampled tokens/s. Each replica
+gets a group of 4 rollouts in each step, S = 1, and half a trainer rank.
 
 Also the split of devices between trainer and replicas, what failures cost, and where the loop's
 time goes (cProfile, by file).
@@ -53,7 +53,7 @@ def main() -> None:
     collect_less()
     report["curve"] = []
     for size in options.replicas:
-        one = simulate(run_of(size, options.steps), profile).to_json()
+        one = simulate(run_of(size, options.steps, options.most_groups), profile).to_json()
         report["curve"].append(one)
         print(f"{size:,} replicas in {one['wall_s']:.0f} s", flush=True)
         write_report(options.output, report)  # what is there, should a later size take too long
@@ -91,7 +91,7 @@ def assumed_profile() -> Profile:
         decoding=Decoding(
             step_s=24e-3,
             request_s=0.125e-3,
-            first_token_s=0.2,
+            first_token_s=3e-3,
             error=0.0,
             max_running=64,
             kv_cache_tokens=400_000,
@@ -102,11 +102,12 @@ def assumed_profile() -> Profile:
     )
 
 
-def run_of(replicas: int, steps: int) -> RunConfig:
+def run_of(replicas: int, steps: int, most_groups: int = 1 << 16) -> RunConfig:
+    groups = min(max(4, replicas), most_groups)
     words = [
         *("--num-steps", f"{steps}", "--schedule.staleness", "1"),
         *("--generator.replicas", f"{replicas}"),
-        *("--rollout.groups-per-step", f"{max(4, replicas)}", "--rollout.group-size", "4"),
+        *("--rollout.groups-per-step", f"{groups}", "--rollout.group-size", "4"),
         *("--rollout.max-total-tokens", "16384"),
         *("--rollout.sampling.max-tokens-per-turn", "8192"),
         *("--trainer.data-parallel-shard", f"{max(1, replicas // 2)}"),
@@ -181,6 +182,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", nargs="+", type=at_least(1), default=list(_SIZES))
     parser.add_argument("--steps", type=at_least(5), default=6)
+    parser.add_argument("--most-groups", type=at_least(4), default=1 << 16, help="of a step")
     parser.add_argument("--devices", type=at_least(2), default=24)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/scaling.json"))

@@ -8,7 +8,13 @@ predicted from the profile of *another* run; what differs between the two is onl
 names: replicas, staleness, the environment's second, the kill. Steps per hour and idle shares are
 those of the steps without the first and last S + 1.
 
-A run that exists in ``--folder`` is not repeated.
+A run that exists in ``--folder`` is not repeated. With ``--recorded RUN SOURCE DELAY_S`` (several
+times) nothing is run: RUN, the folder of a real run, is predicted from the profile of SOURCE, with
+DELAY_S more in each turn's environment.
+
+The measured idle share of the replicas is that of their traces: the part of the time without a
+``decode`` span. ``overlap/generator_idle_share``, which is in the file too, has a reading each
+0.25 s, and none while the controller's loop is busy, just when requests begin.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +35,7 @@ import psutil
 
 from benchmarks.report import heading, print_table, write_report
 from torchtitan_rl.config.loader import load_config
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.observability.recorded import read_recorded
 from torchtitan_rl.simulation.profile import Profile, profile_run
 from torchtitan_rl.simulation.run import simulate
@@ -77,11 +86,15 @@ CASES = {
 def main() -> None:
     options = _options()
     report: dict[str, Any] = heading(options)
-    for name in options.only:
+    cases: dict[str, dict[str, Any]] = {}
+    for run, source, delay_s in options.recorded:
+        cases[run] = compare(Path(run), Path(source), delay_s=float(delay_s))
+    for name in () if options.recorded else options.only:
         folder = options.folder / _folder(name)
         if not (folder / "metrics.jsonl").exists():
             _run(CASES[name], folder)
-    cases = {name: _compare(name, options.folder) for name in options.only}
+    for name in () if options.recorded else options.only:
+        cases[name] = _compare(name, options.folder)
     _print(cases)
     write_report(options.output, report | {"load_after": os.getloadavg(), "cases": cases})
 
@@ -129,35 +142,90 @@ def _prints_to(process: psutil.Process) -> str:
 
 def _compare(name: str, folder: Path) -> dict[str, Any]:
     case = CASES[name]
-    measured, begun_s = _measured(folder / _folder(name), case.staleness)
-    profile = profile_run(folder / _folder(case.source))
-    if case.config == _SLOW:
-        profile = _slowed(profile)
-    killed = folder / _folder(name) / "killed.json"
-    deaths = [(json.loads(killed.read_text()) - begun_s, 0)] if case.is_killed else []
-    config = load_config(Path(case.config), case.options)
-    simulated = simulate(config, profile, deaths=deaths).to_json()
+    return compare(
+        folder / _folder(name),
+        folder / _folder(case.source),
+        delay_s=_SLOW_S if case.config == _SLOW else 0.0,
+    )
+
+
+def compare(run: Path, source: Path, *, delay_s: float) -> dict[str, Any]:
+    """Predict a run from the profile of another."""
+    identity, rows, edge = _read(run)
+    kept = rows[edge:-edge]
+    seconds = sum(row["time/step_s"] for row in kept)
+
+    def share(name: str) -> float:
+        return sum(row.get(name, 0.0) * row["time/step_s"] for row in kept) / seconds
+
+    measured = {
+        "steps_per_hour": 3600 * len(kept) / seconds,
+        "trainer_idle_share": share("overlap/trainer_idle_share"),
+        "generator_idle_share": _idle_in_traces(run, rows[edge - 1], kept[-1]),
+    }
+    killed, begun_s = run / "killed.json", rows[0]["wall_time_s"] - rows[0]["time/step_s"]
+    deaths = [(json.loads(killed.read_text()) - begun_s, 0)] if killed.exists() else []
+    profile = _slowed(profile_run(source), delay_s)
+    simulated = simulate(_config_of(identity, len(rows)), profile, deaths=deaths).to_json()
     predicted = {figure: simulated[figure] for figure in measured}
-    own = profile_run(folder / _folder(name))
     return {
-        "source": case.source,
-        "measured": measured,
+        "run": str(run),
+        "source": str(source),
+        "setting": {name: identity.get(name) for name in _FIELDS},
+        "measured": measured | {"readings_idle_share": share("overlap/generator_idle_share")},
         "predicted": predicted,
         "speed_error": predicted["steps_per_hour"] / measured["steps_per_hour"] - 1,
-        "parts": {part: _parts(one) for part, one in {"source": profile, "own": own}.items()},
+        "parts": {"source": _parts(profile), "own": _parts(profile_run(run))},
         "failures": [simulated[one] for one in ("losses", "lost_tokens", "replica_down_s")],
     }
 
 
-def _slowed(profile: Profile) -> Profile:
-    """The profile with the slow environment's second after each turn."""
+_FIELDS = (
+    *("generator.replicas", "generator.max_running_requests", "schedule.staleness"),
+    *("schedule.max_overtaking_share", "rollout.groups_per_step", "rollout.group_size"),
+    *("rollout.max_turns", "rollout.max_total_tokens", "rollout.sampling.max_tokens_per_turn"),
+)
+
+
+def _config_of(identity: Mapping[str, Any], num_steps: int) -> RunConfig:
+    """What the simulation needs of a run's configuration."""
+    words = ["--num-steps", f"{num_steps}"]
+    for name in _FIELDS:
+        if identity.get(name) is not None:
+            words += [f"--{name.replace('_', '-')}", f"{identity[name]}"]
+    return load_config(Path("alphabet_sort_tiny"), words)
+
+
+def _read(run: Path) -> tuple[Mapping[str, Any], list[dict[str, Any]], int]:
+    """Identity and rows of a run, and how many steps at each end are not steady."""
+    recorded = read_recorded(run)
+    rows = [row for _, row in sorted(recorded.rows.items())]
+    return recorded.identity, rows, int(recorded.identity["schedule.staleness"]) + 1
+
+
+def _idle_in_traces(run: Path, first: Mapping[str, Any], last: Mapping[str, Any]) -> float:
+    """The mean share of the time between two rows in which a replica did not decode."""
+    start, end = 1e6 * first["wall_time_s"], 1e6 * last["wall_time_s"]
+    busy: Counter[str] = Counter()
+    for path in run.glob("traces/replica*-rank-0.*.jsonl"):
+        name = path.name.partition("-rank-0.")[0].partition("-")[0]
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if event["name"] == "decode" and event["ph"] == "X":
+                until = min(end, event["ts"] + event["dur"])
+                busy[name] += max(0.0, until - max(start, event["ts"]))
+    return 1.0 - busy.total() / len(busy) / (end - start)
+
+
+def _slowed(profile: Profile, delay_s: float) -> Profile:
+    """The profile with a slower environment: ``delay_s`` more after each turn."""
     groups = tuple(
         tuple(
             replace(
                 one,
                 environment_s=(
                     one.environment_s[0],
-                    *(seconds + _SLOW_S for seconds in one.environment_s[1:]),
+                    *(seconds + delay_s for seconds in one.environment_s[1:]),
                 ),
             )
             for one in group
@@ -182,28 +250,10 @@ def _parts(profile: Profile) -> dict[str, float]:
     }
 
 
-def _measured(folder: Path, staleness: int) -> tuple[dict[str, float], float]:
-    """The figures of a real run, and when its first step began."""
-    rows = [row for _, row in sorted(read_recorded(folder).rows.items())]
-    begun_s = rows[0]["wall_time_s"] - rows[0]["time/step_s"]
-    rows = rows[staleness + 1 : -staleness - 1]
-    seconds = sum(row["time/step_s"] for row in rows)
-
-    def share(name: str) -> float:
-        return sum(row.get(name, 0.0) * row["time/step_s"] for row in rows) / seconds
-
-    figures = {
-        "steps_per_hour": 3600 * len(rows) / seconds,
-        "trainer_idle_share": share("overlap/trainer_idle_share"),
-        "generator_idle_share": share("overlap/generator_idle_share"),
-    }
-    return figures, begun_s
-
-
 def _print(cases: dict[str, dict[str, Any]]) -> None:
     rows = []
     for name, case in cases.items():
-        row = [name, case["source"]]
+        row = [name, Path(case["source"]).name]
         for figure, form in (
             ("steps_per_hour", ",.0f"),
             ("trainer_idle_share", ".0%"),
@@ -218,6 +268,9 @@ def _print(cases: dict[str, dict[str, Any]]) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--recorded", nargs=3, action="append", default=[], metavar=("RUN", "SOURCE", "DELAY_S")
+    )
     parser.add_argument("--folder", type=Path, default=Path("outputs/simulation"))
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/simulation.json"))
     return parser.parse_args()

@@ -62,7 +62,7 @@ def _describe(profile: Profile) -> list[str]:
         f"rollouts: {number}, of {median(lengths):.0f} tokens (at most {max(lengths)}); "
         f"{fmean(delays):.2f} s in environments",
         f"decoding: {step_ms:.2f} ms a step and {request_ms:.3f} ms for each request, wrong by "
-        f"{decoding.error:.0%}; {1e3 * decoding.first_token_s:.0f} ms more for a first token",
+        f"{decoding.error:.0%}; {1e3 * decoding.first_token_s:.2f} ms more for a first token",
         f"trainer: {1e3 * fmean(training.token_s):.3f} ms for a sampled token, publishing "
         f"{fmean(training.publish_s):.2f} s",
         f"weight syncs: {fmean(profile.syncs.stage_s):.2f} s to fetch, "

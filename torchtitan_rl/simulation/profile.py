@@ -9,9 +9,9 @@
 
 Decoding: a step with ``r`` requests takes ``step_s + r * request_s``, fitted to the time per token
 of the turns by least squares, without negative terms. This time contains what the prompts of other
-requests took, as often as in the run. ``first_token_s`` is how much longer a request waits for its
-first token than for others, in an engine with room. The first step of the run, in which everything
-warms up, is left out.
+requests took, as often as in the run. A request waits ``r * first_token_s`` longer for its first
+token than for others, in an engine with room. The first step of the run, in which everything warms
+up, is left out.
 """
 
 from __future__ import annotations
@@ -295,6 +295,8 @@ def _decoding(
     fitted = step_s + request_s * together
     first_s = np.array([one.time_to_first_token_s for _, one in turns]) - fitted
     has_room = np.array([one.requests_in_flight <= max_running for _, one in turns])
+    if not has_room.any():
+        has_room[:] = True
     by_bucket = defaultdict(list)
     for number, seconds in zip(together[has_time], token_s[has_time], strict=True):
         by_bucket[1 << int(number - 1).bit_length()].append(float(seconds))
@@ -303,7 +305,7 @@ def _decoding(
     return Decoding(
         step_s=step_s,
         request_s=request_s,
-        first_token_s=max(0.0, float(first_s[has_room if has_room.any() else slice(None)].mean())),
+        first_token_s=max(0.0, float(first_s[has_room].sum() / together[has_room].sum())),
         error=float(deviation),
         max_running=max_running,
         kv_cache_tokens=kv_cache_tokens,

@@ -2,9 +2,9 @@
 
 A step samples one token for each of ``r`` running requests and takes ``step_s + r * token_s``. Each
 prompt token that is not cached takes ``prefill_s``; nothing is sampled in this time. A request
-waits ``first_token_s`` more for its first token, alongside the others. The cache
-holds whole sessions and the prompts that siblings share, ``cache_tokens`` in all, and evicts the
-least recently used ones. A request samples ``max_tokens`` tokens, all of them 0.
+waits ``r * first_token_s`` more for its first token, alongside the others, whose prompts are
+computed too. The cache holds whole sessions and the prompts that siblings share, ``cache_tokens``
+in all, and evicts the least recently used ones. A request samples ``max_tokens`` tokens, all 0.
 
 A replica that dies has reported the tokens of each whole interval of ``report_s`` since the request
 began, as real replicas do. These reports are only made at the death, or with ``reports`` at their
@@ -249,7 +249,7 @@ class SimulatedReplica:
         if request.prompt_id is not None and not known[0]:
             self._remember(request.prompt_id, prompt)
         self._num_running += 1
-        waits_s = self._speeds.first_token_s
+        waits_s = self._num_running * self._speeds.first_token_s
         call.start_steps = self._steps + waits_s / self._step_s()
         call.start_s = self._at_s + waits_s
         call.swap, call.is_running = len(self._swaps) - 1, True

@@ -163,6 +163,7 @@ class _Run:
         self._reports = reports
         self._detect_s = profile.losses.detect_s
         self._chance = random.Random(config.seed)
+        self._lives = random.Random(f"{config.seed} lives")  # a failure draws no other rollouts
         decoding, syncs = profile.decoding, profile.syncs
         self._speeds = Speeds(
             prefill_s=0.0,
@@ -276,7 +277,7 @@ class _Run:
         replica = SimulatedReplica(name, self._speeds, reports=self._reports)
         self._replicas.append(replica)
         if self._mtbf_s is not None:
-            life_s, detect_s = self._chance.expovariate(1 / self._mtbf_s), self._detect_s
+            life_s, detect_s = self._lives.expovariate(1 / self._mtbf_s), self._detect_s
             asyncio.get_running_loop().call_later(life_s, replica.die, detect_s)
         return replica
 

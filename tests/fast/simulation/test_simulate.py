@@ -75,16 +75,24 @@ def test_a_killed_replica_costs_the_tokens_since_the_last_whole_second():
     assert seconds == pytest.approx(2.355 + 1.0 + (400 - 200) * 0.01)
 
 
-def test_failures_of_a_run_cost_restarts_and_tokens():
+def test_the_loss_of_the_only_replica_costs_a_run_its_restart():
     profile = profile_run(RUN)
-    whole = replace(profile, losses=replace(profile.losses, restart_s=5.0))
-    run = config("--schedule.staleness", "1", "--num-steps", "20")
-    calm, failing = simulate(run, whole), simulate(run, whole, mtbf_hours=4.0 / 3600)
-    assert calm.losses == calm.lost_tokens == 0
-    assert failing.losses > 0
-    assert failing.replica_down_s >= 5.0 * (failing.losses - 2)
-    assert failing.steps_per_hour < calm.steps_per_hour
+    whole = replace(profile, losses=replace(profile.losses, restart_s=50.0))
+    run = config("--generator.replicas", "1", "--num-steps", "8")
+    calm, failing = simulate(run, whole), simulate(run, whole, deaths=[(1.0, 0)])
+    assert (calm.losses, calm.lost_tokens) == (0, 0)
+    assert failing.losses == 1
+    assert failing.replica_down_s == pytest.approx(50.0, abs=1.0)
+    assert failing.simulated_s - calm.simulated_s == pytest.approx(50.0, abs=1.0)
     assert failing.groups == calm.groups
+
+
+def test_replicas_fail_as_often_as_their_mean_time_says():
+    profile = profile_run(RUN)
+    whole = replace(profile, losses=replace(profile.losses, restart_s=0.1))
+    run = config("--num-steps", "60", "--generator.replicas", "4", "--generator.max-restarts", "99")
+    failing = simulate(run, whole, mtbf_hours=4.0 / 3600)
+    assert failing.losses == pytest.approx(4 * failing.simulated_s / 4.0, rel=0.5)
 
 
 def test_the_lag_of_the_loop_is_its_work_that_the_time_between_events_does_not_cover(monkeypatch):
