@@ -145,16 +145,14 @@ def _trainer_errors(config: RunConfig, facts: PolicyFacts, policy: PolicyFacts) 
     return errors
 
 
-def teacher_identity(found: Mapping[str, FoundTeacher]) -> dict[str, dict[str, str]]:
+def teacher_identity(found: Mapping[str, FoundTeacher]) -> dict[str, list[str]]:
     """The fingerprints of the teachers' checkpoints, as a part of the identity of a run.
 
     Raises:
         OSError, ValueError: a checkpoint cannot be read.
     """
-    directories = {source: one.directory for source, one in found.items() if one.directory}
-    if not directories:
-        return {}
-    return {TEACHERS: {name: policy_fingerprint(one) for name, one in directories.items()}}
+    directories = [one.directory for one in found.values() if one.directory is not None]
+    return {TEACHERS: [*map(policy_fingerprint, directories)]} if directories else {}
 
 
 def recorded_teachers(config: RunConfig, identity: Mapping[str, object]) -> dict[str, FoundTeacher]:
