@@ -36,8 +36,8 @@ PYTEST_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: test-$(ACCELERATOR)
 
 test-cpu: setup browser
-	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" \
-		tests/real tests/gpu tests/fast tests/browser
+	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" --durations 40 \
+		--durations-min 8 tests/real tests/gpu tests/fast tests/browser
 
 # The packages for CUDA have no engine for CPUs, which tests/real needs.
 test-cuda: setup

@@ -45,7 +45,9 @@ async def judged(verdict: Verdict, *answers: str, own: float | None = None) -> l
             judge=replace(pairwise_judge(), base_url=url, backoff_s=0.0, attempts=1),
             task_weight=0.0 if own is None else 1.0,
         )
-        siblings = [replace(rollout(text), rollout_id=f"g/r{text}") for text in answers]
+        siblings = [
+            replace(rollout(text), rollout_id=f"g/r{number}") for number, text in enumerate(answers)
+        ]
         return await score_whole_group(task.rubric(), siblings, PROBLEM)
 
 
