@@ -41,7 +41,7 @@ async def run_processes(
     ]
     weights = WeightDistribution({}, fan_out=0)
     yield types.SimpleNamespace(
-        trainer=trainer, replicas=replicas, weights=weights, teachers={}, endpoint=None
+        trainers=[trainer], replicas=replicas, weights=weights, teachers={}, endpoint=None
     )
 
 

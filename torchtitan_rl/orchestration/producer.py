@@ -177,7 +177,7 @@ class Producer:
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         group_id = self._group_of.pop(task)
-        if self._newest[group_id] is task:
+        if self._newest.get(group_id) is task:
             del self._newest[group_id]
         if task in self._restarted:
             self._restarted.remove(task)

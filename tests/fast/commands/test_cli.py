@@ -150,6 +150,8 @@ WRONG_COMMANDS = {
     "serve": "MODEL is missing",
     "serve --nosuch": "MODEL is missing",
     "serve a b": "Unrecognized options: b",
+    "profile /nonexistent": "RUN_DIR is /nonexistent: it has no readable identity.json",
+    "simulate alphabet_sort_tiny": "--profile is missing: ",
     "generate": "--model, --input, --output are missing",
     "generate --nosuch": "Unrecognized options: --nosuch",
     "eval": "--config is missing",

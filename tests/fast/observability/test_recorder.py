@@ -86,7 +86,7 @@ def record_run(
         ):
             recorder.watch_engines(sampler)
             for act in acts:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.02)
                 act(recorder)
         print(
             "\n".join(
