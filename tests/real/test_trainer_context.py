@@ -104,7 +104,7 @@ def check_layouts(
     for name in layouts:
         found = torch.load(checkpoint.parent / f"{name}.pt", weights_only=False)
         for own, of_one in zip(found["logprobs"], expected["logprobs"], strict=True):
-            np.testing.assert_allclose(own, of_one, atol=1e-4, err_msg=name)
+            np.testing.assert_allclose(own, of_one, atol=2e-4, err_msg=name)
         for own, of_one in zip(found["steps"], expected["steps"], strict=True):
             for metric in ("loss", "grad_norm", "entropy", "trained_tokens"):
                 assert own.metrics[metric] == pytest.approx(
