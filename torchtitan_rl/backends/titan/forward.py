@@ -61,7 +61,7 @@ def forward(
     is_empty = len(sources_E) == 0
     if is_empty:
         sources_E = predecessors_E = np.zeros(1, dtype=np.int64)
-    rows = _rows(batch, predecessors_E, sources_E, by_teacher=len(teachers) > 0)
+    rows = _rows(batch, predecessors_E, sources_E)
     sources_E = rows.sources_E
     tokens, own, entries = _own(rows, len(part.token_ids_T), layout)
     taught = list(taught_rows(teachers, part, rows.predecessors_S, rows.teachers_S, layout))
@@ -128,19 +128,15 @@ class _Rows:
 
 
 def _rows(
-    batch: TrainingBatch,
-    predecessors_E: npt.NDArray[np.int64],
-    sources_E: npt.NDArray[np.int64],
-    *,
-    by_teacher: bool,
+    batch: TrainingBatch, predecessors_E: npt.NDArray[np.int64], sources_E: npt.NDArray[np.int64]
 ) -> _Rows:
     """Assign rows of logits to entries. Entries with the same predecessor (the first tokens of
     siblings) read the same row, unless they were sampled from different sets of tokens, or have
-    different teachers."""
+    different teachers. The order is the same for all models, so that their entries match."""
     kept_E = teachers_E = np.full(len(sources_E), -1)
     if batch.kept is not None:
         kept_E = batch.kept[sources_E].astype(np.int64)
-    if by_teacher and batch.teachers is not None:
+    if batch.teachers is not None:
         teachers_E = batch.teachers[batch.episode_ids[sources_E]]
     order = np.lexsort((kept_E, predecessors_E, teachers_E))
     keys_3E = np.stack([predecessors_E, kept_E, teachers_E])[:, order]
