@@ -260,7 +260,7 @@ class VllmEngine:
                 raise WeightSyncError(f"version {version} lacks {sorted(missing)}")
         if self._spec.device == "cpu":
             repack(self._model)
-        for layer in derived.values():
+        for layer in set(derived.values()):
             layer.process_weights_after_loading(self._engine.model_config.dtype)
         if self._spec.weight_sync.check_pulls:
             self._pulled.check(tensors, version)

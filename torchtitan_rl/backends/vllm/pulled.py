@@ -150,7 +150,8 @@ def _head(module: Any, path: str, tensors: Tensors, number: int) -> bool:
 
 def latent_products(model: Any) -> dict[str, Any]:
     """The parameters that layers with latent attention (MLA) make of their ``kv_b_proj``, by name,
-    with the layer. They multiply queries and outputs, and have to be made again after a pull."""
+    with the layer. They multiply queries and outputs. Some of vLLM's backends make views, which a
+    pull changes, too; others make copies, which have to be made again."""
     from vllm.model_executor.layers.attention import MLAAttention
 
     return {
