@@ -13,6 +13,8 @@ from tests.real.runs import ROOT
 from tests.support.documented_agents import documented_examples
 from torchtitan_rl.experiments.agent_libraries.libraries import LIBRARIES
 
+pytestmark = pytest.mark.soak
+
 EXAMPLES = tuple(documented_examples())
 ALL = (*LIBRARIES, *EXAMPLES)
 

@@ -51,6 +51,7 @@ def advantage(values, rollouts):
 """
 
 
+@pytest.mark.soak
 def test_trap_26_credit_by_turn_updates_and_functions_of_ones_own_equal_a_plain_loop_bit_for_bit(
     tmp_path: Path,
 ) -> None:

@@ -138,6 +138,7 @@ def test_end_to_end_makes_its_own_runs(tmp_path):
     require_end_to_end(tmp_path, 3, "--max-tokens", "24", "--max-length", "128", "--options", more)
 
 
+@pytest.mark.soak
 def test_async_training_compares_the_runs_that_are_there(whole, tmp_path):
     arms = ("both-S=0", "both-S=1", *(f"split-S={staleness}" for staleness in (0, 1, 2, 4)))
     for arm in arms:
@@ -332,6 +333,7 @@ def test_weights_reach_each_host_in_one_copy(tmp_path):
     assert len(report["publish"]["ratios"]) == 3
 
 
+@pytest.mark.soak
 def test_gpu_check_measures_every_stage_that_a_cpu_has(tmp_path):
     path = tmp_path / "gpu_check.json"
     bench(

@@ -54,6 +54,7 @@ def require_forged_turns_are_text(run_dir: Path) -> None:
         assert len(found) <= len(harmless) + 1  # the end of a turn that was cut
 
 
+@pytest.mark.soak
 def test_a_run_whose_prompts_are_outside_of_the_vocabulary_says_so_and_fails(
     tmp_path: Path,
 ) -> None:

@@ -19,7 +19,8 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run_dir) if "trainer/weights_digest" in row]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_trains_adapters_and_a_replica_that_starts_again_gets_the_newest(
     tmp_path: Path, ranks: int
 ) -> None:

@@ -95,6 +95,7 @@ def test_checkpoints_are_evaluated_as_they_were_while_training(
     assert same["tokens_mean"] == last["evaluation/response_length_mean"]
 
 
+@pytest.mark.soak
 def test_each_checkpoint_has_the_weights_that_the_run_sampled_with(
     run_dir: Path, evaluation: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_each_checkpoint_has_the_weights_that_the_run_sampled_with(
         assert before["logprobs"] != pytest.approx(turn["logprobs"], abs=1e-4)
 
 
+@pytest.mark.soak
 def test_every_rollout_is_recorded_once(evaluation: Path) -> None:
     for step in (1, 2):
         for temperature in ("0", "1"):

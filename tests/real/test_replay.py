@@ -37,6 +37,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(root, "whole", *RECORDED, *STALE, "--num-steps", "6")
 
 
+@pytest.mark.soak
 def test_step_5_is_replayed_bit_for_bit_and_another_loss_is_not(
     recorded: Path, tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_step_5_is_replayed_bit_for_bit_and_another_loss_is_not(
     assert by_rollout == {name: logprobs for name, logprobs in logged.items() if logprobs}
 
 
+@pytest.mark.soak
 def test_the_first_step_is_replayed_from_the_initial_policy(recorded: Path, tmp_path: Path) -> None:
     exit_code, said = replay(tmp_path, recorded, "--step", "1")
     assert exit_code == 0, said

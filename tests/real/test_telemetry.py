@@ -27,6 +27,7 @@ def start(root: Path) -> tuple[Run, str]:
     return run, json.loads(launched.read_text())["telemetry"]
 
 
+@pytest.mark.soak
 def test_pages_show_the_replicas_to_their_user_alone_and_end_with_the_run(tmp_path: Path) -> None:
     run, url = start(tmp_path)
     query = {"sql": "select full_name from actors"}

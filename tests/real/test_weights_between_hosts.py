@@ -11,6 +11,8 @@ import pytest
 
 from tests.real.runs import ROOT
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def train_on(addresses: list[str], root: Path, name: str, *more: str) -> Path:
     return root / name
 
 
+@pytest.mark.soak
 def test_replicas_on_one_host_and_the_trainer_on_another_train_and_leave_the_workers(
     tmp_path: Path,
 ) -> None:
