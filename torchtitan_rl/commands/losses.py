@@ -5,8 +5,8 @@
 | a replica | its requests continue on others; it is started again |
 | a server of ``generator.endpoint`` | the run registers again, once the server is back |
 | a host | like losing all its replicas; they are started again when the host is back |
-| a trainer rank, or its host | the trainer is started again, and takes the steps since the newest
-  checkpoint again; after ``trainer.max_restarts`` the run ends with `TrainerLostError` |
+| a trainer rank | the trainer is started again, and takes the steps since a checkpoint again |
+| a host of the trainer | the run ends with `TrainerLostError`, and can be resumed |
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class FailureHandling:
         self._run: tuple[RunProcesses, GeneratorRouter] | None = None
         self._trainer: RestartedTrainer | MonarchTrainer | None = None
         self._trainer_name = "trainer"
+        self._trainer_host_lost: HostLostError | None = None
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -140,14 +141,22 @@ class FailureHandling:
         error = HostLostError(f"{host_name(host)} is lost: {cause}")
         router.give_up(lambda name: first_name(name) in names, error)
         if self._trainer is not None and host in self._trainer_hosts():
+            self._trainer_host_lost = error
             self._trainer.lose(error)
 
     async def _start_trainer(self, processes: RunProcesses) -> MonarchTrainer:
-        """Start another trainer, once its hosts answer."""
+        """Start another trainer.
+
+        Raises:
+            HostLostError: one of its hosts was lost. Fetchers on other hosts still have connections
+                to that host's earlier processes, through which they would get no weights.
+        """
         await self._show_trainer()
         if self._watch is not None:
             for host in self._trainer_hosts():
-                await self._watch.wait_until_there(host)
+                await self._watch.answers(host)
+        if self._trainer_host_lost is not None:
+            raise self._trainer_host_lost
         self._trainer_name = f"trainer-{len(processes.trainers) + 1}"
         return await processes.restart_trainer(self._trainer_name)
 

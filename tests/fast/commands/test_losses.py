@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from tests.support.replicas import GatedReplica, settle
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.backends.monarch.hosts import Hosts
@@ -18,7 +20,7 @@ from torchtitan_rl.commands.train import _export, _Run
 from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
-from torchtitan_rl.errors import RunTakenOverError
+from torchtitan_rl.errors import HostLostError, RunTakenOverError
 from torchtitan_rl.failures import Failure
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.run_state import Unshared
@@ -102,6 +104,19 @@ def test_a_lost_host_loses_its_replicas_and_its_weights_and_no_others() -> None:
         assert run.processes.weight_hosts[1] == "of the start"
         assert run.processes.weight_hosts[2] is run.weights.fetchers[2]
         assert run.trainer.lost == []
+
+    run_virtually(play())
+
+
+def test_a_trainer_whose_host_was_lost_is_not_started_again() -> None:
+    async def play() -> None:
+        run = Run()
+        run.losses._trainer = cast(Any, run.trainer)
+        async with run.going():
+            run.losses._on_host_lost(0, "no answer for 15 s")
+            assert len(run.trainer.lost) == 1
+            with pytest.raises(HostLostError, match="no answer for 15 s"):
+                await run.losses._start_trainer(run.processes)
 
     run_virtually(play())
 
