@@ -5,7 +5,8 @@
 | a replica | its requests continue on others; it is started again |
 | a server of ``generator.endpoint`` | the run registers again, once the server is back |
 | a host | like losing all its replicas; they are started again when the host is back |
-| a trainer rank | the trainer is started again, and takes the steps since a checkpoint again |
+| a trainer rank | the trainer is started again, and takes the steps since a checkpoint again; with
+  replicas on other hosts the run ends with `TrainerLostError`, and can be resumed |
 | a host of the trainer | the run ends with `TrainerLostError`, and can be resumed |
 """
 
@@ -85,7 +86,9 @@ class FailureHandling:
             yield FixedPolicy()
             return
         self._trainer = first = processes.trainers[0]
-        if self._max_trainer_restarts == 0:
+        # Fetchers on other hosts keep connections to the lost processes: a new trainer's weights
+        # may not reach them.
+        if self._max_trainer_restarts == 0 or processes.transport.reaches_others:
             yield first
             return
         self._trainer = restarted = RestartedTrainer(
