@@ -12,6 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.real.conftest import NUM_STEPS
+from tests.real.models import tiny_model
 from tests.real.runs import (
     ONE_REPLICA,
     Run,
@@ -136,7 +137,16 @@ def test_a_resumed_run_with_adapters_equals_the_uninterrupted_one(tmp_path: Path
 
 
 @pytest.mark.soak
-def test_a_resumed_run_with_experts_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    parts = require_equal_when_resumed(tmp_path, "--policy.checkpoint", str(MOE_POLICY_DIR))
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_resumed_run_with_experts_equals_the_uninterrupted_one(
+    family: str, tmp_path: Path
+) -> None:
+    words = ["--policy.checkpoint", str(MOE_POLICY_DIR)]
+    if family == "deepseek_v3":  # a random policy, which gets no reward, learns from a teacher
+        policy = tiny_model(tmp_path / "policy", family=family, tied=False)
+        teacher = tiny_model(tmp_path / "teacher", seed=1)
+        words = ["--policy.checkpoint", str(policy), "--teacher.checkpoint", str(teacher)]
+        words += ["--teacher.loss", "full", "--rollout.advantage", "none"]
+    parts = require_equal_when_resumed(tmp_path, *words)
     # The trainer's routers took the recorded experts.
     assert [row["trainer/routing_mismatch"] for row in read_metrics(parts)[1:]] == [0.0] * 4
