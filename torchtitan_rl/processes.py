@@ -65,14 +65,17 @@ class Processes:
         """
         now = asyncio.get_running_loop().time
         looked_s, stopped_s = now(), dict.fromkeys(self._handles, 0.0)
+        stops: dict[int, bytes | None] = dict.fromkeys(self._handles)
         while True:
             await asyncio.sleep(LOOK_S)
             gap_s, looked_s = now() - looked_s, now()
             for pid, handle in self._handles.items():
                 if _has_exited(handle):
                     raise _lost(ProcessEndedError(f"{name}: process {pid} has ended"), gap_s)
-                is_stopped = _is_stopped(pid)
-                stopped_s[pid] = (stopped_s[pid] + min(gap_s, 2 * LOOK_S)) * is_stopped
+                stop = _stop_of(pid)
+                is_same = stop is not None and stops[pid] in (None, stop)
+                stops[pid] = stop
+                stopped_s[pid] = (stopped_s[pid] + min(gap_s, 2 * LOOK_S)) * is_same
                 if stopped_s[pid] >= STOPPED_S:
                     stopped = ProcessStoppedError(f"{name}: process {pid} is stopped (SIGSTOP)")
                     raise _lost(stopped, stopped_s[pid])
@@ -122,12 +125,15 @@ def _lost(error: ProcessLostError, silent_s: float) -> ProcessLostError:
     return error
 
 
-def _is_stopped(pid: int) -> bool:
+def _stop_of(pid: int) -> bytes | None:
+    """What tells one stop of a process from the next: how often it has left the processor. None if
+    it is not stopped. Tools such as cpulimit stop a process again and again to slow it down."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
+        status = Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
-        return False  # it has just ended
-    return status.rpartition(b") ")[2][:1] == b"T"
+        return None  # it has just ended
+    is_stopped = b"\nState:\tT" in status
+    return status.partition(b"\nvoluntary_ctxt_switches")[2] if is_stopped else None
 
 
 def adopt_orphans() -> None:

@@ -37,6 +37,7 @@ RUN = ("data", "doctor", "env", "fit", "keys", "launch-script", "new")
 NOT_RUN = {
     r"torchrun ": "starts a run or an engine: tests/real/hosts/test_launchers.py, "
     "tests/real/test_generate_cli.py",
+    r"torchtitan-rl chaos ": "disturbs a running run: tests/real/test_chaos.py",
     r"torchtitan-rl view ": "serves until it is stopped: tests/fast/page/test_security.py",
     r"torchtitan-rl report ": "needs a run's files: tests/fast/page/test_report.py",
     r"torchtitan-rl worker ": "listens until it is stopped: tests/real/test_tls_workers.py",

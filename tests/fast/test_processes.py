@@ -78,6 +78,23 @@ def test_one_that_ends_or_is_stopped_is_seen(
 
 
 @pytest.mark.usefixtures("quick_looks")
+def test_one_that_is_slowed_down_by_many_short_stops_is_not_lost(
+    child: subprocess.Popen[str],
+) -> None:
+    async def watch() -> None:
+        watching = asyncio.create_task(Processes((child.pid,)).wait_until_lost("replica0"))
+        for _ in range(8):
+            child.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(0.09)
+            child.send_signal(signal.SIGCONT)
+            await asyncio.sleep(0.005)
+        assert not watching.done()
+        watching.cancel()
+
+    asyncio.run(watch())
+
+
+@pytest.mark.usefixtures("quick_looks")
 def test_one_that_goes_on_after_this_process_was_stopped_as_well_is_not_lost(
     child: subprocess.Popen[str],
 ) -> None:

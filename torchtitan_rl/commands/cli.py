@@ -43,6 +43,7 @@ COMMANDS = {
         "predict a run, of any size",
         "commands.simulate",
     ),
+    "chaos": ("RUN_DIR [options]", "disturb a running run, then audit it", "commands.chaos"),
     "view": ("RUN_DIR... [options]", "show runs on a page in the browser", "commands.view"),
     "report": ("RUN_DIR [options]", "write the page of a run into one file", "commands.report"),
     "explain": ("RUN_DIR", "say in words what a run shows", "commands.explain"),

@@ -152,6 +152,8 @@ WRONG_COMMANDS = {
     "serve a b": "Unrecognized options: b",
     "profile /nonexistent": "RUN_DIR is /nonexistent: it has no readable identity.json",
     "simulate alphabet_sort_tiny": "--profile is missing: ",
+    "chaos": "RUN_DIR is missing",
+    "chaos /nonexistent": "RUN_DIR is /nonexistent: no run of yours is running in it",
     "generate": "--model, --input, --output are missing",
     "generate --nosuch": "Unrecognized options: --nosuch",
     "eval": "--config is missing",

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.config_mutations import with_value
 from tests.support.documentation import PAGES
+from torchtitan_rl.commands.chaos import ChaosOptions
 from torchtitan_rl.commands.data import PreviewConfig
 from torchtitan_rl.commands.env import EnvCheckConfig
 from torchtitan_rl.commands.generate import GenerateOptions
@@ -67,7 +68,7 @@ def fields(kind: Any, prefix: str = "") -> frozenset[str]:
 def known() -> frozenset[str]:
     commands = (
         *(ServeConfig, GenerateOptions, EvalConfig, EnvCheckConfig, NewTaskConfig),
-        *(PreviewConfig, ReplayConfig, ReportOptions, ViewOptions),
+        *(ChaosOptions, PreviewConfig, ReplayConfig, ReportOptions, ViewOptions),
         *(WorkerOptions, KeysConfig, LaunchScriptOptions, *OPTIONS_OF_KINDS),
     )
     sections = (fields(RunConfig), fields(PolicyConfig, "policy."))
