@@ -51,7 +51,8 @@ def _run_chunk(seeds: range, kind: Kind) -> list[tuple[int, tuple[str, ...], str
         try:
             case: Case = run_case(seed, kind)
         except BaseException:
-            results.append((seed, ("the_campaign_itself",), traceback.format_exc()))
+            text = f"seed {seed}: {traceback.format_exc()}"
+            results.append((seed, ("the_campaign_itself",), text))
             continue
         finally:
             for timer in _LIMITS_S:

@@ -128,10 +128,17 @@ def _lost_trainers(seed: int, life: int, dry: Machine) -> list[Fault]:
     return faults
 
 
+def draw_tenant_faults(seed: int, life: int, dry: Machine) -> list[Fault]:
+    """As `draw_faults`, and more of them on the way to the server."""
+    rng = random.Random(f"tenant {seed} {life}")
+    more = [_of_a_part(rng, dry, group="http") for _ in range(rng.choice([0, 1, 2, 4]))]
+    return [*draw_faults(seed, life, dry), *more]
+
+
 def draw_server_faults(seed: int, life: int, dry: Machine) -> list[Fault]:
     """Of a server of several runs."""
     rng = random.Random(f"server {seed} {life}")
-    faults = [_of_a_part(rng, dry) for _ in range(rng.choice([0, 0, 1, 2]))]
+    faults = [_of_a_part(rng, dry) for _ in range(rng.choice([0, 0, 1, 2])) if _points(dry)]
     ending = rng.choice(["kill", "kill", "stop", "block", "", ""])
     return faults + ([_at_an_await(rng, dry, ending)] if ending else [])
 
@@ -170,16 +177,11 @@ def _at_an_await(rng: random.Random, dry: Machine, action: str) -> Fault:
     )
 
 
-def _of_a_part(rng: random.Random, dry: Machine) -> Fault:
-    points: list[tuple[Zone, str, str, int]] = []
-    for zone in ("call", "disk"):
-        counts: Counter[str] = dry.counts[zone]  # type: ignore[index]
-        for point in sorted(counts):
-            kind = f"disk.{point}" if zone == "disk" else _REPLICA_NAME.sub("replica.", point)
-            if kind in ACTIONS:
-                points.append((zone, point, kind, counts[point]))  # type: ignore[arg-type]
+def _of_a_part(rng: random.Random, dry: Machine, *, group: str = "") -> Fault:
+    points = _points(dry)
     groups = sorted({kind.partition(".")[0] for _, _, kind, _ in points})
-    group = rng.choices(groups, weights=[_RARE[name] for name in groups])[0]
+    if group not in groups:
+        group = rng.choices(groups, weights=[_RARE[name] for name in groups])[0]
     zone_, point, kind, count = rng.choice([p for p in points if p[2].partition(".")[0] == group])
     action = rng.choice(ACTIONS[kind])
     return Fault(
@@ -190,6 +192,18 @@ def _of_a_part(rng: random.Random, dry: Machine) -> Fault:
         seconds=_seconds(rng, kind, action),
         span=rng.choice([1, 1, 1, 2, 4]) if action in _REPEATED else 1,
     )
+
+
+def _points(dry: Machine) -> list[tuple[Zone, str, str, int]]:
+    """Where a part can fail: zone, point, kind in `ACTIONS`, and how often ``dry`` came there."""
+    points: list[tuple[Zone, str, str, int]] = []
+    for zone in ("call", "disk"):
+        counts: Counter[str] = dry.counts[zone]  # type: ignore[index]
+        for point in sorted(counts):
+            kind = f"disk.{point}" if zone == "disk" else _REPLICA_NAME.sub("replica.", point)
+            if kind in ACTIONS:
+                points.append((zone, point, kind, counts[point]))  # type: ignore[arg-type]
+    return points
 
 
 def _seconds(rng: random.Random, kind: str, action: str) -> float:

@@ -21,6 +21,7 @@ from torchtitan_rl.errors import (
     DivergedError,
     NothingTrainedError,
     OutputError,
+    ReplicaError,
     TeacherError,
     TorchtitanRLError,
     TrainerLostError,
@@ -79,12 +80,14 @@ def fails_for_a_reason(life: Life) -> Iterator[str]:
 
 
 def had_nothing_to_train(life: Life) -> bool:
-    """No step trained, as all rollouts failed: time-outs may be that short."""
+    """No step trained, as too many rollouts failed: time-outs may be that short."""
     if life.simulation is None or not isinstance(life.error, NothingTrainedError):
         return False
     groups = [group for record in life.simulation.recorder.steps for group in record.groups]
-    has_failed = all(one.status.is_failure for group in groups for one in group.rollouts)
-    return has_failed and life.simulation.controller._state.version == 0
+    whole = [[one for one in group.rollouts if not one.status.is_failure] for group in groups]
+    if life.plan.advantage == "pair":
+        whole = [group for group in whole if len({one.reward for one in group}) > 1]
+    return not any(whole) and life.simulation.controller._state.version == 0
 
 
 def _strikes(life: Life) -> list[tuple[str, str]]:
@@ -222,6 +225,8 @@ def saves_what_it_has(life: Life) -> Iterator[str]:
         return
     if isinstance(life.error, (DivergedError, TrainerLostError, CheckpointError)):
         return
+    if life.excuse and isinstance(life.error, ReplicaError):  # it had no server to begin with
+        return
     if any(point.startswith("trainer") or act == "block" for point, act in _strikes(life)):
         return
     if _disk_failed(life) or life.start.unreadable:
@@ -241,6 +246,8 @@ def lets_no_rollout_wait(life: Life) -> Iterator[str]:
     if life.number > 0 or life.machine.fired or life.simulation is None:
         return
     if life.plan.rollout_timeout_s < 100.0:
+        return
+    if life.excuse and life.ending is Ending.FAILED:  # its server was lost too often
         return
     recorder = life.simulation.recorder
     groups = [group for record in recorder.steps for group in record.groups]

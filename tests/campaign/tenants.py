@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaign.disk import disk_of
-from tests.campaign.faults import draw_faults, draw_server_faults
+from tests.campaign.faults import draw_server_faults, draw_tenant_faults
 from tests.campaign.invariants import (
     ROLLOUT_RULES,
     Rule,
@@ -137,7 +137,10 @@ class TenantSimulation(Simulation):
     @asynccontextmanager
     async def _registered(self) -> AsyncIterator[None]:
         await self.replicas[0].peer.start(patience_s=_PATIENCE_S)
-        yield
+        try:
+            yield
+        finally:
+            await asyncio.gather(*(replica.close() for replica in self.replicas))
 
     async def _start_again(self, lost: str, name: str) -> Any:
         """As `backends.monarch.run` does it."""
@@ -304,7 +307,7 @@ class _World:
         if self._dry is not None:
             for number in range(plan.lives):
                 dry = self._dry.lives[plan.run][0].machine
-                faults = draw_faults(_seed_of(self._seed, plan.run), number, dry)
+                faults = draw_tenant_faults(_seed_of(self._seed, plan.run), number, dry)
                 before = await self._live(number, plan, root, faults, before)
                 root = before.root
             self._num_disturbed -= 1

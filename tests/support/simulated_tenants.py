@@ -41,6 +41,7 @@ from torchtitan_rl.tenancy.messages import LEASE_HEADER, decode_ends
 from torchtitan_rl.types import (
     Completion,
     EngineReading,
+    FinishReason,
     GenerationRequest,
     Progress,
     PullReport,
@@ -105,7 +106,8 @@ class SimEngine(SimReplica):
 
 
 class SimTenant(tenant.Tenant):
-    """Compares its count of tokens to what engines sampled for it."""
+    """Compares its count of tokens to what engines sampled for it, and knows which of its pieces
+    may be interrupted."""
 
     there: SimServer
 
@@ -113,9 +115,16 @@ class SimTenant(tenant.Tenant):
         super().__init__(*args, **options)
         self._failed = set[str]()
         self._open = Counter[Any]()
+        self._interrupted = set[str]()
 
     def deliver(self, calls: Collection[ToReplica]) -> None:
-        self._open.update(call.call_id for call in calls)
+        for call in calls:
+            is_again = call.call_id in self._open
+            if isinstance(call.call_id, str):  # a group that begins again has the same requests
+                is_again = self._open[call.call_id] > 0 and call.call_id not in self._failed
+            if is_again:
+                self.there.complain(f"{self.name}: call {call.call_id} taken twice")
+            self._open[call.call_id] += 1
         super().deliver(calls)
 
     def _end(self, call_id: Any, result: Any = None, error: Any = None) -> None:
@@ -126,11 +135,28 @@ class SimTenant(tenant.Tenant):
             self._failed.add(call_id)
         super()._end(call_id, result, error)
 
+    async def _abort(self, request_ids: Collection[str]) -> None:
+        found = [self._running[name] for name in request_ids if name in self._running]
+        self._interrupted.update(one.piece_id for one in found)
+        await super()._abort(request_ids)
+
+    async def _interrupt(self, found: Collection[Any]) -> None:
+        self._interrupted.update(one.piece_id for one in found)
+        await super()._interrupt(found)
+
+    async def _sample(self, running: Any, left: GenerationRequest) -> None:
+        await super()._sample(running, left)
+        is_cut = running.tokens.ended.finish_reason is FinishReason.ABORT
+        if is_cut and f"{self._prefix}/{left.request_id}" not in self._interrupted:
+            self.there.complain(f"{self.name}: {left.request_id} was cut without a cause")
+
     async def _pull(self, version: int) -> PullReport:
         before = self._version
         report = await super()._pull(version)
         if version < before:
             self.there.complain(f"{self.name}: version {version} after {before}")
+        if any(one.piece_id and one.version < version for one in self._running.values()):
+            self.there.complain(f"{self.name}: requests run under a version before {version}")
         return report
 
     def _reading(self) -> EngineReading:
@@ -342,7 +368,9 @@ class Wire:
         response = answer.result()
         if action == "lose_answer" or loop.time() < self._down_until_s:
             raise httpx.ReadError("connection lost")
-        if int(response.headers.get("x-batch", 0)) > arguments.get("after", 0):
+        if num_new := int(response.headers.get("x-batch", 0)) - arguments.get("after", 0):
+            if num_new > 1:
+                self._there.complain(f"{arguments['name']}: {num_new - 1} batches of messages lost")
             self._there.note_given(arguments["lease"], response.content)
         return response
 
