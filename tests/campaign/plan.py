@@ -78,7 +78,7 @@ def draw(seed: int) -> CampaignPlan:
     told_early = staleness == 0 and zero_variance == "skip"
     adapts = random.Random(f"adapts {seed}").random() < (0.8 if told_early else 0.5)
     limits = random.Random(f"places {seed}")
-    return CampaignPlan(
+    plan = CampaignPlan(
         max_rollouts=limits.choice([None, None, 1, 3]),
         cache_tokens=limits.choice([40, 400]),  # some or many rollouts fit
         num_steps=rng.randint(2, 5),
@@ -118,6 +118,10 @@ def draw(seed: int) -> CampaignPlan:
         chance=rng.randrange(10**6),
         lives=rng.choice([1, 1, 2, 2, 3]),
     )
+    is_paired = random.Random(f"pairs {seed}").random() < 0.25
+    if is_paired and plan.group_size > 1 and plan.teacher_s is None:
+        return replace(plan, advantage="pair")
+    return plan
 
 
 def draw_restarts(seed: int) -> CampaignPlan:
