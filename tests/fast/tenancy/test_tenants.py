@@ -283,6 +283,43 @@ async def test_running_requests_continue_at_once_under_a_pulled_version(
         assert [run.version for run in done.version_runs] == [0, 1]
 
 
+@on_event_loop
+async def test_a_version_is_loaded_once_no_request_runs_in_its_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here an engine takes no abort, so the request ends by itself."""
+    used = list[set[int]]()  # slots of running requests, at each load
+    publish = Server._publish
+
+    async def note(there: Server, tensors: Mapping[str, torch.Tensor]) -> int:
+        running = there.tenants._by_name["a"].tenant._running.values()
+        used.append({one.slot for one in running if one.piece_id})
+        return await publish(there, tensors)
+
+    async def no_abort(request_ids: object) -> None: ...
+
+    monkeypatch.setattr(Server, "_publish", note)
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        await router.sync_weights(handle("a", 1), mode="hot_swap")
+        asked = GenerationRequest(
+            request_id="long", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=200)
+        )
+        first = asyncio.Event()
+        call = asyncio.create_task(router.generate(asked, lambda _: first.set()))
+        await first.wait()
+        monkeypatch.setattr(there.router, "abort", no_abort)
+        pull = asyncio.create_task(router.sync_weights(handle("a", 2), mode="hot_swap"))
+        tenant = there.tenants._by_name["a"].tenant
+        while tenant.counts()["version"] < 2:
+            await asyncio.sleep(0.01)
+        await router._pool.all[0].replica.stage(handle("a", 3))
+        await pull
+        check(asked, await call, "a")
+        slots = [tenant.staged[3].slot, tenant.staged[2].slot]
+        assert used == [set(), {slots[0]}, set()]
+        assert len({*slots}) == 2
+
+
 async def refusal(work: Any) -> RefusedError:
     with pytest.raises(RefusedError) as refused:
         await work
