@@ -125,11 +125,15 @@ class Call(Generic[P]):
 
     ``streams``: a request's progress is reported within milliseconds. Otherwise a replica reports
     it to the controller about once a second, and the controller does not report it to the endpoint.
+
+    ``run``: of a client's call, the HTTP request's run; see `serving.retries`. Empty if the request
+    cannot be repeated.
     """
 
     call_id: CallId
     payload: P
     streams: bool = False
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

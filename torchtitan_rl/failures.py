@@ -77,7 +77,8 @@ class Failure:
     ``silent_s``: from the last sign of life until the loss was seen, if known. ``restart_s`` and
     ``serve_s``: from then until new processes had started, and until they served again.
     ``tokens_again`` and ``steps_again``: sampled tokens and optimizer steps that were lost and are
-    taken again; the tokens are those known to be lost. ``detail``: how it was shown that the new
+    taken again; the tokens are those known to be lost. ``requests_again``: requests that clients
+    sent again. ``detail``: how it was shown that the new
     part equals the old one. ``given_up``: why nothing takes its place.
     """
 
@@ -92,6 +93,7 @@ class Failure:
     successor: str = ""
     tokens_again: int = 0
     steps_again: int = 0
+    requests_again: int = 0
     detail: str = ""
     given_up: str = ""
 
@@ -144,6 +146,8 @@ class Failure:
             parts.append(f"{self.tokens_again} tokens sampled again")
         if self.steps_again:
             parts.append(f"{self.steps_again} steps taken again")
+        if self.requests_again:
+            parts.append(f"{self.requests_again} requests sent again")
         if self.detail:
             parts.append(self.detail)
         name = self.name if self.name.startswith(self.part) else f"{self.part} {self.name}"

@@ -10,6 +10,7 @@ from typing import Any
 from tests.support.endpoints import LinkedEndpoint
 from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.serving.bridge import EndpointBridge
+from torchtitan_rl.serving.config import listen
 from torchtitan_rl.serving.link import ControllerLink, SystemStatus
 
 
@@ -28,7 +29,7 @@ async def local_endpoint(
         link.attach()
         return application(link)
 
-    server = HttpServer(build, at_end=link.close, host="127.0.0.1", port=0)
+    server = HttpServer(build, at_end=link.close, listening=listen("127.0.0.1", 0))
     await asyncio.to_thread(server.start)
     bridge = EndpointBridge(
         LinkedEndpoint(link),

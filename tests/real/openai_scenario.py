@@ -40,7 +40,7 @@ from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import EndpointBridge
-from torchtitan_rl.serving.config import Constraints
+from torchtitan_rl.serving.config import Constraints, listen
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import SystemStatus
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress, Progress, VersionRun
@@ -195,8 +195,7 @@ async def main(root: Path) -> None:
     own = HttpServer(
         lambda: build_own(model, template, engines),
         at_end=lambda: [engine.shutdown() for engine in engines],  # type: ignore[arg-type]
-        host="127.0.0.1",
-        port=0,
+        listening=listen("127.0.0.1", 0),
     )
     starting = asyncio.create_task(asyncio.to_thread(own.start))
     loop = EngineLoop(build_engine(model), SoloChannel(), is_leader=True)

@@ -1,14 +1,23 @@
 """What a whole run does when one of its processes is killed; see test_main_job for the trainer,
-test_async_run for the controller, test_other_users for the endpoint."""
+test_async_run for the controller, test_other_users for an endpoint that is not restarted."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.real.runs import ROOT, Run, options, read_metrics, require_audit
+from tests.real.runs import (
+    ONE_REPLICA,
+    ROOT,
+    SMALL,
+    Run,
+    options,
+    read_metrics,
+    require_audit,
+)
 from tests.real.served import serve
 from torchtitan_rl.failures import Sign
 from torchtitan_rl.observability.failures import read_failures
@@ -96,6 +105,43 @@ def test_a_replica_of_serve_returns(tmp_path):
         assert server.run.left_behind() == []
     finally:
         server.run.kill_all()
+
+
+AGENT = ROOT / "configs" / "calculator_agent_tiny.py"
+
+
+@pytest.mark.soak
+def test_a_killed_and_a_stopped_endpoint_return_on_their_port_and_agents_lose_no_turn(tmp_path):
+    more = ("--num-steps", "12", "--endpoint.max-restarts", "3", *ONE_REPLICA)
+    words = [str(AGENT), *SMALL, "--output-dir", str(tmp_path), "--name", "run", *more]
+    run, run_dir = Run(words, log=tmp_path / "log"), tmp_path / "run"
+    await_first_step(run, run_dir)
+    ports = set()
+    for number, name in enumerate(["endpoint", "endpoint-2", "endpoint-3"], start=1):
+        process = run.process_of(f"{name}-rank0")
+        connections = process.net_connections("inet")
+        ports |= {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+        process.kill() if number < 3 else process.suspend()
+        again = f"endpoint-{number + 1} serves again"
+        run.wait_until(lambda again=again: again in run.log.read_text(), again)
+        steps = len(read_metrics(run_dir))
+        run.wait_until(lambda steps=steps: len(read_metrics(run_dir)) > steps, "a step")
+    run.require_success()
+    assert len(ports) == 1
+    rows = read_failures(run_dir)
+    assert [row["sign"] for row in rows] == [Sign.ENDED, Sign.ENDED, Sign.STOPPED]
+    for row in rows:
+        print(row)
+        assert row["part"] == "endpoint"
+        assert 0 < row["restart_s"] <= row["serve_s"]
+    assert sum(row["requests_again"] for row in rows) > 0
+    for row in read_metrics(run_dir)[1:]:
+        assert row["train/rollouts"] == row["train/ended_completed"] == 16
+        assert row["train/task/agent/compared_turns"] == row["train/turns_mean"]
+        assert row["train/task/agent/token_mismatches"] == 0
+        assert row["train/task/agent/unseen_turns"] == 0
+        assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/discarded"]
+    require_audit(run_dir)
 
 
 # Found on PYTHONPATH by every process of a run: the first engine to get to its 40th step never

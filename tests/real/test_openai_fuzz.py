@@ -88,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         folder,
         tiny_model(folder / "model"),
         *("--generator.replicas", "1", "--generator.max-model-len", str(MAX_MODEL_LEN)),
-        *("--generator.kv-cache-bytes", str(32 << 20)),
+        *("--generator.kv-cache-bytes", str(32 << 20), "--endpoint.max-restarts", "0"),
         *("--endpoint.max-tokens", str(MAX_TOKENS), "--endpoint.tool-call-parser", "hermes"),
         key="key",
         environment={"TORCHTITAN_RL_API_KEY": "key", "TORCHTITAN_RL_ADMIN_KEY": "chief"},

@@ -46,6 +46,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Pat
     words = [
         *(str(ROOT / "configs" / "code_interpreter_tiny.py"), *SMALL, "--num-steps", "1000"),
         *("--task.sandbox.isolation", allowed[0], "--endpoint.enabled"),
+        *("--endpoint.max-restarts", "0"),
         *("--generator.replicas", "1", "--generator.tensor-parallel", "2"),
         *("--trainer.data-parallel-shard", "2", "--trainer.threads", "1"),
         *("--weight-sync.transport", "rdma", "--weight-sync.mode", "drain"),

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 
 from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.serving.app import EndpointApp
-from torchtitan_rl.serving.config import EndpointConfig, Keys
+from torchtitan_rl.serving.config import EndpointConfig, Keys, listen
 from torchtitan_rl.serving.connections import ConnectionLimits
 from torchtitan_rl.serving.link import ControllerLink
 
@@ -54,7 +54,8 @@ def main() -> None:
         )
 
     limits = ConnectionLimits(**json.loads(sys.argv[1]))
-    server = HttpServer(build, at_end=lambda: None, host="127.0.0.1", port=0, limits=limits)
+    listening = listen("127.0.0.1", 0)
+    server = HttpServer(build, at_end=lambda: None, listening=listening, limits=limits)
     server.start()
     print(server.port, flush=True)
     sys.stdin.read()

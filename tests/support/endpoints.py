@@ -95,24 +95,43 @@ class Generator:
 
 
 class LinkedEndpoint:
-    """An endpoint whose process is this one. ``latency_s``: of what is sent to it."""
+    """An endpoint whose process is this one, until it is lost; it cannot be started again.
+    ``latency_s``: of what is sent to it."""
+
+    name = "endpoint"
 
     def __init__(self, link: ControllerLink, *, latency_s: float = 0.0) -> None:
         self.link = link
         self.base_url = "http://127.0.0.1:1/v1"
         self.sent: list[tuple[float, tuple[ToEndpoint, ...]]] = []
-        self.is_lost = False
+        self.lost = asyncio.Event()
         self.drains: list[float] = []
         self._latency_s = latency_s
 
+    def lose(self) -> None:
+        self.lost.set()
+
     def send(self, messages: tuple[ToEndpoint, ...]) -> None:
-        self._check()
+        if self.lost.is_set():
+            return
         self.sent.append((now(), messages))
         asyncio.get_running_loop().call_later(self._latency_s, self.link.deliver, messages)
 
     async def receive(self) -> tuple[ToController, ...]:
-        self._check()
-        return await self.link.take()
+        works = asyncio.ensure_future(self.link.take()), asyncio.ensure_future(self.lost.wait())
+        try:
+            await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+            self._check()
+            return works[0].result()
+        finally:
+            for work in works:
+                work.cancel()
+
+    async def restart(self) -> None:
+        raise EndpointLostError("no process can be started")
+
+    async def start(self) -> None:
+        return
 
     async def drain(self, grace_s: float) -> None:
         self._check()
@@ -122,7 +141,7 @@ class LinkedEndpoint:
         return
 
     def _check(self) -> None:
-        if self.is_lost:
+        if self.lost.is_set():
             raise EndpointLostError("the endpoint's process is lost")
 
 

@@ -2,8 +2,9 @@
 endpoint of a run, which turns agents' requests into turns of rollouts and sends other clients'
 requests to the router.
 
-If the endpoint's process dies, the run ends with that error, because all its agents would fail. The
-run can be resumed from its newest checkpoint and its journal.
+If the endpoint's process dies, it is started again. If that fails too often, the run ends with that
+error, because all its agents would fail. The run can be resumed from its newest checkpoint and its
+journal.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from torchtitan_rl.aio import first_of
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import PreparedServe
+from torchtitan_rl.failures import Failure
 from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.run import EnvironmentFactory
 from torchtitan_rl.routing.restarts import ReplicaRestarts
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.bridge import BridgeCounts, Endpoint
+from torchtitan_rl.serving.bridge import BridgeCounts
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.report import SessionEnding
+from torchtitan_rl.serving.restarts import Endpoint, EndpointRestarts
 from torchtitan_rl.serving.service import EndpointService, WeightLoader
 from torchtitan_rl.serving.sessions import Sessions
 
@@ -197,7 +200,14 @@ async def _generation(
         endpoint = None
         if processes.endpoint is not None:
             endpoint = await stack.enter_async_context(
-                run_endpoint(processes.endpoint, router, config.endpoint, prepared.keys)
+                run_endpoint(
+                    processes.endpoint,
+                    router,
+                    config.endpoint,
+                    prepared.keys,
+                    say=say,
+                    on_failure=lambda failure: say(failure.describe()),
+                )
             )
         generation = Generation(
             config=config, router=router, tokenizer=tokenizer, endpoint=endpoint
@@ -227,7 +237,7 @@ class RunEndpoint:
         """Run ``work``, which needs the endpoint, and return its result.
 
         Raises:
-            EndpointLostError: the endpoint's process is gone; ``work`` was cancelled.
+            EndpointLostError: the endpoint is lost; ``work`` was cancelled.
         """
         result: _T = await first_of(work, self._service.run_until_lost())
         return result
@@ -250,9 +260,16 @@ class RunEndpoint:
 
 @asynccontextmanager
 async def run_endpoint(
-    endpoint: Endpoint, router: GeneratorRouter, config: EndpointConfig, keys: Keys
+    endpoint: Endpoint,
+    router: GeneratorRouter,
+    config: EndpointConfig,
+    keys: Keys,
+    *,
+    say: Callable[[str], None],
+    on_failure: Callable[[Failure], None],
 ) -> AsyncIterator[RunEndpoint]:
-    """Serve clients and agents on a started endpoint while the context is open."""
+    """Serve clients and agents on a started endpoint while the context is open. ``say`` and
+    ``on_failure``: see `EndpointRestarts`."""
     async with AsyncExitStack() as stack:
         agents = stack.enter_context(AgentThread())
         sessions = Sessions(router, timeout_s=config.session_timeout_s)
@@ -265,6 +282,9 @@ async def run_endpoint(
                 sessions,
                 interval_s=config.interval_s,
                 handlers=problems.handlers(),
+                restarts=EndpointRestarts(
+                    max_restarts=config.max_restarts, say=say, on_failure=on_failure
+                ),
             )
         )
         host = AgentHost(

@@ -4,8 +4,10 @@ When the endpoint is ready, the command prints the base URL, and nothing else, o
 SIGINT ends it cleanly: it accepts no new connections, gives running requests a few seconds, and
 ends all processes. A second signal ends it at once.
 
-Exit codes: 1 the endpoint did not start or failed, or its process or the last replica was lost; 2
-the options are wrong; 128 + n ended by signal n.
+A lost endpoint is started again, at the same URL.
+
+Exit codes: 1 the endpoint did not start, failed too often, or the last replica was lost; 2 the
+options are wrong; 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.report import EpisodesFile
+from torchtitan_rl.serving.restarts import EndpointRestarts
 from torchtitan_rl.serving.service import EndpointService, WeightLoader
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.tenancy.server import Tenants
@@ -55,10 +58,11 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         f"serving {config.model}: {prepared.plan.summary()}; logs in {config.log_dir}",
         file=sys.stderr,
     )
+    say = partial(print, file=sys.stderr)
     timeout_s = config.generator.request_timeout_s or _REQUEST_TIMEOUT_S
     async with AsyncExitStack() as stack:
         processes, router, loader = await stack.enter_async_context(
-            served(prepared, name="serve", request_timeout_s=timeout_s)
+            served(prepared, name="serve", request_timeout_s=timeout_s, say=say)
         )
         assert processes.endpoint is not None  # the plan has an endpoint
         keep = None
@@ -82,6 +86,11 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
                 handlers=handlers,
                 gauges=None if tenants is None else tenants.gauges,
                 grace_s=config.grace_s,
+                restarts=EndpointRestarts(
+                    max_restarts=config.endpoint.max_restarts,
+                    say=say,
+                    on_failure=lambda failure: say(failure.describe()),
+                ),
             )
         )
         stopped = asyncio.Event()

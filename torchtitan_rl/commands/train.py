@@ -307,7 +307,14 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         endpoint = None
         if processes.endpoint is not None:
             endpoint = await stack.enter_async_context(
-                run_endpoint(processes.endpoint, router, config.endpoint, prepared.keys)
+                run_endpoint(
+                    processes.endpoint,
+                    router,
+                    config.endpoint,
+                    prepared.keys,
+                    say=recorder.say,
+                    on_failure=recorder.record_failure,
+                )
             )
             recorder.watch_endpoint(endpoint.take)
             recorder.say(f"endpoint: {endpoint.host.base_url}")

@@ -20,9 +20,13 @@ from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.observability.sinks import Row, RowLog, read_rows, row_files
 
 FAILURES = "failures.jsonl"
-_SUMS = ("silent_s", "restart_s", "serve_s", "tokens_again", "steps_again")
+_SUMS = ("silent_s", "restart_s", "serve_s", "tokens_again", "steps_again", "requests_again")
 _SECONDS = {"silent_s": "seen after", "restart_s": "restarted after", "serve_s": "served after"}
-_AGAIN = {"tokens_again": "tokens sampled again", "steps_again": "steps taken again"}
+_AGAIN = {
+    "tokens_again": "tokens sampled again",
+    "steps_again": "steps taken again",
+    "requests_again": "requests sent again",
+}
 
 
 class FailureLog:

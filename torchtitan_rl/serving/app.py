@@ -66,6 +66,7 @@ class EndpointApp:
 
     ``max_requests`` limits the requests of all kinds that are open concurrently. A request's body
     must arrive within ``body_timeout_s``. A request waits at most ``queue_timeout_s`` in the queue.
+    ``follows``: another process of the endpoint served before, whose runs may be repeated here.
 
     Raises:
         ConfigError: the keys cannot protect an endpoint on this address.
@@ -82,6 +83,7 @@ class EndpointApp:
         max_requests: int = sys.maxsize,
         body_timeout_s: float = 60.0,
         queue_timeout_s: float = 600.0,
+        follows: bool = False,
     ) -> None:
         if errors := keys.errors(config.host):
             raise ConfigError(errors)
@@ -99,7 +101,8 @@ class EndpointApp:
             max_queued=config.max_queued_requests,
             timeout_s=queue_timeout_s,
         )
-        self._retries = Retries(self._run, retries or RetryOptions())
+        repeated = partial(commands.command, "repeat") if follows else None
+        self._retries = Retries(self._run, retries or RetryOptions(), repeated)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

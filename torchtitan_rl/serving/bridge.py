@@ -3,21 +3,25 @@
 A result is sent at once if nothing was sent for an interval, if no other request runs, or if it
 answers a command. Other results are sent together, once per interval.
 
+A lost endpoint is started again (`EndpointRestarts`). Requests that may be repeated run on; if no
+repetition has arrived ``grace_s`` after the new process began to serve, they are cancelled.
+
 Invariants: each request that arrived and was not aborted gets exactly one end, and each command
-gets exactly one answer, even when the bridge is closed. A request that its client aborted is
-cancelled.
+gets exactly one answer, even when the bridge is closed; a lost process gets none. A request that
+its client aborted is cancelled. A request that is repeated after a loss is not run again, unless it
+was cancelled or had failed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from torchtitan_rl.aio import cancel_all, first_of
 from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox
@@ -27,6 +31,7 @@ from torchtitan_rl.errors import (
     GenerationTimeoutError,
     InvalidRequestError,
 )
+from torchtitan_rl.failures import Failure
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import (
     Command,
@@ -37,39 +42,11 @@ from torchtitan_rl.serving.link import (
     ToController,
     ToEndpoint,
 )
+from torchtitan_rl.serving.restarts import Endpoint, EndpointRestarts
+from torchtitan_rl.serving.runs import ClientCall, Runs
 from torchtitan_rl.types import Completion, GenerateFn, GenerationRequest, Progress
 
 logger = logging.getLogger(__name__)
-
-
-class Endpoint(Protocol):
-    """The endpoint's process, as the controller sees it."""
-
-    @property
-    def base_url(self) -> str:
-        """The base of its URLs, such as ``http://127.0.0.1:8000/v1``."""
-        ...
-
-    def send(self, messages: tuple[ToEndpoint, ...]) -> None:
-        """Pass a batch to the endpoint, without waiting for it."""
-        ...
-
-    async def receive(self) -> tuple[ToController, ...]:
-        """Wait for the next batch. After each `SystemStatus` that was sent to the endpoint, a batch
-        arrives, even if it is empty. Only one call may wait at a time.
-
-        Raises:
-            EndpointLostError: the endpoint's process is gone, has failed, or is closed.
-        """
-        ...
-
-    async def drain(self, grace_s: float) -> None:
-        """Stop accepting connections. Running requests have ``grace_s`` seconds to end, during
-        which batches still pass in both directions; requests that have not ended then are refused.
-        """
-        ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -104,7 +81,8 @@ class EndpointBridge:
     """Runs the requests and commands of an endpoint's clients until `run` is cancelled.
 
     ``handlers`` answer commands. ``status`` is read every ``status_interval_s``. While several
-    requests run, a batch is sent every ``interval_s``.
+    requests run, a batch is sent every ``interval_s``. Without ``restarts``, and after `end`, a
+    lost endpoint is not started again.
     """
 
     def __init__(
@@ -116,23 +94,35 @@ class EndpointBridge:
         status: Callable[[], SystemStatus],
         interval_s: float,
         status_interval_s: float = 1.0,
+        restarts: EndpointRestarts | None = None,
+        grace_s: float = 10.0,
     ) -> None:
         self._endpoint = endpoint
         self._complete = complete
-        self._handlers = handlers
+        self._handlers = {**handlers, "repeat": self._take_run}
         self._read_status = status
         self._status_interval_s = status_interval_s
         self._outbox: Outbox[ToEndpoint] = Outbox(interval_s=interval_s)
-        self._requests: dict[CallId, asyncio.Task[Completion]] = {}  # those not aborted
-        self._commands: dict[CallId, asyncio.Future[Mapping[str, Any]]] = {}
+        self._restarts = restarts
+        self._grace_s = grace_s
+        self._calls: dict[CallId, ClientCall] = {}  # those whose end is to be sent
+        self._runs = Runs()
+        self._num_adopted = 0  # requests, since the last restart
+        self._settling: tuple[Failure, asyncio.TimerHandle] | None = None
         self._tasks: set[asyncio.Future[Any]] = set()  # requests, aborted or not, and commands
         self._is_ready = asyncio.Event()
         self._is_closing = False
+        self._is_ending = False
+        self.is_lost = False  # the endpoint is being started again
         self.counts = BridgeCounts()
 
     @property
     def num_running(self) -> int:
-        return len(self._requests)
+        return sum(isinstance(call_id, str) for call_id in self._calls)
+
+    def end(self) -> None:
+        """Start the endpoint no more, because it is going to be closed."""
+        self._is_ending = True
 
     async def ready(self) -> None:
         """Wait until the endpoint has received the system's status."""
@@ -154,6 +144,7 @@ class EndpointBridge:
             raise
         finally:
             self._is_closing = True
+            self._report()
             await cancel_all(self._tasks)
             if not is_lost:
                 self._send(self._outbox.take_now())
@@ -163,7 +154,8 @@ class EndpointBridge:
             self._send(await self._outbox.take())
 
     def _send(self, messages: tuple[ToEndpoint, ...]) -> None:
-        self._endpoint.send(_compacted(messages))
+        if not self.is_lost:
+            self._endpoint.send(_compacted(messages))
 
     async def _report_status(self) -> None:
         while True:
@@ -172,71 +164,115 @@ class EndpointBridge:
 
     async def _receive_all(self) -> None:
         while True:
-            self._handle(await self._endpoint.receive())
+            try:
+                messages = await self._endpoint.receive()
+            except EndpointLostError as error:
+                if self._restarts is None or self._is_ending:
+                    raise
+                await self._replace(self._restarts, error)
+                continue
+            self._handle(messages)
             self._is_ready.set()
+
+    async def _replace(self, restarts: EndpointRestarts, error: EndpointLostError) -> None:
+        """Have a lost endpoint started again."""
+        self._report()
+        self.is_lost = True
+        self._lose()
+        failure = await restarts.restart(self._endpoint, error)
+        self.is_lost = False
+        self._outbox.put(self._read_status(), is_urgent=True)
+        loop = asyncio.get_running_loop()
+        self._settling = failure, loop.call_later(self._grace_s, self._settle)
+
+    def _settle(self) -> None:
+        """Cancel the requests of the lost process that no one has repeated."""
+        for call in self._runs.running_orphans():
+            self._cancel(call)
+        self._report()
+
+    def _report(self) -> None:
+        """Report the last restart, with what was repeated since."""
+        if self._settling is None or self._restarts is None:
+            return
+        (failure, timer), self._settling = self._settling, None
+        timer.cancel()
+        self._restarts.on_failure(dataclasses.replace(failure, requests_again=self._num_adopted))
+        self._num_adopted = 0
+
+    def _lose(self) -> None:
+        """Forget the lost process. Cancel the requests that no one can repeat, and the leases,
+        whose problems other workers should get."""
+        self._outbox.discard(lambda message: True)
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.call_id = None
+            if (not call.command and not call.run) or call.command == "problem.lease":
+                self._cancel(call)
+        self._runs.lose_process()
 
     def _handle(self, messages: tuple[ToController, ...]) -> None:
         for message in messages:
             match message:
-                case Call(payload=GenerationRequest() as request, streams=streams):
-                    self._start(request, streams=streams)
-                case Call(call_id=number, payload=Command() as command):
-                    self._start_command(number, command)
+                case Call() as call:
+                    self._start(call)
                 case Abort(call_id=call_id):
                     self._abort(call_id)
                 case Counted(name=name):
                     self.counts.by_event[name] += 1
 
-    def _start(self, request: GenerationRequest, *, streams: bool) -> None:
-        self.counts.received += 1
-        request_id = request.request_id
-        work = self._run_request(request, streams=streams)
-        task = asyncio.create_task(work, name=f"endpoint {request_id}")
-        self._requests[request_id] = task
+    def _start(self, call: Call[Any]) -> None:
+        adopted = self._runs.adopt(call)
+        if adopted is None:
+            self._calls[call.call_id] = self._run_call(call)
+            return
+        self._calls[call.call_id] = adopted
+        self._num_adopted += not adopted.command
+        if adopted.task.done():
+            self._send_end(adopted)
+        else:
+            self._outbox.put(*(_renamed(piece, call.call_id) for piece in adopted.pieces))
+
+    def _run_call(self, call: Call[Any]) -> ClientCall:
+        one, payload = ClientCall.of(call), call.payload
+        work: Coroutine[Any, Any, Any]
+        if isinstance(payload, GenerationRequest):
+            self.counts.received += 1
+            work = self._generate(one, payload)
+        else:
+            work = self._answer(payload)
+        one.task = task = asyncio.create_task(work, name=f"endpoint {call.call_id}")
+        self._runs.add(one)
         self._tasks.add(task)
-        task.add_done_callback(functools.partial(self._on_request_done, request_id))
+        task.add_done_callback(partial(self._on_done, one))
+        return one
 
     def _abort(self, call_id: CallId) -> None:
-        if (request := self._requests.pop(call_id, None)) is not None:
-            self.counts.aborted += 1
-            request.cancel()
-        elif (command := self._commands.get(call_id)) is not None:
-            command.cancel()
+        call = self._calls.get(call_id)
+        if call is None:
+            return
+        if not call.command:  # the link does not wait for the end of a request that it aborted
+            del self._calls[call_id]
+            call.call_id = None
+        self._cancel(call)
 
-    async def _run_request(self, request: GenerationRequest, *, streams: bool) -> Completion:
-        request_id = request.request_id
+    def _cancel(self, call: ClientCall) -> None:
+        call.is_aborted = True
+        self.counts.aborted += not call.command
+        call.task.cancel()
 
-        def on_progress(progress: Progress) -> None:
-            # In a rollout's session the request has another id.
-            own = dataclasses.replace(progress, request_id=request_id, kept_tokens=())
-            self._outbox.put(own)
-
-        completion = await self._complete(request, on_progress if streams else None)
+    async def _generate(self, call: ClientCall, request: GenerationRequest) -> Completion:
+        on_progress = partial(self._progress, call) if call.streams else None
+        completion = await self._complete(request, on_progress)
         # Clients do not get what only the loss needs.
-        return dataclasses.replace(
-            completion, request_id=request_id, kept_tokens=(), routed_experts=None
-        )
+        return dataclasses.replace(completion, kept_tokens=(), routed_experts=None)
 
-    def _on_request_done(self, request_id: str, task: asyncio.Task[Completion]) -> None:
-        self._tasks.discard(task)
-        refusal = self._refusal(task)
-        completion = task.result() if refusal is None else None
-        if self._requests.get(request_id) is not task:
-            return  # aborted: its client no longer waits for the end
-        del self._requests[request_id]
-        if refusal is None:
-            self.counts.completed += 1
-        else:
-            self.counts.by_refusal[refusal.code] += 1
-        end = End(call_id=request_id, result=completion, error=refusal)
-        # Urgent if no other request runs: then no further result can be sent with this one.
-        self._outbox.put(end, is_urgent=not self._requests)
-
-    def _start_command(self, number: CallId, command: Command) -> None:
-        task = asyncio.ensure_future(self._answer(command))
-        self._commands[number] = task
-        self._tasks.add(task)
-        task.add_done_callback(functools.partial(self._on_command_done, number))
+    def _progress(self, call: ClientCall, progress: Progress) -> None:
+        progress = dataclasses.replace(progress, kept_tokens=())
+        if call.run:
+            call.pieces.append(progress)
+        if call.call_id is not None:
+            self._outbox.put(_renamed(progress, call.call_id))
 
     async def _answer(self, command: Command) -> Mapping[str, Any]:
         handler = self._handlers.get(command.name)
@@ -244,12 +280,33 @@ class EndpointBridge:
             raise RefusedError(404, "not_available", f"{command.name} is not available here")
         return await handler(command.arguments)
 
-    def _on_command_done(self, number: CallId, task: asyncio.Future[Mapping[str, Any]]) -> None:
+    async def _take_run(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._runs.take(arguments["key"])
+
+    def _on_done(self, call: ClientCall, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
-        del self._commands[number]
         refusal = self._refusal(task)
-        body = task.result() if refusal is None else None
-        self._outbox.put(End(call_id=number, result=body, error=refusal), is_urgent=True)
+        if not call.command and not call.is_aborted:
+            if refusal is None:
+                self.counts.completed += 1
+            else:
+                self.counts.by_refusal[refusal.code] += 1
+        is_kept = refusal is None and not call.is_aborted
+        self._runs.end(call, task.result() if is_kept else None)
+        if call.call_id is not None:
+            self._send_end(call)
+
+    def _send_end(self, call: ClientCall) -> None:
+        call_id, call.call_id = call.call_id, None
+        assert call_id is not None
+        del self._calls[call_id]
+        refusal = self._refusal(call.task)
+        result = call.task.result() if refusal is None else None
+        if isinstance(result, Completion):
+            result = dataclasses.replace(result, request_id=str(call_id))
+        # Urgent if no other request runs: then no further result can be sent with this one.
+        is_urgent = bool(call.command) or not self.num_running
+        self._outbox.put(End(call_id=call_id, result=result, error=refusal), is_urgent=is_urgent)
 
     def _refusal(self, task: asyncio.Future[Any]) -> RefusedError | None:
         """The refusal for a failed or cancelled task; None if the task has a result."""
@@ -261,6 +318,11 @@ class EndpointBridge:
         if error is None or isinstance(error, Exception):
             return None if error is None else _refusal_of(error)
         raise error
+
+
+def _renamed(progress: Progress, call_id: CallId) -> Progress:
+    """In a rollout's session the request has another id."""
+    return dataclasses.replace(progress, request_id=str(call_id))
 
 
 def _refusal_of(error: Exception) -> RefusedError:

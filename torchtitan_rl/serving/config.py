@@ -22,6 +22,8 @@ from torchtitan_rl.errors import EndpointLostError
 API_KEY = "TORCHTITAN_RL_API_KEY"
 ADMIN_KEY = "TORCHTITAN_RL_ADMIN_KEY"
 
+BACKLOG = 2048  # connections that wait to be accepted
+
 Constraints = Literal["free", "constrained", "refuse"]
 
 
@@ -76,6 +78,9 @@ class EndpointConfig:
     """Seconds without a request or reward after which a session counts as abandoned."""
     start_timeout_s: LongSeconds = 300.0
     """Deadline of the endpoint's start, in seconds."""
+    max_restarts: Count = 2
+    """Consecutive restarts of a lost endpoint; 0: the loss of the endpoint ends the run. The count
+    starts again after 10 minutes of service."""
     threads: Threads = 1
     """OpenMP threads of the endpoint's process."""
 
@@ -116,7 +121,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def listen(host: str, port: int, *, backlog: int = 1) -> socket.socket:
+def listen(host: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:
     """Open a listening socket on this address. Port 0 takes a free port.
 
     The socket listens at once: if two processes only bind the same port with ``SO_REUSEADDR``, both

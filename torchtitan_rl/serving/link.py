@@ -27,6 +27,7 @@ from typing import Any, Literal
 from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox
 from torchtitan_rl.errors import EndpointLostError, one_line
 from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.middleware import current_run
 from torchtitan_rl.types import Completion, GenerationRequest, Progress
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ CommandName = Literal[
     "tenant.upload",  # {"name", "lease", "version", "offset", "part": bytes}
     "tenant.stage",  # {"name", "lease", "version"}
     "tenant.close",  # {"name", "lease"}
+    "repeat",  # {"key"} -> {"run", "request_id"} of a run of a lost process; {} if there is none
     "versions",  # -> {"newest": int, "replicas": {name: version}, "states": {name: state}}
 ]
 
@@ -140,7 +142,8 @@ class ControllerLink:
         if self._refuses is not None:
             self._outputs.put_nowait(End(call_id=request_id, error=RefusedError(*self._refuses)))
         else:
-            self._outbox.put(Call(call_id=request_id, payload=request, streams=streams))
+            run = current_run.get().name
+            self._outbox.put(Call(call_id=request_id, payload=request, streams=streams, run=run))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests whose clients are gone. `next_outputs` does not return their ends. Unknown
@@ -184,7 +187,8 @@ class ControllerLink:
         number = next(self._numbers)
         answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        self._outbox.put(Call(call_id=number, payload=Command(name=name, arguments=arguments)))
+        payload, run = Command(name=name, arguments=arguments), current_run.get().name
+        self._outbox.put(Call(call_id=number, payload=payload, run=run))
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(answer)

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,20 @@ PROBLEMS_PREFIX = "/v1/problems"
 # has it.
 
 session_id: ContextVar[str | None] = ContextVar("torchtitan_rl_session_id", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurrentRun:
+    """The run of the current request; see `serving.retries`. ``name`` is empty if the request
+    cannot be repeated. ``request_id``: what the ids of a repeated run's requests have in common;
+    empty for a new run."""
+
+    name: str = ""
+    request_id: str = ""
+
+
+_NO_RUN = CurrentRun()
+current_run: ContextVar[CurrentRun] = ContextVar("torchtitan_rl_run", default=_NO_RUN)
 
 _at_end: ContextVar[contextlib.AsyncExitStack | None] = ContextVar(
     "torchtitan_rl_at_end", default=None

@@ -199,6 +199,11 @@ def choices_of_response(request_ids: Iterable[str], response_id: str) -> dict[st
     return {key: prompt * per_prompt + index for key, (prompt, index) in found.items()}
 
 
+def without_prefix(request_id: str) -> str:
+    """Return what the ids of a response's requests have in common: ``ID`` in the table above."""
+    return re.sub(r"^(?:chatcmpl-|cmpl-|resp_)", "", _name(request_id)[0])
+
+
 def _name(request_id: str) -> tuple[str, int, int]:
     """Parse a request's id into its response, the index of its prompt, and the index of its choice
     for this prompt. An id of another form is its own response."""

@@ -5,10 +5,11 @@ of the same session, method, path and query repeats a run if it has
 
 - the same ``Idempotency-Key``; a key that is used again with another body is refused (422); or
 - the same body and the same address, and the client says that it retries, as the official clients
-  do (``x-stainless-retry-count`` of 1 or more). Equal bodies alone do not count: a client may want
-  several samples. If there are several equal runs, a retry repeats, in this order of preference: a
-  run that lost its client; one that was refused or failed (then the retry starts a new run); a
-  running one; one whose response was delivered completely.
+  do (``x-stainless-retry-count`` of 1 or more), and the run's last attempt had a lower count. Equal
+  bodies alone do not count: a client may want several samples. If there are several equal runs, a
+  retry repeats, in this order of preference: a run that lost its client; one that was refused or
+  failed (then the retry starts a new run); a running one; one whose response was delivered
+  completely.
 
 The response, streamed or not, is replayed from its beginning and followed to its end. A failed
 response (not 2xx, or unfinished) is never replayed once its run has ended. A run that may be
@@ -23,6 +24,10 @@ memory leads to refusals, never to a second run. A repetition whose response was
 with 410. While ``max_remembered`` runs are remembered, a request that needs a new run is refused
 with 429.
 
+A process of the endpoint that follows another one, which was lost, knows nothing of that one's
+runs. It asks the controller for them (``repeated``), and starts such a run again; the controller
+then answers its calls with the results of the first time (`serving.runs`).
+
 Memory: a run keeps its response. When the responses of ended runs take more than ``max_kept_bytes``
 together, the oldest are dropped. The newest ``max_failed`` failed runs are remembered, without
 their responses, so that a retry of such a run starts a new run.
@@ -32,18 +37,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import Message, Scope, Send
 
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.serving.middleware import BufferedRequest, session_id
+from torchtitan_rl.serving.middleware import BufferedRequest, CurrentRun, current_run, session_id
 
 Handler = Callable[[Scope, BufferedRequest, Send], Awaitable[None]]
 
+Repeated = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+"""Sends the command ``repeat``."""
+
 _REPLAYED = (b"x-replayed", b"true")
+_REQUEST_ID = b"x-request-id"  # vLLM makes the ids of requests and answers of it
 _MAX_KEY_BYTES = 255
 
 
@@ -63,9 +74,12 @@ class RetryOptions:
 class Retries:
     """Runs requests with ``handler``, which answers errors itself."""
 
-    def __init__(self, handler: Handler, options: RetryOptions) -> None:
+    def __init__(
+        self, handler: Handler, options: RetryOptions, repeated: Repeated | None = None
+    ) -> None:
         self._handler = handler
         self._options = options
+        self._repeated = repeated
         self._running: dict[_Run, asyncio.Task[None]] = {}
         # Ended runs with the time of their end or last repetition, oldest first. An OrderedDict
         # finds its first item at once; a dict from which many items were deleted must search.
@@ -91,6 +105,11 @@ class Retries:
         if identity is None:
             await self._handler(scope, request, send)
             return
+        if (current := await self._of_lost_process(identity)) is not None:
+            self.num_replayed += 1
+            repeated = self._start(identity, scope, request, current)
+            await self._follow(repeated, request, send, _REPLAYED)
+            return
         while (run := self._find(identity)) is not None and run.is_ending:
             if not await request.unless_gone(run.ended()):
                 return
@@ -98,6 +117,7 @@ class Retries:
             await self._follow(self._start(identity, scope, request), request, send)
             return
         run.num_retries += 1
+        run.attempt = identity.attempt
         if run in self._succeeded:
             self._succeeded[run] = _now()
             self._succeeded.move_to_end(run)
@@ -129,16 +149,28 @@ class Retries:
                     code = "idempotency_key_reused"
                     raise RefusedError(422, code, message, param="Idempotency-Key")
                 return run
-        if not identity.is_retry:
-            return None
-        likeliest = min(runs, key=_Run.rank, default=None)
+        earlier = [run for run in runs if run.attempt < identity.attempt]
+        likeliest = min(earlier, key=_Run.rank, default=None)
         if likeliest is not None and likeliest.has_failed:
             self._forget(likeliest)  # the new run replaces the failed one
             return None
         return likeliest
 
-    def _start(self, identity: Identity, scope: Scope, request: BufferedRequest) -> _Run:
-        """Start a run for a request.
+    async def _of_lost_process(self, identity: Identity) -> CurrentRun | None:
+        """Return the run of a lost process that a request repeats."""
+        if self._repeated is None or not (identity.is_named or identity.attempt):
+            return None
+        found = await self._repeated({"key": identity.key.hex()})
+        return CurrentRun(name=found["run"], request_id=found["request_id"]) if found else None
+
+    def _start(
+        self,
+        identity: Identity,
+        scope: Scope,
+        request: BufferedRequest,
+        current: CurrentRun | None = None,
+    ) -> _Run:
+        """Start a run for a request; ``current`` is that of a lost process.
 
         Raises:
             RefusedError: no more runs can be remembered (429).
@@ -150,15 +182,22 @@ class Retries:
             )
             headers = {"retry-after": "10"}
             raise RefusedError(429, "too_many_remembered", message, headers=headers)
-        run = _Run(identity)
+        current = current or CurrentRun(name=f"{identity.key.hex()}-{uuid.uuid4().hex}")
+        run = _Run(identity, attempt=identity.attempt)
         self._by_key.setdefault(identity.key, []).append(run)
         # The run outlives its client in its own task, which inherits the session's id.
-        task = self._running[run] = asyncio.create_task(self._run(run, scope, request.body))
+        running = self._run(run, current, scope, request.body)
+        task = self._running[run] = asyncio.create_task(running)
         request.hold()
         task.add_done_callback(lambda _: request.release())
         return run
 
-    async def _run(self, run: _Run, scope: Scope, body: bytes) -> None:
+    async def _run(self, run: _Run, current: CurrentRun, scope: Scope, body: bytes) -> None:
+        current_run.set(current)
+        if current.request_id:  # the answer's id is to be that of the first time
+            headers = [one for one in scope["headers"] if one[0].lower() != _REQUEST_ID]
+            name = current.request_id.encode("latin-1", "replace")
+            scope = {**scope, "headers": [*headers, (_REQUEST_ID, name)]}
         try:
             await self._handler(scope, BufferedRequest(body, run.gone), run.record)
         finally:
@@ -243,7 +282,7 @@ class Identity:
     key: bytes  # digest of session, method, path, query, and idempotency key (or body and address)
     digest: bytes  # digest of the body
     is_named: bool  # the request has an Idempotency-Key
-    is_retry: bool = False
+    attempt: int = 0  # the retry count, without an Idempotency-Key
 
 
 def identify(scope: Scope, body: bytes) -> Identity | None:
@@ -263,9 +302,8 @@ def identify(scope: Scope, body: bytes) -> Identity | None:
     place = session_id.get(), scope["method"], scope["path"], scope.get("query_string", b"")
     if name is None:
         address = (scope.get("client") or ("",))[0]
-        is_retry = count.strip(b"0") != b""
         key = _digest("body", digest, place, address)
-        return Identity(key=key, digest=digest, is_named=False, is_retry=is_retry)
+        return Identity(key=key, digest=digest, is_named=False, attempt=int(count[:9]))
     if not 0 < len(name) <= _MAX_KEY_BYTES:
         message = f"An Idempotency-Key has 1 to {_MAX_KEY_BYTES} bytes."
         raise RefusedError(400, "invalid_idempotency_key", message, param="Idempotency-Key")
@@ -281,6 +319,7 @@ class _Run:
     """
 
     identity: Identity
+    attempt: int = 0  # of its last follower
     num_followers: int = 0
     num_retries: int = 0
     num_bytes: int = 0

@@ -34,9 +34,10 @@ from torchtitan_rl.rope_fields import with_flat_rope
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.routing.weights import SyncMode, SyncReport
-from torchtitan_rl.serving.bridge import BridgeCounts, Endpoint, EndpointBridge
+from torchtitan_rl.serving.bridge import BridgeCounts, EndpointBridge
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import GAUGE_PREFIX, CommandName, Handler, SystemStatus
+from torchtitan_rl.serving.restarts import Endpoint, EndpointRestarts
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import EngineStats
 
@@ -56,7 +57,7 @@ class EndpointService:
 
     ``handlers`` take precedence over the handlers of the sessions and the router; ``gauges`` are
     added to the system's. When the service closes, running requests have ``grace_s`` seconds to
-    end.
+    end. Without ``restarts`` a lost endpoint is not started again.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class EndpointService:
         handlers: Mapping[CommandName, Handler] | None = None,
         gauges: Callable[[], Mapping[str, float]] | None = None,
         grace_s: float = 5.0,
+        restarts: EndpointRestarts | None = None,
     ) -> None:
         self._gauges = gauges
         self._endpoint = endpoint
@@ -83,6 +85,7 @@ class EndpointService:
             handlers={**_router_handlers(router), **sessions.handlers(), **(handlers or {})},
             status=self._status,
             interval_s=interval_s,
+            restarts=restarts,
         )
         self._running: asyncio.Task[None]
 
@@ -112,8 +115,11 @@ class EndpointService:
 
     async def __aexit__(self, *error: object) -> None:
         running = self._running
+        self._bridge.end()
         try:
-            if not running.done():
+            if self._bridge.is_lost:
+                pass
+            elif not running.done():
                 await self._endpoint.drain(self._grace_s)
             elif running.cancelled() or not isinstance(running.exception(), EndpointLostError):
                 await self._endpoint.drain(0.0)  # no running request can end normally
@@ -129,7 +135,7 @@ class EndpointService:
         """Wait for a failure of the service; never returns.
 
         Raises:
-            EndpointLostError: the endpoint's process is gone, or has failed.
+            EndpointLostError: the endpoint is lost, and is not started again.
             Exception: a task of the service failed; no more requests are served.
         """
         await asyncio.wait([self._running])

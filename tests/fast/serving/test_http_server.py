@@ -54,7 +54,7 @@ class App:
 
 
 def made(app: App, build: Callable[[], Any] | None = None, port: int = 0) -> HttpServer:
-    return HttpServer(build or app.build, at_end=app.end, host="127.0.0.1", port=port)
+    return HttpServer(build or app.build, at_end=app.end, listening=listen("127.0.0.1", port))
 
 
 @contextmanager

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -12,6 +12,7 @@ from tests.support.endpoints import LinkedEndpoint, ends_of, request
 from tests.support.replicas import GatedReplica, handle
 from torchtitan_rl.commands.replicas import RunEndpoint, run_endpoint
 from torchtitan_rl.errors import EndpointLostError, GenerationError
+from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.config import EndpointConfig, Keys
@@ -27,6 +28,7 @@ class Parts:
     link: ControllerLink
     endpoint: LinkedEndpoint
     sessions: Sessions
+    failures: list[Failure] = field(default_factory=list)
 
     def service(self) -> EndpointService:
         return EndpointService(self.endpoint, self.router, self.sessions, interval_s=0.02)
@@ -99,8 +101,15 @@ async def test_a_service_that_ends_gives_time_and_leaves_no_request() -> None:
 
 @contextlib.asynccontextmanager
 async def in_a_run(system: Parts) -> AsyncIterator[RunEndpoint]:
-    config, keys = EndpointConfig(model_name="m"), Keys(api="key")
-    async with run_endpoint(system.endpoint, system.router, config, keys) as endpoint:
+    config, keys = EndpointConfig(model_name="m", max_restarts=1), Keys(api="key")
+    async with run_endpoint(
+        system.endpoint,
+        system.router,
+        config,
+        keys,
+        say=lambda line: None,
+        on_failure=system.failures.append,
+    ) as endpoint:
         yield endpoint
     system.link.close()
 
@@ -125,9 +134,11 @@ async def test_a_run_ends_as_its_work_does_or_by_the_loss_of_its_endpoint() -> N
             await endpoint.background(work(2.0, ZeroDivisionError()))
         running = asyncio.create_task(endpoint.background(work(1000.0)))
         await asyncio.sleep(1.0)
-        system.endpoint.is_lost = True
-        with pytest.raises(EndpointLostError):
+        system.endpoint.lose()
+        with pytest.raises(EndpointLostError, match=r"can be started; .*after 1 restart"):
             await running
+        (failure,) = system.failures
+        assert (failure.part, failure.given_up) == (Part.ENDPOINT, "after 1 restarts in a row")
         assert ended == ["after 1", "after 2", "after 1000"]
 
 

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from tests.support.http_driver import CHAT
 from torchtitan_rl.backends.monarch.http_server import HttpServer
 from torchtitan_rl.serving.app import EndpointApp
-from torchtitan_rl.serving.config import EndpointConfig, Keys
+from torchtitan_rl.serving.config import EndpointConfig, Keys, listen
 from torchtitan_rl.serving.connections import ConnectionLimits
 from torchtitan_rl.serving.link import ControllerLink
 from torchtitan_rl.serving.middleware import close_at_end
@@ -61,8 +61,7 @@ def test_a_client_that_does_not_read_is_cut_and_its_stream_ends(header: bytes) -
     server = HttpServer(
         served.build,
         at_end=lambda: None,
-        host="127.0.0.1",
-        port=0,
+        listening=listen("127.0.0.1", 0),
         limits=ConnectionLimits(read_s=0.2),
     )
     server.start()

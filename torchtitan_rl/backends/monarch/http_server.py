@@ -1,10 +1,9 @@
 """Serves an ASGI application with uvicorn on uvloop, in a separate thread.
 
-Invariants: the server listens on the address before the application is built, so that no other
-process can take the address. Clients that connect before the application is ready wait for it. The
-thread ends within the deadline of `close`, whatever clients do. For a request that still runs at
-the end of the grace period, ``at_end`` determines the answer. `serving/connections.py` bounds
-the resources that connections can use.
+Invariants: the socket listens before the application is built, so clients that connect before the
+application is ready wait for it. The thread ends within the deadline of `close`, whatever clients
+do. For a request that still runs at the end of the grace period, ``at_end`` determines the answer.
+`serving/connections.py` bounds the resources that connections can use.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import uvicorn
 import uvloop
 
 from torchtitan_rl.errors import EndpointLostError
-from torchtitan_rl.serving.config import listen
+from torchtitan_rl.serving.config import BACKLOG
 from torchtitan_rl.serving.connections import BoundedProtocol, ConnectionLimits, Connections
 
 logger = logging.getLogger(__name__)
@@ -36,22 +35,18 @@ logger = logging.getLogger(__name__)
 _READY_POLL_S = 0.01
 _ANSWER_S = 2.0  # after the grace period, for refusals to be sent
 _JOIN_S = 5.0  # in addition to the grace period and `_ANSWER_S`
-_BACKLOG = 2048
 _UNREAD_S = 120.0  # a connection whose client reads nothing for this time is dropped
 _OTHER_FILES = 256  # files that the process may open besides connections
 
 
 class HttpServer:
-    """An HTTP server in its own thread.
+    """An HTTP server in its own thread, on the socket ``listening``.
 
     ``build`` creates the application, on the event loop that then serves it. ``at_end`` is called
     on the same loop exactly once: at the end of the grace period of `close`, or before the loop
     ends. ``counts`` is `Connections.counts`. If the process may open only few files, the server
     accepts fewer connections than ``limits`` allows. The application must refuse more than
     ``max_requests`` simultaneous requests, so that other clients can connect.
-
-    Raises:
-        EndpointLostError: the address is taken.
     """
 
     def __init__(
@@ -59,13 +54,12 @@ class HttpServer:
         build: Callable[[], Awaitable[Any]],
         *,
         at_end: Callable[[], None],
-        host: str,
-        port: int,
+        listening: socket.socket,
         limits: ConnectionLimits | None = None,
     ) -> None:
         self._build = build
         self._at_end = at_end
-        self._socket = listen(host, port, backlog=_BACKLOG)
+        self._socket = listening
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
             self._socket.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * _UNREAD_S)
@@ -134,7 +128,7 @@ class HttpServer:
                     server_header=False,
                     lifespan="on",
                     timeout_keep_alive=60,
-                    backlog=_BACKLOG,
+                    backlog=BACKLOG,
                 )
             )
             serving = asyncio.create_task(_run_server(server, self._socket))

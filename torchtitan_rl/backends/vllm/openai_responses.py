@@ -32,7 +32,7 @@ from torchtitan_rl.backends.vllm.openai_chat import AnswerStream, RefusalErrors
 from torchtitan_rl.backends.vllm.openai_constraints import call_mark, readable_calls
 from torchtitan_rl.backends.vllm.openai_core import RefusedRequest, session_of_request
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.serving.middleware import session_id
+from torchtitan_rl.serving.middleware import current_run, session_id
 
 _UNSERVED = ("background", "conversation")
 
@@ -85,7 +85,8 @@ class Responses(RefusalErrors, OpenAIServingResponses):
         if whole != items or len(given) < len(body):
             given.pop("previous_response_id", None)
             request = ResponsesRequest.model_validate({**given, "input": whole})
-        request.request_id = f"resp_{random_uuid()}"  # a client could choose another response's id
+        # A client could choose another response's id.
+        request.request_id = f"resp_{current_run.get().request_id or random_uuid()}"
         request.turn = _Turn(
             session=session, items=items, previous=previous, is_stored=bool(request.store)
         )

@@ -1,0 +1,121 @@
+"""The endpoint's process, as the controller sees it, and its restarts on the same port.
+
+Invariant: an endpoint that is repeatedly lost soon after its start is given up after
+``max_restarts`` consecutive restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from torchtitan_rl.errors import EndpointLostError, TorchtitanRLError
+from torchtitan_rl.failures import Failure, Part
+from torchtitan_rl.routing.restarts import SETTLED_S
+from torchtitan_rl.serving.link import ToController, ToEndpoint
+
+_DELAY_S = 5.0  # between two attempts to start it
+
+
+class Endpoint(Protocol):
+    """The endpoint's process, as the controller sees it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def base_url(self) -> str:
+        """The base of its URLs, such as ``http://127.0.0.1:8000/v1``."""
+        ...
+
+    def send(self, messages: tuple[ToEndpoint, ...]) -> None:
+        """Pass a batch to the endpoint, without waiting for it."""
+        ...
+
+    async def receive(self) -> tuple[ToController, ...]:
+        """Wait for the next batch. After each `SystemStatus` that was sent to the endpoint, a batch
+        arrives, even if it is empty. Only one call may wait at a time.
+
+        Raises:
+            EndpointLostError: the endpoint's process is gone, has failed, or is closed.
+        """
+        ...
+
+    async def restart(self) -> None:
+        """End what is left of a lost process, and start another one, under another name; `start`
+        then makes it serve under the same URLs.
+
+        Raises:
+            TorchtitanRLError, OSError: it did not start.
+        """
+        ...
+
+    async def start(self) -> None:
+        """Serve.
+
+        Raises:
+            TorchtitanRLError, OSError: it does not serve.
+        """
+        ...
+
+    async def drain(self, grace_s: float) -> None:
+        """Stop accepting connections. Running requests have ``grace_s`` seconds to end, during
+        which batches still pass in both directions; requests that have not ended then are refused.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class EndpointRestarts:
+    """Restarts of one endpoint. ``say`` shows a line to the user; ``on_failure`` is called with the
+    ended report of each loss."""
+
+    def __init__(
+        self,
+        *,
+        max_restarts: int,
+        say: Callable[[str], None],
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self._max_restarts = max_restarts
+        self._say = say
+        self.on_failure = on_failure
+        self._num_quick = 0  # consecutive restarts
+        self._begun_s = -SETTLED_S  # when it began to serve
+
+    async def restart(self, endpoint: Endpoint, error: EndpointLostError) -> Failure:
+        """Return the report of the loss when the endpoint serves again.
+
+        Raises:
+            EndpointLostError: the endpoint is given up.
+        """
+        failure = Failure.of(Part.ENDPOINT, endpoint.name, error, now_s=_now())
+        if _now() - self._begun_s >= SETTLED_S:
+            self._num_quick = 0
+        cause: Exception = error
+        while self._num_quick < self._max_restarts:
+            self._num_quick += 1
+            self._say(f"{endpoint.name} is lost and is started again: {cause}")
+            try:
+                await endpoint.restart()
+                failure = failure.restarted(endpoint.name, now_s=_now())
+                await endpoint.start()
+            except (TorchtitanRLError, OSError) as another:
+                cause = another
+            except asyncio.CancelledError:
+                self.on_failure(failure.ended("the run ended first"))
+                raise
+            else:
+                self._begun_s = _now()
+                self._say(f"{endpoint.name} serves again")
+                return failure.serving(now_s=_now())
+            await asyncio.sleep(_DELAY_S)
+        why = f"after {self._max_restarts} restarts in a row" if self._max_restarts else "disabled"
+        self.on_failure(failure.ended(why))
+        raise EndpointLostError(f"{cause}; it is not started again ({why})") from error
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
