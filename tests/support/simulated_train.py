@@ -21,7 +21,6 @@ from tests.support.simulated_replica import SimReplica
 from tests.support.simulated_trainer import SimTrainer
 from torchtitan_rl.commands.cli import main
 from torchtitan_rl.config.prepare import PreparedRun
-from torchtitan_rl.weights.config import Transport
 from torchtitan_rl.weights.distribution import WeightDistribution
 
 NOISE = "nanobind: leaked 3 instances!"
@@ -42,12 +41,7 @@ async def run_processes(
     ]
     weights = WeightDistribution({}, fan_out=0)
     yield types.SimpleNamespace(
-        trainers=[trainer],
-        replicas=replicas,
-        weights=weights,
-        transport=Transport.SHARED_MEMORY,
-        teachers={},
-        endpoint=None,
+        trainers=[trainer], replicas=replicas, weights=weights, teachers={}, endpoint=None
     )
 
 

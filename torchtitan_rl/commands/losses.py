@@ -86,9 +86,7 @@ class FailureHandling:
             yield FixedPolicy()
             return
         self._trainer = first = processes.trainers[0]
-        # Fetchers on other hosts keep connections to the lost processes: a new trainer's weights
-        # may not reach them.
-        if self._max_trainer_restarts == 0 or processes.transport.reaches_others:
+        if self._max_trainer_restarts == 0:
             yield first
             return
         self._trainer = restarted = RestartedTrainer(
@@ -151,8 +149,7 @@ class FailureHandling:
         """Start another trainer.
 
         Raises:
-            HostLostError: one of its hosts was lost. Fetchers on other hosts still have connections
-                to that host's earlier processes, through which they would get no weights.
+            HostLostError: one of its hosts was lost. Cut off, the trainer may still run there.
         """
         await self._show_trainer()
         if self._watch is not None:

@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from tests.real.hosts.harness import Host, HostProcess, make_hosts, namespaces_are_allowed, python
-from tests.real.runs import SMALL, TIMEOUT_S, TINY, read_metrics, require_audit
+from tests.real.runs import SMALL, TIMEOUT_S, TINY, printing_to, read_metrics, require_audit
 from torchtitan_rl.observability.failures import read_failures
 
 pytestmark = [
@@ -139,3 +139,28 @@ def test_a_killed_controller_leaves_no_process_on_any_host_after_a_minute(tmp_pa
             host.start(["sh", "-c", "! ls /dev/shm | grep -q torchtitan-rl"]) for host in made.hosts
         ]
         assert [one.wait(20) for one in shared] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "generators"), [("0", ("1", "2")), ("2", ("1",))], ids=["here", "there"]
+)
+def test_replicas_on_other_hosts_get_the_weights_of_a_trainer_that_was_started_again(
+    tmp_path, trainer, generators
+):
+    hosts = ("--launch.trainer-hosts", trainer, "--launch.generator-hosts", *generators)
+    with cluster(tmp_path) as made:
+        run = made.train(*hosts, "--num-steps", "8", "--checkpoint.every", "2")
+        made.until(run, lambda: made.num_steps() >= 3, "three steps")
+        (lost,) = (
+            process
+            for host in made.hosts
+            for process in host.processes()
+            if "trainer-rank0.log" in printing_to(process)
+        )
+        lost.kill()
+        assert run.wait(TIMEOUT_S) == 0, run.text()[-3000:]
+        (failure,) = read_failures(made.run_dir)
+        print(failure)
+        assert failure["successor"] == "trainer-2"
+        assert failure["serve_s"] is not None
+        require_audit(made.run_dir)

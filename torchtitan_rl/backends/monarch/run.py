@@ -79,6 +79,11 @@ class RunProcesses:
         trainer = await MonarchTrainer.spawn(group, spec, self.hosts)
         self.trainers.append(trainer)  # closed at the end in any case
         await trainer.start(self.transport)
+        # A fetcher that is connected to the lost processes gets nothing from the new ones.
+        fetchers = list(self.weight_hosts.values())
+        for host in self.weight_hosts:
+            self.lose_host(host)
+        await asyncio.gather(*(fetcher.close() for fetcher in fetchers))
         return trainer
 
     async def restart(self, first: str, name: str) -> MonarchReplica | ServedReplica:
