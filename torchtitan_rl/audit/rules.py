@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torchtitan_rl.errors import TorchtitanRLError, one_line
+from torchtitan_rl.images import recorded_images_error
 from torchtitan_rl.observability.rollouts import LOGGED
 from torchtitan_rl.observability.sinks import Line, Row, RowKind, Split
 from torchtitan_rl.orchestration.checkpointing import RunPosition, SavedRun
@@ -25,7 +26,7 @@ from torchtitan_rl.orchestration.work_buffer import Entry, GroupState
 from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.routed_experts import routed_error
 from torchtitan_rl.token_sets import kept_error
-from torchtitan_rl.types import Completion, RolloutStatus
+from torchtitan_rl.types import Completion, RolloutStatus, Turn
 
 Errors = Iterator[str]
 
@@ -338,6 +339,7 @@ def _group_errors(
         yield from ending_errors(rollout.rollout_id, rollout.status, rollout.reward)
         for turn in rollout.turns:
             yield from _completion_errors(turn.completion, version, entry.admitted_version)
+            yield from _prompt_errors(turn)
 
 
 def _recorded_errors(recorded: RecordedRollout, version: int) -> Errors:
@@ -345,16 +347,24 @@ def _recorded_errors(recorded: RecordedRollout, version: int) -> Errors:
     completions = [turn.completion for turn in recorded.turns]
     if recorded.partial is not None:
         completions.append(recorded.partial)
+    for turn in recorded.turns:
+        yield from _prompt_errors(turn)
     turns: set[str] = set()  # concurrent turns are in the order of their ends
     for index, completion in enumerate(completions):
         yield from _completion_errors(completion, version)
-        prefix, _, turn = completion.request_id.rpartition("/")
-        is_turn = turn[:1] == "t" and turn[1:].isdigit() and turn not in turns
-        turns.add(turn)
+        prefix, _, name = completion.request_id.rpartition("/")
+        is_turn = name[:1] == "t" and name[1:].isdigit() and name not in turns
+        turns.add(name)
         if not is_turn or not prefix.startswith(recorded.rollout_id):
             yield f"turn {index} is request {completion.request_id}"
     if recorded.ended is not None and recorded.ended.turns != recorded.turns:
         yield "ended with other turns than were recorded"
+
+
+def _prompt_errors(turn: Turn) -> Errors:
+    """Check that each image is at the placeholders of the prompt."""
+    if error := recorded_images_error(turn.images, turn.prompt_token_ids):
+        yield f"{turn.completion.request_id}: {error}"
 
 
 def _completion_errors(completion: Completion, newest: int, oldest: int = 0) -> Errors:

@@ -7,6 +7,7 @@ are violations; 2 there is no such run, or it cannot be read.
 
 from __future__ import annotations
 
+import base64
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from torchtitan_rl.config.resume import FIXES, MANIFEST, compare_with_manifest
 from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.files import parse_object
+from torchtitan_rl.images import PromptImage, recorded_images_error
 from torchtitan_rl.launch.lease import lock_errors
 from torchtitan_rl.observability.failures import (
     FAILURES,
@@ -303,6 +305,7 @@ def check_rollout(
     for number, turn in enumerate(row["turns"]):
         errors = _turn_errors(row["version"], turn, promises.staleness, is_train)
         tokens.look(f"{where}, turn {number}", errors)
+        tokens.look(f"{where}, turn {number}", _image_errors(turn))
 
 
 def _turn_errors(version: int, turn: Row, staleness: int | None, is_train: bool) -> Errors:
@@ -325,6 +328,18 @@ def _turn_errors(version: int, turn: Row, staleness: int | None, is_train: bool)
             f"tokens of version {min(found)} trained at {version - 1}; schedule.staleness is "
             f"{staleness}"
         )
+
+
+def _image_errors(turn: Row) -> Errors:
+    """Check the places of a turn's images, and their digests if the images are recorded."""
+    images = []
+    for one in turn.get("images", ()):  # earlier versions did not write them
+        sizes = {name: one[name] for name in ("start", "rows", "columns")}
+        images.append(PromptImage(**sizes, data=base64.b64decode(one.get("png", ""))))
+        if "png" in one and images[-1].digest != one["sha256"]:
+            yield f"an image is not the one of SHA-256 {one['sha256']}"
+    if error := recorded_images_error(images, turn["prompt_token_ids"]):
+        yield error
 
 
 _USAGE = "usage: torchtitan-rl audit RUN_DIR    of a run, or the folder of an evaluation\n"

@@ -25,6 +25,7 @@ from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.serve import PreparedServe
 from torchtitan_rl.failures import Failure
+from torchtitan_rl.images import PREPROCESSOR_CONFIG
 from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -49,6 +50,7 @@ _SAME_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
+    PREPROCESSOR_CONFIG,
 )
 
 

@@ -17,6 +17,7 @@ from operator import attrgetter
 from torchtitan_rl.agents.task import AgentTask, agent_errors
 from torchtitan_rl.bounds import load_function
 from torchtitan_rl.config.hosts import host_errors, launch_errors
+from torchtitan_rl.config.images import engine_image_errors, trainer_image_errors
 from torchtitan_rl.config.lora import LoraConfig, lora_errors
 from torchtitan_rl.config.machine import HostFacts, MachineFacts, device_of
 from torchtitan_rl.config.model import PolicyFacts
@@ -124,6 +125,7 @@ def find_errors(
     if policy is not None:
         errors += trainer_head_errors(trainer, policy)
         errors += expert_errors(trainer, policy, config.policy.lora)
+        errors += trainer_image_errors(trainer, policy, config.policy.lora, config.teacher)
         is_on_cuda = not on_hosts and bool(machine.cuda_devices)
         errors += replay_errors(rollout, policy, is_on_cuda=is_on_cuda)
         if not on_hosts:
@@ -168,6 +170,7 @@ def supervised_errors(
     errors += _split_errors(trainer)
     if policy is not None:
         errors += trainer_head_errors(trainer, policy)
+        errors += trainer_image_errors(trainer, policy, config.policy.lora, config.teacher)
         if trainer.max_episode_tokens > policy.max_positions:
             errors.append(
                 f"trainer.max_episode_tokens is {trainer.max_episode_tokens}: the policy has "
@@ -358,6 +361,7 @@ def generator_errors(
             f"generator.max_running_requests is {generator.max_running_requests}: a step of an "
             f"engine takes {most} tokens, one or more of each request; give at most that"
         )
+    errors += engine_image_errors(generator, policy)
     return errors + vllm_option_errors(generator, is_on_cpu=is_on_cpu)
 
 

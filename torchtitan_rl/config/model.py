@@ -37,10 +37,12 @@ from torchtitan_rl.config.deepseek import (
     unsupported_fields,
 )
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.images import PREPROCESSOR_CONFIG
 from torchtitan_rl.rope_fields import (
     Llama3Scaling,
     YarnScaling,
     frequency_scaling,
+    rope_scaling,
     rope_theta,
     unsupported_rope,
 )
@@ -86,6 +88,17 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """The vision tower of a policy that takes images, and how its images are among the tokens."""
+
+    tower: Mapping[str, Any]
+    """``vision_config`` in ``config.json``."""
+    rope_sections: tuple[int, ...]
+    """How many pairs of a head rotate by the time, by the row and by the column of a token."""
+    image_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyArchitecture:
     """The sizes of a decoder. ``hidden_dim`` is that of one expert, if there are ``experts``.
     ``head_dim`` is that of queries and keys. ``dtype`` is the dtype of its checkpoint."""
@@ -106,6 +119,7 @@ class PolicyArchitecture:
     dtype: str
     experts: Experts | None = None  # None: dense
     latent: LatentAttention | None = None  # None: queries, keys and values are projected directly
+    vision: Vision | None = None  # None: takes text only
 
     @property
     def num_expert_layers(self) -> int:
@@ -172,6 +186,13 @@ def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
     return architecture_of(config)
 
 
+def takes_images(checkpoint_dir: Path) -> bool:
+    """Whether the policy in a Hugging Face directory takes images."""
+    path = checkpoint_dir / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    return FAMILIES.get(str(config.get("model_type")), ModelFamily()).has_vision
+
+
 def architecture_of(config: Mapping[str, Any]) -> PolicyArchitecture:
     """The sizes in a supported ``config.json``."""
     family = FAMILIES[config["model_type"]]
@@ -192,6 +213,15 @@ def architecture_of(config: Mapping[str, Any]) -> PolicyArchitecture:
         dtype=_dtype(config) or "float32",
         experts=_experts(config) if family.has_experts else None,
         latent=latent_attention(config) if family.has_latent_attention else None,
+        vision=_vision(config) if family.has_vision else None,
+    )
+
+
+def _vision(config: Mapping[str, Any]) -> Vision:
+    return Vision(
+        tower=config["vision_config"],
+        rope_sections=tuple(rope_scaling(config)["mrope_section"]),
+        image_token_id=config["image_token_id"],
     )
 
 
@@ -234,6 +264,8 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
         except SafetensorError as error:
             raise ValueError(f"{path.name} is damaged or not complete: {error}") from error
     architecture = None if _unsupported(config) else architecture_of(config)
+    if takes_images(directory) and not (directory / PREPROCESSOR_CONFIG).exists():
+        raise ValueError(f"{directory} has no {PREPROCESSOR_CONFIG}")
     num_heads = _size(config, "num_attention_heads")
     num_kv_heads = _size(config, "num_key_value_heads", default=num_heads)
     sizes = {
@@ -266,6 +298,8 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     for other in ("num_local_experts", "n_routed_experts"):  # transformers 5; DeepSeek-V3
         if family.has_experts and other in config:
             config = {"num_experts": config[other], **config}
+    if family.has_vision and isinstance(config.get("text_config"), dict):  # transformers 5
+        config = {**config["text_config"], **config}
     return {**family.defaults, **config}
 
 
@@ -295,7 +329,23 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
             "supported; use a model in which every layer has experts"
         )
     scaling = "yarn" if family.has_latent_attention else "llama3"
+    if family.has_vision:
+        reasons, scaling = [*reasons, *_unsupported_vision(config)], "mrope"
     return [*reasons, *_unsupported_sizes(config, family), *unsupported_rope(config, scaling)]
+
+
+def _unsupported_vision(config: dict[str, Any]) -> list[str]:
+    sections, size = rope_scaling(config).get("mrope_section"), config.get("hidden_size")
+    if not isinstance(config.get("vision_config"), dict):
+        return ["vision_config is not there; the checkpoint has no vision tower"]
+    if not _is_size(config.get("image_token_id")):
+        return [f"image_token_id is {config.get('image_token_id')!r}: it must be a token id"]
+    if config["vision_config"].get("out_hidden_size") != size:
+        return [f"vision_config.out_hidden_size must be hidden_size ({size})"]
+    is_valid = isinstance(sections, list) and len(sections) == 3 and all(map(_is_size, sections))
+    if not is_valid or sum(sections or ()) * 2 != _head_dim(config):
+        return [f"mrope_section is {sections!r}: give three numbers that add up to head_dim / 2"]
+    return []
 
 
 def _unsupported_sizes(config: dict[str, Any], family: ModelFamily) -> list[str]:
@@ -371,12 +421,17 @@ class ModelFamily:
     """Experts instead of the feed-forward network of each layer."""
     has_latent_attention: bool = False
     """Attention and experts of DeepSeek-V3 (`deepseek.py`)."""
+    has_vision: bool = False
+    """A vision tower, named ``visual``, and rotary embeddings by time, row and column."""
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors that torchtitan's Qwen3 does not have: from Hugging Face's name to
     torchtitan's, with ``{}`` for the layer's number."""
 
 
 _ATTENTION = "model.layers.{}.self_attn", "layers.{}.attention.qkv_linear"
+_QKV_BIASES = {
+    f"{_ATTENTION[0]}.{name}_proj.bias": f"{_ATTENTION[1]}.w{name}.bias" for name in "qkv"
+}
 
 FAMILIES = {
     "qwen3": ModelFamily(
@@ -389,9 +444,7 @@ FAMILIES = {
         has_qkv_bias=True,
         defaults={"num_key_value_heads": 32},
         has_sliding_window_switch=True,
-        tensor_names={
-            f"{_ATTENTION[0]}.{name}_proj.bias": f"{_ATTENTION[1]}.w{name}.bias" for name in "qkv"
-        },
+        tensor_names=_QKV_BIASES,
     ),
     "llama": ModelFamily(),  # includes SmolLM2
     "mistral": ModelFamily(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -408,6 +461,13 @@ FAMILIES = {
     ),
     "deepseek_v3": ModelFamily(  # and R1, Moonlight
         defaults=DEFAULTS, has_experts=True, has_latent_attention=True, tensor_names=TENSOR_NAMES
+    ),
+    "qwen2_5_vl": ModelFamily(
+        has_qkv_bias=True,
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        has_sliding_window_switch=True,
+        has_vision=True,
+        tensor_names=_QKV_BIASES,
     ),
 }
 """The trainable families, by ``model_type`` in ``config.json``."""

@@ -37,6 +37,7 @@ from torchtitan_rl.config.run import IDENTITY_FILE, SETTINGS_FILE, RunConfig
 from torchtitan_rl.environments.supervised import SupervisedTask
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.files import parse_object, replace_file
+from torchtitan_rl.images import PREPROCESSOR_CONFIG
 from torchtitan_rl.launch.lease import lock_errors
 from torchtitan_rl.orchestration.checkpointing import read_position
 from torchtitan_rl.training.checkpoint_files import (
@@ -185,6 +186,8 @@ def policy_fingerprint(policy_dir: Path) -> str:
     for name in _POLICY_FILES:
         path = policy_dir / name
         digest.update(path.read_bytes() if path.is_file() else b"\0")
+    if (images := policy_dir / PREPROCESSOR_CONFIG).is_file():
+        digest.update(images.read_bytes())
     for path in weight_files(policy_dir):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from torchtitan_rl.errors import InvalidRequestError
+from torchtitan_rl.images import images_error
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
@@ -34,10 +35,12 @@ from torchtitan_rl.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """The limits of every request. The token ids of a prompt are below ``vocab_size``."""
+    """The limits of every request. The token ids of a prompt are below ``vocab_size``.
+    ``image_token_id`` is the placeholder for images; None: the policy takes no images."""
 
     max_model_len: int
     vocab_size: int
+    image_token_id: int | None = None
 
 
 def engine_metrics(
@@ -215,6 +218,7 @@ def validate_request(
     errors = [
         *_id_errors(request, outstanding),
         *_length_errors(request, limits),
+        *_image_errors(request, limits),
         *sampling_errors(request.sampling, limits),
     ]
     if errors:
@@ -264,6 +268,13 @@ def _length_errors(request: GenerationRequest, limits: EngineLimits) -> list[str
             f"max_model_len = {limits.max_model_len}: set it to at most {room}"
         )
     return errors
+
+
+def _image_errors(request: GenerationRequest, limits: EngineLimits) -> list[str]:
+    prompt = request.prompt_token_ids
+    given = prompt[: len(prompt) - request.num_resumed]
+    error = images_error(request.images, given, limits.image_token_id)
+    return [error] if error else []
 
 
 def sampling_errors(sampling: SamplingParams, limits: EngineLimits) -> list[str]:

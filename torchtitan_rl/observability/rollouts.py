@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_rl.images import PromptImage, described
 from torchtitan_rl.observability.sinks import Row, RowLog, Split, read_rows
 from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.token_sets import kept_of_each, num_kept
@@ -177,11 +178,16 @@ def rollout_to_json(
     group: RolloutGroup, rollout: Rollout, *, decode: Decode | None = None, is_whole: bool = False
 ) -> dict[str, Any]:
     """Convert a rollout to JSON types; ``decode`` as in `RolloutLog`. With ``is_whole``, the sets
-    of tokens that the sampler kept are included."""
+    of tokens that the sampler kept are included, and each image once."""
     turns = [_turn_to_json(turn, decode) for turn in rollout.turns]
     if is_whole:
+        written: set[str] = set()
         for turn, of_turn in zip(rollout.turns, turns, strict=True):
             of_turn["kept_sets"] = [_kept_to_json(run) for run in turn.completion.kept_tokens]
+            for image, one in zip(turn.images, of_turn["images"], strict=True):
+                if one["sha256"] not in written:
+                    written.add(one["sha256"])
+                    one["png"] = _to_text(image.data)
             if (routed := turn.completion.routed_experts) is not None:
                 sizes = (routed.num_layers, routed.per_token)
                 of_turn["routed_experts"] = [_to_text(routed.data), *sizes]
@@ -215,6 +221,7 @@ def _turn_to_json(turn: Turn, decode: Decode | None) -> dict[str, Any]:
         "is_seen": turn.is_seen,
         "request_key": turn.request_key,
         "prompt_token_ids": list(turn.prompt_token_ids),
+        "images": [described(one) for one in turn.images],
         "token_ids": list(completion.token_ids),
         "logprobs": list(completion.logprobs),
         "versions": list(completion.versions),
@@ -332,11 +339,14 @@ def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
     name = row["rollout_id"]
     if not isinstance(name, str):
         raise TypeError(f"rollout_id = {name!r}")
+    pngs: dict[str, bytes] = {}
     return Rollout(
         rollout_id=name,
         group_id=row["group_id"],
         problem_id=row["problem_id"],
-        turns=tuple(_turn_from_json(f"{name}/t{n}", turn) for n, turn in enumerate(row["turns"])),
+        turns=tuple(
+            _turn_from_json(f"{name}/t{n}", turn, pngs) for n, turn in enumerate(row["turns"])
+        ),
         status=RolloutStatus(row["status"]),
         reward=None if row["reward"] is None else float(row["reward"]),
         cause=row["cause"],
@@ -346,7 +356,8 @@ def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
     )
 
 
-def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
+def _turn_from_json(request_id: str, turn: Mapping[str, Any], pngs: dict[str, bytes]) -> Turn:
+    """``pngs``: the images of earlier turns, by digest; those of this turn are added."""
     versions = turn["versions"]
     # Earlier versions did not write these.
     metrics, scores = turn.get("metrics"), turn.get("teacher_logprobs")
@@ -372,6 +383,7 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
         is_seen=turn.get("is_seen", True),  # earlier versions did not write this and the next two
         branch_reward=turn.get("branch_reward"),
         request_key=turn.get("request_key"),
+        images=tuple(_image_from_json(pngs, **one) for one in turn.get("images", ())),
         teacher=None
         if scores is None
         else TokenScores(
@@ -380,6 +392,19 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any]) -> Turn:
             top_logprobs=base64.b64decode(top[1]),
         ),
     )
+
+
+def _image_from_json(
+    pngs: dict[str, bytes], start: int, rows: int, columns: int, sha256: str, png: str = ""
+) -> PromptImage:
+    """Only a whole rollout has its images' data."""
+    if png:
+        pngs[sha256] = base64.b64decode(png)
+    data = pngs.get(sha256, b"")
+    image = PromptImage(start=start, rows=rows, columns=columns, data=data)
+    if data and image.digest != sha256:
+        raise ValueError(f"an image has not the recorded SHA-256 {sha256}")
+    return image
 
 
 def _routed_from_json(data: str, num_layers: int, per_token: int) -> RoutedExperts:

@@ -22,16 +22,25 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from torchtitan_rl.images import ImageReader, image_reader
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ..., ...}, as in chat APIs
 TokenIds = tuple[int, ...]
 
 _MAX_DEPTH = 64
+_IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")  # Qwen2.5-VL's
+_PROBES: Mapping[type, Any] = {  # contents of a test message, by their type
+    str: " five \n",
+    list: [{"type": "text", "text": " five"}, {"type": "image"}, {"type": "text", "text": " \n"}],
+}
 
 
 class ChatMLRenderer:
-    """Renders messages as ``<|im_start|>role\\ncontent<|im_end|>\\n``.
+    """Renders messages as ``<|im_start|>role\\ncontent<|im_end|>\\n``. A content is a text, or a
+    list of parts of type ``text`` and ``image``.
 
     The first prompt comes from the tokenizer's own chat template if it has one (default system
     prompts, tools). Later prompts extend it only by messages of certain roles. A test conversation,
@@ -45,9 +54,19 @@ class ChatMLRenderer:
         if has_token(tokenizer, "<|endoftext|>"):
             ends.add(tokenizer.convert_tokens_to_ids("<|endoftext|>"))
         self._stop_token_ids = tuple(sorted(end for end in ends if end is not None))
-        self._extendable_roles = frozenset(
-            role for role in ("user", "system", "tool") if self._template_appends(role)
+        self.image_token_id: int | None = None
+        if all(has_token(tokenizer, token) for token in _IMAGE_TOKENS):
+            self.image_token_id = tokenizer.convert_tokens_to_ids(_IMAGE_TOKENS[1])
+        self._extendable = frozenset(
+            (role, kind)
+            for role in ("user", "system", "tool")
+            for kind, content in _PROBES.items()
+            if self._template_appends(role, content)
         )
+
+    @property
+    def image_reader(self) -> ImageReader | None:
+        return image_reader(Path(self._tokenizer.name_or_path))
 
     @property
     def stop_token_ids(self) -> TokenIds:
@@ -74,8 +93,11 @@ class ChatMLRenderer:
         self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
     ) -> TokenIds | None:
         for message in new_messages:
-            plain = set(message) == {"role", "content"} and isinstance(message["content"], str)
-            if not plain or message["role"] not in self._extendable_roles:
+            kind = type(message.get("content"))
+            if (
+                set(message) != {"role", "content"}
+                or (message["role"], kind) not in self._extendable
+            ):
                 return None
         return self._append(prompt, completion, new_messages)
 
@@ -96,7 +118,7 @@ class ChatMLRenderer:
         text = f"\n{self._chatml(new_messages)}<|im_start|>assistant\n"
         return prompt + completion + missing_end + self._encode(text)
 
-    def _template_appends(self, role: str) -> bool:
+    def _template_appends(self, role: str, content: Any) -> bool:
         """Whether the template appends a message of this role unchanged, white space included."""
         import jinja2
 
@@ -107,22 +129,29 @@ class ChatMLRenderer:
             {"role": "user", "content": "three"},
         ]
         reply = {"role": "assistant", "content": "four"}
-        new = {"role": role, "content": " five \n"}
+        new = {"role": role, "content": content}
         try:
             rendered = self.initial_prompt([*history, reply, new])
             extended = self._append(self.initial_prompt(history), self._encode("four"), [new])
-        except jinja2.TemplateError:  # the template refuses the role
+        except (jinja2.TemplateError, TypeError):  # the template refuses the role or the parts
             return False
         return rendered == extended
 
     def _chatml(self, messages: Sequence[Message]) -> str:
         return "".join(
-            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            f"<|im_start|>{message['role']}\n{_text_with_places(message['content'])}<|im_end|>\n"
             for message in self._tokenizer.marked_messages(messages)
         )
 
     def _encode(self, text: str) -> TokenIds:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _text_with_places(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    place = "".join(_IMAGE_TOKENS)
+    return "".join(place if part["type"] == "image" else part["text"] for part in content)
 
 
 def is_plain_json(value: Any) -> bool:

@@ -18,6 +18,7 @@ from itertools import islice
 from operator import index
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from torchtitan_rl.images import PromptImage
 from torchtitan_rl.rollout.calls import in_thread
 from torchtitan_rl.types import CONSTRAINTS, Completion, RolloutStatus
 
@@ -36,7 +37,8 @@ class Observation:
     ``constraints`` are engine options that exclude tokens (structured_outputs, allowed_token_ids,
     bad_words); the loss takes them into account. ``turn_reward`` and ``turn_text`` (see `Turn`)
     describe the completion that `TokenEnv.step` was called with. With ``rollout.credit`` ``turn``,
-    training uses this reward.
+    training uses this reward. ``images`` are all images of the prompt, in the order of their
+    tokens.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -47,6 +49,7 @@ class Observation:
     constraints: Mapping[str, Any] = field(default_factory=dict)
     turn_reward: float | None = None
     turn_text: str | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +307,13 @@ def _constraints(value: Any) -> Mapping[str, Any]:
     return value
 
 
+def _images(value: Iterable[Any]) -> tuple[PromptImage, ...]:
+    images = tuple(value)
+    if not all(isinstance(one, PromptImage) for one in images):
+        raise TypeError
+    return images
+
+
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes):
         raise TypeError
@@ -335,6 +345,7 @@ _OBSERVATION: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "stop_token_ids": ("token ids", _token_ids),
     "stop": ("a tuple of non-empty strings", _strings),
     "num_logprobs": ("an integer from 0 on", _integer),
+    "images": ("a sequence of PromptImage", _images),
     "constraints": (f"a mapping with names of {sorted(CONSTRAINTS)}", _constraints),
     **_TURN,
 }

@@ -41,6 +41,7 @@ from typing import cast
 
 from torchtitan_rl.bounds import load_function
 from torchtitan_rl.errors import TorchtitanRLError, one_line
+from torchtitan_rl.images import images_before
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.routed_experts import of_episode, routed_error
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_error
@@ -85,18 +86,14 @@ def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
     before all turns that extend it.
     """
     episodes: list[list[Turn]] = []
-    tokens_of: list[tuple[int, ...]] = []  # of each episode so far
     for turn in sorted(rollout.turns, key=_tokens_in_order):
         if not turn.completion.token_ids or not turn.is_seen:
             continue
-        tokens = turn.prompt_token_ids + turn.completion.token_ids
-        extended = _extended(tokens_of, turn.prompt_token_ids)
+        extended = _extended([turns[-1] for turns in episodes], turn)
         if extended is None:
             episodes.append([turn])
-            tokens_of.append(tokens)
         else:
             episodes[extended].append(turn)
-            tokens_of[extended] = tokens
     return episodes
 
 
@@ -124,13 +121,13 @@ def previous_turns(turns: Sequence[Turn]) -> dict[int, int | None]:
     if all(turns[index].request_key is None for index in seen):
         return dict(zip(seen, [None, *seen], strict=False))
     previous: dict[int, int | None] = {}
-    tokens_of: list[tuple[int, ...]] = []
+    earlier: list[Turn] = []
     for index in sorted(seen, key=lambda one: _tokens_in_order(turns[one])):
         turn = turns[index]
         if turn.completion.token_ids:
-            found = _extended(tokens_of, turn.prompt_token_ids)
+            found = _extended(earlier, turn)
             previous[index] = None if found is None else list(previous)[found]
-            tokens_of.append(turn.prompt_token_ids + turn.completion.token_ids)
+            earlier.append(turn)
     return previous
 
 
@@ -145,14 +142,17 @@ def _tokens_in_order(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return turn.prompt_token_ids, turn.completion.token_ids
 
 
-def _extended(tokens_of: list[tuple[int, ...]], prompt: tuple[int, ...]) -> int | None:
-    """Return the index of the longest token sequence that the prompt extends; if several are
-    equally long, the index of the last."""
-    found, longest = None, 0
-    for index, tokens in enumerate(tokens_of):
-        length = len(tokens)
-        may_fit = longest <= length <= len(prompt) and prompt[length - 1] == tokens[-1]  # quick
-        if may_fit and prompt[:length] == tokens:
+def _extended(earlier: Sequence[Turn], turn: Turn) -> int | None:
+    """Return the index of the longest turn whose tokens and images the prompt of ``turn`` extends;
+    if several are equally long, the index of the last. Earlier turns have completions."""
+    found, longest, prompt = None, 0, turn.prompt_token_ids
+    for index, one in enumerate(earlier):
+        said = one.completion.token_ids
+        length = len(one.prompt_token_ids) + len(said)
+        may_fit = longest <= length <= len(prompt) and prompt[length - 1] == said[-1]  # quick
+        if not may_fit or prompt[:length] != one.token_ids:
+            continue
+        if images_before(turn.images, length) == one.images:
             found, longest = index, length
     return found
 
@@ -200,6 +200,7 @@ def _episode(
         kept_tokens=tuple(kept_tokens) if is_cut else (),
         teacher_top=tuple(teacher_top),
         routed_experts=of_episode(routed, len(token_ids)),
+        images=turns[-1].images,
     )
 
 

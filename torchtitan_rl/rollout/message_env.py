@@ -9,10 +9,12 @@ here.
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from torchtitan_rl.images import PromptImage, place_images
 from torchtitan_rl.rollout.calls import compute
 from torchtitan_rl.rollout.chatml import Message, TokenIds
 from torchtitan_rl.rollout.env import (
@@ -37,6 +39,10 @@ class MessageObservation:
     scratch, and the rollout continues in another episode. ``tools`` are read from the first
     observation and from observations that replace the conversation. ``turn_reward`` is for the
     message that `MessageEnv.step` was called with.
+
+    A message's content is a text or a list of parts: ``{"type": "text", "text": "What is it?"}``
+    and, for a policy that takes images, ``{"type": "image", "image": PIL.Image or path}``, with
+    ``max_pixels`` if it is to be scaled down further (see `docs/images.md`).
     """
 
     messages: Sequence[Message] = ()
@@ -99,10 +105,12 @@ class MessageTokenEnv:
         self._messages: list[Message] = []
         self._tools: Sequence[Mapping[str, Any]] = ()
         self._prompt: TokenIds = ()
+        self._images: tuple[PromptImage, ...] = ()  # of the prompt
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation so far; after an edit, the edited conversation."""
+        """The conversation so far; after an edit, the edited conversation. Parts with images have
+        their SHA-256 in place of the image."""
         return tuple(self._messages)
 
     async def state_dict(self) -> dict[str, Any] | None:
@@ -117,6 +125,7 @@ class MessageTokenEnv:
             "messages": self._messages,
             "tools": list(self._tools),
             "prompt": self._prompt,
+            "images": [asdict(one) | {"data": _to_text(one.data)} for one in self._images],
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,11 +134,18 @@ class MessageTokenEnv:
         self._messages = list(state["messages"])
         self._tools = list(state["tools"])
         self._prompt = tuple(state["prompt"])
+        self._images = tuple(
+            PromptImage(**one | {"data": b64decode(one["data"])})
+            for one in state.get("images", ())  # earlier versions did not write it
+        )
 
     async def reset(self) -> Observation:
         observation = _checked(await self.wrapped_env.reset(), "a MessageObservation")
-        self._restart(observation, observation.replace_messages or observation.messages)
-        first: Observation = await self._compute(self._render, observation, None)
+        self._tools = observation.tools
+        messages = observation.replace_messages or observation.messages
+        first: Observation = await self._compute(
+            self._render, observation, messages, None, size=_size(messages)
+        )
         return first
 
     async def step(self, completion: Completion) -> Observation | Terminal:
@@ -140,13 +156,14 @@ class MessageTokenEnv:
         if isinstance(answer, Terminal):
             return replace(answer, turn_text=text)
         answer = _checked(answer, "a MessageObservation or a Terminal")
+        messages = answer.messages
+        said: TokenIds | None = completion.token_ids
         if answer.replace_messages is not None:
-            self._restart(answer, answer.replace_messages)
-            completion_ids = None
-        else:
-            self._messages.extend(answer.messages)
-            completion_ids = completion.token_ids
-        observation: Observation = await self._compute(self._render, answer, completion_ids)
+            self._tools = answer.tools or self._tools
+            messages, said = answer.replace_messages, None
+        observation: Observation = await self._compute(
+            self._render, answer, messages, said, size=_size(messages)
+        )
         return replace(observation, turn_text=text)
 
     async def finish(self, status: RolloutStatus) -> Terminal:
@@ -157,36 +174,91 @@ class MessageTokenEnv:
 
     async def _compute(self, function: Callable[..., Any], *args: Any, size: int = 0) -> Any:
         """Call ``function`` in another thread, or directly if the conversation with ``size`` more
-        tokens is short: then the call takes less time than the change of threads."""
-        if size + sum(len(str(message)) for message in self._messages) < _SHORT_CHARS:
+        tokens or characters is short: then the call takes less time than the change of threads."""
+        if size + _size(self._messages) < _SHORT_CHARS:
             return function(*args)
         return await compute(function, *args)
-
-    def _restart(self, observation: MessageObservation, messages: Sequence[Message]) -> None:
-        self._messages = list(messages)
-        self._tools = observation.tools or self._tools
 
     def _parse(self, completion: Completion) -> tuple[dict[str, Any], str]:
         message = self._renderer.parse(completion.token_ids, self._prompt)
         return message, self._renderer.decode(completion.token_ids)
 
     def _render(
-        self, observation: MessageObservation, completion_ids: TokenIds | None
+        self,
+        observation: MessageObservation,
+        messages: Sequence[Message],
+        completion_ids: TokenIds | None,
     ) -> Observation:
-        """Render the next prompt. With ``completion_ids`` None it does not extend the previous
-        prompt."""
-        extended = None
-        if completion_ids is not None:
-            extended = self._renderer.extend(self._prompt, completion_ids, observation.messages)
+        """Render the next prompt, with these messages. With ``completion_ids`` None they replace
+        the conversation, and the prompt does not extend the previous one."""
+        new, images = self._with_images_read(messages)
+        extended, seen, first = None, self._images, 0
+        if completion_ids is None:
+            self._messages, seen = new, ()
+        else:
+            self._messages = [*self._messages, *new]
+            extended = self._renderer.extend(self._prompt, completion_ids, new)
         if extended is None:
             extended = self._renderer.initial_prompt(self._messages, self._tools)
-        self._prompt = extended
+            images, seen = (*seen, *images), ()
+        else:
+            first = len(self._prompt) + len(completion_ids or ())
+        self._prompt, self._images = extended, ()
+        if images or seen:
+            assert self._renderer.image_token_id is not None
+            self._prompt, placed = place_images(
+                extended, self._renderer.image_token_id, images, first=first
+            )
+            self._images = (*seen, *placed)
         return Observation(
-            prompt_token_ids=extended,
+            prompt_token_ids=self._prompt,
             max_tokens=observation.max_tokens,
             stop_token_ids=self._renderer.stop_token_ids,
             turn_reward=observation.turn_reward,
+            images=self._images,
         )
+
+    def _with_images_read(
+        self, messages: Sequence[Message]
+    ) -> tuple[list[Message], tuple[PromptImage, ...]]:
+        """Read the images of messages. Return the messages without them, and the images.
+
+        Raises:
+            ValueError: the policy or the renderer takes no images, or an image is not valid.
+        """
+        read: list[Message] = []
+        images: list[PromptImage] = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list | tuple):
+                parts = []
+                for part in content:
+                    if part["type"] == "image":
+                        images.append(self._read(part))
+                        part = {"type": "image", "sha256": images[-1].digest}
+                    parts.append(part)
+                message = {**message, "content": parts}
+            read.append(message)
+        return read, tuple(images)
+
+    def _read(self, part: Mapping[str, Any]) -> PromptImage:
+        reader = self._renderer.image_reader
+        if reader is None or self._renderer.image_token_id is None:
+            raise ValueError(
+                "a message has an image: give a policy that takes images (docs/images.md), and the "
+                "renderer chatml"
+            )
+        return reader.read(part["image"], max_pixels=part.get("max_pixels"))
+
+
+def _size(messages: Sequence[Message]) -> int:
+    """Return the number of characters; reading an image counts as a long text."""
+    parts = any(not isinstance(one.get("content"), str) for one in messages)
+    return _SHORT_CHARS if parts else sum(len(str(one)) for one in messages)
+
+
+def _to_text(data: bytes) -> str:
+    return b64encode(data).decode()
 
 
 def _checked(answer: object, expected: str) -> MessageObservation:

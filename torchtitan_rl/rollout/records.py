@@ -8,7 +8,7 @@ Invariants
   bytes, enums.
 
 If a prompt begins with the previous turn's prompt and completion, -1 is written in place of these
-tokens, so that a long conversation takes linear space.
+tokens, so that a long conversation takes linear space; likewise its images are left out.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from torchtitan_rl.images import PromptImage, images_before
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.types import Completion, Problem, Rollout, RolloutGroup, Turn
+
+_Prompted = TypeVar("_Prompted", Turn, Observation, "RecordedRollout")
 
 _EXTENDS = -1
 _MAX_INT_BITS = 63
@@ -51,8 +54,8 @@ class RecordedRollout:
     ``env_states[n]`` is the environment's state after the first ``n`` turns; any of these states
     may be missing. ``partial`` is the completion of the running turn, whose prompt is
     ``prompt_token_ids``. With the finish reason ABORT, it has partial tokens. Otherwise it is a
-    whole completion that the environment has not answered. ``ended`` is the rollout before scoring,
-    once it has ended.
+    whole completion that the environment has not answered. ``images`` are those of the running
+    turn's prompt. ``ended`` is the rollout before scoring, once it has ended.
     """
 
     rollout_id: str
@@ -60,6 +63,7 @@ class RecordedRollout:
     env_states: Mapping[int, EnvState] = field(default_factory=dict)
     partial: Completion | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    images: tuple[PromptImage, ...] = ()
     ended: Rollout | None = None
 
     @property
@@ -93,7 +97,7 @@ def to_bytes(value: object) -> bytes:
 def turn_to_bytes(turn: Turn, previous: Turn | None, env_state: EnvState | None) -> bytes:
     """Encode a turn, with the environment's state after the turn."""
     saved = None if env_state is None else _with_prompt(env_state, turn, _short)
-    return to_bytes((_short_turn(turn, previous), saved))
+    return to_bytes((_short(turn, previous), saved))
 
 
 def turn_from_bytes(data: bytes, previous: Turn | None) -> tuple[Turn, EnvState | None]:
@@ -104,7 +108,7 @@ def turn_from_bytes(data: bytes, previous: Turn | None) -> tuple[Turn, EnvState 
         ValueError: the prompt extends a turn, and ``previous`` is None.
     """
     short, saved = _TURN.decode(data)
-    turn = replace(short, prompt_token_ids=_whole(short.prompt_token_ids, previous))
+    turn = _whole(short, previous)
     return turn, None if saved is None else _with_prompt(saved, turn, _whole)
 
 
@@ -126,13 +130,12 @@ def whole_group(group: RolloutGroup) -> RolloutGroup:
 
 def saved_rollout(recorded: RecordedRollout) -> SavedRollout:
     """Convert a recorded rollout to its written form."""
-    turns, ended, prompt = recorded.turns, recorded.ended, recorded.prompt_token_ids
+    turns, ended = recorded.turns, recorded.ended
     before = (None, *turns)  # entry n is the turn before `env_states[n]`
     short = replace(
-        recorded,
+        _short(recorded, before[-1]),
         turns=_short_turns(turns),
         env_states={},
-        prompt_token_ids=None if prompt is None else _short(prompt, before[-1]),
         ended=None if ended is None else _short_rollout(replace(ended, turns=())),
     )
     states = recorded.env_states.items()
@@ -143,12 +146,11 @@ def restored_rollout(saved: SavedRollout) -> RecordedRollout:
     """Undo `saved_rollout`."""
     short, states = saved
     turns = _whole_turns(short.turns)
-    before, prompt, ended = (None, *turns), short.prompt_token_ids, short.ended
+    before, ended = (None, *turns), short.ended
     return replace(
-        short,
+        _whole(short, before[-1]),
         turns=turns,
         env_states={n: _with_prompt(state, before[n], _whole) for n, state in states},
-        prompt_token_ids=None if prompt is None else _whole(prompt, before[-1]),
         ended=None if ended is None else replace(ended, turns=turns),
     )
 
@@ -173,35 +175,41 @@ def plain(value: Any) -> Any:
     return repr(value)
 
 
-def _short(prompt: tuple[int, ...], previous: Turn | None) -> tuple[int, ...]:
-    if previous is not None:
-        before = previous.prompt_token_ids + previous.completion.token_ids
-        if prompt[: len(before)] == before:
-            return (_EXTENDS, *prompt[len(before) :])
-    return prompt
+def _short(value: _Prompted, previous: Turn | None) -> _Prompted:
+    new = _new_part(value.prompt_token_ids, value.images, previous)
+    return value if new is None else replace(value, prompt_token_ids=new[0], images=new[1])
 
 
-def _whole(prompt: tuple[int, ...], previous: Turn | None) -> tuple[int, ...]:
-    if prompt[:1] != (_EXTENDS,):
-        return prompt
+def _new_part(
+    prompt: tuple[int, ...] | None, images: tuple[PromptImage, ...], previous: Turn | None
+) -> tuple[tuple[int, ...], tuple[PromptImage, ...]] | None:
+    """Return what a prompt adds to the previous turn; None if it does not extend that turn."""
+    if previous is None or prompt is None:
+        return None
+    before, seen = previous.token_ids, previous.images
+    if prompt[: len(before)] != before or images_before(images, len(before)) != seen:
+        return None
+    return (_EXTENDS, *prompt[len(before) :]), images[len(seen) :]
+
+
+def _whole(value: _Prompted, previous: Turn | None) -> _Prompted:
+    prompt: tuple[int, ...] | None = value.prompt_token_ids
+    if prompt is None or prompt[:1] != (_EXTENDS,):
+        return value
     if previous is None:
         raise ValueError("the prompt extends a turn that is not there")
-    return previous.prompt_token_ids + previous.completion.token_ids + prompt[1:]
-
-
-def _short_turn(turn: Turn, previous: Turn | None) -> Turn:
-    return replace(turn, prompt_token_ids=_short(turn.prompt_token_ids, previous))
+    images: tuple[PromptImage, ...] = previous.images + value.images
+    return replace(value, prompt_token_ids=previous.token_ids + prompt[1:], images=images)
 
 
 def _short_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    return tuple(map(_short_turn, turns, (None, *turns)))
+    return tuple(map(_short, turns, (None, *turns)))
 
 
 def _whole_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     whole: list[Turn] = []
     for turn in turns:
-        prompt = _whole(turn.prompt_token_ids, whole[-1] if whole else None)
-        whole.append(replace(turn, prompt_token_ids=prompt))
+        whole.append(_whole(turn, whole[-1] if whole else None))
     return tuple(whole)
 
 
@@ -215,14 +223,13 @@ def _short_rollout(rollout: Rollout) -> Rollout:
 def _with_prompt(
     state: EnvState,
     turn: Turn | None,
-    convert: Callable[[tuple[int, ...], Turn | None], tuple[int, ...]],
+    convert: Callable[[Observation, Turn | None], Observation],
 ) -> EnvState:
     """Convert an `EnvState` to its written form. ``turn`` is the turn before this state; None after
     `reset`."""
     if (observation := state.observation) is None:
         return state
-    prompt = convert(observation.prompt_token_ids, turn)
-    return replace(state, observation=replace(observation, prompt_token_ids=prompt))
+    return replace(state, observation=convert(observation, turn))
 
 
 def _plain_type(value: object) -> object:

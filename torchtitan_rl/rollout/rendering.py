@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.images import ImageReader
 from torchtitan_rl.rollout.chatml import (
     ChatMLRenderer,
     ContentTokenizer,
@@ -46,7 +47,18 @@ _QWEN3_TOKENS = (
 
 
 class ChatRenderer(Protocol):
-    """Renders one model family's conversations. Stateless, and may be called from any thread."""
+    """Renders one model family's conversations. Stateless, and may be called from any thread.
+
+    In a rendered prompt, ``image_token_id`` stands once for each image; None: the renderer takes no
+    images.
+    """
+
+    image_token_id: int | None
+
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """Reads images for the policy; None if it takes none."""
+        ...
 
     @property
     def stop_token_ids(self) -> TokenIds:
@@ -161,7 +173,11 @@ def make_renderer(
 
 
 class LibraryRenderer:
-    """Adapts a renderer of the `renderers` package; ``make`` creates it for a tokenizer."""
+    """Adapts a renderer of the `renderers` package; ``make`` creates it for a tokenizer. Renders
+    text only."""
+
+    image_token_id: int | None = None
+    image_reader: ImageReader | None = None
 
     def __init__(self, tokenizer: Any, make: Callable[[Any], Any]) -> None:
         self._tokenizer = ContentTokenizer(tokenizer)

@@ -153,6 +153,7 @@ class GroupSettings:
             ),
             min_version=self.min_version,
             resume_from=partial if partial and partial.token_ids else None,
+            images=observation.images,
         )
 
     def _prompt_id(self, rollout_id: str) -> str:
@@ -319,13 +320,15 @@ class RolloutRun:
     async def _take_turns(self, env: EnvSession) -> Rollout:
         answer: Observation | Terminal = await self._start(env)
         while isinstance(answer, Observation):
-            self._record = replace(self._record, prompt_token_ids=answer.prompt_token_ids)
+            self._record = replace(
+                self._record, prompt_token_ids=answer.prompt_token_ids, images=answer.images
+            )
             limit = self._reached_limit(answer, len(self._record.turns))
             completion = None if limit else await self._generate(answer)
             if completion is None:
                 status = limit or RolloutStatus.ROLLOUT_TIMEOUT
                 return self._rollout(replace(await env.finish(status), status=status))
-            answer = await self._step(env, answer.prompt_token_ids, completion)
+            answer = await self._step(env, answer, completion)
         return self._rollout(answer)
 
     async def _grow_tree(self, env: EnvSession) -> Rollout:
@@ -391,9 +394,11 @@ class RolloutRun:
         return observation
 
     async def _step(
-        self, env: EnvSession, prompt: tuple[int, ...], completion: Completion
+        self, env: EnvSession, asked: Observation, completion: Completion
     ) -> Observation | Terminal:
-        turn = Turn(prompt_token_ids=prompt, completion=completion)
+        turn = Turn(
+            prompt_token_ids=asked.prompt_token_ids, completion=completion, images=asked.images
+        )
         self._open_turn = of_new_tokens(turn, self._record.turns[-1:])
         if completion.finish_reason is FinishReason.ABORT:
             cause = f"{completion.request_id}: aborted, but not by this rollout"

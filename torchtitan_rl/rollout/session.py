@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torchtitan_rl.aio import cancel_all, uninterrupted
+from torchtitan_rl.images import PromptImage
 from torchtitan_rl.rollout.calls import (
     CallFailedError,
     CallTimeoutError,
@@ -128,7 +129,8 @@ class EnvSession:
                 answer = await self._replay(recorded)
         except RolloutEnded as error:
             raise NotResumableError(error.cause) from error
-        return _require_prompt(answer, recorded.prompt_token_ids, len(recorded.turns))
+        prompt, images = recorded.prompt_token_ids, recorded.images
+        return _require_prompt(answer, prompt, images, len(recorded.turns))
 
     def messages(self) -> tuple[Mapping[str, Any], ...]:
         """Return a JSON copy of the conversation; empty if the environment has none.
@@ -167,7 +169,7 @@ class EnvSession:
         self.require_replayable(recorded)
         answer: Observation | Terminal = await self.reset()
         for index, turn in enumerate(recorded.turns):
-            _require_prompt(answer, turn.prompt_token_ids, index)
+            _require_prompt(answer, turn.prompt_token_ids, turn.images, index)
             answer = await self.step(turn.completion)
         return answer
 
@@ -197,10 +199,13 @@ def _converted(name: str, check: Callable[..., _A], *args: Any) -> _A:
 
 
 def _require_prompt(
-    answer: Observation | Terminal, prompt: tuple[int, ...] | None, turn: int
+    answer: Observation | Terminal,
+    prompt: tuple[int, ...] | None,
+    images: tuple[PromptImage, ...],
+    turn: int,
 ) -> Observation:
     if isinstance(answer, Terminal):
         raise NotResumableError(f"the replayed environment ended before turn {turn}")
-    if prompt is not None and answer.prompt_token_ids != prompt:
+    if prompt is not None and (answer.prompt_token_ids, answer.images) != (prompt, images):
         raise NotResumableError(f"the replayed environment has another prompt in turn {turn}")
     return answer

@@ -149,7 +149,7 @@ class TurnTree:
             self._changed.set()
             raise LimitReachedError
         self.num_asked += 1
-        digest, ordinal = self._count_like(observation.prompt_token_ids)
+        digest, ordinal = self._count_like(observation)
         request = self._make_request(self._next_number, observation, f"{digest}.{ordinal}")
         key = f"{ordinal}.{_options_digest(request.sampling)}"
         replayed = self._replay(request, key, answer)
@@ -239,7 +239,10 @@ class TurnTree:
             self.limit = self.limit or RolloutStatus.ROLLOUT_TIMEOUT
             return
         turn = Turn(
-            prompt_token_ids=request.prompt_token_ids, completion=completion, request_key=key
+            prompt_token_ids=request.prompt_token_ids,
+            completion=completion,
+            request_key=key,
+            images=request.images,
         )
         turn = of_new_tokens(turn, self._turns)
         self._sampled[request.request_id] = turn
@@ -304,10 +307,12 @@ class TurnTree:
         self._replayable = list(range(len(self._turns))) if replays else []
         self.is_amended = self.is_amended or bool(self._turns)
 
-    def _count_like(self, prompt: tuple[int, ...]) -> tuple[str, int]:
+    def _count_like(self, observation: Observation) -> tuple[str, int]:
         """Return the prompt's digest, and the number of requests with this prompt so far, including
         this one."""
-        digest = blake2b(array("q", prompt).tobytes(), digest_size=16).hexdigest()
+        images = "".join(one.digest for one in observation.images).encode()
+        prompt = array("q", observation.prompt_token_ids).tobytes()
+        digest = blake2b(prompt + images, digest_size=16).hexdigest()
         self._num_like[digest] += 1
         return digest, self._num_like[digest]
 
@@ -330,7 +335,8 @@ def _answers(turn: Turn, request: GenerationRequest) -> bool:
     num_tokens, budget = len(turn.completion.token_ids), request.sampling.max_tokens
     was_cut = turn.completion.finish_reason is FinishReason.LENGTH
     fits = num_tokens == budget if was_cut else num_tokens <= budget
-    return fits and turn.prompt_token_ids == request.prompt_token_ids
+    asked = turn.prompt_token_ids, turn.images
+    return fits and asked == (request.prompt_token_ids, request.images)
 
 
 class TreeEnv(Protocol):

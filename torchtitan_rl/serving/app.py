@@ -45,6 +45,7 @@ from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.images import MAX_IMAGES
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.errors import MESSAGES_PATH, RefusedError, answer_errors
 from torchtitan_rl.serving.middleware import (
@@ -67,6 +68,7 @@ class EndpointApp:
     ``max_requests`` limits the requests of all kinds that are open concurrently. A request's body
     must arrive within ``body_timeout_s``. A request waits at most ``queue_timeout_s`` in the queue.
     ``follows``: another process of the endpoint served before, whose runs may be repeated here.
+    ``takes_images``: messages may have images.
 
     Raises:
         ConfigError: the keys cannot protect an endpoint on this address.
@@ -84,6 +86,7 @@ class EndpointApp:
         body_timeout_s: float = 60.0,
         queue_timeout_s: float = 600.0,
         follows: bool = False,
+        takes_images: bool = False,
     ) -> None:
         if errors := keys.errors(config.host):
             raise ConfigError(errors)
@@ -91,6 +94,7 @@ class EndpointApp:
         app.include_router(tenant_routes(commands))
         self._app = app
         self._config = config
+        self._takes_images = takes_images
         self._keys = keys
         self._max_requests = max_requests
         self._num_requests = 0  # open requests whose body has arrived
@@ -136,7 +140,9 @@ class EndpointApp:
             return
         try:
             if request.body:
-                check_body(request.body, scope["path"], self._config)
+                check_body(
+                    request.body, scope["path"], self._config, takes_images=self._takes_images
+                )
             if self._num_requests >= self._max_requests:
                 message = f"{self._num_requests} requests are open, as many as may be."
                 headers = {"retry-after": "1"}
@@ -216,6 +222,8 @@ _MEDIA = frozenset(
         "input_file",
         "input_image",
         "input_video",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
         "multi_modal_data",
         "prompt_embeds",
         "video",
@@ -225,7 +233,9 @@ _MEDIA = frozenset(
 )
 
 
-def check_body(body: bytes, path: str, limits: EndpointConfig) -> None:
+def check_body(
+    body: bytes, path: str, limits: EndpointConfig, *, takes_images: bool = False
+) -> None:
     """Check a request's body. On `/v1/messages` a `max_tokens` above the limit is not an error: the
     answer is cut off at the limit.
 
@@ -235,7 +245,7 @@ def check_body(body: bytes, path: str, limits: EndpointConfig) -> None:
     content = _parse_json(body)
     if not isinstance(content, dict):
         return
-    _check_text_only(content)
+    _check_media(content, takes_images)
     _check_constraints(content.get("structured_outputs"))
     n = _integer(content, "n")
     num_completions = (1 if n is None else n) * _num_prompts(content)
@@ -346,22 +356,31 @@ def _integer(content: dict[str, Any], name: str) -> int | None:
     raise RefusedError(400, "invalid_type", f"{name} must be an integer.", param=name)
 
 
-def _check_text_only(content: dict[str, Any]) -> None:
+def _check_media(content: dict[str, Any], takes_images: bool) -> None:
+    """Check that everything is text, except images of a policy that takes them."""
     modalities = content.get("modalities")
     if isinstance(modalities, list) and any(name != "text" for name in modalities):
         raise _not_text("modalities")
     for name in _MEDIA & content.keys():
         _require_text({name: content[name]}, "")
-    _require_text(content.get("messages"), "messages")
+    images: list[str] | None = [] if takes_images else None
+    _require_text(content.get("messages"), "messages", images)
     _require_text(content.get("input"), "input")
     _require_text(content.get("system"), "system", is_part=True)
+    if images is not None and len(images) > MAX_IMAGES:
+        raise _too_large("messages", f"the number of images is {len(images)}", MAX_IMAGES)
 
 
-def _require_text(value: Any, place: str, *, is_part: bool = False) -> None:
-    """Check messages, or parts of a message's content, in lists of any depth."""
+def _require_text(
+    value: Any, place: str, images: list[str] | None = None, *, is_part: bool = False
+) -> None:
+    """Check messages, or parts of a message's content, in lists of any depth. The places of images
+    are added to ``images``; None: they are not allowed."""
     if isinstance(value, list):
         for index, item in enumerate(value):
-            _require_text(item, f"{place}[{index}]", is_part=is_part)
+            _require_text(item, f"{place}[{index}]", images, is_part=is_part)
+    elif images is not None and is_part and _is_image(value):
+        images.append(place)
     elif isinstance(value, dict):
         kind = value.get("type", "text")
         if is_part and not (isinstance(kind, str) and kind in _TEXT_PARTS):
@@ -370,11 +389,20 @@ def _require_text(value: Any, place: str, *, is_part: bool = False) -> None:
             if value[name] is not None:
                 raise _not_text(f"{place}.{name}" if place else name)
         for name in ("content", "output", *(_TEXT_PARTS if is_part else ())):
-            _require_text(value.get(name), f"{place}.{name}", is_part=True)
+            _require_text(value.get(name), f"{place}.{name}", images, is_part=True)
+
+
+def _is_image(part: Any) -> bool:
+    """Whether a part is an image in the one form that is served; the URL is checked later."""
+    if not isinstance(part, dict) or part.keys() != {"type", "image_url"}:
+        return False
+    url = part["image_url"]
+    is_plain = isinstance(url, dict) and "url" in url and url.keys() <= {"url", "detail"}
+    return part["type"] == "image_url" and is_plain and isinstance(url["url"], str)
 
 
 def _not_text(place: str) -> RefusedError:
-    message = f"{place} is not text, and the served policy is text only."
+    message = f"{place} is neither text nor of another kind that the served policy takes."
     return RefusedError(400, "text_only", message, param=place)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan_rl.errors import GenerationError
+from torchtitan_rl.images import PromptImage
 from torchtitan_rl.rollout.calls import is_cancelled
 from torchtitan_rl.rollout.episodes import (
     num_unseen_tokens,
@@ -47,6 +48,7 @@ class SessionTurn:
     ``lost_cause``."""
 
     prompt_token_ids: tuple[int, ...]
+    images: tuple[PromptImage, ...] = ()
     request_id: str = ""
     temperature: float = 1.0
     is_shifted: bool = False  # logits were changed by penalties or biases unknown to the loss
@@ -76,6 +78,7 @@ class SessionTurn:
     def of(cls, request: GenerationRequest) -> SessionTurn:
         return cls(
             prompt_token_ids=request.prompt_token_ids,
+            images=request.images,
             request_id=request.request_id,
             temperature=request.sampling.temperature,
             is_shifted=request.sampling.shifts_logits,
@@ -149,7 +152,7 @@ class SessionRecording:
         if request.request_id in self.running:
             message = f"request {request.request_id!r} is running already"
             raise RefusedError(400, "invalid_request", message)
-        num_tokens = len(request.prompt_token_ids)
+        num_tokens = _prompt_tokens(request)
         if self._held_tokens + num_tokens > self._max_held_tokens:
             message = f"session {self._session_id!r} holds as many tokens as it may: close it"
             raise RefusedError(400, "session_full", message)
@@ -246,7 +249,13 @@ def session_closed(session_id: str, report: SessionReport | None = None) -> Refu
 
 def most_tokens(request: GenerationRequest) -> int:
     """The number of tokens that a turn may hold at most."""
-    return TURN_TOKENS + len(request.prompt_token_ids) + request.sampling.max_tokens
+    return TURN_TOKENS + _prompt_tokens(request) + request.sampling.max_tokens
+
+
+def _prompt_tokens(request: GenerationRequest) -> int:
+    """Memory of the prompt, with its images, as a number of tokens."""
+    num_bytes = sum(len(one.data) for one in request.images)
+    return len(request.prompt_token_ids) + num_bytes // TOKEN_BYTES
 
 
 def session_report(
@@ -315,6 +324,7 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
         turns=tuple(
             Turn(
                 prompt_token_ids=turn.prompt_token_ids,
+                images=turn.images,
                 completion=_unknown(turn.completion) if turn.is_shifted else turn.completion,
                 is_seen=turn.is_seen,
                 branch_reward=turn.branch_reward,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_rl.images import PromptImage
 from torchtitan_rl.training.config import LossConfig
 
 
@@ -35,6 +36,11 @@ class TrainingBatch:
 
     ``routed_experts`` are the K experts of each token in each of X layers, or `UNKNOWN_EXPERT`:
     see `RoutedExperts`. None if no token has known experts.
+
+    ``images`` are the distinct images of all episodes. Their tokens, numbered through, are the
+    features that ``features`` refers to: token i of an image has the number ``features[i]``, and
+    other tokens have -1. ``positions`` are those for rotary embeddings (`rope_positions`). Both are
+    None without images.
     """
 
     episode_lengths: npt.NDArray[np.int64]  # length of each episode, at least 1
@@ -52,6 +58,9 @@ class TrainingBatch:
     teachers: npt.NDArray[np.int64] | None = None  # [number of episodes]
     teacher_coefficient: float = 0.0
     routed_experts: npt.NDArray[np.uint8] | None = None  # [N, X, K]
+    images: tuple[PromptImage, ...] = ()  # with ``start`` 0
+    features: npt.NDArray[np.int64] | None = None  # [N]
+    positions: npt.NDArray[np.int64] | None = None  # [N, 3]
 
     @property
     def num_episodes(self) -> int:

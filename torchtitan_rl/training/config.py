@@ -202,6 +202,9 @@ class TrainerConfig:
     compile: bool = False
     """Compile the model with ``torch.compile``. On a CPU a step of a small policy takes a tenth
     less, but each run compiles for 10 to 40 s first: worth it from several hundred steps on."""
+    train_vision_tower: bool = False
+    """Train the vision tower of a policy that takes images. Otherwise it stays as it is, and only
+    the decoder is trained."""
     threads: Threads = 2
     """OpenMP threads of each rank."""
     updates_per_batch: Annotated[int, Interval(ge=1, le=1 << 16)] = 1

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_rl.images import PromptImage, rope_positions
 from torchtitan_rl.routed_experts import to_array
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_error, kept_of_each
 from torchtitan_rl.training.batch import TrainingBatch
@@ -207,6 +208,7 @@ def pack_episodes(
         return Packing(batch=None, oversized=oversized)
     kept, kept_sets = _kept(fitting)
     teacher_ids, teacher_logprobs = _teacher_top(fitting, num_top)
+    images, features, positions = _images(fitting)
     batch = TrainingBatch(
         episode_lengths=np.array([len(one.token_ids) for one in fitting]),
         token_ids=np.concatenate([np.array(one.token_ids, dtype=np.int64) for one in fitting]),
@@ -220,6 +222,9 @@ def pack_episodes(
         teacher_ids=teacher_ids,
         teacher_logprobs=teacher_logprobs,
         routed_experts=_routed(fitting),
+        images=images,
+        features=features,
+        positions=positions,
         groups=np.unique([one.group_id for one in fitting], return_inverse=True)[1],
     )
     return Packing(batch=batch, oversized=oversized)
@@ -303,6 +308,27 @@ def _routed(episodes: Sequence[Episode]) -> npt.NDArray[np.uint8] | None:
             for one in episodes
         ]
     )
+
+
+def _images(
+    episodes: Sequence[Episode],
+) -> tuple[tuple[PromptImage, ...], npt.NDArray[np.int64] | None, npt.NDArray[np.int64] | None]:
+    """Return `TrainingBatch.images`, ``features`` and ``positions``."""
+    if not any(one.images for one in episodes):
+        return (), None, None
+    first: dict[str, int] = {}  # the number of an image's first token, by the image's digest
+    images: list[PromptImage] = []
+    features, num_features = [], 0
+    for one in episodes:
+        own = np.full(len(one.token_ids), -1, dtype=np.int64)
+        for image in one.images:
+            if (digest := image.digest) not in first:
+                first[digest], num_features = num_features, num_features + image.num_tokens
+                images.append(replace(image, start=0))
+            own[image.start : image.end] = first[digest] + np.arange(image.num_tokens)
+        features.append(own)
+    positions = [rope_positions(len(one.token_ids), one.images) for one in episodes]
+    return tuple(images), np.concatenate(features), np.concatenate(positions)
 
 
 def _check(index: int, episode: Episode) -> None:

@@ -3,8 +3,9 @@
 A token's logits depend only on the token and the tokens before it, so two episodes that begin with
 the same tokens have the same logits there. With recorded experts (`TrainingBatch.routed_experts`)
 they also depend on these, so a token is shared only between episodes that have the same experts for
-it and for the tokens before it. The episodes of a forward pass become trees, laid out
-depth first: a token comes after its parent, and its subtree is contiguous.
+it and for the tokens before it. Tokens of images are equal if their images are. The episodes of a
+forward pass become trees, laid out depth first: a token comes after its parent, and its subtree is
+contiguous.
 
 ```
 A B C D, then a token with loss        token_ids     A B C D E F
@@ -30,12 +31,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.types import UNKNOWN_EXPERT
+
+_T = TypeVar("_T", np.int64, np.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,8 @@ class Microbatch:
     sources_E: npt.NDArray[np.int64]  # the entry's token, as an index into the batch
     # The tokens' experts, like `TrainingBatch.routed_experts`.
     routed_experts_TXK: npt.NDArray[np.uint8] | None = None
+    features_T: npt.NDArray[np.int64] | None = None  # like `TrainingBatch.features`
+    positions_T3: npt.NDArray[np.int64] | None = None  # like `TrainingBatch.positions`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +161,8 @@ def lay_out(
     starts = batch.episode_starts.tolist()
     shared = episodes.shared_by(members)
     size = episodes.num_computed(members)
-    token_ids = np.empty(size, dtype=np.int64)
     position_ids = np.empty(size, dtype=np.int64)
-    routed, of_batch = None, batch.routed_experts
-    if of_batch is not None:
-        routed = np.empty((size, *of_batch.shape[1:]), dtype=np.uint8)
+    source = np.empty(size, dtype=np.int64)  # a token of the batch that it is computed from
     subtree_end = np.full(size, size, dtype=np.int64)
     path = np.empty(max((episodes.lengths[m] for m in members), default=0), dtype=np.int64)
     predecessors, sources = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
@@ -169,10 +172,8 @@ def lay_out(
         subtree_end[path[common:depth]] = index
         own = slice(index, index + length - common)
         path[common:length] = np.arange(own.start, own.stop)
-        token_ids[own] = batch.token_ids[first + common : first + length]
+        source[own] = np.arange(first + common, first + length)
         position_ids[own] = np.arange(common, length)
-        if routed is not None and of_batch is not None:
-            routed[own] = of_batch[first + common : first + length]
         entries = np.nonzero(selected_N[first : first + length + 1])[0]
         predecessors.append(path[entries - 1])
         sources.append(first + entries)
@@ -180,28 +181,36 @@ def lay_out(
     predecessors_E, sources_E = np.concatenate(predecessors), np.concatenate(sources)
     order = np.argsort(predecessors_E, kind="stable")
     return Microbatch(
-        token_ids_T=token_ids,
+        token_ids_T=batch.token_ids[source],
         position_ids_T=position_ids,
         subtree_end_T=subtree_end,
         predecessors_E=predecessors_E[order],
         sources_E=sources_E[order],
-        routed_experts_TXK=routed,
+        routed_experts_TXK=None if batch.routed_experts is None else batch.routed_experts[source],
+        features_T=None if batch.features is None else batch.features[source],
+        positions_T3=None if batch.positions is None else batch.positions[source],
     )
 
 
 def padded(part: Microbatch, multiple: int) -> Microbatch:
     """Pad a microbatch to a multiple of ``multiple`` tokens, at least one. Each padding token is a
     separate tree, so that its attention costs almost nothing."""
-    size, routed = len(part.token_ids_T), part.routed_experts_TXK
+    size = len(part.token_ids_T)
     missing = num_padding(size, multiple)
+
+    def with_padding(values: npt.NDArray[_T], value: int) -> npt.NDArray[_T]:
+        sides = [(0, missing)] + [(0, 0)] * (values.ndim - 1)
+        return np.pad(values, sides, constant_values=value)
+
+    routed, features, positions = part.routed_experts_TXK, part.features_T, part.positions_T3
     return replace(
         part,
-        token_ids_T=np.pad(part.token_ids_T, (0, missing)),
-        position_ids_T=np.pad(part.position_ids_T, (0, missing)),
+        token_ids_T=with_padding(part.token_ids_T, 0),
+        position_ids_T=with_padding(part.position_ids_T, 0),
         subtree_end_T=np.append(part.subtree_end_T, size + 1 + np.arange(missing)),
-        routed_experts_TXK=None
-        if routed is None
-        else np.pad(routed, ((0, missing), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT),
+        routed_experts_TXK=None if routed is None else with_padding(routed, UNKNOWN_EXPERT),
+        features_T=None if features is None else with_padding(features, -1),
+        positions_T3=None if positions is None else with_padding(positions, 0),
     )
 
 
@@ -214,9 +223,13 @@ def _symbols(batch: TrainingBatch) -> npt.NDArray[np.uint8]:
     """Return W bytes for each of N tokens, which are equal where the tokens can be shared.
     Big-endian bytes sort in the same order as the token ids."""
     symbols_NW = batch.token_ids.astype(">u8").view(np.uint8).reshape(-1, 8)
-    if batch.routed_experts is None:
-        return symbols_NW
-    return np.concatenate([symbols_NW, batch.routed_experts.reshape(len(symbols_NW), -1)], axis=1)
+    if batch.routed_experts is not None:
+        routed_NW = batch.routed_experts.reshape(len(symbols_NW), -1)
+        symbols_NW = np.concatenate([symbols_NW, routed_NW], axis=1)
+    if batch.features is not None:
+        features_NW = batch.features.astype(">i8").view(np.uint8).reshape(-1, 8)
+        symbols_NW = np.concatenate([symbols_NW, features_NW], axis=1)
+    return symbols_NW
 
 
 def _num_common(a_TW: npt.NDArray[np.uint8], b_TW: npt.NDArray[np.uint8]) -> int:

@@ -163,12 +163,17 @@ def test_mistral_has_a_sliding_window_unless_its_file_says_otherwise(tmp_path: P
 def test_what_a_file_leaves_out_is_as_transformers_takes_it(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig
 
-    theirs = AutoConfig.for_model(family, sliding_window=None)
+    whole = AutoConfig.for_model(family, sliding_window=None)
+    theirs = whole.get_text_config()
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes += ("vocab_size", "max_position_embeddings")
     written = {"model_type": family, **{name: getattr(theirs, name) for name in sizes}}
     if family == "deepseek_v3":  # of which vLLM has other defaults
         written |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    if family == "qwen2_5_vl":
+        vision = {"out_hidden_size": theirs.hidden_size}
+        written |= {"vision_config": vision, "image_token_id": 1}
+        written["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
     (tmp_path / "config.json").write_text(json.dumps({**written, "sliding_window": None}))
     ours = read_architecture(tmp_path)
     assert ours.num_kv_heads == theirs.num_key_value_heads
@@ -182,7 +187,7 @@ def test_what_a_file_leaves_out_is_as_transformers_takes_it(tmp_path: Path, fami
         assert ours.latent.value_dim == theirs.v_head_dim
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.norm_eps == theirs.rms_norm_eps
-    assert ours.has_tied_embeddings == theirs.tie_word_embeddings
+    assert ours.has_tied_embeddings == whole.tie_word_embeddings
     if ours.experts is not None:
         assert ours.hidden_dim == theirs.moe_intermediate_size
         assert ours.experts.number == theirs.num_local_experts

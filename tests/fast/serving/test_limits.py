@@ -16,12 +16,13 @@ from torchtitan_rl.serving.errors import RefusedError
 LIMITS = EndpointConfig(max_n=4, max_tokens=50)
 
 
-def refusal(body: bytes | None = None, **request: Any) -> tuple[str, str | None] | None:
+def refusal(
+    body: bytes | None = None, *, takes_images: bool = False, **request: Any
+) -> tuple[str, str | None] | None:
     """Code and parameter of the 400; None for a request that passes."""
     try:
-        check_body(
-            json.dumps(request).encode() if body is None else body, "/v1/completions", LIMITS
-        )
+        sent = json.dumps(request).encode() if body is None else body
+        check_body(sent, "/v1/completions", LIMITS, takes_images=takes_images)
     except RefusedError as error:
         return (error.code, error.param) if error.status == 400 else (str(error.status), None)
     return None
@@ -163,6 +164,22 @@ def test_a_part_that_is_not_text_is_refused_with_its_place(part: dict[str, Any])
         assert refused is not None
         assert refused[0] == "text_only"
         assert str(refused[1]).startswith("messages[1].content[1]")
+
+
+def test_a_policy_that_takes_images_gets_them_in_one_form_alone() -> None:
+    def passes(*parts: Any, **more: Any) -> bool:
+        messages = [{"role": "user", "content": list(parts)}]
+        return refusal(takes_images=True, messages=messages, **more) is None
+
+    assert passes(TEXT, *[IMAGE] * 16)
+    assert passes({"type": "image_url", "image_url": {"url": "data:", "detail": "low"}})
+    assert not passes(*[IMAGE] * 17)
+    assert not passes({**IMAGE, "uuid": "a"})
+    assert not passes(IMAGE, mm_processor_kwargs={"max_pixels": 1})
+    assert not passes(IMAGE, media_io_kwargs={})
+    assert not passes({"type": "image_url", "image_url": "data:"})
+    for part in MEDIA[1:]:
+        assert not passes(TEXT, part)
 
 
 NESTED = {"type": "text", "text": "x", "content": [TEXT, IMAGE]}

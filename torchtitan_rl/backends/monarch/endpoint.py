@@ -30,6 +30,7 @@ from torchtitan_rl.backends.monarch.runtime import (
 )
 from torchtitan_rl.backends.specs import EndpointSpec
 from torchtitan_rl.backends.vllm.cpu import engine_environment
+from torchtitan_rl.config.model import takes_images
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, EndpointLostError, ProcessLostError
 from torchtitan_rl.processes import collecting_later
@@ -137,6 +138,7 @@ def start_server(
             commands=link,
             max_requests=server.max_requests,
             follows=follows,
+            takes_images=takes_images(spec.model),
         )
         link.add_gauges(app.counts)
         link.add_gauges(server.counts)

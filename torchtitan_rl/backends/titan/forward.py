@@ -20,6 +20,7 @@ from torchtitan_rl.backends.titan.context_parallel import gather_entries
 from torchtitan_rl.backends.titan.frozen import taught_rows
 from torchtitan_rl.backends.titan.model import PolicyModel, without_adapters
 from torchtitan_rl.backends.titan.setup import Layout, to_device
+from torchtitan_rl.backends.titan.vision import image_inputs, rope_positions
 from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_bits
 from torchtitan_rl.training.batch import TrainingBatch
 from torchtitan_rl.training.config import LossConfig
@@ -69,10 +70,11 @@ def forward(
     routed_TXK = part.routed_experts_TXK
     logits_1SV = model(
         to_device(part.token_ids_T[tokens], layout)[None],
-        positions_1T[:, tokens],
+        to_device(rope_positions(part, model.reader)[tokens], layout)[None],
         model.get_attention_masks(positions_1T, to_device(part.subtree_end_T, layout)),
         to_device(own.predecessors_S, layout),
         None if routed_TXK is None else to_device(routed_TXK[tokens], layout)[None],
+        image_inputs(batch, part, model.reader, layout.device),
     )
     vocab_size = shard_size = logits_1SV.shape[-1]
     if isinstance(logits_1SV, DTensor):

@@ -39,6 +39,7 @@ from torchtitan_rl.backends.titan.model import LORA_A, LORA_B, PolicyModel
 from torchtitan_rl.config.lora import ADAPTER_FOLDER, PEFT_PREFIX, LoraConfig, write_adapter
 from torchtitan_rl.config.model import FAMILIES, PolicyArchitecture, read_architecture
 from torchtitan_rl.errors import CheckpointError, ConfigError, one_line
+from torchtitan_rl.images import image_reader
 from torchtitan_rl.training.checkpoint_files import check_contents
 from torchtitan_rl.weights.image import TensorPart
 
@@ -54,7 +55,7 @@ class PolicyStateDictAdapter(Qwen3StateDictAdapter):
 
     Tensors that hold all experts of a layer keep their name and value; `expert_names` has the names
     of their parts. (torchtitan's adapter returns only the experts of one rank, and refuses layouts
-    with copies.)
+    with copies.) Those of a vision tower have the same names on both sides.
     """
 
     def __init__(self, model_config: PolicyModel.Config) -> None:
@@ -64,18 +65,20 @@ class PolicyStateDictAdapter(Qwen3StateDictAdapter):
                 self.from_hf_map |= family.tensor_names
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        grouped = {name: value for name, value in state_dict.items() if _EXPERTS.match(name)}
-        others = {name: value for name, value in state_dict.items() if name not in grouped}
-        return {**super().to_hf(others), **grouped}
+        kept = {name: value for name, value in state_dict.items() if _KEPT.match(name)}
+        others = {name: value for name, value in state_dict.items() if name not in kept}
+        return {**super().to_hf(others), **kept}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        grouped = {name: value for name, value in hf_state_dict.items() if _EXPERTS.match(name)}
-        others = {name: value for name, value in hf_state_dict.items() if name not in grouped}
-        return {**super().from_hf(others), **grouped}
+        kept = {name: value for name, value in hf_state_dict.items() if _KEPT.match(name)}
+        others = {name: value for name, value in hf_state_dict.items() if name not in kept}
+        return {**super().from_hf(others), **kept}
 
     def is_of_model(self, name: str) -> bool:
         """Whether the model has the tensor ``name`` of a Hugging Face checkpoint. It has no layers
         that predict several tokens (MTP), which are numbered after the others."""
+        if name.startswith(VISION_TOWER):
+            return self.model_config.vision is not None
         is_tied_head = name == "lm_head.weight" and self.model_config.enable_weight_tying
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         if is_tied_head or (layer and int(layer[1]) >= len(self.model_config.layers)):
@@ -83,7 +86,9 @@ class PolicyStateDictAdapter(Qwen3StateDictAdapter):
         return self.from_hf_map.get(re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)) is not None
 
 
+VISION_TOWER = "visual."
 _EXPERTS = re.compile(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(w[123])_")
+_KEPT = re.compile(rf"{VISION_TOWER}|{_EXPERTS.pattern}")
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -98,8 +103,8 @@ def expert_names(name: str, number: int) -> list[str] | None:
 
 
 def load_hf(model: PolicyModel, checkpoint_dir: Path) -> set[str]:
-    """Load the directory's safetensors into the model; each rank reads its shards. Collective.
-    Return the names of the tensors in the files that belong to the model.
+    """Load the directory's safetensors into the model, and what reads images for it; each rank
+    reads its shards. Collective. Return the names of the tensors in the files that are published.
 
     Adapters are not in the directory, and are left as they are.
 
@@ -115,6 +120,8 @@ def load_hf(model: PolicyModel, checkpoint_dir: Path) -> set[str]:
             "safe_serialization"
         )
     adapter = PolicyStateDictAdapter(model.config)
+    if model.config.vision is not None:
+        model.reader = image_reader(checkpoint_dir)
     hf_state = adapter.to_hf(model.state_dict())
     grouped = {name: hf_state.pop(name) for name in list(hf_state) if _EXPERTS.match(name)}
     load(hf_state, storage_reader=adapter.get_hf_storage_reader(str(checkpoint_dir)))
@@ -129,7 +136,7 @@ def load_hf(model: PolicyModel, checkpoint_dir: Path) -> set[str]:
     missing = model.load_state_dict(state, strict=False).missing_keys
     if others := [name for name in missing if not _is_of_adapter(name)]:
         raise RuntimeError(f"{checkpoint_dir} lacks {', '.join(others)}")
-    return {name for name in where if adapter.is_of_model(name)}
+    return {n for n in where if adapter.is_of_model(n) and n not in _frozen(model)}
 
 
 def _read_experts(name: str, value: torch.Tensor, where: Mapping[str, Any]) -> None:
@@ -149,11 +156,18 @@ def _read_experts(name: str, value: torch.Tensor, where: Mapping[str, Any]) -> N
 
 def published(model: PolicyModel) -> dict[str, torch.Tensor]:
     """Return the tensors of which a version consists: all weights under Hugging Face names, or the
-    adapters under PEFT's. Nothing is copied. A tied head is left out."""
+    adapters under PEFT's. Nothing is copied. A tied head and a frozen vision tower are left out."""
     state = model.state_dict()
     if any(map(_is_of_adapter, state)):
         return peft_names(PolicyStateDictAdapter(model.config), state)
-    return whole_weights(model)
+    frozen = _frozen(model)
+    return {name: value for name, value in whole_weights(model).items() if name not in frozen}
+
+
+def _frozen(model: PolicyModel) -> set[str]:
+    """Return the names of the vision tower's tensors if it is not trained."""
+    named = model.named_parameters()
+    return {n for n, one in named if n.startswith(VISION_TOWER) and not one.requires_grad}
 
 
 def whole_weights(model: PolicyModel) -> dict[str, torch.Tensor]:

@@ -3,8 +3,9 @@
 All families use torchtitan's Qwen3, with or without norms on queries and keys, with or without
 biases of queries, keys and values, dense or with experts (`experts.py`); DeepSeek-V3 uses it with
 torchtitan's latent attention. (torchtitan's own Llama permutes rotary halves on load, which FSDP2
-cannot do with an odd number of heads.) Rotary embeddings can use the frequencies of Llama 3.1, or
-YaRN's (DeepSeek-V3).
+cannot do with an odd number of heads.) Rotary embeddings can use the frequencies of Llama 3.1,
+YaRN's (DeepSeek-V3), or rows and columns of images. A policy that takes images also has its vision
+tower (`vision.py`).
 
 On the CPU, PyTorch has no fused kernels for norms, rotary embeddings and SwiGLU layers. The layers
 of this module need fewer passes over memory than torchtitan's. With torchtitan's layers, norms and
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -64,9 +65,16 @@ from torchtitan_rl.backends.titan.tree_attention import (
     tree_mask_mod,
     tree_nodes,
 )
+from torchtitan_rl.backends.titan.vision import (
+    ImageInputs,
+    init_tower_buffers,
+    make_tower,
+    with_images,
+)
 from torchtitan_rl.config.deepseek import LatentAttention
 from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.model import PolicyArchitecture
+from torchtitan_rl.images import ImageReader
 from torchtitan_rl.rope_fields import Llama3Scaling, YarnScaling
 from torchtitan_rl.training.config import TrainerConfig
 
@@ -95,6 +103,15 @@ class PolicyModel(Qwen3Model):
     class Config(Qwen3Model.Config):
         latent: LatentAttention | None = None
         mtp_layers: list[Any] = field(default_factory=list)  # which DeepSeek-V3's shardings read
+        vision: Mapping[str, Any] | None = None  # `Vision.tower`
+
+    reader: ImageReader | None = None
+    """Reads the images of a policy with a vision tower."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.vision is not None:
+            self.visual = make_tower(config.vision)
 
     def forward(
         self,
@@ -103,6 +120,7 @@ class PolicyModel(Qwen3Model):
         attention_masks: Any,
         selected_S: torch.Tensor,
         routed_experts_BLXK: torch.Tensor | None = None,
+        images: ImageInputs | None = None,
         *,
         has_head: bool = True,
     ) -> torch.Tensor:
@@ -111,11 +129,14 @@ class PolicyModel(Qwen3Model):
         return what ``lm_head`` would take, [1, S, D].
 
         ``routed_experts_BLXK``: the experts of each token and layer, see `ReplayRouter`; None: the
-        routers choose."""
+        routers choose. ``images`` are the images among the tokens; then the positions are
+        [B, L, 3], see `rope_positions`."""
         for number, router in enumerate(self.routers()):
             experts = routed_experts_BLXK
             router.replayed_BLK = None if experts is None else experts[:, :, number].contiguous()
         h_BLD = self.tok_embeddings(tokens_BL)
+        if images is not None:
+            h_BLD = with_images(h_BLD, self.visual, images)
         for layer in self.layers.values():
             h_BLD = layer(h_BLD, attention_masks, positions_BL)
         h_BLD = self.norm(h_BLD)
@@ -172,6 +193,8 @@ def build_model(
         for layer in bare.layers.values():
             attention = layer.attention.inner_attention
             attention.forward = exchange_heads(attention.forward, layout.context_group)
+    if model_config.vision is not None:
+        bare.visual.requires_grad_(config.train_vision_tower)
     model: PolicyModel = parallelize_qwen3(
         bare,
         parallel_dims=layout.dims,
@@ -196,6 +219,8 @@ def build_model(
     model.to_empty(device=layout.device)
     with torch.no_grad():
         model.init_weights(buffer_device=layout.device)
+    if model_config.vision is not None:
+        init_tower_buffers(model.visual, layout.device)
     return model
 
 
@@ -241,6 +266,7 @@ def policy_config(
         layers=[block(number) for number in range(a.num_layers)],
         enable_weight_tying=a.has_tied_embeddings,
         latent=a.latent,
+        vision=None if a.vision is None else a.vision.tower,
     )
     set_shardings = (
         set_qwen3_sharding_config if a.latent is None else set_deepseek_v3_sharding_config
@@ -331,6 +357,8 @@ def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
             scaled = {"scaling": "yarn", **asdict(scaling)}
             del scaled["mscale"]  # of attention
     # Positions are depths in a tree, so none exceeds the length of an episode.
+    if architecture.vision is not None:
+        scaled["sections"] = architecture.vision.rope_sections
     return (ScaledRoPE if latent is None else InterleavedRoPE).Config(
         dim=architecture.head_dim if latent is None else latent.rope_dim,
         max_seq_len=row_len,
@@ -404,11 +432,26 @@ class ScaledRoPE(CosSinRoPE):
 
     torchtitan supports Llama's frequency scaling only where adjacent elements are rotated together.
     Hugging Face's weights would have to be permuted for that layout, which this module avoids.
+
+    With ``sections``, positions [1, L, 3] are triples, and each section of a head's pairs rotates
+    by another one of them (multimodal RoPE).
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
-        pass
+        sections: tuple[int, ...] = ()
+
+    def _reshape_cache(
+        self, query: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if positions is None or not self.config.sections:
+            reshaped: torch.Tensor = super()._reshape_cache(query, positions)
+            return reshaped
+        of_pairs = [axis for axis, size in enumerate(self.config.sections) for _ in range(size)]
+        axis_W = torch.tensor(4 * of_pairs, device=positions.device)  # cosines, sines; two halves
+        cache_L3W = self.cache[positions[0]]
+        index_L1W = axis_W.expand(len(cache_L3W), 1, -1)
+        return cache_L3W.gather(1, index_L1W)[None]
 
     @staticmethod
     def apply_rotary_emb(

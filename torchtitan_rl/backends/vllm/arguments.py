@@ -10,6 +10,7 @@ from torchtitan_rl.backends.specs import GeneratorSpec
 from torchtitan_rl.backends.vllm.adapters import adapter_arguments
 from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
 from torchtitan_rl.config.checks import CPU_BLOCK_TOKENS
+from torchtitan_rl.config.model import takes_images
 
 _PROFILED_STEPS = 20
 
@@ -44,6 +45,12 @@ def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
         }
     if spec.sleeps and not is_cpu:
         args["enable_sleep_mode"] = True
+    if takes_images(spec.model):
+        args["limit_mm_per_prompt"] = {"image": 1, "video": 0}  # `make_prompt` computes one a time
+        # vLLM's cache has two halves, which differ after a request that is refused between them.
+        args["mm_processor_cache_gb"] = 0
+        # vLLM's model scales colours only if the checkpoint says how, which may be left out.
+        args["mm_device_do_normalize"] = False
     args |= adapter_arguments(spec.lora or spec.tenants or spec.adapters)
     if generator.tensor_parallel > 1:
         args["distributed_executor_backend"] = "external_launcher"

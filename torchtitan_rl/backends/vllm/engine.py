@@ -14,6 +14,7 @@ Invariants
   requests are refused.
 - Prefix blocks are salted with the number of the last pull. A request that is added after a pull
   therefore never reads older blocks, even if the cache could not be reset.
+- A pull drops the vision tower's outputs, which vLLM caches by image.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from torchtitan_rl.backends.vllm.cpu import (
     repack,
     unique_shared_memory,
 )
-from torchtitan_rl.backends.vllm.pulled import PulledWeights, latent_products
+from torchtitan_rl.backends.vllm.images import keep_pixels, make_prompt
+from torchtitan_rl.backends.vllm.pulled import PulledWeights, filled_by, latent_products
 from torchtitan_rl.backends.vllm.routing import make_recorder
 from torchtitan_rl.backends.vllm.sampling import (
     Grammars,
@@ -51,6 +53,7 @@ from torchtitan_rl.backends.vllm.sampling import (
     resumed_detokenizer,
     vllm_sampling_params,
 )
+from torchtitan_rl.config.model import takes_images
 from torchtitan_rl.errors import (
     EngineMemoryError,
     InvalidRequestError,
@@ -105,6 +108,8 @@ class VllmEngine:
             keep_linear_weights()
             keep_expert_weights()
             use_cpu_kernels()
+        if takes_images(spec.model):
+            keep_pixels()
         is_cpu_group = is_cpu and spec.generator.tensor_parallel > 1
         names = unique_shared_memory(int(os.environ["RANK"])) if is_cpu_group else nullcontext()
         self._engine: Any
@@ -132,6 +137,7 @@ class VllmEngine:
         self._limits = EngineLimits(
             max_model_len=spec.generator.max_model_len,
             vocab_size=self._engine.model_config.get_vocab_size(),
+            image_token_id=getattr(self._engine.model_config.hf_config, "image_token_id", None),
         )
         self._profile(0)
 
@@ -140,15 +146,11 @@ class VllmEngine:
         return self._limits
 
     def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
-        from vllm.inputs.engine import tokens_input
-
         is_shared = not self._spec.weight_sync.reset_prefix_cache_on_pull
-        prompt = tokens_input(
-            list(request.prompt_token_ids),
-            cache_salt=None if is_shared else f"pull-{self._num_pulls}",
-        )
+        salt = None if is_shared else f"pull-{self._num_pulls}"
         num_resumed, detokenizer = request.num_resumed, None
         try:
+            prompt = make_prompt(self._engine.renderer, request, salt)
             params = vllm_sampling_params(request.sampling, num_resumed)
             engine_request = self._engine.input_processor.process_inputs(
                 request.request_id,
@@ -254,14 +256,15 @@ class VllmEngine:
                 f"version {version}: a tensor does not fit {self._spec.model}: {cause!r}"
             ) from cause
         derived = latent_products(self._model)
-        if loaded is not None:
-            parameters = {name for name, _ in self._model.named_parameters()}
-            if missing := parameters - loaded - derived.keys():
-                raise WeightSyncError(f"version {version} lacks {sorted(missing)}")
+        needed = filled_by(self._model, tensors) - derived.keys()
+        if loaded is not None and (missing := needed - loaded):
+            raise WeightSyncError(f"version {version} lacks {sorted(missing)}")
         if self._spec.device == "cpu":
             repack(self._model)
         for layer in set(derived.values()):
             layer.process_weights_after_loading(self._engine.model_config.dtype)
+        if self._limits.image_token_id is not None:
+            self._core.reset_encoder_cache()
         if self._spec.weight_sync.check_pulls:
             self._pulled.check(tensors, version)
 

@@ -8,6 +8,7 @@ Differences from ``vllm serve``:
 - Control strings in messages are treated as plain text.
 - Logprobs are those of the processed distribution.
 - A stream that fails before its first token is an error response, not an event.
+- Images are data URLs; nothing is fetched (`openai_images`).
 - With ``return_token_ids`` an answer has ``choices[i].policy_versions``, a list of
   ``[first token, version]``. In a stream, each choice's last chunk has it.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from types import SimpleNamespace
@@ -67,9 +69,16 @@ from torchtitan_rl.backends.vllm.openai_core import (
     refuse_unserved,
     session_of_request,
 )
+from torchtitan_rl.backends.vllm.openai_images import (
+    CONNECTOR,
+    DataUrls,
+    ImageScope,
+)
 from torchtitan_rl.backends.vllm.openai_responses import Responses, kept_responses
 from torchtitan_rl.backends.vllm.sampling import GRAMMAR_BACKEND
 from torchtitan_rl.config.lora import AdapterFolder
+from torchtitan_rl.config.model import takes_images
+from torchtitan_rl.images import MAX_IMAGES, image_reader
 from torchtitan_rl.rollout.chatml import ContentTokenizer
 from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.serving.errors import RefusedError
@@ -93,6 +102,11 @@ def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
     """Build the application without keys and limits. The server must run the application, and its
     ASGI lifespan, on the event loop to which ``link`` is attached.
     """
+    if takes_images(spec.model):
+        reader = image_reader(spec.model)
+        assert reader is not None
+        DataUrls.reader = reader
+        os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR
     llm = RouterLLM(_vllm_config(spec), link, spec.endpoint)
     app = FastAPI(
         title="torchtitan-rl",
@@ -117,6 +131,7 @@ def build_application(spec: EndpointSpec, link: ControllerLink) -> FastAPI:
     app.include_router(messages_routes(app.state.anthropic_serving_messages))
     _add_health_and_metrics(app, llm, link)
     handle_errors(app)
+    app.add_middleware(ImageScope)
     return app
 
 
@@ -199,7 +214,10 @@ def _core_client(core: RouterCore) -> Iterator[None]:
 
 
 def _vllm_config(spec: EndpointSpec) -> Any:
-    endpoint = spec.endpoint
+    endpoint, images = spec.endpoint, dict[str, Any]()
+    if takes_images(spec.model):
+        images["limit_mm_per_prompt"] = {"image": MAX_IMAGES, "video": 0}
+        images["mm_processor_cache_gb"] = 0
     return AsyncEngineArgs(
         model=str(spec.model),  # the weights are not read
         served_model_name=[endpoint.model_name],
@@ -217,6 +235,7 @@ def _vllm_config(spec: EndpointSpec) -> Any:
         **adapter_arguments(spec.adapters),
         # the same backend as the engines use
         structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
+        **images,
     ).create_engine_config()
 
 

@@ -37,6 +37,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
+from torchtitan_rl.backends.vllm.openai_images import taken_images
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import ControllerLink, RequestEnd
 from torchtitan_rl.serving.middleware import is_session_id, session_id
@@ -134,6 +135,7 @@ def generation_request(
         sampling=sampling,
         session_id=session,
         adapter="" if request.lora_request is None else request.lora_request.lora_name,
+        images=taken_images(request.mm_features),
     )
 
 

@@ -31,7 +31,19 @@ from torchtitan_rl.errors import WeightSyncError
 Tensors = Mapping[str, torch.Tensor]
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _PROBES = 2
+_VISION_TOWER = "visual."  # in names of tensors
 _STRIDE = 7919  # between the units that successive pulls probe
+
+
+def filled_by(model: Any, tensors: Tensors) -> set[str]:
+    """Return the names of the model's parameters that a version with ``tensors`` has to fill."""
+    names = {name for name, _ in model.named_parameters()}
+    return names if _has_tower(tensors) else {n for n in names if not n.startswith(_VISION_TOWER)}
+
+
+def _has_tower(tensors: Tensors) -> bool:
+    """Whether a version has the tensors of a vision tower, which is therefore trained."""
+    return any(name.startswith(_VISION_TOWER) for name in tensors)
 
 
 class PulledWeights:
@@ -40,7 +52,8 @@ class PulledWeights:
     def __init__(self, model: Any) -> None:
         self._probes: list[tuple[int | None, str, _Probe]] = []
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-        for path, module in model.named_modules():
+        for in_model, module in model.named_modules():
+            path = in_model.removeprefix("language_model.")  # of models with a vision tower
             if (probe := _probe_of(module, path, packed)) is not None:
                 layer = _LAYER.search(path)
                 self._probes.append((int(layer[1]) if layer else None, path, probe))
@@ -63,10 +76,13 @@ class PulledWeights:
     def _find_errors(self, tensors: Tensors) -> list[str]:
         number, self._num_pulls = self._num_pulls, self._num_pulls + 1
         chosen = (None, number % self._num_layers)
+        is_frozen = not _has_tower(tensors)
         return [
             path
             for layer, path, probe in self._probes
-            if (number == 0 or layer in chosen) and not probe(tensors, number)
+            if (number == 0 or layer in chosen)
+            and not (is_frozen and path.startswith(_VISION_TOWER))
+            and not probe(tensors, number)
         ]
 
 
