@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +24,10 @@ from tests.real.runs import (
     weights,
 )
 from tests.real.served import Served, serve
+from torchtitan_rl.config.resume import policy_digest
 from torchtitan_rl.serving.config import API_KEY
 from torchtitan_rl.tenancy import client
+from torchtitan_rl.tenancy.client import OWNER_FILE
 
 POLICY = ROOT / "experiments" / "alphabet_sort" / "policy"
 KEY = "secret"
@@ -100,6 +107,68 @@ def test_runs_wait_for_a_server_that_comes_back(tmp_path: Path, server: Served) 
         require_audit(tmp_path / "run")
     finally:
         again.run.kill_all()
+
+
+@pytest.mark.soak
+def test_runs_share_replicas_of_two_ranks_and_another_user_with_the_key_reaches_none_of_them(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "serve"
+    folder.mkdir()
+    rooms = ("--tenants", "2", "--tenant-rank", "8", *ONE_REPLICA)
+    rooms = (*rooms, "--generator.tensor-parallel", "2")
+    served = serve(folder, POLICY, *rooms, key=KEY, environment={API_KEY: KEY})
+    try:
+        other = ("--seed", "5", "--num-steps", "3")
+        runs = [start(served, tmp_path, "run", "--num-steps", "3")]
+        runs.append(start(served, tmp_path, "other", *other))
+        served.wait_until(lambda: served.gauge("tenants") == 2, "both runs' places")
+        if os.geteuid() == 0:
+            for name in ("run", "other"):
+                try_as_another_user(served.url, tmp_path / name)
+        for run, name in zip(runs, ("run", "other"), strict=True):
+            run.require_success()
+            require_exact_logprobs(tmp_path / name)
+            require_audit(tmp_path / name)
+    finally:
+        served.run.kill_all()
+
+
+def try_as_another_user(url: str, run_dir: Path) -> None:
+    """With the key and the run's name, without the secrets in its folder and its process."""
+    path = f"{url}/v1/tenants/{run_dir.name}"
+    script = f"""
+import json, pathlib, urllib.error, urllib.request
+def ask(method, path, content=None, lease="x"):
+    headers = {{"Authorization": "Bearer {KEY}", "X-Tenant-Lease": lease}}
+    headers["Content-Type"] = "application/json"
+    request = urllib.request.Request(path, content, headers, method=method)
+    try:
+        return urllib.request.urlopen(request, timeout=60).status
+    except urllib.error.HTTPError as error:
+        return error.code
+try:
+    pathlib.Path({str(run_dir / OWNER_FILE)!r}).read_text()
+    raise SystemExit("the owner's secret can be read")
+except PermissionError:
+    pass
+lora = {{"rank": 4, "alpha": 8.0, "target_modules": ["q_proj"]}}
+policy = {policy_digest(POLICY)!r}
+thief = {{"owner": "thief", "policy": policy, "max_model_len": 8, **lora}}
+print([
+    ask("POST", {path!r}, json.dumps(thief).encode()),
+    ask("GET", {path!r} + "/messages?after=0"),
+    ask("POST", {path!r} + "/messages?number=1", b"x"),
+    ask("PUT", {path!r} + "/versions/1?offset=0", b"x"),
+    ask("POST", {path!r} + "/versions/1"),
+    ask("DELETE", {path!r}),
+])
+"""
+    words = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    python = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
+    ran = subprocess.run([*words, python, "-c", script], capture_output=True, text=True, cwd="/")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert json.loads(ran.stdout) == [409, 410, 410, 410, 410, 410]
 
 
 def test_a_server_that_is_not_there_ends_the_run_before_a_process_starts(tmp_path: Path) -> None:
