@@ -423,8 +423,9 @@ async def test_a_version_is_loaded_once_and_only_for_who_has_the_place(
             await there.command("tenant.upload", {**own, "offset": 0, "part": adapter(1)})
             for _ in range(2):  # the first answer may have been lost
                 stages.append(asyncio.create_task(there.command("tenant.stage", own)))
-            while not there.tenants._loading.locked():
-                await asyncio.sleep(0.01)
+            leased = there.tenants._by_name[name]
+            while leased.upload is not None or not there.tenants._loading.locked():
+                await asyncio.sleep(0.01)  # until its load has begun
         await there.command("tenant.close", {"name": "b", "lease": leases["b"]["lease"]})
         await there.command("tenant.open", registration("c"))
         gate.set()
