@@ -232,7 +232,7 @@ def _controller(
                     problem, tokenizer=None, limits=rollout
                 ),
                 config=rollout,
-                num_replicas=len(replicas),
+                num_replicas=lambda: router.num_unreserved,
             ),
             batcher=EpisodeBatcher(
                 config=rollout,

@@ -16,7 +16,11 @@ from tests.campaign.conversations import (
     draw_conversations,
     equals_the_undisturbed_conversations,
 )
-from tests.campaign.faults import draw_faults, draw_faults_and_losses
+from tests.campaign.faults import (
+    draw_faults,
+    draw_faults_and_losses,
+    draw_faults_and_scalings,
+)
 from tests.campaign.invariants import (
     ROLLOUT_RULES,
     Rule,
@@ -27,12 +31,12 @@ from tests.campaign.invariants import (
 )
 from tests.campaign.lives import Ending, Life, live
 from tests.campaign.machine import Fault, Machine
-from tests.campaign.plan import CampaignPlan, draw, draw_restarts
+from tests.campaign.plan import CampaignPlan, draw, draw_elastic, draw_restarts
 from tests.campaign.tenants import TenantsPlan, draw_tenants, play
 
 _MEMORY = Path("/dev/shm")
 
-Kind = Literal["rollouts", "restarts", "conversations", "tenants"]
+Kind = Literal["rollouts", "restarts", "elastic", "conversations", "tenants"]
 
 
 class _Parts(NamedTuple):
@@ -49,6 +53,9 @@ _PARTS: dict[Kind, _Parts] = {
     "rollouts": _Parts(draw, draw_faults, ROLLOUT_RULES, equals_the_undisturbed_run),
     "restarts": _Parts(
         draw_restarts, draw_faults_and_losses, ROLLOUT_RULES, equals_the_undisturbed_run
+    ),
+    "elastic": _Parts(
+        draw_elastic, draw_faults_and_scalings, ROLLOUT_RULES, equals_the_undisturbed_run
     ),
     "conversations": _Parts(
         draw_conversations,

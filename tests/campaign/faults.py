@@ -62,7 +62,7 @@ ACTIONS: dict[str, list[str]] = {
 }
 """What can happen at each kind of point."""
 
-HARMLESS = {"stop", "cancel", "kill", "torn", "block", "slow", *_HTTP}
+HARMLESS = {"stop", "cancel", "kill", "torn", "block", "slow", "grow", *_HTTP}
 """After these a run at S = 0 arrives at the weights of an undisturbed one."""
 
 _RARE = {"trainer": 6, "replica": 4, "env": 2, "reward": 2, "teacher": 2, "dataset": 1, "disk": 4}
@@ -94,6 +94,22 @@ def draw_faults_and_losses(seed: int, life: int, dry: Machine) -> list[Fault]:
     action, seconds = rng.choice([("die", 0.0), ("die_soon", 0.2)])
     lost = Fault(zone="call", point=point, nth=nth, action=action, seconds=seconds)
     return [*draw_faults(seed, life, dry), lost, *_lost_trainers(seed, life, dry)]
+
+
+def draw_faults_and_scalings(seed: int, life: int, dry: Machine) -> list[Fault]:
+    """As `draw_faults_and_losses`, and replicas are added and removed."""
+    rng = random.Random(f"scalings {seed} {life}")
+    changes = rng.choices(["grow", "shrink"], k=rng.randint(1, 4))
+    faults = [_at_an_await(rng, dry, change) for change in changes]
+    if rng.random() < 0.4:
+        replicas = {point.partition(".")[0] for point in dry.counts["call"]}
+        added = f"r{sum(_REPLICA_NAME.match(f'{name}.') is not None for name in replicas)}"
+        point = f"{added}.{rng.choice(['generate', 'stage', 'pull', 'read', 'abort'])}"
+        action = rng.choice(_REPLICA[:4])
+        faults.append(Fault(zone="call", point=point, nth=rng.randrange(6), action=action))
+    if rng.random() < 0.7:
+        faults += rng.choice([draw_faults, draw_faults_and_losses])(seed, life, dry)
+    return faults
 
 
 def _lost_trainers(seed: int, life: int, dry: Machine) -> list[Fault]:

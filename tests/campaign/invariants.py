@@ -172,12 +172,12 @@ def accounts_for_every_token(life: Life) -> Iterator[str]:
     most = sum(n for name, n in life.start.recorded.items() if name in asked)
     asked -= {entry.group_id for entry in entries if entry.group is not None}
     recorded = sum(n for name, n in life.start.recorded.items() if name in asked)
-    sampled = sum(r.sampled - r.sampled_for_evaluation for r in simulation.replicas)
+    sampled = sum(r.sampled - r.sampled_aside for r in simulation.replicas)
     states = simulation.router.states()
     lost = sum(
         r.lost
         for r in simulation.replicas
-        if states[r.name] is Phase.DEAD or isinstance(r, ConnectedReplica)
+        if states.get(r.name) is Phase.DEAD or isinstance(r, ConnectedReplica)
     )
     # At S = 0 groups that are left over at the end are not begun again.
     least = recorded if life.plan.staleness and life.start.step != life.plan.num_steps else 0
@@ -260,7 +260,10 @@ def lets_no_rollout_wait(life: Life) -> Iterator[str]:
 def validates_undisturbed(life: Life) -> Iterator[str]:
     """An evaluation's answers do not depend on when it ran."""
     simulation = life.simulation
-    if simulation is None or any(not replica.is_sound for replica in simulation.replicas):
+    if simulation is None:
+        return
+    states = simulation.router.states()  # without those that have left
+    if any(not replica.is_sound for replica in simulation.replicas if replica.name in states):
         return
     cut = [name for name in simulation.requested if name.startswith("validation/") and "#" in name]
     if cut:

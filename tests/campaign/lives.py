@@ -69,6 +69,7 @@ class Life:
     seconds: float = 0.0
     resumed_step: int | None = None
     timeline: list[StepRecord] = field(default_factory=list)  # of this life and those before it
+    scalings: list[asyncio.Task[str]] = field(default_factory=list)
     excuse: str = ""  # what another process did, after which it may fail
 
     def describe(self) -> str:
@@ -135,6 +136,8 @@ async def supervise(life: Life, loop: CampaignLoop, *, resume: bool) -> None:
     main = loop.create_task(_main(life, resume), name="main")
     life.machine.controls["cancel"] = lambda: _signal(life, main, cancel=True)
     life.machine.controls["stop"] = lambda: _signal(life, main, cancel=False)
+    life.machine.controls["grow"] = lambda: _scale(life, 1)
+    life.machine.controls["shrink"] = lambda: _scale(life, -2)
     await asyncio.wait({main}, timeout=LIMIT_S)
     if not main.done():
         life.ending = Ending.HUNG
@@ -145,7 +148,8 @@ async def supervise(life: Life, loop: CampaignLoop, *, resume: bool) -> None:
     if simulation is None:
         return
     life.leftovers = _held(simulation)
-    life.machine.controls |= {"cancel": lambda: None, "stop": lambda: None}
+    life.leftovers += [f"scale: {error!r}" for error in _errors_of(life.scalings)]
+    life.machine.controls = dict.fromkeys(life.machine.controls, lambda: None)
     await simulation.router.close()
     await simulation.close_trainer()
     await asyncio.sleep(_QUIET_S)
@@ -157,6 +161,24 @@ def _signal(life: Life, main: asyncio.Task[None], *, cancel: bool) -> None:
         main.cancel()
     if life.simulation is not None:
         life.simulation.controller.request_stop()
+
+
+def _scale(life: Life, change: int) -> None:
+    """Add or remove replicas, as the command of another process does."""
+    simulation = life.simulation
+    if simulation is not None and simulation.restarts is not None:
+        number = max(len(simulation.reserved) + 1, len(simulation.router.versions()) + change)
+        life.scalings.append(asyncio.create_task(simulation.scale(number), name="scale"))
+
+
+def _errors_of(scalings: Sequence[asyncio.Task[str]]) -> list[BaseException]:
+    """The errors that no user may see: all but that the run is ending or has no room."""
+    ended = [one for one in scalings if one.done() and not one.cancelled()]
+    return [
+        error
+        for one in ended
+        if (error := one.exception()) is not None and not isinstance(error, TorchtitanRLError)
+    ]
 
 
 async def _main(life: Life, resume: bool) -> None:

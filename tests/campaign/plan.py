@@ -138,6 +138,14 @@ def draw_restarts(seed: int) -> CampaignPlan:
     )
 
 
+def draw_elastic(seed: int) -> CampaignPlan:
+    """As `draw_restarts`, of runs whose number of replicas may change."""
+    plan = draw_restarts(seed)
+    if plan.during_step == "asleep":
+        plan = replace(plan, during_step="running", restarts=2)
+    return replace(plan, restart_s=min(plan.restart_s, 3.0))
+
+
 def _rubric(plan: CampaignPlan, fate: Fate) -> Rubric | None:
     async def reward(rollout: Rollout, problem: Problem) -> float:
         strike = fate.at("reward")

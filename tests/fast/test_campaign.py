@@ -30,6 +30,7 @@ _ONCE_FAILED = [
 # Of these, some fail where a replica that starts again serves the base, where resumed runs take the
 # wrong rows or references, and where the references cannot be written.
 _RESTARTS = [7, 35, 43, 56]
+_ELASTIC = [*range(5), 5217]  # a probe that was cancelled while it was aborted
 _CONVERSATIONS = [*range(4, 14), 27]
 _TENANTS = [*range(7), 19, 29]  # 19: calls are sent twice; 29: requests fail, their tokens count
 
@@ -43,6 +44,7 @@ def cases() -> list[Case]:
             for kind, seeds in (
                 ("rollouts", [*range(_CASES), *_ONCE_FAILED]),
                 ("restarts", _RESTARTS),
+                ("elastic", _ELASTIC),
                 ("conversations", _CONVERSATIONS),
                 ("tenants", _TENANTS),
             )

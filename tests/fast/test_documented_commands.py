@@ -44,6 +44,7 @@ NOT_RUN = {
     r"torchtitan-rl train .*--launch\.(attach|job)": "needs workers: tests/real/hosts",
     r"torchtitan-rl (audit|explain|report|view) ": "needs a run's files: "
     "tests/real/test_main_job.py, tests/real/test_explain.py",
+    r"torchtitan-rl scale ": "needs a run that runs: tests/real/test_scaling.py",
     r"torchtitan-rl (profile|simulate) ": "needs a run's files: tests/fast/simulation",
     r"torchtitan-rl (replay |train .*--mode train)": (
         "needs a recorded run: tests/real/test_replay.py"

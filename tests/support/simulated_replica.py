@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from tests.support.simulated_trainer import SimTrainer
 
 VOCAB = 50
+_NOT_OF_GROUPS = ("validation/", "probe/")  # requests whose tokens are not in the ledger
 PROGRESS_S = 1.0  # between two reports of a request's progress
 _QUICK_CALL_S = 60.0  # after it a call that only asks gives up
 _NEWS_TIMEOUT_S = 130.0  # after it a silent process is known to be gone
@@ -81,7 +82,7 @@ class SimCall:
 
     @property
     def num_unheard(self) -> int:
-        if self.request.request_id.startswith("validation/"):
+        if self.request.request_id.startswith(_NOT_OF_GROUPS):
             return 0
         return len(self.tokens) - self.num_told
 
@@ -150,7 +151,7 @@ class SimReplica:
         self.version = 0
         self.pull_s = 0.05
         self.sampled = 0
-        self.sampled_for_evaluation = 0
+        self.sampled_aside = 0
         self._num_lost = 0
         self._abandoned: list[SimCall] = []
         self.requested: list[str] = []
@@ -265,8 +266,8 @@ class SimReplica:
         call.logprobs.append(logprob)
         self._steps += 1
         self.sampled += 1
-        if call.request.request_id.startswith("validation/"):
-            self.sampled_for_evaluation += 1
+        if call.request.request_id.startswith(_NOT_OF_GROUPS):
+            self.sampled_aside += 1
         elif self._trainer.is_alone:
             self._trainer.complaints.append(f"{self._name} samples while the trainer is alone")
         now = asyncio.get_running_loop().time()

@@ -445,7 +445,7 @@ class ServedReplica(ConnectedReplica[ServedPeer]):
         return sum(self._sampled().values())
 
     @property
-    def sampled_for_evaluation(self) -> int:
+    def sampled_aside(self) -> int:
         return sum(_evaluations(self._sampled()))
 
     @property
@@ -453,7 +453,7 @@ class ServedReplica(ConnectedReplica[ServedPeer]):
         """Tokens that were sampled for requests of rollouts, and that the run was never told."""
         given = self._there.given[self._lease]
         num_given = given.total() - sum(_evaluations(given))
-        return self.sampled - self.sampled_for_evaluation - num_given
+        return self.sampled - self.sampled_aside - num_given
 
     def _sampled(self) -> Counter[str]:
         there, sampled = self._there, Counter[str]()

@@ -134,6 +134,8 @@ class Simulation:
                 say=lambda line: self.said.append(line),
                 on_failure=lambda failure: self.failures.append(failure),
             )
+        self.restarts: ReplicaRestarts | None = None
+        self._num_named = plan.replicas
         self.said: list[str] = []
         self.failures: list[Failure] = []
         self.replicas = [self._replica(f"r{i}") for i in range(plan.replicas)]
@@ -224,13 +226,23 @@ class Simulation:
 
     def restarting(self) -> ReplicaRestarts:
         """Starts replicas again while its ``async with`` is open."""
-        return ReplicaRestarts(
+        self.restarts = ReplicaRestarts(
             self.router,
             self._start_again,
             max_restarts=self.plan.restarts,
             say=lambda line: None,
             reserved=self.reserved,
         )
+        return self.restarts
+
+    async def scale(self, number: int) -> str:
+        """As ``torchtitan-rl scale`` does, while `restarting` is open."""
+        assert self.restarts is not None
+        return await self.restarts.scale(number, self._name_more)
+
+    def _name_more(self, missing: int) -> list[str]:
+        first, self._num_named = self._num_named, self._num_named + missing
+        return [f"r{index}" for index in range(first, self._num_named)]
 
     def alongside(self) -> tuple[AbstractAsyncContextManager[object], ...]:
         """What a process of a run does next to its controller."""

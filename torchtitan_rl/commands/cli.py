@@ -49,6 +49,7 @@ COMMANDS = {
     "explain": ("RUN_DIR", "say in words what a run shows", "commands.explain"),
     "retriever": ("--corpus FILE [options]", "search a corpus, for tasks", "commands.retriever"),
     "replay": ("RUN_DIR [options]", "compute a step of a run again", "commands.replay"),
+    "scale": ("RUN_DIR --replicas N", "change the replicas of a running run", "commands.scale"),
     "audit": ("RUN_DIR", "check that what a run wrote adds up", "audit.run"),
     "worker": ("--address ADDRESS", "make this machine a host of runs", "commands.worker"),
     "keys": ("--hosts HOST... [options]", "make TLS keys for a run's machines", "commands.keys"),

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from torchtitan_rl.config.machine import CONTROLLER_HOST, host_name
 from torchtitan_rl.config.prepare import PreparedRun
-from torchtitan_rl.errors import HostLostError, TrainerLostError
+from torchtitan_rl.config.scaling import plan_replicas
+from torchtitan_rl.errors import ConfigError, HostLostError, TrainerLostError
 from torchtitan_rl.files import last_lines
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
@@ -44,7 +45,7 @@ class FailureHandling:
     `restarting` is open, and the trainer while `trainer` is open."""
 
     def __init__(self, prepared: PreparedRun, hosts: Hosts | None, recorder: RunRecorder) -> None:
-        self._plan = prepared.plan
+        self._prepared, self._plan = prepared, prepared.plan
         self._max_restarts = prepared.config.generator.max_restarts
         self._max_trainer_restarts = prepared.config.trainer.max_restarts
         self._run_dir = prepared.config.run_dir.absolute()
@@ -64,6 +65,7 @@ class FailureHandling:
                 on_failure=self._on_failure,
             )
         self._run: tuple[RunProcesses, GeneratorRouter] | None = None
+        self._restarts: ReplicaRestarts | None = None
         self._trainer: RestartedTrainer | MonarchTrainer | None = None
         self._trainer_name = "trainer"
         self._trainer_host_lost: HostLostError | None = None
@@ -111,8 +113,37 @@ class FailureHandling:
     ) -> AsyncIterator[None]:
         self._run = processes, router
         shares_devices = self._plan.is_shared
-        async with self.restarts(router, shares_devices=shares_devices, reserved=reserved):
+        restarts = self.restarts(router, shares_devices=shares_devices, reserved=reserved)
+        async with restarts:
+            self._restarts = restarts
             yield
+
+    async def scale(self, number: int) -> str:
+        """Change the number of replicas; see `ReplicaRestarts.scale`."""
+        config = self._prepared.config
+        if config.mode == "train":
+            raise ConfigError("RUN_DIR: the run only trains, so it has no replicas")
+        if config.generator.endpoint:
+            raise ConfigError("RUN_DIR: the run uses the replicas of generator.endpoint")
+        if config.is_colocated:
+            raise ConfigError("RUN_DIR: with placement colocated the number of replicas is fixed")
+        if self._run is None or self._restarts is None:
+            raise ConfigError("RUN_DIR: the run is still starting; try again")
+        processes, router = self._run
+
+        def plan(missing: int) -> list[str]:
+            running = [processes.groups[first_name(name)] for name in router.versions()]
+            first_index = sum(name.startswith("replica") for name in processes.groups)
+            indices = range(first_index, first_index + missing)
+            more = plan_replicas(self._prepared, running, indices)
+            processes.groups.update({group.name: group for group in more})
+            return [group.name for group in more]
+
+        return await self._restarts.scale(number, plan)
+
+    @property
+    def scaling_waits_for(self) -> str:
+        return "" if self._restarts is None else self._restarts.waits_for
 
     def restarts(
         self,
@@ -137,7 +168,7 @@ class FailureHandling:
         if self._run is None:
             return  # the processes are still starting, and their start fails by itself
         processes, router = self._run
-        names = {group.name for group in self._plan.replicas if group.host == host}
+        names = {group.name for group in processes.groups.values() if group.host == host}
         processes.lose_host(host)
         error = HostLostError(f"{host_name(host)} is lost: {cause}")
         router.give_up(lambda name: first_name(name) in names, error)
@@ -182,9 +213,8 @@ class FailureHandling:
         return self._watch is None or await self._watch.answers(self._host_of(name))
 
     def _host_of(self, replica: str) -> int:
-        groups = (*self._plan.replicas, *self._plan.teachers)
-        names = {group.name: group.host for group in groups}
-        return names.get(first_name(replica), CONTROLLER_HOST)  # behind a URL: no process of ours
+        group = None if self._run is None else self._run[0].groups.get(first_name(replica))
+        return CONTROLLER_HOST if group is None else group.host  # behind a URL: no process of ours
 
     async def _show_last_lines(self, name: str, host: int) -> None:
         """Show the last log lines of a group's processes, by host and rank. If their host is lost,

@@ -71,15 +71,14 @@ class Generation:
             host=None if self.endpoint is None else self.endpoint.host,
         )
 
-    def rollouter(self, *, num_reserved: int = 0, places: Places | None = None) -> Rollouter:
-        """A rollouter. ``num_reserved`` of the replicas do not serve its requests."""
+    def rollouter(self, *, places: Places | None = None) -> Rollouter:
         return Rollouter(
             generate=self.router.generate,
             environment=self.environment(),
             config=self.config.rollout,
             rubric=self.config.task.rubric(),
             active_time=self.router.active_time,
-            num_replicas=self.config.generator.replicas - num_reserved,
+            num_replicas=lambda: self.router.num_unreserved,
             places=places,
         )
 

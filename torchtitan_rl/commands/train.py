@@ -22,6 +22,7 @@ from torchtitan_rl.commands.attaching import attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
 from torchtitan_rl.commands.losses import FailureHandling
 from torchtitan_rl.commands.replicas import Generation, run_endpoint
+from torchtitan_rl.commands.scale import scaling_socket
 from torchtitan_rl.commands.train_only import recorded_rollouts, train_on_recorded
 from torchtitan_rl.commands.view import PAGE_HELP, PageAddress, page_of_run
 from torchtitan_rl.config.hosts import start_errors, unused_options
@@ -40,7 +41,7 @@ from torchtitan_rl.errors import CheckpointError, ConfigError, OutputError, RunT
 from torchtitan_rl.launch.meeting import RESUME_COMMAND
 from torchtitan_rl.observability.console import STEP_LINE, STEP_WORDS, format_seconds, usual_step_s
 from torchtitan_rl.observability.engine import EngineSampler
-from torchtitan_rl.observability.page_files import note_telemetry, write_launch
+from torchtitan_rl.observability.page_files import add_to_launch, write_launch
 from torchtitan_rl.observability.recorded import RecordedRun
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.batching import EpisodeBatcher, GrammarReplay
@@ -282,11 +283,12 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
                 from torchtitan_rl.backends.monarch.telemetry import telemetry_pages
 
                 url = await stack.enter_async_context(telemetry_pages(config.log_dir))
-                note_telemetry(config.run_dir, url)
+                add_to_launch(config.run_dir, telemetry=url)
                 recorder.say(f"Monarch's telemetry: {url}")
             processes = await stack.enter_async_context(
                 run_processes(prepared, trace_dir=recorder.trace_dir, hosts=run.hosts)
             )
+        await stack.enter_async_context(scaling_socket(config.run_dir, losses))
         collect_less()
         trainer = await stack.enter_async_context(losses.trainer(processes, run.claim))
         if run.recorded is not None:
@@ -321,7 +323,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
         generation = Generation(
             config=config, router=router, tokenizer=tokenizer, endpoint=endpoint
         )
-        rollouter = generation.rollouter(num_reserved=len(reserved), places=places)
+        rollouter = generation.rollouter(places=places)
         teachers = await _teachers(stack, prepared, processes, losses, recorder)
         parts = _parts(run, trainer, generation, rollouter, ledger, recorder, teachers)
         controller: Controller | SupervisedController

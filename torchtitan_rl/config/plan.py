@@ -225,7 +225,7 @@ def plan_serving(
     return ProcessPlan(
         device="cuda" if devices else "cpu",
         replicas=tuple(
-            _replica(generator, seed, index, free, []) for index in range(generator.replicas)
+            plan_replica(generator, seed, index, free, []) for index in range(generator.replicas)
         ),
         endpoint=None if endpoint is None else _endpoint(endpoint),
         vllm_options=_vllm_options(generator),
@@ -256,7 +256,7 @@ def _plan(
     groups share all cores."""
     devices, free_cores = _free_devices(hosts), list(cores)
     replicas = [
-        _replica(config.generator, config.seed, index, devices[host], free_cores, host=host)
+        plan_replica(config.generator, config.seed, index, devices[host], free_cores, host=host)
         for index, host in enumerate(placement.replica_hosts)
         if config.mode != "train"
     ]
@@ -296,7 +296,7 @@ def _plan(
     )
 
 
-def _replica(
+def plan_replica(
     generator: GeneratorConfig,
     seed: int,
     index: int,
@@ -332,7 +332,7 @@ def _teachers(
     free = [device for device in host.cuda_devices if device not in used]
     engine = config.teacher.generator(config.generator, config.rollout.max_total_tokens)
     return tuple(
-        replace(_replica(engine, config.seed, index, free, cores), name=teacher_name(index))
+        replace(plan_replica(engine, config.seed, index, free, cores), name=teacher_name(index))
         for index in range(config.teacher.num_replicas)
     )
 

@@ -96,11 +96,11 @@ def write_launch(
     _replace_launch(folder, document)
 
 
-def note_telemetry(folder: Path, url: str) -> None:
-    """Add the address of Monarch's telemetry pages to ``launch.json``."""
+def add_to_launch(folder: Path, **entries: str) -> None:
+    """Add to ``launch.json`` what only the started run knows."""
     with suppress(OSError):  # `write_launch` has said why
         document = json.loads((folder / LAUNCH_FILE).read_bytes())
-        _replace_launch(folder, document | {"telemetry": url})
+        _replace_launch(folder, document | entries)
 
 
 def _replace_launch(folder: Path, document: Mapping[str, Any]) -> None:

@@ -97,7 +97,7 @@ class Evaluator:
                 if self._num_lost() == num_lost:
                     raise
             else:
-                if self._state.parts.router.states()[pin.replica] is not Phase.DEAD:
+                if self._state.parts.router.states().get(pin.replica) is not Phase.DEAD:
                     break
             recorder.say(f"the evaluation after step {step} lost its replica: it is repeated")
         recorder.record_evaluation(

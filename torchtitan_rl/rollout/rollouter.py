@@ -65,8 +65,8 @@ class Rollouter:
     ``environment`` is called on the event loop and must be quick; slow set-up belongs in the
     environment's ``reset``. Without a ``rubric``, rollouts get the reward of their environment.
     ``active_time`` (usually the router's clock) is stopped while no rollout can generate.
-    ``num_replicas`` is the number of replicas that share a step's rollouts. A rollout takes one of
-    the ``places``, except in calls with another ``generate``.
+    ``num_replicas`` returns the number of replicas that share a step's rollouts now. A rollout
+    takes one of the ``places``, except in calls with another ``generate``.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Rollouter:
         config: RolloutConfig,
         rubric: Rubric | None = None,
         active_time: ActiveTime | None = None,
-        num_replicas: int = 1,
+        num_replicas: Callable[[], int] = lambda: 1,
         places: Places | None = None,
     ) -> None:
         self._generate = generate
-        self._siblings_together = siblings_together(config, num_replicas)
+        self._num_replicas = num_replicas
         self._active_time = active_time or ActiveTime()
         self._places = places
         self._environment = environment
@@ -168,7 +168,7 @@ class Rollouter:
             active_time=active_time or self._active_time,
             attempt=attempt,
             min_version=min_version,
-            siblings_together=self._siblings_together,
+            siblings_together=siblings_together(self._config, max(1, self._num_replicas())),
             places=self._places if generate is None else None,
             on_turn=on_turn,
             on_discard=on_discard,

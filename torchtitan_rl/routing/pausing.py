@@ -265,7 +265,7 @@ def _free_replica(pool: ReplicaPool, version: int | None) -> ReplicaState | None
         for state in pool.reserved() or pool.live_unreserved()
         if not state.is_pinned
         and state.phase is Phase.SERVING
-        and state.is_proven
+        and state.takes_requests
         and (state.is_reserved or state.version != NO_WEIGHTS)
     ]
     if version is None:

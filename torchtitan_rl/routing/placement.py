@@ -88,7 +88,7 @@ class Placement:
         or raise."""
         if pinned is not None:
             is_running = pinned.halt is Halt.RUNNING
-            return (pinned.takes_requests and is_running) or not pinned.is_live
+            return (pinned.is_serving and is_running) or not pinned.is_live
         if not self._may_start(version):
             return False
         if self._pool.index.least(version) is not None:

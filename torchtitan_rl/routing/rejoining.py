@@ -11,13 +11,16 @@ The tokens of probes are in the accounts, as those of an endpoint's clients are.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from torchtitan_rl.aio import cancel_all, wait_within
 from torchtitan_rl.errors import InvalidRequestError, ReplicaError
+from torchtitan_rl.generation.commands import AbortRequests
 from torchtitan_rl.routing.replicas import Phase, ReplicaPool, ReplicaState, lost_error
-from torchtitan_rl.routing.requests import RequestTracker
+from torchtitan_rl.routing.requests import ABORT_TIMEOUT_S, RequestTracker
 from torchtitan_rl.routing.weights import WeightSync
 from torchtitan_rl.types import Completion, FinishReason, GenerationRequest, SamplingParams
 
@@ -53,10 +56,10 @@ async def prove(
         if other is None:
             return f"not compared, because no other replica holds version {state.version}"
         try:
-            pair = await _ask_both(requests, state, other)
+            pair = await _ask_both(pool, requests, state, other)
             if not _are_equal(*pair):
                 async with _emptied(pool, weights, requests, other):
-                    pair = await _ask_both(requests, state, other)
+                    pair = await _ask_both(pool, requests, state, other)
         except InvalidRequestError as error:
             return f"not compared: {error}"
         except ReplicaError:
@@ -79,17 +82,20 @@ def _other(pool: ReplicaPool, state: ReplicaState) -> ReplicaState | None:
         for one in pool.live_unreserved()
         if one is not state
         and one.phase is Phase.SERVING
-        and one.is_proven
-        and not one.is_pinned
+        and _can_answer(one)
         and one.version == state.version
     ]
     return min(found, key=lambda one: (one.outstanding_tokens, one.index), default=None)
 
 
+def _can_answer(state: ReplicaState) -> bool:
+    return state.is_proven and not (state.is_pinned or state.is_leaving)
+
+
 def _is_decided(pool: ReplicaPool, state: ReplicaState) -> bool:
     """Whether the replica can be compared, or cannot be compared soon."""
     others = [one for one in pool.live_unreserved() if one is not state]
-    is_alone = not any(one.is_proven and not one.is_pinned for one in others)
+    is_alone = not any(_can_answer(one) for one in others)
     can_be = not pool.is_paused and (is_alone or _other(pool, state) is not None)
     return can_be or not state.is_live
 
@@ -118,7 +124,7 @@ async def _emptied(
 
 
 async def _ask_both(
-    requests: RequestTracker, state: ReplicaState, other: ReplicaState
+    pool: ReplicaPool, requests: RequestTracker, state: ReplicaState, other: ReplicaState
 ) -> tuple[Completion, Completion]:
     """Ask two replicas the same new question, whose answer no prefix cache changes.
 
@@ -131,5 +137,38 @@ async def _ask_both(
         prompt_token_ids=tuple(10 + (7 * number + index) % 32 for index in range(_NUM_TOKENS)),
         sampling=SamplingParams(max_tokens=_NUM_TOKENS, temperature=0.0, ignore_eos=True, seed=0),
     )
-    own = await requests.probe(state, request, timeout_s=_ANSWER_TIMEOUT_S)
-    return own, await requests.probe(other, request, timeout_s=_ANSWER_TIMEOUT_S)
+    own = await _ask(pool, requests, state, request)
+    return own, await _ask(pool, requests, other, request)
+
+
+async def _ask(
+    pool: ReplicaPool, requests: RequestTracker, state: ReplicaState, request: GenerationRequest
+) -> Completion:
+    """Complete a request on this replica, whatever its phase. It is aborted if it takes too long.
+
+    Raises:
+        InvalidRequestError: the request was refused.
+        ReplicaError: the replica is lost.
+    """
+
+    async def sample() -> Completion:
+        pool.add_request(state, 0)  # so that the replica does not leave meanwhile
+        try:
+            done = await state.replica.generate(request)
+        finally:
+            pool.release_request(state, 0)
+        requests.note_answer(state, request, done)
+        return done
+
+    sampling = asyncio.ensure_future(pool.answer(state, sample()))
+    try:
+        if not await wait_within(_ANSWER_TIMEOUT_S, sampling):
+            abort = state.replica.execute(AbortRequests((request.request_id,)))
+            await pool.ask(state, abort, timeout_s=ABORT_TIMEOUT_S, required="take an abort")
+        return await sampling
+    except ReplicaError as error:
+        pool.mark_dead(state, error)
+        raise
+    finally:
+        if not sampling.done():  # this call was cancelled
+            await cancel_all([sampling])

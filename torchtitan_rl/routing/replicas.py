@@ -5,7 +5,7 @@ Invariants
 - All state changes happen on one event loop without awaiting. So the state is consistent between
   two awaits, and needs no lock.
 - A dead replica stays dead, with its first cause. The replica that replaces it has its own
-  `ReplicaState`.
+  `ReplicaState`. The same is true of one that has left.
 - Only `ReplicaPool` changes load, phase and version, and keeps `ReplicaPool.index` up to date.
 
 Besides its `Phase` a replica has flags:
@@ -14,6 +14,7 @@ Besides its `Phase` a replica has flags:
 |---|---|---|---|
 | ``is_proven`` | it was there at the start, or answered a probe | never | gets requests |
 | ``is_pinned`` | a pin takes it | the pin ends | is left out of weight syncs |
+| ``is_leaving`` | it shall leave | never | gets no requests, and no pin |
 | ``is_asleep`` | a sleep begins | the wake-up was executed | begins no swap |
 
 `Halt` says how far a pause or sleep has stopped the replica. The replica is STOPPED from the
@@ -30,7 +31,7 @@ Which combinations occur:
 - ``is_pinned`` occurs with STOPPED or EMPTIED in every pause, except a pause that leaves pinned
   replicas running.
 - ``is_asleep`` occurs with RUNNING only if `resume` came before the wake-up.
-- In phase DEAD, flags and `Halt` have no meaning.
+- In phases LEFT and DEAD, flags and `Halt` have no meaning.
 
 `LoadIndex` finds the least loaded of many replicas. It has one binary tree for each policy version
 that an eligible replica holds (few at any time). Each node knows the least loaded replica below it,
@@ -56,13 +57,14 @@ T = TypeVar("T")
 
 
 class Phase(StrEnum):
-    """The state of a replica. Only serving and syncing replicas get requests. A dead replica never
-    comes back; another one replaces it."""
+    """The state of a replica. Only serving and syncing replicas get requests. A replica that has
+    left or is dead never comes back."""
 
     STARTING = "starting"  # joined during the run, and fetches the newest weights
     SERVING = "serving"
     SYNCING = "syncing"  # swapping weights between steps; requests queue in its inbox
     DRAINING = "draining"  # finishing its requests before a swap
+    LEFT = "left"  # taken out of service without a loss
     DEAD = "dead"
 
 
@@ -136,6 +138,7 @@ class ReplicaState:
     phase: Phase = Phase.SERVING
     version: int = 0
     is_proven: bool = True
+    is_leaving: bool = False
     is_pinned: bool = False
     pinned_weights: WeightHandle | None = None
     halt: Halt = Halt.RUNNING
@@ -154,11 +157,16 @@ class ReplicaState:
 
     @property
     def is_live(self) -> bool:
-        return self.phase is not Phase.DEAD
+        return self.phase not in (Phase.LEFT, Phase.DEAD)
+
+    @property
+    def is_serving(self) -> bool:
+        return self.phase in (Phase.SERVING, Phase.SYNCING) and self.is_proven
 
     @property
     def takes_requests(self) -> bool:
-        return self.phase in (Phase.SERVING, Phase.SYNCING) and self.is_proven
+        """Whether it may get requests without a pin, and pins."""
+        return self.is_serving and not self.is_leaving
 
     @property
     def is_swapping(self) -> bool:
@@ -185,7 +193,7 @@ class ReplicaPool:
         self.index = LoadIndex(len(self.all))  # of the replicas for ordinary requests
         for state in self.all:
             self._update(state)
-        self._num_unreserved = sum(not state.is_reserved for state in self.all)  # live ones
+        self.num_unreserved = sum(not state.is_reserved for state in self.all)  # live ones
         self.num_expected = 0  # number of replicas that will replace dead ones
         self.num_keeping_awake = 0  # see `GeneratorRouter.keeping_awake`
         self.on_dead: Callable[[Replica, BaseException], None] | None = None
@@ -199,7 +207,7 @@ class ReplicaPool:
         proven."""
         state = ReplicaState(replica, len(self.all), is_reserved, phase, is_proven=is_reserved)
         self.all.append(state)
-        self._num_unreserved += not is_reserved
+        self.num_unreserved += not is_reserved
         self.index = LoadIndex(len(self.all))
         for one in self.all:
             self._update(one)
@@ -244,12 +252,26 @@ class ReplicaPool:
         self._update(state)
         self.notify()
 
+    def set_leaving(self, state: ReplicaState) -> None:
+        state.is_leaving = True
+        self._update(state)
+        self.notify()
+
     def mark_dead(self, state: ReplicaState, error: BaseException) -> None:
         """Mark a replica dead. It gets no further request, and all waits for its answers end."""
-        was_live, state.phase = state.is_live, Phase.DEAD
-        self._num_unreserved -= was_live and not state.is_reserved
-        state.failure = state.failure or error
-        if was_live and self.on_dead is not None:
+        if state.is_live:
+            state.failure = error
+            self._end(state, Phase.DEAD)
+
+    def mark_left(self, state: ReplicaState) -> None:
+        """Mark a replica that has no request as no longer there. All waits for its answers end."""
+        if state.is_live:
+            self._end(state, Phase.LEFT)
+
+    def _end(self, state: ReplicaState, phase: Phase) -> None:
+        state.phase = phase
+        self.num_unreserved -= not state.is_reserved
+        if state.failure is not None and self.on_dead is not None:
             # before anything detects that no replica is left
             self.on_dead(state.replica, state.failure)
         self._update(state)
@@ -309,7 +331,7 @@ class ReplicaPool:
 
     def has_unreserved(self) -> bool:
         """Whether a replica for requests without a pin is alive or expected."""
-        return bool(self.num_expected or self._num_unreserved)
+        return bool(self.num_expected or self.num_unreserved)
 
     def require_unreserved(self) -> None:
         """Check that requests without a pin can still be served.
@@ -365,6 +387,8 @@ def lost_error(state: ReplicaState) -> ReplicaError:
     """Return the error for a call to a dead replica."""
     if isinstance(state.failure, ReplicaError):
         return copy_of(state.failure)
+    if state.failure is None:
+        return ReplicaError(f"{state.name} has left")
     lost = ReplicaError(f"{state.name} is lost: {state.failure}")
     lost.__cause__ = state.failure
     return lost

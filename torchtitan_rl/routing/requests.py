@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from torchtitan_rl.aio import deadline, uninterrupted, wait_within
+from torchtitan_rl.aio import deadline, uninterrupted
 from torchtitan_rl.errors import (
     GenerationError,
     GenerationTimeoutError,
@@ -47,7 +47,7 @@ from torchtitan_rl.types import (
 )
 
 _READING_TIMEOUT_S = 30.0
-_ABORT_TIMEOUT_S = 30.0  # for the replica to receive the abort
+ABORT_TIMEOUT_S = 30.0  # for the replica to receive the abort
 _END_TIMEOUT_S = 900.0  # for the aborted piece to end
 _MAX_ENGINE_FAILURES = 2  # during one request
 
@@ -156,33 +156,13 @@ class RequestTracker:
                 running.waiting.set_result(None)
         await asyncio.gather(*(self._abort_piece(running) for running in asked))
 
-    async def probe(
-        self, state: ReplicaState, request: GenerationRequest, *, timeout_s: float
-    ) -> Completion:
-        """Complete a request on this replica, whatever its phase. It is aborted after
-        ``timeout_s``.
-
-        Raises:
-            InvalidRequestError: the request was refused.
-            ReplicaError: the replica is lost.
-        """
-
-        async def sample() -> Completion:
-            done = await state.replica.generate(request)
-            state.received_tokens += len(done.token_ids)
-            if self._on_ended is not None:
-                self._on_ended(request, done, True)
-            return done
-
-        sampling = asyncio.ensure_future(self._pool.answer(state, sample()))
-        if not await wait_within(timeout_s, sampling):
-            abort = state.replica.execute(AbortRequests((request.request_id,)))
-            await self._pool.ask(state, abort, timeout_s=_ABORT_TIMEOUT_S, required="take an abort")
-        try:
-            return await sampling
-        except ReplicaError as error:
-            self._pool.mark_dead(state, error)
-            raise
+    def note_answer(
+        self, state: ReplicaState, request: GenerationRequest, done: Completion
+    ) -> None:
+        """Count the tokens of a request that was not placed here, but sent to this replica."""
+        state.received_tokens += len(done.token_ids)
+        if self._on_ended is not None:
+            self._on_ended(request, done, True)
 
     async def cut(self, state: ReplicaState) -> None:
         """End the pieces on this replica, except those of its pin. The requests of the ended pieces
@@ -195,16 +175,16 @@ class RequestTracker:
 
         If a replica does not answer in time, its requests have only the tokens reported before.
         """
-        await asyncio.gather(*map(self._read, self._pool.live()))
+        await asyncio.gather(*map(self.read, self._pool.live()))
         return {name: running.tokens.partial for name, running in self._running.items()}
 
     async def accounts(self) -> dict[str, ReplicaAccount]:
         """Return the accounts by the replica's name; see `GeneratorRouter.account`."""
         counted = tuple(self._pool.all)  # others may join while the replicas answer
-        accounts = await asyncio.gather(*map(self._read, counted))
+        accounts = await asyncio.gather(*map(self.read, counted))
         return {state.name: account for state, account in zip(counted, accounts, strict=True)}
 
-    async def _read(self, state: ReplicaState) -> ReplicaAccount:
+    async def read(self, state: ReplicaState) -> ReplicaAccount:
         """Make a live replica report all progress and its counts, in the order in which they
         happened."""
         accounts: list[ReplicaAccount] = []
@@ -397,4 +377,4 @@ class RequestTracker:
         if state is None or piece_id is None or not running.is_sent:
             return
         abort = state.replica.execute(AbortRequests((piece_id,)))
-        await self._pool.ask(state, abort, timeout_s=_ABORT_TIMEOUT_S, required="take an abort")
+        await self._pool.ask(state, abort, timeout_s=ABORT_TIMEOUT_S, required="take an abort")

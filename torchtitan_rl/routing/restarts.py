@@ -1,11 +1,14 @@
-"""Starts lost replicas again.
+"""Starts lost replicas again, and changes the number of replicas of a run.
 
 A dead replica is closed first, because its processes may still use its devices. The new replica has
 its own name (``replica0-2`` for the second start of ``replica0``) and joins the router, which loads
-the newest weights into it, and compares its answer to a probe with that of another replica.
+the newest weights into it, and compares its answer to a probe with that of another replica. So
+does a replica that is added. A replica that shall leave gives its requests to others before its
+processes end.
 
 Invariants: a replica that is repeatedly lost soon after its start is given up after
-``max_restarts`` consecutive restarts. Nothing here ends the run. In the first ``EXPECTED_S``
+``max_restarts`` consecutive restarts. A replica that shall leave is not started again. Nothing here
+ends the run. In the first ``EXPECTED_S``
 seconds of a restart, the router's requests wait for the new replica if no other is left.
 """
 
@@ -13,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from torchtitan_rl.aio import cancel_all
-from torchtitan_rl.errors import TorchtitanRLError
+from torchtitan_rl.errors import ConfigError, ReplicaError, TorchtitanRLError
 from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -44,7 +47,8 @@ class ReplicaRestarts:
 
     Args:
         start: called with two names. Starts a replica with the second name in place of the first,
-            which was lost or did not start. Waits if the host is gone.
+            which was lost or did not start; the names are equal if a replica is added. Waits if the
+            host is gone.
         max_restarts: maximum number of consecutive restarts of one replica.
         say: shows a line to the user.
         is_alone: whether only the replica with this name was lost, and not its host. The loss of a
@@ -79,6 +83,9 @@ class ReplicaRestarts:
         self._num_starts: dict[str, int] = {}  # by first name
         self._tasks: set[asyncio.Task[None]] = set()
         self._joining: set[str] = set()  # names of replicas that do not serve yet
+        self._leaving: set[str] = set()
+        self._scaling = asyncio.Lock()
+        self._scalings: set[asyncio.Task[str]] = set()
         self._is_closed = False
 
     async def __aenter__(self) -> ReplicaRestarts:
@@ -87,12 +94,87 @@ class ReplicaRestarts:
 
     async def __aexit__(self, *error: Any) -> None:
         self._is_closed = True
-        await cancel_all(self._tasks)
+        await cancel_all(self._tasks | self._scalings)
+
+    async def scale(self, number: int, plan: Callable[[int], Sequence[str]]) -> str:
+        """Change the number of replicas to ``number``, reserved ones included. Restarts end first.
+
+        Args:
+            plan: called with a number of replicas to add. Makes `start` know them, and returns
+                their names, which are new. Raises ConfigError if there is no room.
+
+        Returns what happened, in a line.
+
+        Raises:
+            ConfigError: the number is refused. Nothing has changed.
+            ReplicaError: some replicas did not start; the others serve.
+        """
+        if self._is_closed:
+            raise ConfigError("the run is ending")
+        task = asyncio.create_task(self._scale(number, plan), name="the change of replicas")
+        self._scalings.add(task)
+        task.add_done_callback(self._scalings.discard)
+        return await task
+
+    @property
+    def waits_for(self) -> str:
+        """What a running `scale` waits for."""
+        if self._leaving:
+            return f"{', '.join(sorted(self._leaving))} to leave"
+        joining = f"{', '.join(sorted(self._joining))} to load weights and answer the probe"
+        return joining if self._joining else "replicas that start"
+
+    async def _scale(self, number: int, plan: Callable[[int], Sequence[str]]) -> str:
+        async with self._scaling:
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+            # No await before all names are in `_leaving`: the replicas counted here still live.
+            num_unreserved = self._router.num_unreserved
+            num_reserved = len(self._router.versions()) - num_unreserved
+            if number <= num_reserved:
+                raise ConfigError(
+                    f"--replicas is {number}: give at least {num_reserved + 1}"
+                    f"{', because the last one is reserved for evaluation' if num_reserved else ''}"
+                )
+            missing = number - num_reserved - num_unreserved
+            if missing > 0:
+                works = [self._add(name) for name in plan(missing)]
+            else:
+                self._leaving.update(self._router.last_to_join(-missing))
+                works = [self._remove(name) for name in sorted(self._leaving)]
+            errors = [error for error in await asyncio.gather(*works) if error]
+            live = sorted(self._router.versions())
+            text = f"{len(live)} replica{'' if len(live) == 1 else 's'}: {', '.join(live)}"
+            if errors:
+                raise ReplicaError(f"{'; '.join(errors)}; the run has {text}")
+            return text
+
+    async def _add(self, name: str) -> str:
+        """Start a replica. Returns the error, or nothing."""
+        try:
+            replica = await self._start(name, name)
+            shown = await self._join(replica, is_reserved=False)
+        except (TorchtitanRLError, OSError) as error:
+            self._say(f"{name} is not added: {error}")
+            return f"{name} did not start: {error}"
+        self._begun_s[name], self._num_quick[name] = _now(), 0
+        self._say(f"{name} is added: {shown}")
+        return ""
+
+    async def _remove(self, name: str) -> str:
+        replica = await self._router.leave(name)
+        await _close(replica)
+        self._leaving.discard(name)
+        self._say(f"{name} has left")
+        return ""
 
     def _on_dead(self, lost: Replica, error: BaseException) -> None:
         if self._is_closed or lost.name in self._joining:
             return
         failure = Failure.of(Part.REPLICA, lost.name, error, now_s=_now())
+        if lost.name in self._leaving:
+            self._start_task(self._give_up(failure, "it was about to leave"))
+            return
         if self._max_restarts == 0:
             self._say(f"{lost.name} is lost; the others continue: {failure.cause}")
             self._start_task(self._give_up(failure, "restarts are disabled"))

@@ -269,8 +269,14 @@ class GeneratorRouter:
             for state in self._pool.live_unreserved()
         }
 
+    @property
+    def num_unreserved(self) -> int:
+        """The number of live replicas for requests without a pin."""
+        return self._pool.num_unreserved
+
     def states(self) -> dict[str, Phase]:
-        return {state.name: state.phase for state in self._pool.all}
+        """The phases of all replicas but those that have left."""
+        return {one.name: one.phase for one in self._pool.all if one.phase is not Phase.LEFT}
 
     def outstanding_tokens(self) -> dict[str, int]:
         return {state.name: state.outstanding_tokens for state in self._pool.all}
@@ -299,6 +305,33 @@ class GeneratorRouter:
             raise
         self._pool.set_proven(state)
         return shown
+
+    def last_to_join(self, number: int) -> list[str]:
+        """Name the live replicas that should leave first: those that joined last and are neither
+        reserved nor pinned. Only if these are too few, pinned ones are named, too."""
+        live = sorted(self._pool.live_unreserved(), key=lambda one: (one.is_pinned, -one.index))
+        return [state.name for state in live[:number]]
+
+    async def leave(self, name: str) -> Replica:
+        """Take a replica out of service. It gets no further request; its requests continue on
+        others with their tokens. A pinned replica first serves its pin, and a pause is waited for.
+        Returns the replica once nothing runs on it, or it is dead; it can then be closed.
+        """
+        (state,) = (one for one in self._pool.all if one.name == name)
+        self._pool.set_leaving(state)
+        await self._pool.wait_until(
+            lambda: not (state.is_pinned or self._pool.is_paused) or not state.is_live
+        )
+        await asyncio.sleep(0)  # a piece that was just placed here is sent, so it can be aborted
+        while state.is_live:
+            await self._requests.cut(state)
+            await self._pool.wait_until(
+                lambda: state.outstanding_requests == 0 or not state.is_live
+            )
+            await self._requests.read(state)  # its last counts
+            if state.outstanding_requests == 0:
+                self._pool.mark_left(state)
+        return state.replica
 
     def give_up(self, is_lost: Callable[[str], bool], error: ReplicaError) -> None:
         """Mark every replica dead for which ``is_lost(name)`` is true, even if it still answers.

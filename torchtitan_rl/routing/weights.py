@@ -219,7 +219,7 @@ class WeightSync:
             stage_s=max((pull.stage_s for pull in pulls), default=0.0),
             pull_s=max((pull.pull_s for pull in pulls), default=0.0),
             pulls=tuple(pull.report for pull in pulls),
-            lost=tuple(state.name for state in self._pool.all if not state.is_live),
+            lost=tuple(one.name for one in self._pool.all if one.phase is Phase.DEAD),
             lagging=tuple(state.name for state in lagging),
             held=tuple(state.name for state in behind if state not in lagging),
         )

@@ -215,7 +215,7 @@ class _Run:
                 ),
                 config=config.rollout,
                 active_time=router.active_time,
-                num_replicas=len(replicas),
+                num_replicas=lambda: router.num_unreserved,
                 places=places,
             ),
             batcher=_count,

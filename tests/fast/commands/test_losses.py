@@ -17,11 +17,13 @@ from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.run import RunProcesses
 from torchtitan_rl.commands.losses import FailureHandling
 from torchtitan_rl.commands.train import _export, _Run
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.plan import ProcessGroup, ProcessPlan
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
-from torchtitan_rl.errors import HostLostError, RunTakenOverError
+from torchtitan_rl.errors import ConfigError, HostLostError, RunTakenOverError
 from torchtitan_rl.failures import Failure
+from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.observability.recorder import RunRecorder
 from torchtitan_rl.orchestration.run_state import Unshared
 from torchtitan_rl.routing.replicas import Phase
@@ -73,6 +75,7 @@ class Run:
             trainers=[cast(Any, self.trainer)],
             replicas=[],
             teachers={},
+            groups={group.name: group for group in groups},
             endpoint=None,
             prepared=self.prepared,
             hosts=Hosts(),
@@ -117,6 +120,51 @@ def test_a_trainer_whose_host_was_lost_is_not_started_again() -> None:
             assert len(run.trainer.lost) == 1
             with pytest.raises(HostLostError, match="no answer for 15 s"):
                 await run.losses._start_trainer(run.processes)
+
+    run_virtually(play())
+
+
+def test_added_replicas_are_on_the_hosts_of_the_plan_and_are_lost_with_them(monkeypatch) -> None:
+    async def play() -> None:
+        run = Run(max_restarts=0)
+
+        async def restart(_: RunProcesses, first: str, name: str) -> GatedReplica:
+            assert (first, run.losses._host_of(name)) in (("replica2", 1), ("replica3", 2))
+            return GatedReplica(name)
+
+        monkeypatch.setattr(RunProcesses, "restart", restart)
+        hosts = tuple(HostFacts(address="", num_cores=4, memory_bytes=1) for _ in range(3))
+        plan = replace(run.prepared.plan, hosts=hosts)
+        run.losses._prepared = replace(run.prepared, plan=plan)
+        with pytest.raises(ConfigError, match="the run is still starting"):
+            await run.losses.scale(4)
+        async with run.going():
+            four = "4 replicas: replica0, replica1, replica2, replica3"
+            assert await run.losses.scale(4) == four
+            run.losses._on_host_lost(2, "no answer for 15 s")
+            await settle()
+            states = run.router.states()
+            assert {name for name in states if states[name] is DEAD} == {"replica1", "replica3"}
+            assert await run.losses.scale(1) == "1 replica: replica0"
+
+    run_virtually(play())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"mode": "train"}, "only trains"),
+        ({"placement": "colocated"}, "with placement colocated"),
+        ({"generator": GeneratorConfig(endpoint="http://host:1")}, "generator.endpoint"),
+    ],
+)
+def test_runs_without_replicas_of_their_own_refuse_another_number(changes, why) -> None:
+    async def play() -> None:
+        run = Run()
+        run.losses._prepared = replace(run.prepared, config=replace(TINY, **changes))
+        async with run.going():
+            with pytest.raises(ConfigError, match=why):
+                await run.losses.scale(2)
 
     run_virtually(play())
 

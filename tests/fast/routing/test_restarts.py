@@ -56,7 +56,7 @@ class Machine:
             **options,
         )
         async with restarts:
-            yield
+            yield restarts
 
 
 def test_a_replica_that_was_lost_is_closed_and_another_takes_its_place():

@@ -53,11 +53,13 @@ class RunProcesses:
     """The processes of a run. ``replicas`` grows when lost replicas are started again; it is empty
     in a run that only trains. ``teachers`` are the replicas of each teacher's checkpoint; they grow
     in the same way, and so do ``trainers``, which are empty in a run that only generates.
+    ``groups`` are the planned and the added replicas, and those of teachers, by first name.
     ``weights`` fetches the trainer's weights to the replicas' hosts, by ``transport``."""
 
     trainers: list[MonarchTrainer]
     replicas: list[MonarchReplica | ServedReplica]
     teachers: dict[str, list[MonarchReplica]]
+    groups: dict[str, ProcessGroup]
     endpoint: MonarchEndpoint | None
     prepared: PreparedRun
     hosts: Hosts
@@ -87,20 +89,18 @@ class RunProcesses:
         return trainer
 
     async def restart(self, first: str, name: str) -> MonarchReplica | ServedReplica:
-        """Start the replica that the plan calls ``first`` again, under the new ``name``. The
-        processes of the lost replica must have ended.
+        """Start a replica of the group ``first``, again or for the first time, under the new
+        ``name``. The processes of a lost replica must have ended.
 
         Raises:
             ReplicaError, DeadlineError: the replica did not start.
         """
-        plan = self.prepared.plan
         if self.prepared.config.generator.endpoint and first == replica_name(0):
             served = await _served_replica(self.prepared, name, patience_s=EXPECTED_S)
             self.replicas.append(served)
             return served
         source = {group.name: source for group, source in _teacher_groups(self.prepared)}.get(first)
-        (group,) = (one for one in (*plan.replicas, *plan.teachers) if one.name == first)
-        group = replace(group, name=name)
+        group = replace(self.groups[first], name=name)
         if source is None:
             spec = _generator_spec(self.prepared, group, trace_dir=self.trace_dir)
         else:
@@ -182,6 +182,7 @@ async def run_processes(
             trainers=trainers,
             replicas=replicas,
             teachers=teachers,
+            groups={group.name: group for group in (*plan.replicas, *plan.teachers)},
             endpoint=endpoint,
             prepared=prepared,
             hosts=hosts,
