@@ -206,7 +206,7 @@ def profile_run(run_dir: Path) -> Profile:
         )
     replicas = _number(run.identity, "generator.replicas")
     fetched = sum(values("sync/host_fetch_bytes")), sum(values("sync/host_fetch_s"))
-    kv_tokens = max(values("engine/kv_cache_tokens"), default=0.0) / replicas
+    kv_tokens = max(values("engine/kv_cache_tokens", per="engine/replicas"), default=0.0)
     return Profile(
         source=str(run_dir),
         steps=len(rows),
@@ -329,7 +329,11 @@ def _line(
 
 
 def _losses(run: RecordedRun, rows: Sequence[Row], replicas: int) -> Losses:
-    seconds = sum(value_in(row, "time/step_s") or 0.0 for row in rows)
+    # The number may have changed during the run.
+    seconds = sum(
+        (value_in(row, "engine/replicas") or replicas) * (value_in(row, "time/step_s") or 0.0)
+        for row in rows
+    )
     try:
         found = [row for row in read_failures(run.run_dir) if row.get("part") == Part.REPLICA]
     except OutputError as error:
@@ -338,7 +342,7 @@ def _losses(run: RecordedRun, rows: Sequence[Row], replicas: int) -> Losses:
     served = [row["serve_s"] for row in found if row.get("serve_s") is not None]
     return Losses(
         lost_replicas=len(found),
-        replica_hours=replicas * seconds / 3600,
+        replica_hours=seconds / 3600,
         detect_s=fmean(silent or [0.0]),
         restart_s=fmean(served or _starts_s(run.run_dir / "traces") or [0.0]),
     )

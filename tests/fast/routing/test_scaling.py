@@ -69,7 +69,9 @@ def test_what_runs_on_a_replica_that_leaves_continues_elsewhere_and_sessions_mov
             )
             assert len(last.served) == 6
             accounts = await machine.router.account()
-            assert [(one.lost, one.unaccounted or 0) for one in accounts.values()] == [(0, 0)] * 3
+            assert {one.unaccounted for one in accounts.values()} == {0, None}
+            left = [accounts[name] for name in ("replica1", "replica2")]
+            assert [(one.sampled, one.lost) for one in left] == [(0, 0), (0, 0)]
         assert machine.router.states() == {"replica0": Phase.SERVING}
         assert machine.failures == []
 
@@ -116,6 +118,22 @@ def test_a_replica_that_does_not_start_is_an_error_and_the_others_serve():
             assert machine.replicas["replica3"].is_closed
             await settle()
         assert machine.router.versions().keys() == {"replica0", "replica2"}
+
+    run_virtually(play())
+
+
+def test_restarts_end_first_so_that_lost_replicas_count():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        async with machine.restarting() as restarts:
+            machine.can_start.clear()
+            machine.kill("replica1")
+            await settle()
+            scaling = asyncio.create_task(restarts.scale(2, names("replica2")))
+            await settle()
+            assert restarts.waits_for == "replicas that start"
+            machine.can_start.set()
+            assert await scaling == "2 replicas: replica0, replica1-2"
 
     run_virtually(play())
 
@@ -203,6 +221,7 @@ def test_whenever_a_run_has_1_then_3_then_1_replicas_nothing_is_lost(tmp_path, m
         assert all(one.is_dead and one.requested and not one.lost for one in left)
         records = simulation.recorder.accounts
         assert [(one.lost, one.unaccounted) for one in records] == [(0, 0)] * len(records)
+        assert records[-1].sampled == sum(one.sampled for one in simulation.replicas)
         assert max(simulation.trainer.ages) <= 1
         groups = [group for record in simulation.recorder.steps for group in record.groups]
         assert not any(one.status.is_failure for group in groups for one in group.rollouts)
