@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,7 @@ class FailureHandling:
         self._max_trainer_restarts = prepared.config.trainer.max_restarts
         self._run_dir = prepared.config.run_dir.absolute()
         self._log_dir = prepared.config.log_dir.absolute()
-        self._say = recorder.say
+        self._recorder, self._say = recorder, recorder.say
         self._on_failure = recorder.record_failure
         self._watch: HostWatch | None = None
         if hosts is not None:
@@ -139,7 +140,11 @@ class FailureHandling:
             processes.groups.update({group.name: group for group in more})
             return [group.name for group in more]
 
-        return await self._restarts.scale(number, plan)
+        try:
+            return await self._restarts.scale(number, plan)
+        finally:
+            live = tuple(processes.groups[first_name(name)] for name in router.versions())
+            self._recorder.num_devices = replace(self._plan, replicas=live).num_devices
 
     @property
     def scaling_waits_for(self) -> str:

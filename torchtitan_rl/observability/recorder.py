@@ -124,7 +124,7 @@ class RunRecorder:
             shares_cores=plan.shares_cores,
         )
         self._shares_cores = plan.shares_cores
-        self._num_devices, self._dollars_per_hour = plan.num_devices, metrics.dollars_per_hour
+        self.num_devices, self._dollars_per_hour = plan.num_devices, metrics.dollars_per_hour
         self._dtype = "float32" if plan.device == "cpu" else config.policy.dtype
         self._keeps_old_kv = not config.weight_sync.recompute_running_on_pull
         self._warnings: list[str] = []
@@ -235,7 +235,7 @@ class RunRecorder:
         if self._engines is not None:
             metrics |= self._engines.take()
         metrics |= cost_metrics(
-            record, num_devices=self._num_devices, dollars_per_hour=self._dollars_per_hour
+            record, num_devices=self.num_devices, dollars_per_hour=self._dollars_per_hour
         )
         metrics |= self._take_endpoint()
         metrics |= self._take_teachers()

@@ -85,10 +85,10 @@ class Run:
             trace_dir=None,
         )
         self.router = GeneratorRouter([GatedReplica("replica0"), GatedReplica("replica1")])
-        recorder = SimpleNamespace(
+        self.recorder = SimpleNamespace(
             say=self.said.append, trace_dir=None, record_failure=self.failures.append
         )
-        self.losses = FailureHandling(self.prepared, None, cast(RunRecorder, recorder))
+        self.losses = FailureHandling(self.prepared, None, cast(RunRecorder, self.recorder))
 
     @asynccontextmanager
     async def going(self) -> AsyncIterator[None]:
@@ -141,11 +141,13 @@ def test_added_replicas_are_on_the_hosts_of_the_plan_and_are_lost_with_them(monk
         async with run.going():
             four = "4 replicas: replica0, replica1, replica2, replica3"
             assert await run.losses.scale(4) == four
+            assert run.recorder.num_devices == 3  # without CUDA, hosts
             run.losses._on_host_lost(2, "no answer for 15 s")
             await settle()
             states = run.router.states()
             assert {name for name in states if states[name] is DEAD} == {"replica1", "replica3"}
             assert await run.losses.scale(1) == "1 replica: replica0"
+            assert run.recorder.num_devices == 2
 
     run_virtually(play())
 
