@@ -69,9 +69,15 @@ class ModelSize:
 
 
 def warm_start(
-    config: WarmStart, tokenizer: Any, size: ModelSize, demonstrate: Demonstrate
+    config: WarmStart,
+    tokenizer: Any,
+    size: ModelSize,
+    demonstrate: Demonstrate,
+    *,
+    write: Callable[..., None] | None = None,
 ) -> None:
-    """Train from random weights, and write the policy (bfloat16)."""
+    """Train from random weights, and write the policy (bfloat16). ``write`` writes the random
+    weights in place of `write_untrained`, for other families."""
     from torchtitan_rl import PolicyTrainer
 
     num_steps = config.right_steps + config.careless_steps
@@ -87,7 +93,7 @@ def warm_start(
     per_step = config.demonstrations_per_step
     with tempfile.TemporaryDirectory() as folder:
         untrained = Path(folder) / "untrained"
-        write_untrained(untrained, tokenizer, size, seed=config.seed)
+        (write or write_untrained)(untrained, tokenizer, size, seed=config.seed)
         trainer = PolicyTrainer(untrained, trainer_config, seed=config.seed, max_steps=num_steps)
         for step in range(num_steps):
             is_careless = step >= config.right_steps

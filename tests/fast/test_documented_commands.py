@@ -57,6 +57,7 @@ NOT_RUN = {
     r"make |source ": "sets up: CI runs it, except for `make demo` (tests/real/test_main_job.py)",
     r"python -m torchtitan_rl\.experiments\.\S+warm_start": "trains for minutes; the "
     "policies that it made are in the package",
+    r"torchtitan-rl train \S+pictures/": "needs torchvision: tests/real/test_images.py",
     r"python -m benchmarks": "takes an hour: tests/real/test_benchmarks.py",
     r"hf |torchtitan-rl train gsm8k_smollm2": "needs the network: tests/real/test_data_tasks.py",
     r"torchtitan-rl retriever ": "serves: tests/fast/commands/test_retriever.py",

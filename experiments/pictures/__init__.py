@@ -1,0 +1,1 @@
+"""Questions about made pictures, for a small policy that takes images."""
