@@ -32,7 +32,7 @@ _ONCE_FAILED = [
 _RESTARTS = [7, 35, 43, 56]
 _ELASTIC = [*range(5), 5217]  # a probe that was cancelled while it was aborted
 _CONVERSATIONS = [*range(4, 14), 27]
-_TENANTS = [*range(7), 19, 29]  # 19: calls are sent twice; 29: requests fail, their tokens count
+_TENANTS = [*range(7), 25, 29]  # 25: calls are sent twice; 29: requests fail, their tokens count
 
 
 @pytest.fixture(scope="module")

@@ -63,8 +63,9 @@ def mark_of(run: str, version: int, weights: int) -> int:
 
 
 def token_of(request_id: str, before: tuple[int, ...], mark: int) -> tuple[int, float]:
-    """The token after these, and its logprob, with this adapter. Interruptions change nothing."""
-    seed = zlib.crc32(request_id.partition("#")[0].encode())
+    """The token after these, and its logprob, with this adapter. Interruptions do not change it,
+    nor does the turn's number: a branch that begins again after a resume has another one."""
+    seed = zlib.crc32(request_id.partition("#")[0].rpartition("/")[0].encode())
     return scripted_token(before, seed=seed, version=mark, vocab_size=VOCAB)
 
 
