@@ -52,7 +52,7 @@ test-fast: setup
 
 soak: setup
 	mkdir -p outputs
-	for kind in rollouts restarts elastic conversations tenants; do $(BIN)/python -m tests.campaign --of $$kind \
+	for kind in rollouts restarts elastic agents conversations tenants; do $(BIN)/python -m tests.campaign --of $$kind \
 	--first 1000 --seconds 1200 --jobs $$(nproc) --out outputs/campaign-$$kind.txt || exit 1; done
 	$(BIN)/python -m pytest -m soak tests
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -m "not soak" tests/fast

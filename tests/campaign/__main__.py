@@ -36,7 +36,7 @@ def _give_up(number: int, frame: object) -> None:
 def prepare_process() -> None:
     """Of a process that runs cases: quiet about what a kill abandons, and bounded."""
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     sys.unraisablehook = lambda args: None
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     signal.signal(signal.SIGALRM, _give_up)

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
+from tests.campaign.agents import draw_agents, draw_losses_of_endpoint
 from tests.campaign.conversations import (
     CONVERSATION_RULES,
     ConversationsPlan,
@@ -22,6 +23,7 @@ from tests.campaign.faults import (
     draw_faults_and_scalings,
 )
 from tests.campaign.invariants import (
+    AGENT_RULES,
     ROLLOUT_RULES,
     Rule,
     Violation,
@@ -36,7 +38,7 @@ from tests.campaign.tenants import TenantsPlan, draw_tenants, play
 
 _MEMORY = Path("/dev/shm")
 
-Kind = Literal["rollouts", "restarts", "elastic", "conversations", "tenants"]
+Kind = Literal["rollouts", "restarts", "elastic", "agents", "conversations", "tenants"]
 
 
 class _Parts(NamedTuple):
@@ -57,6 +59,7 @@ _PARTS: dict[Kind, _Parts] = {
     "elastic": _Parts(
         draw_elastic, draw_faults_and_scalings, ROLLOUT_RULES, equals_the_undisturbed_run
     ),
+    "agents": _Parts(draw_agents, draw_losses_of_endpoint, AGENT_RULES, equals_the_undisturbed_run),
     "conversations": _Parts(
         draw_conversations,
         draw_faults,

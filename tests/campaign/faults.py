@@ -62,7 +62,7 @@ ACTIONS: dict[str, list[str]] = {
 }
 """What can happen at each kind of point."""
 
-HARMLESS = {"stop", "cancel", "kill", "torn", "block", "slow", "grow", *_HTTP}
+HARMLESS = {"stop", "cancel", "kill", "torn", "block", "slow", "grow", "lose_endpoint", *_HTTP}
 """After these a run at S = 0 arrives at the weights of an undisturbed one."""
 
 _RARE = {"trainer": 6, "replica": 4, "env": 2, "reward": 2, "teacher": 2, "dataset": 1, "disk": 4}
@@ -77,9 +77,9 @@ def draw_faults(seed: int, life: int, dry: Machine) -> list[Fault]:
     faults = [_of_a_part(rng, dry) for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 3]))]
     ending = rng.choice(["kill", "kill", "stop", "stop", "cancel", "block", "disk_full", ""])
     if ending:
-        faults.append(_at_an_await(rng, dry, ending))
+        faults.append(at_an_await(rng, dry, ending))
     if ending == "stop" and rng.random() < 0.3:
-        faults.append(_at_an_await(rng, dry, rng.choice(["cancel", "kill"])))
+        faults.append(at_an_await(rng, dry, rng.choice(["cancel", "kill"])))
     return faults + _idle_trainer(random.Random(f"idle trainer {seed} {life}"), dry)
 
 
@@ -100,7 +100,7 @@ def draw_faults_and_scalings(seed: int, life: int, dry: Machine) -> list[Fault]:
     """As `draw_faults_and_losses`, and replicas are added and removed."""
     rng = random.Random(f"scalings {seed} {life}")
     changes = rng.choices(["grow", "shrink"], k=rng.randint(1, 4))
-    faults = [_at_an_await(rng, dry, change) for change in changes]
+    faults = [at_an_await(rng, dry, change) for change in changes]
     if rng.random() < 0.4:
         replicas = {point.partition(".")[0] for point in dry.counts["call"]}
         added = f"r{sum(_REPLICA_NAME.match(f'{name}.') is not None for name in replicas)}"
@@ -156,7 +156,7 @@ def draw_server_faults(seed: int, life: int, dry: Machine) -> list[Fault]:
     rng = random.Random(f"server {seed} {life}")
     faults = [_of_a_part(rng, dry) for _ in range(rng.choice([0, 0, 1, 2])) if _points(dry)]
     ending = rng.choice(["kill", "kill", "stop", "block", "", ""])
-    return faults + ([_at_an_await(rng, dry, ending)] if ending else [])
+    return faults + ([at_an_await(rng, dry, ending)] if ending else [])
 
 
 def _idle_trainer(rng: random.Random, dry: Machine) -> list[Fault]:
@@ -172,7 +172,7 @@ def _idle_trainer(rng: random.Random, dry: Machine) -> list[Fault]:
     ]
 
 
-def _at_an_await(rng: random.Random, dry: Machine, action: str) -> Fault:
+def at_an_await(rng: random.Random, dry: Machine, action: str) -> Fault:
     seconds = 0.0
     if action == "block":
         seconds = rng.choice([0.5, 5.0, 70.0, 700.0])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from tests.campaign.agents import AgentsPlan
 from tests.campaign.faults import HARMLESS
 from tests.campaign.lives import Ending, Life
 from tests.campaign.machine import Fault
@@ -19,6 +20,7 @@ from torchtitan_rl.audit.run import audit
 from torchtitan_rl.errors import (
     CheckpointError,
     DivergedError,
+    EndpointLostError,
     NothingTrainedError,
     OutputError,
     ReplicaError,
@@ -109,6 +111,10 @@ def _may_end_a_run(life: Life, error: type, strike: tuple[str, str]) -> bool:
         return not able or action in ("late", "slow")
     if point == "teacher.score":
         return issubclass(error, TeacherError)
+    if action == "lose_endpoint":
+        assert isinstance(life.plan, AgentsPlan)
+        is_lost = issubclass(error, EndpointLostError)
+        return is_lost and _num(life, action) > life.plan.endpoint_restarts
     if action in ("no_space", "disk_full"):
         return point in ("journal", "rows") or issubclass(
             error, (JournalError, CheckpointError, OutputError)
@@ -225,6 +231,8 @@ def saves_what_it_has(life: Life) -> Iterator[str]:
         return
     if isinstance(life.error, (DivergedError, TrainerLostError, CheckpointError)):
         return
+    if isinstance(life.error, EndpointLostError):  # the run is cancelled
+        return
     if life.excuse and isinstance(life.error, ReplicaError):  # it had no server to begin with
         return
     if any(point.startswith("trainer") or act == "block" for point, act in _strikes(life)):
@@ -255,6 +263,19 @@ def lets_no_rollout_wait(life: Life) -> Iterator[str]:
     strange = [r for group in groups for r in group.rollouts if r.status not in _USUAL]
     if strange:
         yield f"{len(strange)}, such as {strange[0].rollout_id}: {strange[0].status}"
+
+
+def runs_no_request_of_an_agent_twice(life: Life) -> Iterator[str]:
+    """An agent repeats the requests that a lost endpoint did not answer; they are no more turns."""
+    if life.simulation is None or any(one.fault.seconds > 5.0 for one in life.machine.fired):
+        return
+    for record in life.simulation.recorder.steps:
+        for rollout in (one for group in record.groups for one in group.rollouts):
+            if rollout.status is not RolloutStatus.COMPLETED:
+                continue
+            num_seen = sum(turn.is_seen for turn in rollout.turns)
+            if not num_seen == len(rollout.turns) == life.plan.turns:
+                yield f"{rollout.rollout_id}: {len(rollout.turns)} turns, {num_seen} of them seen"
 
 
 def validates_undisturbed(life: Life) -> Iterator[str]:
@@ -325,3 +346,5 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     lets_no_rollout_wait,
     validates_undisturbed,
 )
+
+AGENT_RULES: tuple[Rule, ...] = (*ROLLOUT_RULES, runs_no_request_of_an_agent_twice)

@@ -138,6 +138,7 @@ async def supervise(life: Life, loop: CampaignLoop, *, resume: bool) -> None:
     life.machine.controls["stop"] = lambda: _signal(life, main, cancel=False)
     life.machine.controls["grow"] = lambda: _scale(life, 1)
     life.machine.controls["shrink"] = lambda: _scale(life, -2)
+    life.machine.controls["lose_endpoint"] = lambda: None  # until it is there
     await asyncio.wait({main}, timeout=LIMIT_S)
     if not main.done():
         life.ending = Ending.HUNG
@@ -193,7 +194,7 @@ async def _main(life: Life, resume: bool) -> None:
         async with AsyncExitStack() as stack:
             for one in simulation.alongside():
                 await stack.enter_async_context(one)
-            await simulation.controller.run(resume_from=found)
+            await simulation.train(resume_from=found)
             await (simulation.restarted or simulation.trainer).export_hf(root)
     finally:
         rows.close()

@@ -51,7 +51,9 @@ class CampaignPlan(Plan):
         return replace(run_config(self), output_dir=root.parent, name=root.name)
 
     def simulation(self, root: Path, fate: Fate, recorder: Recorder) -> Simulation:
-        rubric = _rubric(self, fate)
+        return self.make(root, _rubric(self, fate), fate, recorder)
+
+    def make(self, root: Path, rubric: Rubric | None, fate: Fate, recorder: Recorder) -> Simulation:
         return Simulation(self, root, fate=fate, recorder=recorder, rubric=rubric)
 
     def describe(self) -> str:

@@ -31,6 +31,7 @@ _ONCE_FAILED = [
 # wrong rows or references, and where the references cannot be written.
 _RESTARTS = [7, 35, 43, 56]
 _ELASTIC = [*range(5), 5217]  # a probe that was cancelled while it was aborted
+_AGENTS = [0, 13]  # 0 fails where repeated requests are run again
 _CONVERSATIONS = [*range(4, 14), 27]
 _TENANTS = [*range(7), 25, 29]  # 25: calls are sent twice; 29: requests fail, their tokens count
 
@@ -45,6 +46,7 @@ def cases() -> list[Case]:
                 ("rollouts", [*range(_CASES), *_ONCE_FAILED]),
                 ("restarts", _RESTARTS),
                 ("elastic", _ELASTIC),
+                ("agents", _AGENTS),
                 ("conversations", _CONVERSATIONS),
                 ("tenants", _TENANTS),
             )

@@ -4,7 +4,9 @@ test_async_run for the controller, test_other_users for an endpoint that is not 
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -110,17 +112,23 @@ def test_a_replica_of_serve_returns(tmp_path):
 AGENT = ROOT / "configs" / "calculator_agent_tiny.py"
 
 
+def connections(process: psutil.Process, status: str) -> list[Any]:
+    return [one for one in process.net_connections("inet") if one.status == status]
+
+
 @pytest.mark.soak
 def test_a_killed_and_a_stopped_endpoint_return_on_their_port_and_agents_lose_no_turn(tmp_path):
-    more = ("--num-steps", "12", "--endpoint.max-restarts", "3", *ONE_REPLICA)
+    more = ("--num-steps", "10", "--endpoint.max-restarts", "3", *ONE_REPLICA)
     words = [str(AGENT), *SMALL, "--output-dir", str(tmp_path), "--name", "run", *more]
     run, run_dir = Run(words, log=tmp_path / "log"), tmp_path / "run"
     await_first_step(run, run_dir)
     ports = set()
     for number, name in enumerate(["endpoint", "endpoint-2", "endpoint-3"], start=1):
         process = run.process_of(f"{name}-rank0")
-        connections = process.net_connections("inet")
-        ports |= {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+        ports |= {one.laddr.port for one in connections(process, psutil.CONN_LISTEN)}
+        while len(connections(process, psutil.CONN_ESTABLISHED)) < 8:
+            assert run.process.poll() is None
+        time.sleep(0.3)  # until requests of some of these agents have reached the engine
         process.kill() if number < 3 else process.suspend()
         again = f"endpoint-{number + 1} serves again"
         run.wait_until(lambda again=again: again in run.log.read_text(), again)

@@ -97,7 +97,8 @@ class FrontEnd:
             body = await request.json()
             streams = bool(body.get("stream"))
             name = request.headers.get("x-request-id", uuid.uuid4().hex)
-            pieces = self.pieces(f"chatcmpl-{name}", streams, body.get("seed", 0))
+            prompt = tuple(body.get("prompt", (1, body.get("seed", 0))))
+            pieces = self.pieces(f"chatcmpl-{name}", streams, prompt)
             close_at_end(pieces.aclose)
             if streams:
                 first = await anext(pieces)
@@ -116,7 +117,7 @@ class FrontEnd:
 
         return app
 
-    async def pieces(self, name: str, streams: bool, seed: int) -> AsyncIterator[Any]:
+    async def pieces(self, name: str, streams: bool, prompt: tuple[int, ...]) -> AsyncIterator[Any]:
         self.num_asked += 1
         if self.is_dead:
             yield End(call_id="", error=RefusedError(*FAILED))
@@ -125,7 +126,7 @@ class FrontEnd:
         events = self.waiting[request_id] = asyncio.Queue()
         request = GenerationRequest(
             request_id=request_id,
-            prompt_token_ids=(1, seed),
+            prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=MAX_TOKENS),
             session_id=session_id.get(),
         )

@@ -39,9 +39,10 @@ from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
 from torchtitan_rl.rollout.task import Task
+from torchtitan_rl.rollout.tree import RolloutEnv
 from torchtitan_rl.routing.restarts import ReplicaRestarts
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.types import Completion, GenerationRequest, Problem
 from torchtitan_rl.weights.config import WeightSyncConfig
@@ -78,6 +79,7 @@ class Plan(Habits):
     max_wait_s: float = 100_000.0
     mode: str = "hot_swap"
     env_kind: str = "replays"
+    spare_turns: int = 0  # that rollouts may take and environments do not
     problems: int = 7
     adapts: bool = False  # the dataset, to what came of its problems
     token_s: float = 0.1
@@ -158,9 +160,7 @@ class Simulation:
         )
         self.rollouter = Rollouter(
             generate=self.router.generate,
-            environment=lambda problem: ENVIRONMENTS[plan.env_kind](
-                problem, plan, chance, self.answered, fate
-            ),
+            environment=lambda problem: self.environment(problem),
             config=self.config.rollout,
             rubric=rubric,
             active_time=self.router.active_time,
@@ -197,12 +197,20 @@ class Simulation:
     async def run(self, *, resume: bool = False) -> None:
         found = self.checkpoints.newest(checksums=True) if resume else None
         try:
-            await self.controller.run(resume_from=found)
+            await self.train(resume_from=found)
             await self.trainer.export_hf(self.checkpoints.path(0))
         finally:
             await self.close_trainer()
             assert not self.trainer.complaints
             assert not any(record.unaccounted for record in self.recorder.accounts)
+
+    async def train(self, *, resume_from: NewestCheckpoint | None) -> None:
+        await self.controller.run(resume_from=resume_from)
+
+    def environment(self, problem: Problem) -> RolloutEnv:
+        """Make the environment of a rollout."""
+        make = ENVIRONMENTS[self.plan.env_kind]
+        return make(problem, self.plan, self.chance, self.answered, self.fate)
 
     def on_ended(self, request: GenerationRequest, done: Completion, is_given: bool) -> None:
         self.ledger.on_ended(request, done, is_given)
@@ -293,7 +301,7 @@ def run_config(plan: Plan) -> RunConfig:
         rollout=RolloutConfig(
             groups_per_step=plan.groups_per_step,
             group_size=plan.group_size,
-            max_turns=plan.turns,
+            max_turns=plan.turns + plan.spare_turns,
             max_total_tokens=200,
             step_timeout_s=plan.env_timeout_s,
             rollout_timeout_s=plan.rollout_timeout_s,

@@ -152,8 +152,8 @@ def _payload(call: Call[Any]) -> str:
     payload = call.payload
     if not isinstance(payload, GenerationRequest):
         return repr(payload)
-    rest = replace(payload, request_id="", prompt_token_ids=())
-    return f"{hash(payload.prompt_token_ids)} {rest!r}"
+    rest = replace(payload, request_id="", prompt_token_ids=(), images=())
+    return f"{hash((payload.prompt_token_ids, payload.images))} {rest!r}"
 
 
 def _num_values(result: Any) -> int:
