@@ -28,6 +28,7 @@ import numpy.typing as npt
 MAX_IMAGE_BYTES = 20 << 20
 MAX_IMAGES = 16  # of a request to the endpoint
 MAX_IMAGE_PIXELS = 1 << 24  # of an image before it is scaled
+_MAX_SCANS = 64  # of a JPEG file; each of a few bytes may take 50 ms, and cameras write about ten
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
 _FORMATS = ("PNG", "JPEG", "WEBP", "MPO")  # MPO: JPEG files of telephones
 _DATA_URL_TYPES = ("image/png", "image/jpeg", "image/webp")
@@ -158,9 +159,8 @@ def _contents(source: Any) -> bytes:
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         try:
-            if path.stat().st_size > MAX_IMAGE_BYTES:
-                raise ValueError(f"image {path} has more than {MAX_IMAGE_BYTES} bytes")
-            return path.read_bytes()
+            with path.open("rb") as file:
+                source = file.read(MAX_IMAGE_BYTES + 1)  # devices say that they have no bytes
         except OSError as error:
             raise ValueError(f"image {path} cannot be read: {error}") from error
     if not isinstance(source, bytes):
@@ -174,20 +174,23 @@ def _opened(data: bytes) -> Any:
     from PIL import Image
 
     try:
-        return Image.open(io.BytesIO(data), formats=_FORMATS)
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except Image.DecompressionBombError as error:
         raise ValueError(f"an image has more than {MAX_IMAGE_PIXELS} pixels") from error
     except Exception as error:  # Pillow's readers raise errors of many types
         raise ValueError("an image is no valid PNG, JPEG or WebP file") from error
+    if image.format in ("JPEG", "MPO") and data.count(b"\xff\xda") > _MAX_SCANS:
+        raise ValueError(f"a JPEG image has more than {_MAX_SCANS} scans: save it again")
+    return image
 
 
 def _decoded(image: Any) -> Any:
     """Return the whole image in RGB; transparent parts become white."""
     from PIL import Image, ImageOps
 
-    if image.width * image.height > MAX_IMAGE_PIXELS:
+    if not 0 < image.width * image.height <= MAX_IMAGE_PIXELS:
         raise ValueError(
-            f"an image has {image.width} x {image.height} pixels: give at most {MAX_IMAGE_PIXELS} "
+            f"an image has {image.width} x {image.height} pixels: give 1 to {MAX_IMAGE_PIXELS} "
             "in all"
         )
     try:
@@ -195,6 +198,10 @@ def _decoded(image: Any) -> Any:
             raise ValueError("an image is animated: give one picture")
         image.load()
         image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):  # Pillow would cut values off at 255
+            image = image.point(lambda value: value * (1 / 256)).convert("L")
+        if image.mode in ("I", "F"):
+            raise ValueError(f"an image has values of mode {image.mode}: give 8 or 16 bits each")
         if image.has_transparency_data:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, "WHITE")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.support.episodes import make_episode
 from tests.support.images import PREPROCESSOR, file_of, made_image, picture, write_image_files
@@ -80,6 +81,13 @@ def png_of(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
 
 
+def jpeg_of_many_scans(number: int) -> bytes:
+    """A small file that takes long: its last scan is repeated."""
+    whole = file_of(picture(30, 30), "JPEG", progressive=True)
+    last, end = whole.rindex(b"\xff\xda"), whole.rindex(b"\xff\xd9")
+    return whole[:end] + whole[last:end] * number + whole[end:]
+
+
 @functools.cache
 def hostile_files() -> dict[str, bytes]:
     small, whole = picture(30, 30), file_of(picture(60, 60))
@@ -98,6 +106,7 @@ def hostile_files() -> dict[str, bytes]:
         ),
         "a line": file_of(picture(1, 300)),
         "too many bytes": bytes(MAX_IMAGE_BYTES + 1),
+        "a JPEG of many scans": jpeg_of_many_scans(64),
     }
 
 
@@ -105,6 +114,19 @@ def hostile_files() -> dict[str, bytes]:
 def test_a_hostile_file_is_one_clear_error(name: str, reader: ImageReader) -> None:
     with pytest.raises(ValueError, match=r"image|aspect ratio"):
         reader.read(hostile_files()[name])
+
+
+def test_a_source_without_pixels_or_end_is_one_clear_error(reader: ImageReader) -> None:
+    for source in (Image.new("RGB", (0, 5)), Image.new("F", (60, 60)), "/dev/zero"):
+        with pytest.raises(ValueError, match="image"):
+            reader.read(source)
+
+
+def test_gray_values_of_16_bits_are_scaled_to_8(reader: ImageReader) -> None:
+    gray = Image.fromarray(np.full((56, 56), 0x4080, dtype=np.uint16))
+    for source in (gray, file_of(gray)):
+        stored = Image.open(io.BytesIO(reader.read(source).data))
+        assert stored.getpixel((5, 5)) == (0x40, 0x40, 0x40)
 
 
 @pytest.mark.parametrize(
