@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -90,7 +91,7 @@ def test_killed_and_stopped_replicas_return_once_they_answer_like_another(tmp_pa
 
 
 @pytest.mark.soak
-def test_a_replica_of_serve_returns(tmp_path):
+def test_a_replica_and_the_endpoint_of_serve_return(tmp_path):
     server = serve(tmp_path, POLICY, "--generator.replicas", "2")
     try:
         server.run.process_of("replica1-rank0").kill()
@@ -102,6 +103,14 @@ def test_a_replica_of_serve_returns(tmp_path):
             server.run.log.read_text()
         )
         server.wait_until(lambda: server.gauge("replicas_live") == 2, "two replicas")
+        endpoint = server.run.process_of("endpoint-rank0")
+        endpoint.kill()
+        endpoint.wait(60)
+        answer = httpx.get(f"{server.url}/v1/models", timeout=300)  # waits for the next process
+        assert answer.status_code == 200
+        server.wait_until(
+            lambda: "failure of endpoint" in server.run.log.read_text(), "the report of the loss"
+        )
         server.run.process.terminate()
         assert server.run.wait() == 128 + signal.SIGTERM
         assert server.run.left_behind() == []

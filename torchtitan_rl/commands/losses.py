@@ -3,6 +3,7 @@
 | lost | then |
 |---|---|
 | a replica | its requests continue on others; it is started again |
+| the endpoint | it is started again on the same port (`serving.restarts`) |
 | a server of ``generator.endpoint`` | the run registers again, once the server is back |
 | a host | like losing all its replicas; they are started again when the host is back |
 | a trainer rank | the trainer is started again, and takes the steps since a checkpoint again; with
