@@ -123,9 +123,7 @@ def find_errors(
     errors = [*capacity, *_relation_errors(config), *_limit_errors(config.task, rollout)]
     on_hosts = has_hosts(config.launch)
     if policy is not None:
-        errors += trainer_head_errors(trainer, policy)
-        errors += expert_errors(trainer, policy, config.policy.lora)
-        errors += trainer_image_errors(trainer, policy, config.policy.lora, config.teacher)
+        errors += _policy_errors(config, policy)
         is_on_cuda = not on_hosts and bool(machine.cuda_devices)
         errors += replay_errors(rollout, policy, is_on_cuda=is_on_cuda)
         if not on_hosts:
@@ -169,13 +167,13 @@ def supervised_errors(
         )
     errors += _split_errors(trainer)
     if policy is not None:
-        errors += trainer_head_errors(trainer, policy)
-        errors += trainer_image_errors(trainer, policy, config.policy.lora, config.teacher)
+        errors += _policy_errors(config, policy)
         if trainer.max_episode_tokens > policy.max_positions:
             errors.append(
                 f"trainer.max_episode_tokens is {trainer.max_episode_tokens}: the policy has "
                 f"{policy.max_positions} positions; give at most that"
             )
+    errors += lora_errors(config.policy.lora)
     for name in ("loss", "updates_per_batch", "sft_coefficient"):
         if getattr(trainer, name) != getattr(TrainerConfig(), name):
             errors.append(
@@ -186,6 +184,16 @@ def supervised_errors(
     errors += tracker_errors(config.metrics.trackers)
     errors += machine_errors(config, policy, machine)
     return [*errors, *_profile_errors(config), *path_errors(config)]
+
+
+def _policy_errors(config: RunConfig, policy: PolicyFacts) -> list[str]:
+    """Check that the trainer can split the policy, and train it with these options."""
+    trainer, lora = config.trainer, config.policy.lora
+    return [
+        *trainer_head_errors(trainer, policy),
+        *expert_errors(trainer, policy, lora),
+        *trainer_image_errors(trainer, policy, lora, config.teacher),
+    ]
 
 
 def _mixing_errors(config: RunConfig) -> list[str]:

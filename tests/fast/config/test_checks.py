@@ -32,12 +32,14 @@ from torchtitan_rl.config.published import published_facts
 from torchtitan_rl.config.room import serving_errors, weight_room
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
 from torchtitan_rl.configs.calculator_agent_tiny import config as AGENTS
+from torchtitan_rl.data.conversations import ExamplesConfig
 from torchtitan_rl.data.curriculum import RestConfig
 from torchtitan_rl.environments.judge import JudgeConfig, JudgedTask
 from torchtitan_rl.environments.mcp import McpServer, McpTask
 from torchtitan_rl.environments.mixture import MixtureTask
 from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
+from torchtitan_rl.environments.supervised import SupervisedTask
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
@@ -397,6 +399,27 @@ def test_ranks_that_cannot_hold_the_experts_are_refused(
     assert of_dense == "trainer.expert_parallel is 2: the policy has no experts; give 1"
     (adapters,) = expert_errors(TrainerConfig(), moe, LoraConfig(rank=8))
     assert adapters.startswith("policy.lora.rank is 8: a policy with experts cannot get adapters")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer.tensor_parallel": 2}, "trainer.expert_parallel is 1: give a divisor of "),
+        ({"policy.lora.rank": 8}, "policy.lora.rank is 8: a policy with experts cannot"),
+        (
+            {"policy.lora.rank": 8, "policy.lora.target_modules": ("k_proj",)},
+            "policy.lora.target_modules is k_proj: k_proj and v_proj have one configuration",
+        ),
+    ],
+)
+def test_fine_tuning_has_the_limits_of_policies_too(
+    changes: dict[str, Any], message: str, config: RunConfig
+) -> None:
+    moe = published_facts("Qwen3-30B-A3B")
+    task = SupervisedTask(data=ExamplesConfig(train=("a.jsonl",)))
+    enough = replace(LAPTOP, num_cores=16, memory_bytes=4 << 40)
+    found = find_errors(changed(replace(config, task=task), changes), moe, enough)
+    assert any(error.startswith(message) for error in found)
 
 
 @pytest.mark.parametrize(
