@@ -354,6 +354,8 @@ class _World:
             return "an engine failed"
         if len(servers) - num_servers > 1:
             return "the server ended several times"
+        if len(servers) > num_servers and life.plan.request_timeout_s <= self._plan.restart_s:
+            return "the server was away for longer than the run waits for an answer"
         blocks = [one.fault for machine in self._machines for one in machine.fired]
         if any(one.action == "block" and one.seconds > 5.0 for one in blocks):
             return "all stood still"

@@ -199,6 +199,7 @@ class SimServer:
         self.tenants: server.Tenants | None = None
         self.tenant_of: dict[str, SimTenant] = {}  # by lease
         self.given: dict[str, Counter[str]] = defaultdict(Counter)
+        self.given_up: set[str] = set()
         self._told: dict[tuple[str, str], int] = {}  # of a request that runs
         self.trainers: dict[str, SimTrainer] = {}  # of each run, in its current process
         self.complaints: list[str] = []
@@ -287,7 +288,9 @@ class SimServer:
         return httpx.Response(200, json=answer)
 
     def note_given(self, lease: str, content: bytes) -> None:
-        """A run has got these messages."""
+        """A run has got these messages. Those of a replica that it has given up are not read."""
+        if lease in self.given_up:
+            return
         given = self.given[lease]
         for message in decode_ends(content):
             match message:
@@ -436,6 +439,10 @@ class ServedReplica(ConnectedReplica[ServedPeer]):
         self._wire.fate = fate
         self.requested: list[str] = []
         super().__init__(peer)
+
+    async def close(self) -> None:
+        self._there.given_up.add(self._lease)
+        await super().close()
 
     @property
     def _lease(self) -> str:
