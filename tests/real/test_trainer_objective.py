@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.real.image_policies import image_policy
 from tests.real.models import VOCAB_SIZE, hf_logprob_rows, tiny_model
 from tests.real.trainer_helpers import random_batch, trainer
 from torchtitan_rl.config.lora import LoraConfig
@@ -165,7 +166,10 @@ def test_the_kl_to_teachers_in_the_trainer_and_its_gradient_are_those_of_transfo
             assert found["grad_norm"] == pytest.approx(2.0 * gradient, rel=1e-4)
 
 
-def test_the_policy_as_its_own_teacher_has_no_loss_and_no_gradient(checkpoint: Path) -> None:
+def test_the_policy_as_its_own_teacher_has_no_loss_and_no_gradient(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Also one that takes images."""
     batch = random_batch(temperature=1.0)
     batch = replace(
         batch,
@@ -173,7 +177,8 @@ def test_the_policy_as_its_own_teacher_has_no_loss_and_no_gradient(checkpoint: P
         teachers=np.zeros(batch.num_episodes, np.int64),
         teacher_coefficient=1.0,
     )
-    with trainer(checkpoint, teachers=[checkpoint]) as policy_trainer:
-        found = policy_trainer.train_step(batch).metrics
-    assert abs(found["loss"]) < 1e-6
-    assert found["grad_norm"] < 1e-6
+    for policy in (checkpoint, image_policy(tmp_path)):
+        with trainer(policy, teachers=[policy]) as policy_trainer:
+            found = policy_trainer.train_step(batch).metrics
+        assert abs(found["loss"]) < 1e-6
+        assert found["grad_norm"] < 1e-6

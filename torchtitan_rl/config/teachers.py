@@ -114,9 +114,11 @@ def _engine_errors(config: RunConfig, facts: PolicyFacts, *, is_on_cpu: bool) ->
             f"most {facts.max_positions - 1}"
         ]
     return [
-        error.replace("generator.", "teacher.", 1).replace("the policy", "the teacher")
+        error.replace("generator.", "teacher.", 1)
+        .replace("the policy", "the teacher")
+        .replace("policy.checkpoint", "teacher.checkpoint")
         for error in generator_errors(engine, facts, is_on_cpu=is_on_cpu)
-        if error.startswith(("generator.tensor_parallel", "generator.vllm"))
+        if error.startswith(("generator.tensor_parallel", "generator.vllm", "policy.checkpoint"))
     ]
 
 

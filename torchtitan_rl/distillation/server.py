@@ -245,6 +245,9 @@ def check_server(
     token_ids = [0, *range(0, vocab_size, step), vocab_size - 1]
     num_top = max(num_top, 1)  # the most likely token shows whether a server returns logits
     try:
+        port = httpx.URL(url).port
+        if port is not None and port >= 1 << 16:
+            raise TeacherError(f"port {port}: give at most 65535")
         model, content = asyncio.run(
             _ask_once(url, model, token_ids, num_top=num_top, max_tokens=max_tokens)
         )

@@ -68,6 +68,10 @@ def refusals_on(tmp_path: Path, machine: MachineFacts, **changes: Any) -> list[s
             "teacher.url is http://127.0.0.1:1/v1: ConnectError: All connection attempts failed; "
             "give a server with prompt logprobs",
         ),
+        (
+            {"teacher__checkpoint": "", "teacher__url": "http://127.0.0.1:99999/v1"},
+            "teacher.url is http://127.0.0.1:99999/v1: port 99999: give at most 65535",
+        ),
         ({"launch__hosts": "2x0"}, "teacher.checkpoint is /"),
         (
             {
@@ -132,6 +136,25 @@ def test_a_teacher_that_the_trainers_ranks_cannot_hold_is_refused(
     changes = {"teacher__loss": "full", "trainer__tensor_parallel": 2}
     (found,) = refusals(tmp_path, teacher__checkpoint=teacher, **changes)
     assert re.search(message, found)
+
+
+def test_replicas_of_a_teacher_that_takes_images_need_torchvision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = json.loads((Path(TINY.policy.checkpoint) / "config.json").read_text())["hidden_size"]
+    teacher = other_teacher(
+        tmp_path / "teacher",
+        model_type="qwen2_5_vl",
+        num_attention_heads=4,
+        head_dim=16,
+        vision_config={"out_hidden_size": size},
+        image_token_id=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    )
+    (tmp_path / "teacher" / "preprocessor_config.json").write_text("{}")
+    monkeypatch.setattr("torchtitan_rl.config.images.find_spec", lambda _: None)
+    (found,) = refusals(tmp_path, teacher__checkpoint=teacher)
+    assert found.startswith("teacher.checkpoint takes images, for which vLLM needs torchvision")
 
 
 def test_a_teacher_in_the_trainer_has_no_replicas_and_counts_in_its_memory(tmp_path: Path) -> None:

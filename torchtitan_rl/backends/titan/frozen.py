@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_rl.backends.titan.hf import load_hf
 from torchtitan_rl.backends.titan.model import PolicyModel, adapter_layers, build_policy
 from torchtitan_rl.backends.titan.setup import Layout, to_device
+from torchtitan_rl.backends.titan.vision import rope_positions
 from torchtitan_rl.config.model import PolicyArchitecture, read_architecture
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.training.logprobs import TaughtRows
@@ -70,7 +71,7 @@ def taught_rows(
         with torch.no_grad():
             hidden_1SD = teacher(
                 to_device(part.token_ids_T, layout)[None],
-                positions_1T,
+                to_device(rope_positions(part, teacher.reader), layout)[None],
                 teacher.get_attention_masks(positions_1T, subtree_end_T),
                 to_device(predecessors_S[own], layout),
                 has_head=False,
