@@ -374,6 +374,20 @@ def test_a_renderer_without_images_says_so(tokenizer: Any) -> None:
         asyncio.run(env.reset())
 
 
+@pytest.mark.parametrize("kind", ["image_url", "video"])
+def test_other_media_in_messages_are_refused(tokenizer: Any, kind: str) -> None:
+    """Templates write a place for them, at which the policy would see nothing."""
+
+    class OtherEnv(PictureEnv):
+        async def reset(self) -> MessageObservation:
+            part = {"type": kind, kind: {"url": "data:image/png;base64,AAAA"}}
+            return MessageObservation(messages=[{"role": "user", "content": [part]}])
+
+    env = MessageTokenEnv(OtherEnv(), make_renderer(tokenizer, kind="chatml"))
+    with pytest.raises(ValueError, match=f"a part of type {kind}: give pictures as"):
+        asyncio.run(env.reset())
+
+
 def test_patches_are_those_of_the_processor_of_transformers_with_scaling(
     reader: ImageReader, tokenizer: Any
 ) -> None:

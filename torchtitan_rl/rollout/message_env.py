@@ -28,6 +28,10 @@ from torchtitan_rl.rollout.rendering import ChatRenderer
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _SHORT_CHARS = 4000
+# Templates write a place for these, or leave them out, and the policy would see nothing.
+_OTHER_MEDIA = frozenset(
+    ["audio", "audio_url", "image_url", "input_audio", "input_image", "video", "video_url"]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +228,8 @@ class MessageTokenEnv:
         """Read the images of messages. Return the messages without them, and the images.
 
         Raises:
-            ValueError: the policy or the renderer takes no images, or an image is not valid.
+            ValueError: the policy or the renderer takes no images, an image is not valid, or there
+                are other media.
         """
         read: list[Message] = []
         images: list[PromptImage] = []
@@ -236,6 +241,11 @@ class MessageTokenEnv:
                     if part["type"] == "image":
                         images.append(self._read(part))
                         part = {"type": "image", "sha256": images[-1].digest}
+                    elif part["type"] in _OTHER_MEDIA:
+                        raise ValueError(
+                            f"a message has a part of type {part['type']}: give pictures as "
+                            '{"type": "image", "image": PIL.Image, path or bytes}, and nothing else'
+                        )
                     parts.append(part)
                 message = {**message, "content": parts}
             read.append(message)
