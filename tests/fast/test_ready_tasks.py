@@ -16,6 +16,7 @@ pytest.importorskip("math_verify")
 SAID = {
     "gsm8k_qwen3_0_6b": ("#### 3",),
     "gsm8k_qwen3_4b": ("#### 3",),
+    "gsm8k_qwen3_8b_lora": ("#### 3",),
     "dapo_math_qwen3_8b": ("The answer is 1+2 = 3.\n#### 3",),
     "search_r1_qwen3_4b": (call_text("Irene Stone"), "<answer>Kelso</answer>"),
     "code_qwen3_4b": ("```python\nprint(int(input()) + 3)\n```",),

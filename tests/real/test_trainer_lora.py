@@ -14,7 +14,7 @@ from tests.real.test_trainer_checkpoints import TIMINGS
 from tests.real.test_trainer_parallel import METRICS, batches, written_together
 from tests.real.trainer_helpers import free_ports, hf_packed_logprobs, run_ranks, trainer
 from torchtitan_rl.backends.titan.hf import export_checkpoint
-from torchtitan_rl.backends.titan.model import without_adapters
+from torchtitan_rl.backends.titan.model import build_policy, without_adapters
 from torchtitan_rl.config.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
@@ -73,6 +73,18 @@ def test_the_merged_export_is_the_trained_policy_and_no_weight_of_the_base_moves
     assert merged.keys() == base.keys()
     changed = {name for name in base if not torch.equal(merged[name], base[name])}
     assert {name.split(".")[-2] for name in changed} == set(targets)
+
+
+def test_the_base_is_kept_in_the_type_in_which_it_computes(checkpoint: Path) -> None:
+    """In bfloat16 as on CUDA: 2 bytes a weight, which FSDP would round to in each pass."""
+    with trainer(checkpoint, lora=LORA) as of_cpu:
+        model = build_policy(
+            of_cpu._architecture, of_cpu._config, of_cpu._layout, dtype="bfloat16", lora=LORA
+        )
+    assert {(one.dtype, one.requires_grad) for one in model.parameters()} == {
+        (torch.bfloat16, False),
+        (torch.float32, True),
+    }
 
 
 def test_the_exported_adapter_is_what_peft_and_vllm_read(checkpoint: Path, tmp_path: Path) -> None:

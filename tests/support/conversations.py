@@ -26,7 +26,7 @@ from torchtitan_rl.orchestration.run_state import Parts
 from torchtitan_rl.orchestration.supervised import SupervisedController
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.training.checkpoints import CheckpointDirectory
+from torchtitan_rl.training.checkpoints import CheckpointDirectory, NewestCheckpoint
 
 tokenizer = cache(build_tokenizer)
 NAMES = ("Ann", "Bob", "Carl", "Dora", "Eve", "Finn", "Gina", "Hugo", "Ida")
@@ -100,6 +100,9 @@ class Life:
         )
         supervision = supervision_of(config, tokenizer())
         self.controller = SupervisedController(config, parts, supervision, run_dir)
+
+    async def train(self, *, resume_from: NewestCheckpoint | None) -> None:
+        await self.controller.run(resume_from=resume_from)
 
     @property
     def restarted(self) -> None:

@@ -31,7 +31,11 @@ from torchtitan_rl.experiments.gsm8k.task import SIZES, Gsm8kTask
 from torchtitan_rl.experiments.search_r1.task import SearchR1Task
 
 LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
-NUM_GPUS = {"alphabet_sort_qwen3_0_6b": 6, "gsm8k_qwen3_0_6b": 1}  # of the others 8
+NUM_GPUS = {
+    "alphabet_sort_qwen3_0_6b": 6,
+    "gsm8k_qwen3_0_6b": 1,
+    "gsm8k_qwen3_8b_lora": 1,
+}  # of the others 8
 NEEDS = {"verifiers_tiny": needs_verifiers}
 READY = [
     pytest.param(name, marks=NEEDS.get(name, ()))
@@ -54,6 +58,7 @@ QWEN3 = {  # hidden size, intermediate size, layers, heads
     "Qwen/Qwen3-0.6B": (1024, 3072, 28, 16),
     "Qwen/Qwen3-4B": (2560, 9728, 36, 32),
     "Qwen/Qwen3-4B-Base": (2560, 9728, 36, 32),
+    "Qwen/Qwen3-8B": (4096, 12288, 36, 32),
     "Qwen/Qwen3-8B-Base": (4096, 12288, 36, 32),
 }
 QWEN3_30B_A3B = {  # with 8 of 48 layers: the disk must have room for its versions
@@ -96,7 +101,7 @@ def gpus(number: int) -> MachineFacts:
     devices = tuple(map(str, range(number)))
     return MachineFacts(
         cuda_devices=devices,
-        device_bytes=(24 if number == 1 else 80) * 10**9,
+        device_bytes=24 << 30 if number == 1 else 80 * 10**9,
         num_cores=16,
         memory_bytes=256 << 30,
     )
@@ -185,6 +190,7 @@ SMALL_SHAPE = (
 TOYS = {  # the policy of the package, and options for it
     "gsm8k_qwen3_0_6b": ("gsm8k",),
     "gsm8k_qwen3_4b": ("gsm8k",),
+    "gsm8k_qwen3_8b_lora": ("gsm8k",),
     "dapo_math_qwen3_8b": (
         *("gsm8k", "--task.answer-pattern", r"####\s*(\S.*)"),
         *("--rollout.overlong.buffer-tokens", "8"),

@@ -113,7 +113,7 @@ def memory_plan(
         if device == "cuda" and config.is_colocated:
             of_trainer["sleeping engine"] = _SLEEPING_BYTES
             host[PINNED] = trainer.data_parallel_replicate * (
-                _pinned_bytes(policy.architecture, trainer.num_shards, config.policy.lora)
+                _pinned_bytes(policy.architecture, trainer.num_shards, dtype, config.policy.lora)
                 + 4 * sum(map(num_weights, in_trainer))
             )
     if config.mode == "both":
@@ -219,16 +219,17 @@ def version_bytes(config: RunConfig, policy: PolicyFacts, dtype: Dtype) -> int:
     return _weight_bytes(policy, dtype)
 
 
-def _pinned_bytes(policy: PolicyArchitecture, shard: int, lora: LoraConfig) -> int:
+def _pinned_bytes(policy: PolicyArchitecture, shard: int, dtype: Dtype, lora: LoraConfig) -> int:
     """The host memory of the offloaded weights and moments of a whole model. PyTorch rounds each
     pinned tensor up to a power of two."""
     layers = [size for layer in _layers(policy) for size in layer_matrices(layer)]
     heads = [head_weights(policy)] * (1 if policy.has_tied_embeddings else 2)
-    sizes = 3 * (layers + heads)
+    sizes = [4 * size for size in 3 * (layers + heads)]
     if lora.rank:
         shapes = adapter_shapes(policy, lora).values()
-        sizes = layers + heads + 3 * [rows * columns for rows, columns in shapes]
-    return sum(shard * (1 << (4 * size // shard - 1).bit_length()) for size in sizes)
+        sizes = [BYTES[dtype] * size for size in layers + heads]
+        sizes += 3 * [4 * rows * columns for rows, columns in shapes]
+    return sum(shard * (1 << (size // shard - 1).bit_length()) for size in sizes)
 
 
 def layer_matrices(policy: PolicyArchitecture) -> list[int]:
@@ -321,6 +322,7 @@ def trainer_memory(
     ranks, shard = config.tensor_parallel, config.num_shards
     own = trained = 4 * num_weights(policy) // (ranks * shard)
     if lora.rank:  # tensor parallelism splits one of the two matrices of an adapter
+        own = BYTES[dtype] * num_weights(policy) // (ranks * shard)
         trained = 4 * num_adapter_weights(policy, lora) // shard
     moments = _moments(config, policy, device, dtype, lora, teachers)
     peak = max(moments, key=lambda one: one.total)

@@ -173,8 +173,9 @@ def build_policy(
     dtype: str,
     lora: LoraConfig = _WITHOUT_ADAPTERS,
 ) -> PolicyModel:
-    """Build a parallelized model, on its device, that computes in ``dtype``. Its float32 weights
-    are *not initialized*. With ``lora`` only its adapters require gradients."""
+    """Build a parallelized model, on its device, that computes in ``dtype``. Its weights are *not
+    initialized*. They are float32. With ``lora`` only its adapters require gradients, and the
+    others are ``dtype``."""
     model_config = policy_config(architecture, config, layout, dtype, lora)
     return build_model(model_config, config, layout, dtype)
 
@@ -193,6 +194,10 @@ def build_model(
         for layer in bare.layers.values():
             attention = layer.attention.inner_attention
             attention.forward = exchange_heads(attention.forward, layout.context_group)
+    if any(adapter_layers(bare)):  # FSDP would round the base to this type in each pass
+        for parameter in bare.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(getattr(torch, dtype))
     if model_config.vision is not None:
         bare.visual.requires_grad_(config.train_vision_tower)
     model: PolicyModel = parallelize_qwen3(
