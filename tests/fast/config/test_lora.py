@@ -126,7 +126,7 @@ def test_adapters_take_the_memory_of_moments_and_of_a_reference_away() -> None:
     lora = replace(penalized, policy=replace(penalized.policy, lora=LoraConfig(rank=16)))
     whole = memory_plan(penalized, policy, device="cuda", device_bytes=80 * 10**9)
     small = memory_plan(lora, policy, device="cuda", device_bytes=80 * 10**9)
-    assert small.trainer["weights"] == whole.trainer["weights"]
+    assert small.trainer["weights"] == whole.trainer["weights"] // 2  # not in float32
     assert small.trainer["optimizer"] < 0.02 * whole.trainer["optimizer"]
     assert "reference policy" in whole.trainer
     assert "reference policy" not in small.trainer
