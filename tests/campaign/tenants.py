@@ -316,7 +316,8 @@ class _World:
             await self._calm.wait()
         number = plan.lives if self._dry is not None else -1
         last = await self._live(number, plan, root, [], before)
-        if self._dry is not None:
+        # A server's own limit ends rollouts, also of groups that are not trained.
+        if self._dry is not None and self._plan.request_timeout_s >= plan.request_timeout_s:
             dry_life = self._dry.lives[plan.run][0]
             fired = [one.fault for one in self._played.fired()]
             self._played.violations += equals_the_undisturbed_run(last, dry_life, fired)

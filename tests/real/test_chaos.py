@@ -15,8 +15,8 @@ from torchtitan_rl.observability.failures import read_failures
 
 
 def run_with_chaos(train: list[str], run_dir: Path, *chaos: str, log: Path) -> str:
-    """Run ``train`` to its end beside chaos that finds nothing in the audit. Returns what chaos
-    said."""
+    """Run ``train`` to its end while it is disturbed, and require a clean audit. Returns what
+    ``chaos`` printed."""
     runs = [Run(train, log=log)]
     runs[0].wait_until(lambda: len(read_metrics(run_dir)) >= 2, "the first step")
     command = [sys.executable, "-m", "torchtitan_rl.commands.cli", "chaos", str(run_dir), *chaos]

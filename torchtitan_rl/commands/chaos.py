@@ -236,13 +236,12 @@ class _Chaos:
 
 
 def find_controller(run_dir: Path) -> psutil.Process | None:
-    """Return the process that holds the folder's lock, if this user may see it."""
+    """Return the process that holds the folder's lock, if it is this user's."""
     lock = (run_dir / LOCK_FILE).absolute()
     with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
         process = psutil.Process(json.loads(lock.read_bytes())["pid"])
-        if process.status() != psutil.STATUS_ZOMBIE and any(
-            os.path.samefile(lock, file.path) for file in process.open_files()
-        ):
+        is_ours = process.uids().real == os.getuid() and process.status() != psutil.STATUS_ZOMBIE
+        if is_ours and any(os.path.samefile(lock, file.path) for file in process.open_files()):
             return process
     return None
 

@@ -78,6 +78,8 @@ def test_a_seed_gives_one_schedule_whose_rounds_hit_each_part_as_often_as_it_is_
 def test_only_the_ranks_of_the_run_are_found(run) -> None:
     run_dir, controller = run
     assert find_controller(run_dir).pid == controller.pid
+    below = psutil.Process(controller.pid).children
+    _until(lambda: [one.name() for one in below(recursive=True)].count("sleep") == 3)
     assert list(processes_of(run_dir, "trainer")) == ["trainer-rank0"]
     replicas = processes_of(run_dir, "replica")
     assert sorted(replicas) == ["replica0-rank0", "replica1-rank0"]
@@ -113,7 +115,8 @@ import sys, time
 from pathlib import Path
 path, errors = Path(sys.argv[1]), 0
 print("started", flush=True)
-while True:
+end_s = time.monotonic() + 10
+while time.monotonic() < end_s:
     try:
         path.write_bytes(bytes(4096))
         if errors:

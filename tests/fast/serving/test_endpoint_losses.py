@@ -184,5 +184,5 @@ def test_wherever_the_process_dies_no_request_runs_twice_and_no_token_is_lost(
             pytest.fail(f"death at await {number}, {site}: {error} {outcome.answers}")
         num_repeated += sum(one.requests_again for one in outcome.failures)
     assert num_repeated > len(numbers) // 2
-    # Where both have just ended and one was not delivered, nobody knows which.
+    # Two equal requests ended together and one answer was lost: they cannot be told apart.
     assert num_alike <= 1 + len(numbers) // 50
