@@ -12,7 +12,6 @@ The tokens of probes are in the accounts, as those of an endpoint's clients are.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -28,8 +27,6 @@ _NUM_TOKENS = 8  # of the prompt, and of the completion: together no cached bloc
 _ANSWER_TIMEOUT_S = 20.0  # then the probe is aborted
 _EQUAL_VERSION_S = 30.0  # for another replica to hold the version
 _MAX_ATTEMPTS = 5  # while versions change or pauses abort the probes
-
-_numbers = itertools.count()
 
 
 class DifferentAnswerError(ReplicaError):
@@ -131,7 +128,7 @@ async def _ask_both(
     Raises:
         InvalidRequestError, ReplicaError: see `Replica.generate`.
     """
-    number = next(_numbers)
+    number = next(requests.probe_numbers)
     request = GenerationRequest(
         request_id=f"probe/{state.name}/{number}",
         prompt_token_ids=tuple(10 + (7 * number + index) % 32 for index in range(_NUM_TOKENS)),

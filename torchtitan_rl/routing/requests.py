@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -115,6 +116,7 @@ class RequestTracker:
         self._placement = placement
         self._timeout_s = timeout_s
         self._on_ended = on_ended
+        self.probe_numbers = itertools.count()  # see `rejoining`
         self._running: dict[str, _InFlight] = {}
         self._is_closed = False
 
