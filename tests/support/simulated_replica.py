@@ -281,8 +281,10 @@ class SimReplica:
         return scripted_token(before, seed=seed, version=self.version, vocab_size=VOCAB)
 
     def _tell(self, call: SimCall, now: float) -> None:
+        if call.is_abandoned:
+            return
         start, call.num_told, call.told_s = call.num_told, len(call.tokens), now
-        if call.on_progress is not None and not call.is_abandoned:
+        if call.on_progress is not None:
             call.on_progress(
                 Progress(
                     request_id=call.request.request_id,
