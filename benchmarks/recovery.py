@@ -1,11 +1,12 @@
 """What a lost replica costs a run, and what watching its processes costs.
 
-    python -m benchmarks.recovery [--replicas 3] [--repeats 3] [--seconds 30]
+    python -m benchmarks.recovery [--replicas 3] [--repeats 3] [--seconds 30] [--wait-s 0.05]
 
 Each repeat trains alphabet sort (S = 2) with all replicas for a while, kills or stops (SIGSTOP,
 alternately) one, and goes on until it has been back for as long. Tokens per second are those of the
-steps between two moments, against the time before the fault. On a machine with fewer cores than
-replicas the others get the cores of the one that is gone, so ``while it is gone`` says less there.
+steps between two moments, against the time before the fault. Each step of an engine waits
+``--wait-s`` without using a core, as one on a device does: otherwise the others would get the cores
+of the one that is gone.
 
 The watch is measured in this process: the processor time of `Processes.wait_until_lost` for as many
 processes as the run has, by the time that passed.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from typing import Any
 
 from benchmarks.options import at_least
 from benchmarks.report import heading, medians, print_table, write_report
+from tests.support.waiting_engines import environment
 from torchtitan_rl.commands.chaos import disturb, processes_of
 from torchtitan_rl.errors import OutputError
 from torchtitan_rl.observability.failures import read_failures
@@ -66,9 +69,11 @@ def _measure(options: argparse.Namespace, kind: str) -> dict[str, float]:
             *("--rollout.groups-per-step", "8", "--rollout.group-size", "4"),
             *("--evaluation.every", "0", "--evaluation.num-problems", "4"),
             *("--schedule.staleness", "2", "--generator.replicas", f"{options.replicas}"),
+            *("--generator.max-running-requests", "8"),
         ]
+        waiting = environment(Path(folder), options.wait_s)
         with log.open("w") as output:
-            run = subprocess.Popen(command, stdout=output, stderr=output)
+            run = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | waiting)
         try:
             _until(lambda: len(_rows(run_dir)) > 5, run)
             began_s = time.time()
@@ -145,6 +150,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--replicas", type=at_least(2), default=3)
     parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--seconds", type=at_least(5), default=30, help="before and after a fault")
+    parser.add_argument("--wait-s", type=float, default=0.05, help="of each step of an engine")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/recovery.json"))
     return parser.parse_args()
 

@@ -1,12 +1,16 @@
 """Compares simulated runs with real ones.
 
-    python -m benchmarks.simulation [--only NAME ...]
+    python -m benchmarks.simulation [--only NAME ...] [--wait-s SECONDS]
 
 Four runs of the tiny demo on this machine: one replica at S = 0, two at S = 2, one at S = 2 with an
 environment that takes a second for each turn, and two at S = 2 of which one is killed. Each is then
 predicted from the profile of *another* run; what differs between the two is only what the option
 names: replicas, staleness, the environment's second, the kill. Steps per hour and idle shares are
 those of the steps without the first and last S + 1.
+
+With ``--wait-s 0.03`` each step of an engine waits so long without using a core, as one on a device
+does. Without it, the parts of a run slow each other down on a machine with fewer cores than
+processes, which is not simulated.
 
 A run that exists in ``--folder`` is not repeated. With ``--recorded RUN SOURCE DELAY_S`` (several
 times) nothing is run: RUN, the folder of a real run, is predicted from the profile of SOURCE, with
@@ -34,6 +38,7 @@ from typing import Any
 import psutil
 
 from benchmarks.report import heading, print_table, write_report
+from tests.support.waiting_engines import environment
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.observability.recorded import read_recorded
@@ -92,7 +97,7 @@ def main() -> None:
     for name in () if options.recorded else options.only:
         folder = options.folder / _folder(name)
         if not (folder / "metrics.jsonl").exists():
-            _run(CASES[name], folder)
+            _run(CASES[name], folder, wait_s=options.wait_s)
     for name in () if options.recorded else options.only:
         cases[name] = _compare(name, options.folder)
     _print(cases)
@@ -103,11 +108,13 @@ def _folder(name: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in name)
 
 
-def _run(case: Case, folder: Path) -> None:
+def _run(case: Case, folder: Path, *, wait_s: float) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    waiting = environment(folder.parent, wait_s) if wait_s else {}
     words = ["train", case.config, *case.options, "--output-dir", str(folder.parent)]
     command = [sys.executable, "-m", "torchtitan_rl.commands.cli", *words, "--name", folder.name]
     started_s = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | waiting) as run:
         try:
             if case.is_killed:
                 _kill(run, folder)
@@ -271,6 +278,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--recorded", nargs=3, action="append", default=[], metavar=("RUN", "SOURCE", "DELAY_S")
     )
+    parser.add_argument("--wait-s", type=float, default=0.0, help="of each step of an engine")
     parser.add_argument("--folder", type=Path, default=Path("outputs/simulation"))
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/simulation.json"))
     return parser.parse_args()

@@ -11,28 +11,10 @@ from statistics import fmean
 
 import pytest
 
-from tests.real.runs import ROOT, Run, options, read_metrics, read_rollouts, require_audit
+from tests.real.runs import Run, options, read_metrics, read_rollouts, require_audit
+from tests.support.waiting_engines import environment
 from torchtitan_rl.observability.failures import read_failures
 
-# Found on PYTHONPATH by every process of a run: each step of an engine waits, without using a core,
-# as one on a device would. So more replicas sample more tokens, whatever the number of cores.
-SLOW = """
-import sys, threading, time
-
-def slow():
-    name = "torchtitan_rl.backends.vllm.engine"
-    while not hasattr(engine := sys.modules.get(name), "VllmEngine"):
-        time.sleep(0.05)
-    step = engine.VllmEngine.step
-
-    def slow_step(self):
-        time.sleep(0.2)
-        return step(self)
-
-    engine.VllmEngine.step = slow_step
-
-threading.Thread(target=slow, daemon=True).start()
-"""
 STEPS = 16
 PHASE_S = 45.0
 
@@ -72,14 +54,13 @@ def scale(run_dir: Path, number: int) -> None:
 
 @pytest.mark.soak
 def test_a_run_has_1_then_3_then_1_replicas_and_loses_nothing(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(SLOW)
     more = ("--generator.replicas", "1", "--generator.max-running-requests", "4")
     more += ("--num-steps", str(STEPS), "--schedule.staleness", "1")
     run_dir = tmp_path / "run"
     run = Run(
         options(tmp_path, "run", *more),
         log=tmp_path / "log",
-        environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        environment=environment(tmp_path, 0.2),
     )
     speed, times = Speed(run_dir), []
     try:
