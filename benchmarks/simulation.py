@@ -41,6 +41,7 @@ from benchmarks.report import heading, print_table, write_report
 from tests.support.waiting_engines import environment
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.observability.failures import read_failures
 from torchtitan_rl.observability.recorded import read_recorded
 from torchtitan_rl.simulation.profile import Profile, profile_run
 from torchtitan_rl.simulation.run import simulate
@@ -211,7 +212,8 @@ def _read(run: Path) -> tuple[Mapping[str, Any], list[dict[str, Any]], int]:
 
 
 def _idle_in_traces(run: Path, first: Mapping[str, Any], last: Mapping[str, Any]) -> float:
-    """The mean share of the time between two rows in which a replica did not decode."""
+    """The mean share of the time between two rows in which a replica that was there did not
+    decode."""
     start, end = 1e6 * first["wall_time_s"], 1e6 * last["wall_time_s"]
     busy: Counter[str] = Counter()
     for path in run.glob("traces/replica*-rank-0.*.jsonl"):
@@ -221,7 +223,8 @@ def _idle_in_traces(run: Path, first: Mapping[str, Any], last: Mapping[str, Any]
             if event["name"] == "decode" and event["ph"] == "X":
                 until = min(end, event["ts"] + event["dur"])
                 busy[name] += max(0.0, until - max(start, event["ts"]))
-    return 1.0 - busy.total() / len(busy) / (end - start)
+    gone_s = sum((row["silent_s"] or 0.0) + (row["serve_s"] or 0.0) for row in read_failures(run))
+    return 1.0 - busy.total() / (len(busy) * (end - start) - 1e6 * gone_s)
 
 
 def _slowed(profile: Profile, delay_s: float) -> Profile:
