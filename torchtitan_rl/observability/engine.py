@@ -30,6 +30,42 @@ StatsByReplica = Mapping[str, EngineStats]
 _REPLICA_S = 2e-3  # of an interval, at least; reading a replica takes the event loop about 0.1 ms
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Sums over the replicas of one reading: a step can have a hundred thousand statistics.
+    ``training`` counts those that sample for training, and ``idle`` those of them without a
+    request."""
+
+    replicas: int
+    training: int
+    idle: int
+    running: int
+    waiting: int
+    preemptions: int
+    kv_tokens: int
+    kv_use: float
+    kv_use_max: float
+    tokens_per_second: float
+
+
+def load_of(reading: StatsByReplica, reserved: Collection[str] = ()) -> Load:
+    """Sum up a reading. ``reserved``: see `EngineSampler`."""
+    stats = reading.values()
+    training = [one for name, one in reading.items() if first_name(name) not in reserved]
+    return Load(
+        replicas=len(stats),
+        training=len(training),
+        idle=sum(one.running + one.waiting == 0 for one in training),
+        running=sum(one.running for one in stats),
+        waiting=sum(one.waiting for one in stats),
+        preemptions=sum(one.preemptions for one in stats),
+        kv_tokens=sum(one.kv_tokens for one in stats),
+        kv_use=sum(one.kv_use for one in stats),
+        kv_use_max=max((one.kv_use for one in stats), default=0.0),
+        tokens_per_second=sum(one.tokens_per_second for one in stats),
+    )
+
+
 class EngineSampler:
     """Calls ``read`` every ``interval_s`` seconds while `run` runs, or less often if there are more
     than a hundred replicas.
@@ -57,15 +93,15 @@ class EngineSampler:
         self._reserved = frozenset(reserved)
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._readings: list[StatsByReplica] = []
+        self._loads: list[Load] = []
         self._num_failed = 0
         self.newest: StatsByReplica = {}
 
     def take(self) -> dict[str, float]:
         """Return the metrics of the time since the last call."""
-        readings, self._readings = self._readings, []
+        loads, self._loads = self._loads, []
         num_failed, self._num_failed = self._num_failed, 0
-        metrics = engine_metrics(readings) | idle_metrics(readings, self._reserved)
+        metrics = engine_metrics(loads) | idle_metrics(loads)
         return metrics | {"engine/failed_readings": float(num_failed)}
 
     async def run(self) -> NoReturn:
@@ -74,7 +110,7 @@ class EngineSampler:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     self.newest = await self._read()
-                self._readings.append(self.newest)
+                self._loads.append(load_of(self.newest, self._reserved))
                 if self.on_reading is not None:
                     self.on_reading(self.newest)
             except (TorchtitanRLError, TimeoutError):
@@ -105,48 +141,33 @@ class LoopLagSampler:
             self._lags_ms.append(max(0.0, 1e3 * (time.perf_counter() - due_s)))
 
 
-def idle_metrics(
-    readings: Sequence[StatsByReplica], reserved: Collection[str] = ()
-) -> dict[str, float]:
+def idle_metrics(loads: Sequence[Load]) -> dict[str, float]:
     """The idle share of the replicas that sample for training: the share of readings without a
     request."""
-    is_idle = [
-        stats.running + stats.waiting == 0
-        for reading in readings
-        for name, stats in reading.items()
-        if first_name(name) not in reserved
-    ]
-    return {GENERATOR_IDLE: fmean(is_idle)} if is_idle else {}
+    readings = sum(load.training for load in loads)
+    return {GENERATOR_IDLE: sum(load.idle for load in loads) / readings} if readings else {}
 
 
-def engine_metrics(readings: Sequence[StatsByReplica]) -> dict[str, float]:
+def engine_metrics(loads: Sequence[Load]) -> dict[str, float]:
     """The loads of all engines, over the readings in which some engine had work. Without such a
     reading, loads are left out."""
     metrics: dict[str, float] = {}
-    if readings:
-        last = readings[-1].values()
-        metrics["engine/replicas"] = float(len(last))
-        metrics["engine/preemptions"] = float(sum(stats.preemptions for stats in last))
-        metrics["engine/kv_cache_tokens"] = float(sum(stats.kv_tokens for stats in last))
-    busy = [
-        list(reading.values())
-        for reading in readings
-        if any(stats.running + stats.waiting for stats in reading.values())
-    ]
+    if loads:
+        metrics["engine/replicas"] = float(loads[-1].replicas)
+        metrics["engine/preemptions"] = float(loads[-1].preemptions)
+        metrics["engine/kv_cache_tokens"] = float(loads[-1].kv_tokens)
+    busy = [load for load in loads if load.running + load.waiting]
     if not busy:
         return metrics
-    running = [sum(stats.running for stats in reading) for reading in busy]
-    waiting = [sum(stats.waiting for stats in reading) for reading in busy]
-    kv_use = [stats.kv_use for reading in busy for stats in reading]
-    rate = [sum(stats.tokens_per_second for stats in reading) for reading in busy]
     return metrics | {
-        "engine/running_mean": fmean(running),
-        "engine/running_max": float(max(running)),
-        "engine/waiting_mean": fmean(waiting),
-        "engine/waiting_max": float(max(waiting)),
-        "engine/kv_use_mean": fmean(kv_use),
-        "engine/kv_use_max": max(kv_use),
-        "engine/tokens_per_second": fmean(rate),
+        "engine/running_mean": fmean(load.running for load in busy),
+        "engine/running_max": float(max(load.running for load in busy)),
+        "engine/waiting_mean": fmean(load.waiting for load in busy),
+        "engine/waiting_max": float(max(load.waiting for load in busy)),
+        "engine/kv_use_mean": sum(load.kv_use for load in busy)
+        / sum(load.replicas for load in busy),
+        "engine/kv_use_max": max(load.kv_use_max for load in busy),
+        "engine/tokens_per_second": fmean(load.tokens_per_second for load in busy),
     }
 
 

@@ -26,6 +26,8 @@ from torchtitan_rl.rollout.records import RecordedRollout
 from torchtitan_rl.rollout.task import adapts
 from torchtitan_rl.types import Problem, Rollout, RolloutGroup
 
+_ROLLOUTS_AT_ONCE = 128  # start within one moment; each takes the event loop about 0.3 ms
+_FREE_S = 0.05
 _PATIENCE = 10  # factor of `max_empty_batches` for a dataset that chooses by earlier outcomes
 
 
@@ -79,8 +81,7 @@ class Producer:
             if self._must_report_outcomes():
                 self._state.record_outcomes([])
                 continue
-            while self._has_room():
-                self._admit_next()
+            await self._fill()
 
     async def close(self) -> None:
         """Cancel all groups. Returns when every rollout has ended."""
@@ -143,6 +144,17 @@ class Producer:
     def _is_over(self) -> bool:
         """Whether all groups that the run trains have been trained."""
         return self._ledger.groups_trained >= self._num_groups
+
+    async def _fill(self) -> None:
+        """Admit groups while there is room, and leave the event loop free from time to time:
+        thousands of rollouts that start at one moment would hold it up."""
+        at_once = max(1, _ROLLOUTS_AT_ONCE // self._config.rollout.group_size)
+        number = 0
+        while self._has_room():
+            self._admit_next()
+            number += 1
+            if number % at_once == 0:
+                await asyncio.sleep(_FREE_S)
 
     def _admit_next(self) -> None:
         dataset = self._parts.dataset

@@ -87,7 +87,7 @@ class Rollouter:
         self._environment = environment
         self._config = config
         self._rubric = rubric
-        self._running: list[_Group] = []
+        self._running: dict[_Group, None] = {}  # oldest first
         self._groups: dict[str, _Group] = {}  # the newest by id, for `snapshot`
 
     def activities(self) -> list[RolloutActivity]:
@@ -174,7 +174,7 @@ class Rollouter:
             on_discard=on_discard,
         )
         group = _Group(settings, size, recorded or {}, self._rubric, on_rollout, score_tokens)
-        self._running.append(group)
+        self._running[group] = None
         self._groups[group_id] = group
         try:
             result = await group.run()
@@ -182,7 +182,7 @@ class Rollouter:
             self._forget(group_id, group)
             raise
         finally:
-            self._running.remove(group)
+            del self._running[group]
         self._forget(group_id, group)
         return result
 

@@ -46,7 +46,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
-from torchtitan_rl.aio import deadline
+from torchtitan_rl.aio import deadline, wait_within
 from torchtitan_rl.errors import ConfigError, DeadlineError, GenerationError, ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand, copy_of
 from torchtitan_rl.routing.clock import ActiveTime, Wakeups
@@ -279,18 +279,24 @@ class ReplicaPool:
             future.cancel()
         self.notify()
 
-    async def answer(self, state: ReplicaState, work: Coroutine[Any, Any, _T]) -> _T:
+    async def answer(
+        self, state: ReplicaState, work: Coroutine[Any, Any, _T], *, timeout_s: float | None = None
+    ) -> _T:
         """Return the replica's answer, the result of ``work``.
 
         Raises:
             ReplicaError: the replica is dead, or dies while this call waits.
+            TimeoutError: there was no answer within ``timeout_s``; ``work`` is cancelled.
         """
         task = asyncio.ensure_future(work)
         state.work.add(task)
         if not state.is_live:
             task.cancel()
         try:
-            await asyncio.wait({task})
+            if not await wait_within(timeout_s, task):
+                task.cancel()
+                await asyncio.wait({task})
+                raise TimeoutError
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait({task})
@@ -318,8 +324,7 @@ class ReplicaPool:
         replica that exceeds ``timeout_s`` is marked dead too.
         """
         try:
-            async with deadline(timeout_s):
-                return await self.answer(state, work)
+            return await self.answer(state, work, timeout_s=timeout_s)
         except ReplicaError as error:
             self.mark_dead(state, error)
         except (TimeoutError, DeadlineError) as error:

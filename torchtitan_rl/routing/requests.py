@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from torchtitan_rl.aio import deadline, uninterrupted
+from torchtitan_rl.aio import deadline, for_each, uninterrupted
 from torchtitan_rl.errors import (
     GenerationError,
     GenerationTimeoutError,
@@ -177,13 +177,13 @@ class RequestTracker:
 
         If a replica does not answer in time, its requests have only the tokens reported before.
         """
-        await asyncio.gather(*map(self.read, self._pool.live()))
+        await for_each(self._pool.live(), self.read)
         return {name: running.tokens.partial for name, running in self._running.items()}
 
     async def accounts(self) -> dict[str, ReplicaAccount]:
         """Return the accounts by the replica's name; see `GeneratorRouter.account`."""
         counted = tuple(self._pool.all)  # others may join while the replicas answer
-        accounts = await asyncio.gather(*map(self.read, counted))
+        accounts = await for_each(counted, self.read)
         return {state.name: account for state, account in zip(counted, accounts, strict=True)}
 
     async def read(self, state: ReplicaState) -> ReplicaAccount:

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
+from torchtitan_rl.aio import for_each
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.commands import PauseMode, ReadStats
 from torchtitan_rl.routing.clock import ActiveTime
@@ -36,8 +37,6 @@ from torchtitan_rl.weights.distribution import WeightHandle
 __all__ = ["GeneratorRouter", "OnEnded", "ReplicaAccount", "SyncMode", "SyncOrder", "SyncReport"]
 
 _STATS_TIMEOUT_S = 60.0
-_STATS_AT_ONCE = 64  # replicas
-_STATS_PAUSE_S = 0.01
 
 
 class GeneratorRouter:
@@ -162,7 +161,7 @@ class GeneratorRouter:
         """Take the devices again. Replicas stay paused and without weights: call `sync_weights`,
         with any version, then `resume`. The weights of pinned replicas are loaded here."""
         await wake_up(self._pool, timeout_s=self._sync_timeout_s)
-        self._weights.follow_all()  # for a `sync` call that already waits
+        await self._weights.follow_all()  # for a `sync` call that already waits
         await restore_pinned(self._pool, self._weights)
 
     async def sync_weights(
@@ -227,14 +226,9 @@ class GeneratorRouter:
     async def stats(self) -> dict[str, EngineStats]:
         """Return the statistics of every live replica, by name. Replicas that do not answer in time
         are left out."""
-        live, asked = self._pool.live(), []
-        async with asyncio.TaskGroup() as asking:
-            for number, state in enumerate(live):
-                if number and number % _STATS_AT_ONCE == 0:
-                    await asyncio.sleep(_STATS_PAUSE_S)  # thousands would hold up the event loop
-                asked.append(asking.create_task(self._stats(state)))
-        found = ((state.name, task.result()) for state, task in zip(live, asked, strict=True))
-        return {name: stats for name, stats in found if stats}
+        live = self._pool.live()
+        found = await for_each(live, self._stats)
+        return {state.name: stats for state, stats in zip(live, found, strict=True) if stats}
 
     async def _stats(self, state: ReplicaState) -> EngineStats | None:
         reading = state.replica.execute(ReadStats())

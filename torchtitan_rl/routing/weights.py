@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_rl.aio import deadline
+from torchtitan_rl.aio import in_parts
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.routing.replicas import (
@@ -79,6 +79,7 @@ class WeightSync:
         self._lagging: set[ReplicaState] = set()
         self._num_syncs = 0  # number of running `sync` calls
         self._begun_s = 0.0  # when `newest` was set
+        self._spread = NO_WEIGHTS  # the newest version that a replica swapped to
         self._spread_by_s = 0.0  # see `may_start_on`
         self._is_closed = False
         self._crash: BaseException | None = None  # a puller's error, which the next sync raises
@@ -104,7 +105,7 @@ class WeightSync:
         self._pool.notify()
         self._num_syncs += 1
         try:
-            self.follow_all()
+            await self.follow_all()
             await self._pool.wait_until(
                 lambda: self._is_settled(handle.version), timeout_s=lag_timeout_s
             )
@@ -120,8 +121,8 @@ class WeightSync:
             )
         return self._report(handle.version)
 
-    def follow_all(self) -> None:
-        for state in self._pool.live_unreserved():
+    async def follow_all(self) -> None:
+        async for state in in_parts(self._pool.live_unreserved()):
             self.follow(state)
 
     def follow(self, state: ReplicaState) -> None:
@@ -160,9 +161,10 @@ class WeightSync:
 
         The request may start once no other replica is about to swap to this version, but at the
         latest after twice the time that the first replica took to pull the version. So requests
-        that wait for a version spread over all replicas that hold it.
+        that wait for a version spread over all replicas that hold it. Requests that need an older
+        version do not wait.
         """
-        if not self._pullers or _now() >= self._spread_by_s:
+        if not self._pullers or version < self._spread or _now() >= self._spread_by_s:
             return True
         return not any(
             state.version < version
@@ -221,13 +223,15 @@ class WeightSync:
             pulls=tuple(pull.report for pull in pulls),
             lost=tuple(one.name for one in self._pool.all if one.phase is Phase.DEAD),
             lagging=tuple(state.name for state in lagging),
-            held=tuple(state.name for state in behind if state not in lagging),
+            held=() if is_waiting_for_pin else tuple(one.name for one in behind if one.is_pinned),
         )
 
     def _wanted(self, state: ReplicaState) -> WeightHandle | None:
         """Return the weights that the replica has to pull next; None if there are none."""
         handle = self._newest
-        if handle is None or state.is_pinned or state.is_reserved or not state.is_live:
+        if handle is None or self._is_closed or not state.is_live:
+            return None
+        if state.is_pinned or state.is_reserved:
             return None
         if state.is_asleep or (state.version == NO_WEIGHTS and not self._num_syncs):
             return None  # a sync follows the wake-up, in general with newer weights
@@ -260,8 +264,8 @@ class WeightSync:
         while True:
             started = _now()
             try:
-                async with deadline(self._timeout_s):
-                    await self._pool.answer(state, state.replica.stage(handle))
+                work = state.replica.stage(handle)
+                await self._pool.answer(state, work, timeout_s=self._timeout_s)
                 return _now() - started
             except SourceLostError as error:
                 await error.renewed.wait()
@@ -301,11 +305,11 @@ class WeightSync:
         if not state.is_live:
             return
         self._pool.set_phase(state, Phase.SYNCING)
-        async with deadline(self._timeout_s):
-            report = await self._pool.answer(state, state.replica.execute(Pull(handle.version)))
+        pull = state.replica.execute(Pull(handle.version))
+        report = await self._pool.answer(state, pull, timeout_s=self._timeout_s)
         self._lagging.discard(state)
         if self._pool.index.least(report.version) is None:  # no other replica holds it
-            first_s = _now() - self._begun_s
+            first_s, self._spread = _now() - self._begun_s, report.version
             self._spread_by_s = _now() + first_s
             asyncio.get_running_loop().call_later(first_s, self._pool.notify)
         self._pool.set_version(state, report.version)

@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan_rl.aio import background
 from torchtitan_rl.errors import ReplicaError
-from torchtitan_rl.observability.engine import EngineSampler, engine_metrics, idle_metrics
+from torchtitan_rl.observability.engine import EngineSampler, engine_metrics, idle_metrics, load_of
 from torchtitan_rl.observability.sinks import check_names
 from torchtitan_rl.types import EngineStats
 
@@ -27,14 +27,13 @@ IDLE = stats(0)
 
 
 def test_loads_are_summed_over_replicas_and_averaged_over_the_time_in_which_one_works() -> None:
-    metrics = engine_metrics(
-        [
-            {"a": IDLE, "b": IDLE},
-            {"a": stats(4, waiting=2, kv_use=0.5, rate=100), "b": stats(2, kv_use=0.1, rate=50)},
-            {"a": stats(2, kv_use=0.2, rate=50), "b": IDLE},
-            {"a": IDLE, "b": IDLE},
-        ]
-    )
+    readings = [
+        {"a": IDLE, "b": IDLE},
+        {"a": stats(4, waiting=2, kv_use=0.5, rate=100), "b": stats(2, kv_use=0.1, rate=50)},
+        {"a": stats(2, kv_use=0.2, rate=50), "b": IDLE},
+        {"a": IDLE, "b": IDLE},
+    ]
+    metrics = engine_metrics([load_of(reading) for reading in readings])
     check_names(metrics)
     assert metrics == pytest.approx(
         {
@@ -54,11 +53,15 @@ def test_loads_are_summed_over_replicas_and_averaged_over_the_time_in_which_one_
 
 def test_a_replica_is_idle_while_it_has_no_request_and_a_reserved_one_does_not_count() -> None:
     readings = [{"a": IDLE, "b": stats(2), "c": IDLE}, {"a": stats(0, waiting=1), "b": stats(1)}]
-    metrics = idle_metrics(readings)
+
+    def idle(*reserved: str) -> dict[str, float]:
+        return idle_metrics([load_of(reading, reserved) for reading in readings])
+
+    metrics = idle()
     check_names(metrics)
     assert metrics == {"overlap/generator_idle_share": pytest.approx(2 / 5)}
-    assert idle_metrics(readings, {"c"}) == {"overlap/generator_idle_share": 1 / 4}
-    assert idle_metrics(readings, {"a", "b", "c"}) == idle_metrics([]) == {}
+    assert idle("c") == {"overlap/generator_idle_share": 1 / 4}
+    assert idle("a", "b", "c") == idle_metrics([]) == {}
 
 
 def test_a_replica_that_does_not_answer_is_counted_and_sampling_goes_on() -> None:
