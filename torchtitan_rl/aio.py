@@ -214,7 +214,7 @@ async def uninterrupted(
         asyncio.CancelledError: this call was cancelled; ``work`` has ended.
         Exception: ``work`` raised it.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

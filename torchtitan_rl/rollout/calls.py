@@ -211,7 +211,7 @@ async def within(
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             return None, error  # a task's SystemExit would end the event loop
 
-    task = asyncio.ensure_future(outcome())
+    task = asyncio.create_task(outcome())
     try:
         if not await wait_within(timeout_s, task):
             raise CallTimeoutError(f"no answer after {timeout_s} s")

@@ -449,8 +449,8 @@ class RolloutRun:
             return partial  # it is whole: only the environment's answer was missing
         turn = len(self._record.turns)
         request = self._group.request(self.rollout_id, turn, observation, partial)
-        known = num_known(request.prompt_token_ids, self._record.turns[-1:])
-        request = replace(request, routed_from=known)
+        if known := num_known(request.prompt_token_ids, self._record.turns[-1:]):
+            request = replace(request, routed_from=known)
         self.enter(Phase.GENERATION, request.request_id)
         try:
             completion = await self._complete(request)
@@ -458,7 +458,8 @@ class RolloutRun:
             # From here on, the generator accounts for the tokens of the partial completion.
             self._record = replace(self._record, partial=None)
             raise
-        self._record = replace(self._record, partial=None)
+        if partial is not None:
+            self._record = replace(self._record, partial=None)
         return completion
 
     async def _complete(

@@ -94,6 +94,8 @@ def remaining_request(
     tokens = so_far.token_ids if so_far is not None else ()
     if so_far is not None and so_far.finish_reason is not FinishReason.ABORT:
         return None
+    if not (tokens or attempt or request.resume_from):
+        return request
     sampling, routed_from = request.sampling, request.routed_from
     if so_far is not None and so_far.routed_experts is not None:
         routed_from = len(request.prompt_token_ids) + len(tokens) - 1
@@ -242,7 +244,7 @@ class PartialTokens:
         if not self._piece:
             return self._ended
         piece = reported(self._request_id, self._piece)
-        return join(self._request_id, [self._ended, piece])
+        return _append(self._ended, piece)
 
     def start_piece(self, piece_id: str) -> None:
         """Begin a piece. Unreported tokens of earlier pieces are reported first."""
@@ -270,7 +272,7 @@ class PartialTokens:
         self._report(replace(progress, version_runs=runs))
 
     def end_piece(self, done: Completion) -> None:
-        self._ended = join(self._request_id, [self._ended, done])
+        self._ended = _append(self._ended, done)
         self.piece_id, self._piece = None, []
 
     def lose_piece(self) -> int:

@@ -288,7 +288,7 @@ class ReplicaPool:
             ReplicaError: the replica is dead, or dies while this call waits.
             TimeoutError: there was no answer within ``timeout_s``; ``work`` is cancelled.
         """
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(work)
         state.work.add(task)
         if not state.is_live:
             task.cancel()
