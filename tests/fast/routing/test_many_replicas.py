@@ -4,6 +4,7 @@ count the replicas and groups that it looks at."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +164,24 @@ def test_rollouts_and_requests_start_128_at_a_time(monkeypatch):
     assert found.requests == began["generate"].total() == began["reset"].total() == 1200
     assert max(began["reset"].values()) <= 128
     assert max(began["generate"].values()) <= 128
+
+
+def test_rollouts_leave_no_reference_cycles():
+    """So collections of all objects, which hold up the loop, may be seldom (`collect_less`)."""
+
+    def unreachable(groups):
+        words = ["--rollout.groups-per-step", f"{groups}", "--rollout.group-size", "4"]
+        run = load_config(Path("alphabet_sort_tiny"), [*words, "--num-steps", "2"])
+        gc.collect()
+        gc.disable()
+        try:
+            simulate(run, profile_run(RUN))
+            return gc.collect()
+        finally:
+            gc.enable()
+
+    unreachable(4)
+    assert abs(unreachable(44) - unreachable(4)) < 40  # with 320 rollouts more
 
 
 @on_virtual_clock
