@@ -8,7 +8,9 @@ A version of a tenant's adapter is never changed. Each tenant has two slots in e
 turn, so that the next version is loaded while requests run under the last one.
 
 Invariants
-- A slot gets another version only after every request under its previous version has ended.
+- A slot gets another version only after every request under its previous version has ended, and
+  another tenant only after every request of its previous tenant has ended. Only a run that needs
+  this place waits for that.
 - Batches of messages are numbered in both directions, so a batch that is sent again is not taken
   twice.
 - A tenant is served only with the secret of its lease. The same run (by its folder) may register
@@ -80,20 +82,18 @@ class Tenants:
         self._max_model_len = max_model_len
         self._by_name: dict[str, _Leased] = {}
         self._loading = asyncio.Lock()
-        self._places = asyncio.Lock()  # a place is given away after its earlier tenant has ended
         self._digest = ""
-        self._ending: asyncio.Task[None] | None = None
+        self._leases: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Tenants:
         # Of the files that the engines have read, which may be replaced later.
         self._digest = await asyncio.to_thread(policy_digest, self._policy_dir)
-        self._ending = asyncio.create_task(self._end_silent(), name="leases of tenants")
+        self._leases = asyncio.create_task(self._end_silent(), name="leases of tenants")
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await cancel_all([] if self._ending is None else [self._ending])
-        for leased in list(self._by_name.values()):
-            await self._remove(leased)
+        await cancel_all([] if self._leases is None else [self._leases])
+        await asyncio.gather(*map(self._end, self._by_name.values()))
 
     def handlers(self) -> dict[CommandName, Handler]:
         return {
@@ -121,22 +121,27 @@ class Tenants:
             target_modules=tuple(arguments["target_modules"]),
         )
         self._check(arguments, lora)
-        async with self._places:
+        while True:
             earlier = self._by_name.get(name)
             if earlier is not None and not _are_equal(earlier.owner, owner):
                 message = f"another run is served as {name!r}; give this run another name"
                 raise RefusedError(409, "tenant_exists", message)
-            if earlier is not None:
-                await self._end(earlier)
             used = {leased.tenant.slots for leased in self._by_name.values()}
             free = [pair for pair in self._slots.pairs() if pair not in used]
-            if not free:
+            if earlier is not None:
+                ending = [self._end(earlier)]
+            elif free:
+                break
+            else:
+                ending = [one.ending for one in self._by_name.values() if one.ending is not None]
+            if not ending:
                 number = self._slots.number
                 message = f"all {number} places are taken; start serve with more --tenants"
                 raise RefusedError(503, "no_tenant_place", message)
-            tenant = Tenant(name, self._router, slots=free[0], lora=lora)
-            leased = _Leased(tenant, owner=owner, secret=secrets.token_hex(16))
-            self._by_name[name] = leased
+            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+        tenant = Tenant(name, self._router, slots=free[0], lora=lora)
+        leased = _Leased(tenant, owner=owner, secret=secrets.token_hex(16))
+        self._by_name[name] = leased
         return {"lease": leased.secret, "lease_s": LEASE_S}
 
     def _check(self, arguments: Mapping[str, Any], lora: LoraConfig) -> None:
@@ -165,7 +170,8 @@ class Tenants:
             RefusedError: there is none with this name and lease (410).
         """
         leased = self._by_name.get(arguments["name"])
-        if leased is None or not _are_equal(leased.secret, arguments["lease"]):
+        is_ours = leased is not None and _are_equal(leased.secret, arguments["lease"])
+        if leased is None or leased.ending is not None or not is_ours:
             raise _no_lease()
         leased.heard_s = _now()
         return leased
@@ -233,10 +239,10 @@ class Tenants:
             tensors = await asyncio.to_thread(_read, bytes(upload.content), shapes)
         except ValueError as error:
             raise RefusedError(400, "wrong_adapter", f"version {version}: {error}") from error
+        slot = await tenant.free_slot()
         async with self._loading:
-            if self._by_name.get(tenant.name) is not leased:
+            if leased.ending is not None:
                 raise _no_lease()  # its slots may be another's
-            slot = await tenant.free_slot()
             try:
                 published = await self._publish(slot_tensors(slot, tenant.lora, tensors))
             except WeightSyncError as error:
@@ -245,19 +251,21 @@ class Tenants:
             tenant.staged[version] = Staged(slot, published)
 
     async def _close(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        await self._remove(self._leased(arguments))
+        await asyncio.wait({self._end(self._leased(arguments))})
         return {}
 
-    async def _remove(self, leased: _Leased) -> None:
-        async with self._places:
-            await self._end(leased)
+    def _end(self, leased: _Leased) -> asyncio.Task[None]:
+        """End a lease. Its place is free when the returned task, which ends its requests, is
+        done."""
+        if leased.ending is None:
+            leased.ending = asyncio.create_task(
+                self._end_requests(leased), name=f"end of tenant {leased.tenant.name}"
+            )
+        return leased.ending
 
-    async def _end(self, leased: _Leased) -> None:
-        """End a lease and its requests, unless it has ended. The caller holds ``_places``."""
-        name = leased.tenant.name
-        if self._by_name.get(name) is leased:
-            del self._by_name[name]
-            await leased.tenant.close()
+    async def _end_requests(self, leased: _Leased) -> None:
+        await leased.tenant.close()
+        del self._by_name[leased.tenant.name]
 
     async def _end_silent(self) -> None:
         while True:
@@ -265,9 +273,9 @@ class Tenants:
             await asyncio.sleep(LEASE_S / 8)
             if _now() > due_s + STOOD_STILL_S:
                 continue  # this process was stopped; what runs sent meanwhile is read first
-            for leased in list(self._by_name.values()):
+            for leased in self._by_name.values():
                 if _now() > leased.heard_s + LEASE_S:
-                    await self._remove(leased)
+                    self._end(leased)
 
 
 @dataclass(slots=True)
@@ -291,6 +299,7 @@ class _Leased:
     receiving: asyncio.Lock = field(default_factory=asyncio.Lock)
     staging: asyncio.Lock = field(default_factory=asyncio.Lock)
     upload: _Upload | None = None
+    ending: asyncio.Task[None] | None = None
 
 
 def _read(content: bytes, shapes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:

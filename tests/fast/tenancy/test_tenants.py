@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -25,7 +26,12 @@ from torchtitan_rl.channel import Call
 from torchtitan_rl.config.lora import LoraConfig, TenantSlots, adapter_shapes, read_slot
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.resume import policy_digest
-from torchtitan_rl.errors import InvalidRequestError, OutputError, ReplicaError
+from torchtitan_rl.errors import (
+    GenerationError,
+    InvalidRequestError,
+    OutputError,
+    ReplicaError,
+)
 from torchtitan_rl.generation.decision import KvPolicy, SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
 from torchtitan_rl.routing.remote import ConnectedReplica
@@ -448,22 +454,85 @@ async def test_a_place_is_free_once_its_tenant_has_ended(monkeypatch: pytest.Mon
     monkeypatch.setattr(Tenant, "close", close_later)
     async with serving(monkeypatch) as there:
         await there.command("tenant.open", registration("a"))
-        lease = (await there.command("tenant.open", registration("b")))["lease"]
-        while not closing:  # of the silent a
+        await there.command("tenant.open", registration("b"))
+        while len(closing) < 2:  # of the silent ones
             await asyncio.sleep(0.01)
         calls = [
-            there.command("tenant.close", {"name": "b", "lease": lease}),
             there.command("tenant.open", registration("c")),
             there.command("tenant.open", registration("c", owner="thief")),
         ]
         tasks = list(map(asyncio.create_task, calls))
         await asyncio.sleep(0.05)
-        assert (closing, [one.done() for one in tasks]) == (["a"], [False] * 3)
+        assert [one.done() for one in tasks] == [False] * 2
         gate.set()
-        assert (await refusal(tasks[2])).code == "tenant_exists"
+        assert (await refusal(tasks[1])).code == "tenant_exists"
         while there.tenants.gauges()["tenants"]:  # the next silent ones are found, too
             await asyncio.sleep(0.01)
         assert closing == ["a", "b", "c"]
+
+
+@on_event_loop
+async def test_a_tenant_that_does_not_end_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here the engines stand still, but take aborts."""
+    moves, step = threading.Event(), SharedEngine.step
+
+    def step_later(engine: SharedEngine) -> list[Completion]:
+        moves.wait()
+        return step(engine)
+
+    monkeypatch.setattr(SharedEngine, "step", step_later)
+    async with serving(monkeypatch) as there, run_of(there, "a") as router:
+        try:
+            call = asyncio.create_task(router.generate(request("x", random.Random(0))))
+            leased = there.tenants._by_name["a"]
+            while not leased.tenant.counts()["running_requests"]:
+                await asyncio.sleep(0.01)
+            own = {"name": "a", "lease": leased.secret}
+            closing = asyncio.create_task(there.command("tenant.close", own))
+            await asyncio.sleep(0.05)
+            async with asyncio.timeout(10.0):
+                await there.command("tenant.open", registration("b"))
+            refused = await refusal(there.command("tenant.receive", own | {"after": 0}))
+            assert refused.code == "no_lease"
+            third = asyncio.create_task(there.command("tenant.open", registration("c")))
+            await asyncio.sleep(0.05)
+            assert (closing.done(), third.done()) == (False, False)
+        finally:
+            moves.set()
+        await third
+        assert not leased.tenant._running
+        assert there.tenants._by_name["c"].tenant.slots == leased.tenant.slots
+        assert await closing == {}
+        with pytest.raises(GenerationError, match="this lease has ended"):
+            await call
+
+
+@on_event_loop
+async def test_a_load_that_waits_for_its_slot_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, free_slot, stages = asyncio.Event(), Tenant.free_slot, []
+
+    async def free_later(tenant: Tenant) -> int:
+        if tenant.name == "a":
+            await gate.wait()
+        return await free_slot(tenant)
+
+    monkeypatch.setattr(Tenant, "free_slot", free_later)
+    async with serving(monkeypatch) as there:
+        for name in ("a", "b"):
+            lease = await there.command("tenant.open", registration(name))
+            own = {"name": name, "lease": lease["lease"], "version": 1}
+            await there.command("tenant.upload", {**own, "offset": 0, "part": adapter(1)})
+            stages.append(asyncio.create_task(there.command("tenant.stage", own)))
+            await asyncio.sleep(0.05)
+        async with asyncio.timeout(10.0):
+            await stages[1]
+        assert not stages[0].done()
+        gate.set()
+        await stages[0]
 
 
 def test_many_calls_leave_in_batches_that_a_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
