@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -56,6 +57,19 @@ NAMED = Check(is_line, "give one line of text, not empty, without control charac
 """For texts and paths that must not be empty."""
 OPTIONAL = Check(lambda text: text == "" or is_line(text), "give one line of text, or '' for none")
 """For texts that may be empty."""
+
+# A user, a password or both, also without a scheme; HOST:PORT/@PATH has none.
+_LOGIN = re.compile(r"(?<=://)[^/?#@]*@|[^\s/@:]+:(?!//|\d+[/?#])[^\s\[\]]*@")
+
+
+def without_login(instead: str) -> Check:
+    """For URLs, which are printed and recorded. ``instead`` says where the key goes."""
+    fix = f"leave user and password out of the URL; {instead}"
+    return Check(lambda url: _LOGIN.search(url) is None, fix)
+
+
+KEY_IN_HEADERS = without_login('name the key in headers ({"Authorization": "Bearer $KEY"})')
+
 
 Count = Annotated[int, Interval(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Interval(ge=1, le=MAX_COUNT)]
@@ -147,7 +161,7 @@ def _adapters(kind: Any) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     text = str(value) if isinstance(value, int | float | Path) else repr(value)
-    return text if text.isprintable() else repr(text)
+    return _LOGIN.sub("...@", text if text.isprintable() else repr(text))
 
 
 def import_file(file: Path, name: str, folder: Path) -> ModuleType:

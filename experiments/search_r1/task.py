@@ -140,6 +140,11 @@ class SearchR1Task(DataTask):
         for name, most in _MOST.items():
             if not 0 < (value := getattr(self, name)) <= most:
                 found.append(f"task.{name}={value}: must be above 0 and at most {most}")
+        if "@" in self.retriever:
+            found.append(
+                "task.retriever is a URL with '@': leave user and password out of the URL; name "
+                "the key in headers"
+            )
         return found or self._server_errors()
 
     def _server_errors(self) -> list[str]:

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from torchtitan_rl.bounds import LongSeconds, OptionalName, PositiveFloat, Ranks
+from torchtitan_rl.bounds import LongSeconds, OptionalName, PositiveFloat, Ranks, without_login
 from torchtitan_rl.generation.config import GeneratorConfig, VllmOptions
 from torchtitan_rl.rollout.config import RolloutConfig
 
+_WITHOUT_LOGIN = without_login("export the key as TORCHTITAN_RL_TEACHER_KEY")
 CUDA_STEP_TOKENS = 2048  # float32 logprobs of 150,000 tokens each take 1.2 GB
 
 
@@ -20,17 +21,17 @@ class TeacherConfig:
     """On-policy distillation: models that score the tokens that the policy sampled. Without a
     ``checkpoint``, ``url`` or ``by_task`` there is no teacher."""
 
-    checkpoint: OptionalName = ""
+    checkpoint: Annotated[OptionalName, _WITHOUT_LOGIN] = ""
     """The teacher: a checkpoint as in ``policy.checkpoint``, of any model that vLLM serves, on
     replicas of its own; with ``loss full`` of a model that can be trained, in the trainer. It must
     have the policy's tokenizer."""
-    url: OptionalName = ""
+    url: Annotated[OptionalName, _WITHOUT_LOGIN] = ""
     """The teacher: a server with the policy's tokenizer that returns prompt logprobs, such as
     ``vllm serve`` (``http://10.0.0.5:8000/v1``). The key in ``TORCHTITAN_RL_TEACHER_KEY`` is sent
     to it."""
     model: OptionalName = ""
     """The teacher's name on the servers. Empty: the first model that a server names."""
-    by_task: dict[str, str] = field(default_factory=dict)
+    by_task: dict[str, Annotated[str, _WITHOUT_LOGIN]] = field(default_factory=dict)
     """Teachers of the parts of a mixture: a part's name, then a checkpoint or a URL. Other parts
     have the teacher of ``checkpoint`` or ``url``, or no teacher."""
     coefficient: PositiveFloat = 1.0

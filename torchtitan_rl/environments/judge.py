@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from weakref import WeakValueDictionary
 
-from torchtitan_rl.bounds import Count, NotNegative, Positive, PositiveFloat, Share
+from torchtitan_rl.bounds import Count, NotNegative, Positive, PositiveFloat, Share, without_login
 from torchtitan_rl.data.columns import (
     fill,
     pattern_errors,
@@ -67,7 +67,9 @@ Explain briefly, then write "Score: N", where N is between 0 (useless) and 10 (p
 class JudgeConfig:
     """A language model that scores rollouts, at an endpoint that speaks the OpenAI API."""
 
-    base_url: str = "http://127.0.0.1:8000/v1"
+    base_url: Annotated[str, without_login("name its key in api_key_env")] = (
+        "http://127.0.0.1:8000/v1"
+    )
     """Address of the endpoint, with ``/v1``."""
     model: str = "policy"
     """Name of the model, as the endpoint knows it."""

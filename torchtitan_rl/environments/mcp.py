@@ -24,11 +24,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from weakref import WeakKeyDictionary
 
 from torchtitan_rl.aio import wait_within
-from torchtitan_rl.bounds import CallSeconds, Positive
+from torchtitan_rl.bounds import KEY_IN_HEADERS, CallSeconds, Positive
 from torchtitan_rl.data.columns import server_errors, url_errors
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.data_task import DataTask, tool_environment
@@ -64,7 +64,7 @@ class McpServer:
 
     command: tuple[str, ...] = ()
     """Program and arguments of a server on standard streams; each session starts a process."""
-    url: str = ""
+    url: Annotated[str, KEY_IN_HEADERS] = ""
     """Address of a server with streamable HTTP, such as ``http://127.0.0.1:8000/mcp``."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of ``command``, besides PATH, HOME and a few others."""

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
+from torchtitan_rl.bounds import KEY_IN_HEADERS
 from torchtitan_rl.data.columns import server_errors
 from torchtitan_rl.data.rows import require
 from torchtitan_rl.environments.games import TEXTS, Game, GameTask, InvalidActionError, Move
@@ -48,7 +49,7 @@ class OpenEnvTask(GameTask):
     `describe` for other observations, and `action` for other actions.
     """
 
-    url: str
+    url: Annotated[str, KEY_IN_HEADERS]
     """Address of the server; ``http://`` or ``https://``."""
     action_field: str = "message"
     """The field of the server's action that gets the answer. Empty: the answer must be a JSON

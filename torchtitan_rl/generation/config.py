@@ -19,6 +19,7 @@ from torchtitan_rl.bounds import (
     Seconds,
     Threads,
     Tokens,
+    without_login,
 )
 from torchtitan_rl.generation.decision import KvPolicy
 
@@ -117,7 +118,9 @@ class GeneratorConfig(EngineConfig):
     replicas: Ranks = 2
     """Number of replicas, each of which holds the whole policy. Add replicas if the trainer waits
     for rollouts."""
-    endpoint: OptionalName = ""
+    endpoint: Annotated[
+        OptionalName, without_login("export the key as TORCHTITAN_RL_GENERATOR_KEY")
+    ] = ""
     """URL of a ``torchtitan-rl serve --tenants`` whose engines generate, such as
     ``http://host:8000/v1``, in place of replicas of this run (``replicas`` is then 1). Several runs
     with adapters (``policy.lora``) share them. The server's key is read from the environment

@@ -40,6 +40,7 @@ from torchtitan_rl.environments.mixture import MixtureTask
 from torchtitan_rl.environments.open_env import OpenEnvTask
 from torchtitan_rl.environments.reasoning_gym import ReasoningGymTask
 from torchtitan_rl.environments.supervised import SupervisedTask
+from torchtitan_rl.experiments.search_r1.task import SearchR1Task
 from torchtitan_rl.generation.config import GeneratorConfig
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.task import Task
@@ -519,7 +520,6 @@ def test_a_containers_cpu_limit_bounds_the_number_of_cores(
         ("http://[::1]:80/v1", True),
         ("host:8000/v1", False),
         ("http:///v1", False),
-        ("http://user:password@host/v1", False),
         ("http://host/v1?key=x", False),
         ("http://host/v1#x", False),
         ("http://ho st/v1", False),
@@ -534,3 +534,44 @@ def test_the_engines_of_a_server_are_named_by_a_plain_url(
     lora = {"policy.lora": LoraConfig(rank=4), "generator.replicas": 1}
     found = complaints(config, {**lora, "generator.endpoint": url})
     assert any("give a URL such as" in one for one in found) is not is_base
+
+
+@pytest.mark.parametrize(
+    "login", ["http://user:s3cret@", "https://s3cret@", "http://u:/s3cret#@", "user:s3cret@"]
+)
+def test_no_url_has_a_password(config: RunConfig, login: str) -> None:
+    url = f"{login}host/v1"
+    for changes, field, fix in (
+        ({"teacher.url": url}, "teacher.url", "TORCHTITAN_RL_TEACHER_KEY"),
+        ({"teacher.checkpoint": url}, "teacher.checkpoint", "TORCHTITAN_RL_TEACHER_KEY"),
+        ({"teacher.by_task": {"a": url}}, "teacher.by_task", "TORCHTITAN_RL_TEACHER_KEY"),
+        ({"generator.endpoint": url}, "generator.endpoint", "TORCHTITAN_RL_GENERATOR_KEY"),
+        ({"task": replace(GAME, url=url)}, "task.url", "headers"),
+        (
+            {"task": McpTask(train=("a",), servers={"s": McpServer(url=url)})},
+            "task.servers.s.url",
+            "headers",
+        ),
+        (
+            {
+                "task": MixtureTask(
+                    tasks={"one": JudgedTask(task=GAME, judge=JudgeConfig(base_url=url))}
+                )
+            },
+            "task.tasks.one.judge.base_url",
+            "api_key_env",
+        ),
+    ):
+        (found,) = complaints(config, changes)
+        assert found.startswith(f"{field} is ")
+        assert "leave user and password out of the URL" in found
+        assert fix in found
+        assert "s3cret" not in found
+    errors = str(SearchR1Task(retriever=url).errors())
+    assert "task.retriever is a URL with '@': leave user and password out" in errors
+    assert "s3cret" not in errors
+
+
+def test_an_at_sign_in_a_path_is_no_password(config: RunConfig) -> None:
+    for url in ("https://host/@user/mcp", "http://host:8000/@user/mcp", "http://[fe80::1]:80/a@b"):
+        assert field_errors(McpServer(url=url)) == {}
