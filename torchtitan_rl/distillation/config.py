@@ -148,12 +148,11 @@ def teacher_errors(
             for source in config.sources
             if is_url(source)
         ]
-        errors += [
-            f"teacher.{name} is {getattr(config, name)}: with teacher.loss full the teacher is in "
-            "the trainer and has no replicas; leave it out"
-            for name, default in {"replicas": 1, "tensor_parallel": 1, "vllm": {}}.items()
-            if getattr(config, name) != default
-        ]
+    errors += [
+        f"teacher.{name} is {getattr(config, name)}: {why}; leave it out"
+        for name, why in _unread(config).items()
+        if getattr(config, name) != getattr(TeacherConfig(), name)
+    ]
     if config.url and not is_url(config.url):
         errors.append(f"teacher.url is {config.url!r}: give http:// or https://")
     elif config.checkpoint and config.url:
@@ -175,3 +174,19 @@ def teacher_errors(
             "teacher.checkpoint or teacher.url, or another advantage"
         )
     return errors
+
+
+def _unread(config: TeacherConfig) -> dict[str, str]:
+    """The fields that a run with a teacher does not read, and why."""
+    if not config.is_on:
+        return {}
+    unread = {} if config.loss == "topk" else {"top_k": "it is read only with teacher.loss topk"}
+    if config.is_in_trainer:
+        why = "with teacher.loss full the teacher is in the trainer and has no replicas"
+        return unread | dict.fromkeys(("replicas", "tensor_parallel", "vllm", "timeout_s"), why)
+    if not config.checkpoints:
+        why = "the teacher is a server and has no replicas here"
+        unread |= dict.fromkeys(("replicas", "tensor_parallel", "vllm"), why)
+    if len(config.checkpoints) == len(config.sources):
+        unread["model"] = "no teacher is a server"
+    return unread

@@ -82,6 +82,14 @@ def refusals_on(tmp_path: Path, machine: MachineFacts, **changes: Any) -> list[s
             "teacher.loss is full: http://127.0.0.1:1/v1 is a server, and the trainer needs",
         ),
         ({"teacher__loss": "full", "teacher__replicas": 2}, "teacher.replicas is 2: with teacher"),
+        ({"teacher__loss": "full", "teacher__timeout_s": 9.0}, "teacher.timeout_s is 9.0: with te"),
+        ({"teacher__loss": "full", "teacher__top_k": 20}, "teacher.top_k is 20: it is read only w"),
+        ({"teacher__top_k": 20}, "teacher.top_k is 20: it is read only with teacher.loss topk; le"),
+        ({"teacher__model": "m"}, "teacher.model is m: no teacher is a server; leave it out"),
+        (
+            {"teacher__checkpoint": "", "teacher__url": "http://h/v1", "teacher__replicas": 2},
+            "teacher.replicas is 2: the teacher is a server and has no replicas here; leave it out",
+        ),
         ({"teacher__loss": "full", "mode": "generate"}, "teacher.loss is full: mode generate has"),
         ({"teacher__loss": "full", "launch__hosts": "2x0"}, "teacher.checkpoint is /"),
         (
