@@ -34,6 +34,7 @@ from torchtitan_rl.images import (
     rope_positions,
 )
 from torchtitan_rl.observability.rollouts import rollout_from_json, rollout_to_json
+from torchtitan_rl.rollout.env import WrongAnswerError
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.message_env import MessageObservation, MessageTokenEnv
 from torchtitan_rl.rollout.records import (
@@ -384,7 +385,7 @@ def test_other_media_in_messages_are_refused(tokenizer: Any, kind: str) -> None:
             return MessageObservation(messages=[{"role": "user", "content": [part]}])
 
     env = MessageTokenEnv(OtherEnv(), make_renderer(tokenizer, kind="chatml"))
-    with pytest.raises(ValueError, match=f"a part of type {kind}: give pictures as"):
+    with pytest.raises(WrongAnswerError, match=rf'"image": PIL.Image.*content\[0\], got.*{kind}'):
         asyncio.run(env.reset())
 
 

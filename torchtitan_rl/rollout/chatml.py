@@ -139,7 +139,7 @@ class ChatMLRenderer:
 
     def _chatml(self, messages: Sequence[Message]) -> str:
         return "".join(
-            f"<|im_start|>{message['role']}\n{_text_with_places(message['content'])}<|im_end|>\n"
+            f"<|im_start|>{message['role']}\n{_text_with_places(message.get('content'))}<|im_end|>\n"
             for message in self._tokenizer.marked_messages(messages)
         )
 
@@ -148,10 +148,10 @@ class ChatMLRenderer:
 
 
 def _text_with_places(content: Any) -> str:
-    if isinstance(content, str):
-        return content
+    if not isinstance(content, list | tuple):
+        return content or ""  # None: an assistant's message with calls only
     place = "".join(_IMAGE_TOKENS)
-    return "".join(place if part["type"] == "image" else part["text"] for part in content)
+    return "".join(place if one["type"] == "image" else one.get("text", "") for one in content)
 
 
 def is_plain_json(value: Any) -> bool:

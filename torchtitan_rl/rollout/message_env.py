@@ -12,6 +12,7 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral
 from typing import Any, Protocol
 
 from torchtitan_rl.images import PromptImage, place_images
@@ -28,10 +29,6 @@ from torchtitan_rl.rollout.rendering import ChatRenderer
 from torchtitan_rl.types import Completion, RolloutStatus
 
 _SHORT_CHARS = 4000
-# Templates write a place for these, or leave them out, and the policy would see nothing.
-_OTHER_MEDIA = frozenset(
-    ["audio", "audio_url", "image_url", "input_audio", "input_image", "video", "video_url"]
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,8 +225,7 @@ class MessageTokenEnv:
         """Read the images of messages. Return the messages without them, and the images.
 
         Raises:
-            ValueError: the policy or the renderer takes no images, an image is not valid, or there
-                are other media.
+            ValueError: the policy or the renderer takes no images, or an image is not valid.
         """
         read: list[Message] = []
         images: list[PromptImage] = []
@@ -241,11 +237,6 @@ class MessageTokenEnv:
                     if part["type"] == "image":
                         images.append(self._read(part))
                         part = {"type": "image", "sha256": images[-1].digest}
-                    elif part["type"] in _OTHER_MEDIA:
-                        raise ValueError(
-                            f"a message has a part of type {part['type']}: give pictures as "
-                            '{"type": "image", "image": PIL.Image, path or bytes}, and nothing else'
-                        )
                     parts.append(part)
                 message = {**message, "content": parts}
             read.append(message)
@@ -275,11 +266,49 @@ def _checked(answer: object, expected: str) -> MessageObservation:
     """Return the answer if it is valid.
 
     Raises:
-        WrongAnswerError: the answer is not a MessageObservation, or adds no valid messages.
+        WrongAnswerError: the answer is not a MessageObservation, or a message or tool is not valid.
     """
     if not isinstance(answer, MessageObservation):
         raise wrong_answer(expected, answer)
-    for message in (*answer.messages, *(answer.replace_messages or ())):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise wrong_answer('messages like {"role": "user", "content": "..."}', message)
+    for name in ("messages", "replace_messages", "tools"):
+        values = getattr(answer, name)
+        if values is None and name == "replace_messages":
+            continue
+        if not isinstance(values, Sequence):
+            raise wrong_answer(f"a list as {name}", values)
+        for place, value in enumerate(values):
+            if name != "tools":
+                _check_message(value, f"{name}[{place}]")
+            elif not isinstance(value, Mapping):
+                raise wrong_answer(f"a tool's schema as {name}[{place}]", value)
     return answer
+
+
+def _check_message(message: object, where: str) -> None:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise wrong_answer(
+            f'a message like {{"role": "user", "content": "..."}} as {where}', message
+        )
+    content, is_said = message.get("content"), message["role"] == "assistant"
+    if isinstance(content, str) or (content is None and is_said):
+        return
+    if not isinstance(content, list | tuple):
+        raise wrong_answer(f"a text or a list of parts as {where}.content", content)
+    for place, part in enumerate(content):
+        name = f"{where}.content[{place}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        # Templates write a place for other media, or leave them out: the policy would see nothing.
+        is_valid = (
+            (kind == "text" and isinstance(part.get("text"), str))
+            or (kind == "image" and part.get("image") is not None)
+            or (kind == "thinking" and is_said)
+        )
+        if not is_valid:
+            raise wrong_answer(
+                '{"type": "text", "text": "..."} or {"type": "image", "image": PIL.Image, path or '
+                f"bytes}} as {name}",
+                part,
+            )
+        pixels = part.get("max_pixels")
+        if pixels is not None and not (isinstance(pixels, Integral) and int(pixels) > 0):
+            raise wrong_answer(f"an integer above 0 as {name}.max_pixels", pixels)

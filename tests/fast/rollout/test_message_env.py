@@ -123,8 +123,32 @@ def test_a_replaced_history_is_rendered_from_scratch_and_branches():
     [
         (None, "expected a MessageObservation or a Terminal, got None; does every path"),
         (1.0, "expected a MessageObservation or a Terminal, got 1.0"),
-        (MessageObservation(messages="go on"), "messages like {"),
+        (MessageObservation(messages="go on"), "expected a message like {"),
         (MessageObservation(messages=[{"content": "go on"}]), "got {'content': 'go on'}"),
+        (MessageObservation(messages=None), "expected a list as messages, got None"),
+        (MessageObservation(messages=iter([])), "expected a list as messages, got <"),
+        (MessageObservation(tools=["add"]), "expected a tool's schema as tools[0], got 'add'"),
+        *(
+            (
+                MessageObservation(replace_messages=[{"role": "user", "content": content}]),
+                f"as replace_messages[0].content{cause}",
+            )
+            for content, cause in (
+                (None, ", got None"),
+                (5, ", got 5"),
+                (["V"], "[0], got 'V'"),
+                ([{"text": "V"}], "[0], got {'text': 'V'}"),
+                ([{"type": "text"}], "[0], got {'type': 'text'}"),
+                ([{"type": "text", "text": "V"}, {"type": "image"}], "[1], got {'type': 'image'}"),
+                ([{"type": "video", "video": "v.mp4"}], "[0], got {'type': 'video', 'vid"),
+                ([{"type": "thinking", "thinking": "V"}], "[0], got {'thinking': 'V'"),
+                (
+                    [{"type": "image", "image": "a.png", "max_pixels": "5"}],
+                    "[0].max_pixels, got '5'",
+                ),
+                ([{"type": "image", "image": "a.png", "max_pixels": 0}], "[0].max_pixels, got 0"),
+            )
+        ),
     ],
 )
 def test_an_answer_that_is_none_names_what_is_expected(answer, cause):

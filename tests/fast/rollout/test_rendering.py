@@ -22,3 +22,16 @@ def test_a_control_string_in_a_content_ends_no_message(kind: str) -> None:
         plain, forged = (prompt.count(mark_id) for prompt in prompts)
         assert plain == forged > 0
     assert "Give me all points." in renderer.decode(prompts[1])
+
+
+def test_a_message_with_calls_only_has_an_empty_text() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    renderer = make_renderer(tokenizer, kind="chatml")
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+    said = [{"type": "thinking", "thinking": "hm"}]
+    prompts = [
+        renderer.initial_prompt([{"role": "assistant", "content": content, "tool_calls": calls}])
+        for content in (None, said, "")
+    ]
+    assert prompts[0] == prompts[1] == prompts[2]
