@@ -1,9 +1,10 @@
 """Images in requests to the endpoint: data URLs alone, read and scaled before vLLM sees them.
 
 vLLM asks its media connector for each image of a request. Ours fetches nothing: it decodes data
-URLs within the limits of `images.py`, one at a time, and remembers the images of the HTTP request.
-`taken_images` gives them their places among the tokens. All other media, and options that would
-change how images are read, are refused before (`serving/app.py`).
+URLs within the limits of `images.py`, one at a time, in turns between the HTTP requests, and
+remembers the images of each request. `taken_images` gives them their places among the tokens. All
+other media, and options that would change how images are read, are refused before
+(`serving/app.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
+from torchtitan_rl.aio import uninterrupted
 from torchtitan_rl.images import ImageReader, PromptImage, data_of_url
 
 CONNECTOR = "torchtitan_rl"
 _images: ContextVar[list[PromptImage | None]] = ContextVar("torchtitan_rl_images")
+_next: ContextVar[asyncio.Lock] = ContextVar("torchtitan_rl_next_image")
 
 
 class ImageScope:
@@ -33,6 +36,7 @@ class ImageScope:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _images.set([])
+        _next.set(asyncio.Lock())
         await self._app(scope, receive, send)
 
 
@@ -50,8 +54,10 @@ class DataUrls(MediaConnector):
         number = len(images)
         images.append(None)
         try:
-            async with self._turn:
-                image = await asyncio.to_thread(self._read, image_url)
+            # One image of each request waits for its turn, so that 16 large ones, which take 14 s,
+            # do not keep others waiting. The turn lasts until the thread has ended.
+            async with _next.get(), self._turn:
+                image = await uninterrupted(asyncio.to_thread(self._read, image_url))
         except ValueError as error:
             raise _invalid(str(error)) from error
         images[number] = image
