@@ -35,7 +35,8 @@ usage: {_PROG} CONFIG {_OPTION} 1x24GB [options of the run]
 Proposes options with which a run fits on its devices: placement, ranks of the trainer, replicas,
 tensor parallelism, tokens of a microbatch, activation checkpointing, and the engines' share.
   {_OPTION} 1x24GB     one device; 8x80GB: one host; 2x8x80GB: two hosts
-The policy need not be on this machine if it is a published Qwen3, Qwen2.5 or Llama 3.
+The policy need not be on this machine if it is a published Qwen3, Qwen2.5, Qwen2.5-VL or
+Llama 3.
 """
 
 

@@ -226,10 +226,11 @@ def _sizes(
     placements = _PLACEMENTS if config.mode == "both" else _PLACEMENTS[:1]
     given = config.trainer.context_parallel
     contexts = [given, *(degree for degree in _DEGREES if degree > given)]
+    takes_images = policy.architecture is not None and policy.architecture.vision is not None
     for placement, trained, context, generated in itertools.product(
         placements, degrees, contexts, degrees
     ):
-        if not can_split(context * trained):
+        if not can_split(context * trained) or (takes_images and context * trained > 1):
             continue
         if placement == "colocated":
             splits = [(total, total)]

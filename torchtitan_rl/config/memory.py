@@ -17,7 +17,8 @@ vocabulary.
 With adapters (LoRA), gradients and moments are those of the adapters, the reference policy is the
 base, and only the adapters are published. Teachers in the trainer keep their weights; during a step
 their layers are computed one after another, before the policy's, and their heads stay gathered
-until the loss.
+until the loss. The weights of a vision tower are gathered during the whole step; its activations
+are not counted.
 
 On a CPU the trainer's part was measured: it is within 15 % of the allocator's peak. On CUDA nothing
 was measured yet.
@@ -52,6 +53,15 @@ PROCESS_BYTES = 1 << 30  # imported libraries, or contexts and communicators on 
 _SHOWN_BYTES = 1 << 27
 _SLEEPING_BYTES = 5 << 29  # an engine that is asleep: its context, communicators and CUDA graphs
 _CHUNK_BYTES = {"cpu": 4 << 22, "cuda": 4 << 24}  # of `training.logprobs`
+_TOWER = {  # what transformers takes for missing fields of a vision_config
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
 _CHUNKS, _TAUGHT_CHUNKS = 3, 5  # that exist at the same time, without and with a teacher
 
 
@@ -113,7 +123,7 @@ def memory_plan(
         if device == "cuda" and config.is_colocated:
             of_trainer["sleeping engine"] = _SLEEPING_BYTES
             host[PINNED] = trainer.data_parallel_replicate * (
-                _pinned_bytes(policy.architecture, trainer.num_shards, dtype, config.policy.lora)
+                _pinned_bytes(policy.architecture, trainer, dtype, config.policy.lora)
                 + 4 * sum(map(num_weights, in_trainer))
             )
     if config.mode == "both":
@@ -213,18 +223,25 @@ def _weight_bytes(policy: PolicyFacts, dtype: Dtype) -> int:
 
 
 def version_bytes(config: RunConfig, policy: PolicyFacts, dtype: Dtype) -> int:
-    """The size of a published version: all weights, or the adapters."""
+    """The size of a published version: all weights that are trained, or the adapters."""
     if config.adapters is not None and policy.architecture is not None:
         return num_adapter_weights(policy.architecture, config.adapters) * BYTES[dtype]
-    return _weight_bytes(policy, dtype)
+    frozen: list[int] = []
+    if policy.architecture is not None and not config.trainer.train_vision_tower:
+        frozen = tower_matrices(policy.architecture)
+    return _weight_bytes(policy, dtype) - BYTES[dtype] * sum(frozen)
 
 
-def _pinned_bytes(policy: PolicyArchitecture, shard: int, dtype: Dtype, lora: LoraConfig) -> int:
+def _pinned_bytes(
+    policy: PolicyArchitecture, trainer: TrainerConfig, dtype: Dtype, lora: LoraConfig
+) -> int:
     """The host memory of the offloaded weights and moments of a whole model. PyTorch rounds each
     pinned tensor up to a power of two."""
+    shard, trains_tower = trainer.num_shards, trainer.train_vision_tower
     layers = [size for layer in _layers(policy) for size in layer_matrices(layer)]
     heads = [head_weights(policy)] * (1 if policy.has_tied_embeddings else 2)
-    sizes = [4 * size for size in 3 * (layers + heads)]
+    tower = tower_matrices(policy)
+    sizes = [4 * size for size in 3 * (layers + heads) + (3 if trains_tower else 1) * tower]
     if lora.rank:
         shapes = adapter_shapes(policy, lora).values()
         sizes = [BYTES[dtype] * size for size in layers + heads]
@@ -291,7 +308,18 @@ def num_weights(policy: PolicyArchitecture) -> int:
     """The number of weights, without norms and biases; tied embeddings count once."""
     heads = 1 if policy.has_tied_embeddings else 2
     layers = sum(sum(layer_matrices(layer)) for layer in _layers(policy))
-    return layers + heads * head_weights(policy)
+    return layers + heads * head_weights(policy) + sum(tower_matrices(policy))
+
+
+def tower_matrices(policy: PolicyArchitecture) -> list[int]:
+    """The sizes of the matrices of the vision tower, without norms and biases."""
+    if policy.vision is None:
+        return []
+    tower = {**_TOWER, **policy.vision.tower}
+    dim, merged = tower["hidden_size"], tower["hidden_size"] * tower["spatial_merge_size"] ** 2
+    patch = tower["in_channels"] * tower["temporal_patch_size"] * tower["patch_size"] ** 2
+    block = [3 * dim * dim, dim * dim, *[dim * tower["intermediate_size"]] * 3]
+    return [patch * dim, *block * tower["depth"], merged * merged, merged * policy.dim]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,10 +349,14 @@ def trainer_memory(
     lora = lora or LoraConfig()
     ranks, shard = config.tensor_parallel, config.num_shards
     own = trained = 4 * num_weights(policy) // (ranks * shard)
+    if not config.train_vision_tower:
+        trained -= 4 * sum(tower_matrices(policy)) // (ranks * shard)
     if lora.rank:  # tensor parallelism splits one of the two matrices of an adapter
         own = BYTES[dtype] * num_weights(policy) // (ranks * shard)
         trained = 4 * num_adapter_weights(policy, lora) // shard
     moments = _moments(config, policy, device, dtype, lora, teachers)
+    tower = sum(tower_matrices(policy)) * BYTES[dtype]
+    moments = [replace(one, gathered=one.gathered + tower) for one in moments]
     peak = max(moments, key=lambda one: one.total)
     has_reference = config.loss.needs_reference and not lora.rank
     parts = {

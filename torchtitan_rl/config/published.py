@@ -32,6 +32,25 @@ _QWEN2 = {
     "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 128, _QWEN_VOCABULARY, False),
     "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 128, _QWEN_VOCABULARY, False),
 }
+# The decoders, and the tower's output, as the published config.json have them; the weights of both
+# models are theirs (3,754,622,976 and 8,292,166,656) less norms and biases.
+_QWEN2_5_VL = {
+    "Qwen2.5-VL-3B": (2048, 11008, 36, 16, 2, 128, 151_936, True),
+    "Qwen2.5-VL-7B": (3584, 18944, 28, 28, 4, 128, _QWEN_VOCABULARY, False),
+}
+_VISION = {
+    "image_token_id": 151_655,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "in_chans": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
 _LLAMA = {
     "Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128_256, True),
     "Llama-3.2-3B": (3072, 8192, 28, 24, 8, 128, 128_256, True),
@@ -61,6 +80,7 @@ _QUANTIZED = re.compile(r"-(FP8|AWQ|GPTQ|GGUF|MLX|Int[48]|[48]bit|bnb)\b", re.IG
 _FAMILIES = (
     ("qwen3", 40_960, _QWEN3),
     ("qwen2", 32_768, _QWEN2),
+    ("qwen2_5_vl", 128_000, _QWEN2_5_VL),
     ("llama", 131_072, _LLAMA),
     ("qwen3_moe", 40_960, _QWEN3_MOE),
     ("deepseek_v3", 8192, _DEEPSEEK_V3),
@@ -81,6 +101,8 @@ def published_facts(checkpoint: str) -> PolicyFacts | None:
 
 def _facts(model_type: str, positions: int, *sizes: int | None) -> PolicyFacts:
     config: dict[str, Any] = {"model_type": model_type, **dict(zip(_NAMES, sizes, strict=False))}
+    if model_type == "qwen2_5_vl":
+        config |= _VISION
     policy = architecture_of(config | {"dtype": "bfloat16"})
     return PolicyFacts(
         num_heads=policy.num_heads,

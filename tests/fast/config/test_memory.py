@@ -14,7 +14,7 @@ from torchtitan_rl.commands.cli import main
 from torchtitan_rl.config.fit import device_memory_errors, fitting_options
 from torchtitan_rl.config.loader import load_config, parse_options
 from torchtitan_rl.config.machine import MachineFacts, made_up_hosts
-from torchtitan_rl.config.memory import memory_plan
+from torchtitan_rl.config.memory import PINNED, MemoryPlan, memory_plan
 from torchtitan_rl.config.plan import plan_on_hosts
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.config.published import published_facts
@@ -273,3 +273,39 @@ def test_an_engine_on_cuda_keeps_latent_vectors_which_each_rank_has_whole() -> N
     config = replace(QWEN3, generator=replace(QWEN3.generator, tensor_parallel=4))
     plan = memory_plan(config, policy, device="cuda", device_bytes=80 * 10**9)
     assert plan.kv_tokens == plan.replica["KV cache"] // (2 * 27 * (512 + 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "tower"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 3_754_622_976, 668_170_240),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656, 676_034_560),
+    ],
+)
+def test_a_policys_vision_tower_is_a_part_of_its_memory(name: str, size: int, tower: int) -> None:
+    """The sizes are those of the published weight files."""
+    policy = published_facts(name)
+    assert policy is not None
+    assert policy.num_weights == pytest.approx(size, rel=3e-4)  # norms and biases
+
+    def plan(**changes: bool) -> MemoryPlan:
+        trainer = replace(QWEN3.trainer, data_parallel_shard=1, **changes)
+        config = replace(QWEN3, trainer=trainer, placement="colocated")
+        return memory_plan(config, policy, device="cuda", device_bytes=80 * GIB)
+
+    frozen, trained = plan(), plan(train_vision_tower=True)
+    assert frozen.replica["weights"] == 2 * policy.num_weights
+    assert frozen.trainer["weights"] == trained.trainer["weights"] == 4 * policy.num_weights
+    assert trained.trainer["gradients"] - frozen.trainer["gradients"] == 4 * tower
+    assert trained.trainer["optimizer"] - frozen.trainer["optimizer"] == 8 * tower
+    assert frozen.trainer["gathered weights"] > 2 * tower
+    for part, least in (("published weights", 2 * tower), (PINNED, 8 * tower)):
+        assert trained.host[part] - frozen.host[part] >= least
+
+
+def test_fit_splits_no_policy_that_takes_images_over_its_tokens_or_heads() -> None:
+    policy = published_facts("Qwen/Qwen2.5-VL-7B-Instruct")
+    assert policy is not None
+    options = fitting_options(QWEN3, policy, made_up_hosts("8x80GB"), uses_all=True)
+    assert options is not None
+    assert {"trainer.tensor_parallel", "trainer.context_parallel"}.isdisjoint(options)
