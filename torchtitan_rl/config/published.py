@@ -32,8 +32,8 @@ _QWEN2 = {
     "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 128, _QWEN_VOCABULARY, False),
     "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 128, _QWEN_VOCABULARY, False),
 }
-# The decoders, and the tower's output, as the published config.json have them; the weights of both
-# models are theirs (3,754,622,976 and 8,292,166,656) less norms and biases.
+# As in the models' config.json. With norms and biases these sizes give 3,754,622,976 and
+# 8,292,166,656 weights, as the published files have.
 _QWEN2_5_VL = {
     "Qwen2.5-VL-3B": (2048, 11008, 36, 16, 2, 128, 151_936, True),
     "Qwen2.5-VL-7B": (3584, 18944, 28, 28, 4, 128, _QWEN_VOCABULARY, False),
