@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
     )
     if "--output" in given:
         errors += output_file_errors("--output", output)
-    least = config.generator.tensor_parallel + config.trainer.tensor_parallel
+    least = config.generator.tensor_parallel + config.trainer.token_parts
     if devices is not None and (devices < least or devices % 1):
         errors.append(f"--devices is {given['--devices']}: give a whole number of at least {least}")
     if errors:
@@ -71,10 +71,10 @@ def main(words: Sequence[str]) -> int:
     profile = read_profile(Path(given["--profile"]))
     if devices is None:
         found = [simulate(config, profile, mtbf_hours=mtbf_hours)]
-        print("\n".join(describe(found[0])))
+        print("\n".join(describe(found[0], mtbf_hours)))
     else:
         found = best_splits(config, profile, int(devices), mtbf_hours)
-        print("\n".join(_describe_splits(found)))
+        print("\n".join(_describe_splits(found, config.trainer.token_parts)))
     if "--output" in given:
         document = [one.to_json() for one in found]
         replace_file(output, json.dumps(document, indent=1).encode() + b"\n")
@@ -85,10 +85,10 @@ def best_splits(
     config: RunConfig, profile: Profile, devices: int, mtbf_hours: float | None = None
 ) -> list[Simulated]:
     """Simulate splits of ``devices`` between trainer and replicas, the fastest one first. Each
-    replica keeps its ranks, and the trainer its tensor parallelism. The search first spreads over
-    all splits, then looks between the neighbours of the best one."""
+    replica keeps its ranks, and the trainer its tensor and context parallelism. The search first
+    spreads over all splits, then looks between the neighbours of the best one."""
     trainer, ranks = config.trainer, config.generator.tensor_parallel
-    unit = trainer.tensor_parallel
+    unit = trainer.token_parts
     most = (devices - ranks) // unit
     tried: dict[int, Simulated] = {}
 
@@ -114,19 +114,22 @@ def best_splits(
     return sorted(tried.values(), key=lambda one: -one.steps_per_hour)
 
 
-def describe(one: Simulated) -> list[str]:
+def describe(one: Simulated, mtbf_hours: float | None) -> list[str]:
     """Lines for a person."""
+    expected = ""
+    if mtbf_hours is not None:
+        expected = f" ({one.replicas * one.simulated_s / 3600 / mtbf_hours:.2g} expected)"
     ages = ", ".join(f"{age} old {share:.0%}" for age, share in one.staleness.items())
     return [
-        f"{one.replicas:,} replicas, {one.trainer_ranks:,} trainer ranks: {one.steps} steps, "
-        f"{one.groups:,} groups, {one.requests:,} requests in {one.simulated_s / 3600:.2f} h",
+        f"replicas {one.replicas:,}, trainer ranks {one.trainer_ranks:,}: {one.groups:,} groups, "
+        f"{one.requests:,} requests in {one.simulated_s / 3600:.2f} h; {one.steps:,} steady steps",
         f"speed: {one.steps_per_hour:,.1f} steps an hour, {one.tokens_per_s:,.0f} tokens/s",
         f"idle: trainer {one.trainer_idle_share:.0%}, replicas {one.generator_idle_share:.0%}",
         f"staleness of tokens in versions: {ages}",
         f"queues: {one.groups_running:.1f} groups running and {one.groups_finished:.1f} finished "
         f"when a batch is taken; a rollout waits {one.place_s:.2f} s for its place",
-        f"failures: {one.losses} replicas lost, {one.lost_tokens:,} tokens sampled again, "
-        f"{one.replica_down_s:,.0f} s without a replica",
+        f"failures: {one.losses} replicas lost{expected}, {one.lost_tokens:,} tokens sampled "
+        f"again, {one.replica_down_s:,.0f} s without a replica",
         f"controller: {one.loop_cpu_s:.1f} CPU s, {one.loop_cpu_us:.0f} us a request; its loop is "
         f"busy {one.loop_busy_share:.1%} of the time, and lags {1e3 * one.loop_lag_max_s:.0f} ms "
         f"at most, over 100 ms {one.late_share:.1%} of the time",
@@ -134,13 +137,19 @@ def describe(one: Simulated) -> list[str]:
     ]
 
 
-def _describe_splits(found: Sequence[Simulated]) -> list[str]:
+def _describe_splits(found: Sequence[Simulated], unit: int) -> list[str]:
+    best = found[0]
     rows = [
         f"{one.trainer_ranks:>8,}{one.replicas:>10,}{one.steps_per_hour:>14,.1f}"
         f"{one.trainer_idle_share:>14.0%}{one.generator_idle_share:>15.0%}"
         for one in found
     ]
-    return [" trainer  replicas  steps an hour  trainer idle  replicas idle", *rows]
+    return [
+        " trainer  replicas  steps an hour  trainer idle  replicas idle",
+        *rows,
+        "the fastest: --trainer.data-parallel-replicate 1 --trainer.data-parallel-shard "
+        f"{best.trainer_ranks // unit} --generator.replicas {best.replicas}",
+    ]
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -121,6 +121,15 @@ def test_the_best_split_is_the_fastest_of_all_splits():
     assert speeds == sorted(speeds, reverse=True)
 
 
+def test_a_split_counts_context_parallel_ranks(tmp_path, capsys):
+    write_profile(profile_run(RUN), tmp_path / "p.json")
+    words = ["alphabet_sort_tiny", "--profile", str(tmp_path / "p.json"), "--devices", "5", *SMALL]
+    assert main([*words, "--trainer.context-parallel", "3"]) == 0
+    *_, row, last = capsys.readouterr().out.splitlines()
+    assert row.split()[:2] == ["3", "2"]
+    assert last.endswith("--trainer.data-parallel-shard 1 --generator.replicas 2")
+
+
 def test_the_command_writes_what_it_says(tmp_path, capsys):
     write_profile(profile_run(RUN), tmp_path / "p.json")
     words = ["alphabet_sort_tiny", "--profile", str(tmp_path / "p.json"), "--replicas", "3", *SMALL]
@@ -130,6 +139,8 @@ def test_the_command_writes_what_it_says(tmp_path, capsys):
     assert document["replicas"] == 3
     assert f"{document['steps_per_hour']:,.1f} steps an hour" in said
     assert "lags" in said
+    expected = 3 * document["simulated_s"] / 3600 / 100
+    assert f"0 replicas lost ({expected:.2g} expected)" in said
 
 
 @pytest.mark.parametrize(
