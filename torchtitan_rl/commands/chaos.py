@@ -241,9 +241,15 @@ def find_controller(run_dir: Path) -> psutil.Process | None:
     with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
         process = psutil.Process(json.loads(lock.read_bytes())["pid"])
         is_ours = process.uids().real == os.getuid() and process.status() != psutil.STATUS_ZOMBIE
-        if is_ours and any(os.path.samefile(lock, file.path) for file in process.open_files()):
+        if is_ours and any(_is_same(lock, file.path) for file in process.open_files()):
             return process
     return None
+
+
+def _is_same(one: Path, other: str) -> bool:
+    with suppress(OSError):  # a temporary file that was renamed meanwhile
+        return os.path.samefile(one, other)
+    return False
 
 
 def _is_under_way(run_dir: Path) -> bool:
@@ -270,7 +276,7 @@ def processes_of(run_dir: Path, part: RunPart) -> dict[str, psutil.Process]:
             with suppress(OSError):
                 log = Path(f"/proc/{process.pid}/fd/1").readlink()
                 leads = os.getpgid(process.pid) == process.pid
-                if leads and log.name.startswith(part) and log.is_relative_to(run_dir.absolute()):
+                if leads and log.name.startswith(part) and log.is_relative_to(run_dir.resolve()):
                     found[log.stem] = process
     return found
 

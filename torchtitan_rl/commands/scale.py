@@ -142,7 +142,7 @@ async def scaling_socket(run_dir: Path, run: Scalable) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(_READ_S):
                 number = _number_in(await reader.readline())
-        except ValueError:  # a line that is too long, too
+        except (ValueError, RecursionError):  # a line that is too long, too
             await _send(writer, refused="the request is not one line of JSON with replicas")
             return
         work = asyncio.create_task(run.scale(number), name="the command scale")

@@ -36,6 +36,7 @@ out. docs/scaling.md explains the numbers.
 """
 _OPTIONS = ("--profile", "--replicas", "--mtbf-hours", "--devices", "--output")
 _COARSE = 8  # splits of a first search
+_MAX_RANKS = 4096  # see `bounds.Ranks`
 
 
 def main(words: Sequence[str]) -> int:
@@ -64,8 +65,12 @@ def main(words: Sequence[str]) -> int:
     if "--output" in given:
         errors += output_file_errors("--output", output)
     least = config.generator.tensor_parallel + config.trainer.token_parts
-    if devices is not None and (devices < least or devices % 1):
-        errors.append(f"--devices is {given['--devices']}: give a whole number of at least {least}")
+    most = least * _MAX_RANKS
+    if devices is not None and (not least <= devices <= most or devices % 1):
+        errors.append(
+            f"--devices is {given['--devices']}: give a whole number of at least {least} and at "
+            f"most {most}"
+        )
     if errors:
         raise ConfigError(errors)
     profile = read_profile(Path(given["--profile"]))
@@ -176,5 +181,5 @@ def _number(given: dict[str, str], name: str) -> float | None:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise ConfigError(f"{name} is {given[name]!r}: give a number above 0")
+        raise ConfigError(f"{name} is {given[name]!r}: give a number above 0, below 1e9")
     return value

@@ -78,7 +78,12 @@ class TakenSteps:
             raise OSError(f"the batches since the last checkpoint exceed {MAX_BYTES >> 30} GiB")
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{version:06d}.msgpack"
-        path.write_bytes(data)
+        try:
+            path.write_bytes(data)
+        except OSError:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)  # what was written fills the disk
+            raise
         return TakenStep(version=version, path=path, num_bytes=len(data), loss=loss)
 
     def add(self, step: TakenStep) -> None:

@@ -82,7 +82,7 @@ class _Saving:
     """The checkpoint that ``trainer`` is writing."""
 
     start: _Start
-    trainer: Trainer
+    trainer: TrainerProcesses
 
 
 class RestartedTrainer:
@@ -182,7 +182,8 @@ class RestartedTrainer:
             return
         try:
             await saving.trainer.finish_checkpoint()
-        except TrainerLostError as error:
+        except (TrainerLostError, DeadlineError) as error:
+            self._restart(saving.trainer, error)
             raise CheckpointError(f"{saving.start.checkpoint}: {one_line(error)}") from error
         finally:
             if self._saving is saving:

@@ -26,7 +26,8 @@ with 429.
 
 A process of the endpoint that follows another one, which was lost, knows nothing of that one's
 runs. It asks the controller for them (``repeated``), and starts such a run again; the controller
-then answers its calls with the results of the first time (`serving.runs`).
+then answers its calls with the results of the first time (`serving.runs`). If the run fails then,
+for instance because the queue is full, the next repetition takes it.
 
 Memory: a run keeps its response. When the responses of ended runs take more than ``max_kept_bytes``
 together, the oldest are dropped. The newest ``max_failed`` failed runs are remembered, without
@@ -88,6 +89,8 @@ class Retries:
         self._kept: OrderedDict[_Run, None] = OrderedDict()  # succeeded runs with a response
         self._kept_bytes = 0
         self._by_key: dict[bytes, list[_Run]] = {}  # all remembered runs, running or ended
+        # By key: runs of lost processes that were taken, and whose repetition has failed.
+        self._again: dict[bytes, list[CurrentRun]] = {}
         self.num_replayed = 0
 
     @property
@@ -145,9 +148,7 @@ class Retries:
         if identity.is_named:
             for run in runs:
                 if run.identity.digest != identity.digest:
-                    message = "This Idempotency-Key was used with another body."
-                    code = "idempotency_key_reused"
-                    raise RefusedError(422, code, message, param="Idempotency-Key")
+                    raise _key_reused()
                 return run
         earlier = [run for run in runs if run.attempt < identity.attempt]
         likeliest = min(earlier, key=_Run.rank, default=None)
@@ -157,11 +158,25 @@ class Retries:
         return likeliest
 
     async def _of_lost_process(self, identity: Identity) -> CurrentRun | None:
-        """Return the run of a lost process that a request repeats."""
+        """Return the run of a lost process that a request repeats.
+
+        Raises:
+            RefusedError: the run was of another body (422).
+        """
         if self._repeated is None or not (identity.is_named or identity.attempt):
             return None
-        found = await self._repeated({"key": identity.key.hex()})
-        return CurrentRun(name=found["run"], request_id=found["request_id"]) if found else None
+        if failed := self._again.pop(identity.key, []):
+            current = failed.pop()
+        elif found := await self._repeated({"key": identity.key.hex()}):
+            current = CurrentRun(name=found["run"], request_id=found["request_id"])
+        else:
+            return None
+        is_same = current.name.startswith(identity.prefix)
+        if left := [*failed, *([] if is_same else [current])]:
+            self._again.setdefault(identity.key, []).extend(left)
+        if not is_same:
+            raise _key_reused()
+        return current
 
     def _start(
         self,
@@ -182,8 +197,8 @@ class Retries:
             )
             headers = {"retry-after": "10"}
             raise RefusedError(429, "too_many_remembered", message, headers=headers)
-        current = current or CurrentRun(name=f"{identity.key.hex()}-{uuid.uuid4().hex}")
-        run = _Run(identity, attempt=identity.attempt)
+        run = _Run(identity, attempt=identity.attempt, taken=current)
+        current = current or CurrentRun(name=identity.prefix + uuid.uuid4().hex)
         self._by_key.setdefault(identity.key, []).append(run)
         # The run outlives its client in its own task, which inherits the session's id.
         running = self._run(run, current, scope, request.body)
@@ -208,6 +223,8 @@ class Retries:
     def _remember(self, run: _Run) -> None:
         if run.has_failed:
             run.drop()
+            if run.taken is not None:
+                self._again.setdefault(run.identity.key, []).append(run.taken)
             if run.identity.is_named:
                 self._forget(run)
             elif not run.is_forgotten:
@@ -284,6 +301,11 @@ class Identity:
     is_named: bool  # the request has an Idempotency-Key
     attempt: int = 0  # the retry count, without an Idempotency-Key
 
+    @property
+    def prefix(self) -> str:
+        """What the names of its runs begin with."""
+        return f"{self.key.hex()}-{self.digest.hex()}-"
+
 
 def identify(scope: Scope, body: bytes) -> Identity | None:
     """The identity of a request; None if its headers do not say that it may be repeated.
@@ -320,6 +342,7 @@ class _Run:
 
     identity: Identity
     attempt: int = 0  # of its last follower
+    taken: CurrentRun | None = None  # the run of a lost process that it repeats
     num_followers: int = 0
     num_retries: int = 0
     num_bytes: int = 0
@@ -428,6 +451,11 @@ class _Run:
         self.is_dropped = True
         self._messages = []
         self.num_bytes = 0
+
+
+def _key_reused() -> RefusedError:
+    message = "This Idempotency-Key was used with another body."
+    return RefusedError(422, "idempotency_key_reused", message, param="Idempotency-Key")
 
 
 def _digest(*parts: object) -> bytes:

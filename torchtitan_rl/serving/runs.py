@@ -14,6 +14,7 @@ never to a second run within ``keep_s``.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,9 @@ from torchtitan_rl.aio import retrieve
 from torchtitan_rl.channel import Call, CallId
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.report import without_prefix
-from torchtitan_rl.types import Completion, GenerationRequest, Progress
+from torchtitan_rl.types import Completion, GenerationRequest, Progress, TokenScores
+
+_VALUE_BYTES = 40
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +39,7 @@ class ClientCall:
     streams: bool
     command: str  # its name; empty for a request
     request_id: str  # of the first time; empty for a command
-    payload: str  # equal for equal payloads
+    payload: bytes  # a digest of the payload
     task: asyncio.Future[Any] = field(init=False)
     pieces: list[Progress] = field(default_factory=list)  # of a stream that may be repeated
     is_orphan: bool = False
@@ -52,7 +55,7 @@ class ClientCall:
             streams=call.streams,
             command="" if is_request else call.payload.name,
             request_id=str(call.call_id) if is_request else "",
-            payload=_payload(call) if call.run else "",
+            payload=_payload(call) if call.run else b"",
         )
 
 
@@ -147,18 +150,24 @@ class Runs:
         retrieve(call.task)
 
 
-def _payload(call: Call[Any]) -> str:
-    """Text that is equal for equal payloads: the ids of requests differ, and are no part of it."""
-    payload = call.payload
-    if not isinstance(payload, GenerationRequest):
-        return repr(payload)
-    rest = replace(payload, request_id="", prompt_token_ids=(), images=())
-    return f"{hash((payload.prompt_token_ids, payload.images))} {rest!r}"
+def _payload(call: Call[Any]) -> bytes:
+    """A digest that is equal for equal payloads: the ids of requests differ, and are no part of
+    it."""
+    payload, known = call.payload, 0
+    if isinstance(payload, GenerationRequest):
+        known = hash((payload.prompt_token_ids, payload.images))
+        payload = replace(payload, request_id="", prompt_token_ids=(), images=())
+    return hashlib.blake2b(f"{known} {payload!r}".encode(), digest_size=16).digest()
 
 
 def _num_values(result: Any) -> int:
     if isinstance(result, Completion):
-        return len(result.token_ids) + sum(map(len, result.top_logprobs))
+        scores = result.prompt_scores or TokenScores(logprobs=())
+        tops = len(scores.top_ids + scores.top_logprobs) // _VALUE_BYTES
+        sizes = map(len, (result.token_ids, scores.logprobs, *result.top_logprobs))
+        return tops + sum(sizes)
+    if isinstance(result, str):
+        return 1 + len(result) // _VALUE_BYTES
     if isinstance(result, Mapping):
         return sum(map(_num_values, result.values()))
     if isinstance(result, list | tuple):

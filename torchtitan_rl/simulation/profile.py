@@ -21,12 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
+from torchtitan_rl.bounds import MAX_COUNT, MAX_SECONDS
 from torchtitan_rl.errors import ConfigError, OutputError, one_line
 from torchtitan_rl.failures import Part
 from torchtitan_rl.files import parse_object, replace_file, whole_lines
@@ -38,15 +40,22 @@ from torchtitan_rl.types import CompletionMetrics, Rollout
 
 _MAX_GROUPS = 512  # kept of a run, spread over its steps
 
+_LEAST_TOKEN_S = 1e-9
+
+_Time = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+_Times = Annotated[tuple[_Time, ...], Meta(min_length=1)]
+_Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
+_Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTurns:
     """One rollout. ``environment_s``: seconds of the environment before the first turn and after
     each turn, those of the reward included."""
 
-    prompt_tokens: tuple[int, ...]
-    sampled_tokens: tuple[int, ...]
-    environment_s: tuple[float, ...]
+    prompt_tokens: tuple[_Tokens, ...]
+    sampled_tokens: Annotated[tuple[_Tokens, ...], Meta(min_length=1)]
+    environment_s: tuple[_Time, ...]
     reward: float | None
     cause: str = ""
 
@@ -57,12 +66,12 @@ class Decoding:
     ``by_concurrency``: requests that ran together (at most), median seconds per token, and the
     number of turns from which it is."""
 
-    step_s: float
-    request_s: float
-    first_token_s: float
+    step_s: _Time
+    request_s: _Time
+    first_token_s: _Time
     error: float
-    max_running: int
-    kv_cache_tokens: int
+    max_running: _Count
+    kv_cache_tokens: Annotated[int, Meta(ge=1)]
     by_concurrency: tuple[tuple[int, float, int], ...] = ()
 
 
@@ -71,9 +80,9 @@ class Training:
     """Of each step: seconds of training per sampled token of the batch, and of publishing.
     ``ranks`` are those of the run."""
 
-    token_s: tuple[float, ...]
-    publish_s: tuple[float, ...]
-    ranks: int
+    token_s: _Times
+    publish_s: _Times
+    ranks: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +90,9 @@ class Syncs:
     """Seconds of the slowest replica, of each sync. ``bytes_per_s``: bandwidth of fetches from
     other hosts; None without such fetches."""
 
-    stage_s: tuple[float, ...]
-    pull_s: tuple[float, ...]
-    stall_s: tuple[float, ...]
+    stage_s: _Times
+    pull_s: _Times
+    stall_s: _Times
     bytes_per_s: float | None = None
 
 
@@ -95,8 +104,8 @@ class Losses:
 
     lost_replicas: int
     replica_hours: float
-    detect_s: float
-    restart_s: float
+    detect_s: _Time
+    restart_s: _Time
 
     @property
     def mtbf_hours(self) -> float | None:
@@ -109,7 +118,9 @@ class Profile:
 
     source: str
     steps: int
-    groups: tuple[tuple[RecordedTurns, ...], ...]
+    groups: Annotated[
+        tuple[Annotated[tuple[RecordedTurns, ...], Meta(min_length=1)], ...], Meta(min_length=1)
+    ]
     decoding: Decoding
     training: Training
     syncs: Syncs
@@ -120,7 +131,7 @@ def read_profile(path: Path) -> Profile:
     """Read a profile.
 
     Raises:
-        ConfigError: it is missing or damaged, or a field is missing.
+        ConfigError: it is missing or damaged, or a field is missing or out of its bounds.
     """
     fix = "write it with: torchtitan-rl profile RUN_DIR"
     try:
@@ -139,33 +150,13 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def _errors(profile: Profile) -> Iterator[str]:
-    for name, values in (
-        ("training.token_s", profile.training.token_s),
-        ("training.publish_s", profile.training.publish_s),
-        ("syncs.stage_s", profile.syncs.stage_s),
-        ("syncs.pull_s", profile.syncs.pull_s),
-        ("syncs.stall_s", profile.syncs.stall_s),
-    ):
-        if not values or min(values) < 0:
-            yield f"{name} has no time, or a negative one"
-    decoding = profile.decoding
-    if min(decoding.step_s, decoding.request_s, decoding.first_token_s) < 0:
-        yield "decoding has a negative time"
-    if not decoding.step_s + decoding.request_s or decoding.max_running < 1:
-        yield "decoding.step_s, request_s and max_running must be above 0"
-    if profile.training.ranks < 1:
-        yield "training.ranks must be at least 1"
-    for group in profile.groups:
-        for one in group:
-            turns = len(one.sampled_tokens)
-            if not turns or (len(one.prompt_tokens), len(one.environment_s)) != (turns, turns + 1):
-                yield "groups has a rollout whose numbers of turns differ"
-                return
-            if min(*one.prompt_tokens, *one.sampled_tokens, *one.environment_s) < 0:
-                yield "groups has a negative number"
-                return
-    if not any(profile.groups):
-        yield "groups has no rollout"
+    if profile.decoding.step_s + profile.decoding.request_s < _LEAST_TOKEN_S:
+        yield f"decoding.step_s and request_s must be at least {_LEAST_TOKEN_S:g} together"
+    for one in (one for group in profile.groups for one in group):
+        turns = len(one.sampled_tokens)
+        if (len(one.prompt_tokens), len(one.environment_s)) != (turns, turns + 1):
+            yield "groups has a rollout whose numbers of turns differ"
+            return
 
 
 def profile_run(run_dir: Path) -> Profile:
@@ -180,7 +171,7 @@ def profile_run(run_dir: Path) -> Profile:
     if not rows:
         raise ConfigError(f"RUN_DIR is {run_dir}: it has one step; a profile needs two")
     groups, turns = _rollouts(run)
-    if not turns:
+    if not any(metrics.inter_token_latency_s for _, metrics in turns):
         raise ConfigError(
             f"RUN_DIR is {run_dir}: rollouts.jsonl has no timings of rollouts that were chosen at "
             "random; give a run with --metrics.rollouts-per-step all"
@@ -336,15 +327,16 @@ def _losses(run: RecordedRun, rows: Sequence[Row], replicas: int) -> Losses:
     )
     try:
         found = [row for row in read_failures(run.run_dir) if row.get("part") == Part.REPLICA]
-    except OutputError as error:
-        raise ConfigError(f"RUN_DIR is {run.run_dir}: {error}") from error
+        starts_s = _starts_s(run.run_dir / "traces")
+    except (OutputError, OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"RUN_DIR is {run.run_dir}: {one_line(error)}") from error
     silent = [row["silent_s"] for row in found if row.get("silent_s") is not None]
     served = [row["serve_s"] for row in found if row.get("serve_s") is not None]
     return Losses(
         lost_replicas=len(found),
         replica_hours=seconds / 3600,
         detect_s=fmean(silent or [0.0]),
-        restart_s=fmean(served or _starts_s(run.run_dir / "traces") or [0.0]),
+        restart_s=fmean(served or starts_s or [0.0]),
     )
 
 

@@ -158,3 +158,19 @@ print(other.recv(1), second.recv(1), flush=True)
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"2")
             assert program.stdout.readline() == "b'1' b'2'\n"
+
+
+def test_a_run_is_found_while_its_controller_replaces_files_and_below_a_link(
+    run, tmp_path, monkeypatch
+) -> None:
+    run_dir, controller = run
+    open_files = psutil.Process.open_files
+
+    def with_a_file_that_was_renamed(process):
+        (opened, *_) = found = open_files(process)
+        return [opened._replace(path=str(run_dir / "now.json.tmp")), *found]
+
+    monkeypatch.setattr(psutil.Process, "open_files", with_a_file_that_was_renamed)
+    assert find_controller(run_dir).pid == controller.pid
+    (tmp_path / "link").symlink_to(run_dir)
+    assert list(processes_of(tmp_path / "link", "trainer")) == ["trainer-rank0"]

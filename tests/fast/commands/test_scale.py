@@ -112,7 +112,16 @@ def test_where_no_run_listens_the_command_says_so(run_dir, capsys):
 
 @pytest.mark.parametrize(
     "sent",
-    [b"\n", b"{}\n", b'{"replicas": "3"}\n', b"[" * 4000 + b"\n", b"\xff\n", b"3\n", b"x" * 9000],
+    [
+        b"\n",
+        b"{}\n",
+        b'{"replicas": "3"}\n',
+        b"[" * 4000 + b"\n",
+        b"[" * 1000 + b"\n",
+        b"\xff\n",
+        b"3\n",
+        b"x" * 9000,
+    ],
 )
 def test_any_other_request_is_refused(run_dir, sent, monkeypatch):
     monkeypatch.setattr(scale, "_READ_S", 0.2)

@@ -3,6 +3,7 @@ loses trainers at every call of many plans."""
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.simulated_faults import Strike
+from tests.support.simulated_trainer import SimTrainer
 from tests.support.simulation import Plan, Simulation
 from tests.support.virtual_clock import run_virtually
-from torchtitan_rl.errors import TrainerLostError
+from torchtitan_rl.errors import DeadlineError, TrainerLostError
 from torchtitan_rl.failures import Sign
 from torchtitan_rl.orchestration import taken_steps
 from torchtitan_rl.routing.replicas import Phase
@@ -139,3 +141,37 @@ def test_a_batch_that_cannot_be_stored_is_told_and_then_a_loss_ends_the_run(
     assert simulation.said[0].startswith("until the next checkpoint a lost trainer ends the run")
     assert "because a batch was not stored" in simulation.said[-1]
     assert simulation.controller.step == 3
+
+
+def test_a_trainer_that_never_ends_a_checkpoint_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole")
+    finish, hung = SimTrainer.finish_checkpoint, []
+
+    async def hang_once(trainer: SimTrainer) -> None:
+        if not hung and trainer.version >= 2:
+            hung.append(trainer)
+            raise DeadlineError("trainer: writing of a checkpoint took too long")
+        await finish(trainer)
+
+    monkeypatch.setattr(SimTrainer, "finish_checkpoint", hang_once)
+    disturbed = run(tmp_path / "disturbed")
+    (failure,) = disturbed.failures
+    assert failure.serve_s is not None
+    assert failure.sign is Sign.SILENT
+    assert disturbed.trainer.weights == whole.trainer.weights
+    assert disturbed.trainer is not hung[0]
+
+
+def test_a_batch_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path: Path) -> None:
+    simulation = run(tmp_path / "run")
+    steps = taken_steps.TakenSteps(tmp_path / "steps")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # Python ignores its signal
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            steps.write(0, simulation.trainer.batches[0], None, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "steps").iterdir()) == []

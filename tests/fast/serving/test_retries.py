@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from openai._constants import MAX_RETRY_DELAY
+from starlette.types import Message, Scope, Send
 
 from tests.support.async_tests import on_virtual_clock
 from tests.support.http_driver import settle
 from tests.support.served_app import AGAIN, FIRST, IDENTIFIED, KEY, Served
-from torchtitan_rl.serving.retries import RetryOptions
+from torchtitan_rl.serving.errors import RefusedError
+from torchtitan_rl.serving.middleware import BufferedRequest, current_run
+from torchtitan_rl.serving.retries import Retries, RetryOptions, identify
 
 GRACE_S = RetryOptions().grace_s
 
@@ -180,3 +185,63 @@ async def test_a_request_that_cannot_be_remembered_is_refused_and_no_other_is_fo
     await running.task
     await asyncio.sleep(11.0)
     await served.answered({"Idempotency-Key": "k3"}, b"x")
+
+
+class Lost:
+    """The controller knows one run of a lost process. The application refuses what ``refuses``
+    says, and keeps the names of the runs."""
+
+    def __init__(self, headers: dict[str, str]) -> None:
+        scope = {
+            "method": "POST",
+            "path": "/",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        }
+        identity = identify(scope, b"body")
+        assert identity is not None
+        self.name = identity.prefix + "0123"
+        self.left = [{"run": self.name, "request_id": "name"}]
+        self.refuses: list[int] = []
+        self.names: list[str] = []
+        self.retries = Retries(self.handle, RetryOptions(), self.repeated)
+        self.scope = scope
+
+    async def repeated(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.left.pop() if self.left else {}
+
+    async def handle(self, scope: Scope, request: BufferedRequest, send: Send) -> None:
+        self.names.append(current_run.get().name)
+        status = self.refuses.pop() if self.refuses else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"answer"})
+
+    async def ask(self, body: bytes = b"body") -> int:
+        statuses: list[int] = []
+
+        async def send(message: Message) -> None:
+            statuses.append(message.get("status", 0))
+
+        request = BufferedRequest(body, asyncio.Event().wait)
+        await self.retries(dict(self.scope), request, send)
+        return statuses[0]
+
+
+@pytest.mark.parametrize("headers", [KEY, AGAIN])
+@on_virtual_clock
+async def test_a_run_of_a_lost_process_whose_repetition_was_refused_is_repeated_again(
+    headers: dict[str, str],
+) -> None:
+    lost = Lost(headers)
+    lost.refuses = [429, 503]
+    assert [await lost.ask() for _ in range(3)] == [503, 429, 200]
+    assert lost.names == 3 * [lost.name]
+
+
+@on_virtual_clock
+async def test_the_key_of_a_lost_process_with_another_body_is_refused_and_takes_no_run() -> None:
+    lost = Lost(KEY)
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="another body"):
+            await lost.ask(b"other")
+    assert await lost.ask() == 200
+    assert lost.names == [lost.name]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import Command
 from torchtitan_rl.serving.restarts import EndpointRestarts
 from torchtitan_rl.serving.runs import ClientCall, Runs
+from torchtitan_rl.types import TokenScores
 
 KEY = "c0ffee"
 NAME = "chatcmpl-name-0123abcd"
@@ -92,6 +94,20 @@ async def test_answers_beyond_the_bound_are_refused_and_failed_calls_forgotten()
     kept = runs.adopt(generation("b"))
     assert kept is not None
     assert kept.task.result().token_ids == (0, 1, 2, 3)
+
+
+@on_virtual_clock
+async def test_all_that_is_kept_of_a_call_counts_or_is_small() -> None:
+    runs = Runs(max_values=10_000)
+    options = {"structured_outputs": {"grammar": "x" * 1_000_000}}
+    payload = replace(request(NAME).sampling, engine_options=options)
+    large = Call(call_id="a", payload=replace(request(NAME), sampling=payload), run=f"{KEY}-large")
+    assert len(started(runs, large).payload) < 100
+    scores = TokenScores(logprobs=(0.0,), top_ids=bytes(400_000), top_logprobs=bytes(400_000))
+    for result in ("x" * 1_000_000, replace(completion("inner"), prompt_scores=scores)):
+        call = started(runs, generation(f"result-{type(result).__name__}"))
+        end(runs, call, result)
+        assert call.task.exception() is not None  # over the bound, so it is dropped
 
 
 @on_virtual_clock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -59,8 +60,18 @@ def test_a_lost_replica_counts_with_the_time_until_another_one_served(tmp_path):
     [
         (lambda whole: whole.pop("syncs"), "missing required field `syncs`"),
         (lambda whole: whole["decoding"].pop("step_s"), "missing required field `step_s`"),
-        (lambda whole: whole["training"].update(token_s=[]), "training.token_s has no time"),
-        (lambda whole: whole.update(groups=[]), "groups has no rollout"),
+        (lambda whole: whole["training"].update(token_s=[]), r"length >= 1 - .*training.token_s"),
+        (lambda whole: whole["training"].update(token_s=[1e300]), r"float` <= .*token_s\[0\]"),
+        (lambda whole: whole["training"].update(ranks=10**30), r"int` <= .*training.ranks"),
+        (lambda whole: whole["decoding"].update(kv_cache_tokens=0), r">= 1 - .*kv_cache_tokens"),
+        (lambda whole: whole["decoding"].update(step_s=5e-324, request_s=0), "at least 1e-09"),
+        (lambda whole: whole["losses"].update(restart_s=-5), r">= 0.0 - .*losses.restart_s"),
+        (lambda whole: whole.update(groups=[]), r"length >= 1 - .*groups"),
+        (lambda whole: whole["groups"].append([]), r"length >= 1 - .*groups\[50\]"),
+        (
+            lambda whole: whole["groups"][0][0].update(prompt_tokens=[10**15]),
+            r"int` <= .*prompt_tokens\[0\]",
+        ),
         (lambda whole: whole["groups"][0][0].update(environment_s=[1.0]), "numbers of turns"),
         (lambda whole: whole["decoding"].update(step_s="fast"), "Expected `float`"),
     ],
@@ -84,4 +95,20 @@ def test_a_run_without_weight_syncs_is_refused_with_the_missing_metrics(tmp_path
     kept = [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in rows]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
     with pytest.raises(ConfigError, match="no sync/publish_s, sync/stage_s, sync/pull_stall_ms"):
+        profile_run(run)
+
+
+def test_damaged_records_and_turns_without_a_time_per_token_are_one_error(tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(RUN, run)
+    (run / "traces").mkdir(exist_ok=True)
+    (run / "traces" / "replica0.jsonl").write_bytes(b"\xff not JSON\n")
+    with pytest.raises(ConfigError, match=r"replica0\.jsonl: not JSON"):
+        profile_run(run)
+    (run / "traces" / "replica0.jsonl").unlink()
+    text = (run / "rollouts.jsonl").read_text()
+    (run / "rollouts.jsonl").write_text(
+        re.sub(r'"inter_token_latency_s": ?[^,}]+', '"inter_token_latency_s": 0.0', text)
+    )
+    with pytest.raises(ConfigError, match="no timings"):
         profile_run(run)
