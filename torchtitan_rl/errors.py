@@ -79,6 +79,10 @@ class HostLostError(ReplicaError):
     """The host of a part is lost."""
 
 
+class HostLeftError(HostLostError):
+    """The host of a part was told to end, and the run has left it."""
+
+
 class EngineMemoryError(ReplicaError):
     """An engine cannot start with the memory that it has. The message names the options to
     change."""

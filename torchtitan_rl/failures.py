@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from torchtitan_rl.errors import (
     DeadlineError,
+    HostLeftError,
     HostLostError,
     LoopStalledError,
     ProcessEndedError,
@@ -37,6 +38,7 @@ class Sign(StrEnum):
     SILENT = "no answer"
     STALLED = "no progress"
     HOST = "host lost"
+    ANNOUNCED = "announced"  # its machine was told to end, so nothing of it was lost
     ERROR = "error"
 
 
@@ -44,6 +46,7 @@ _SIGNS = (
     (ProcessEndedError, Sign.ENDED),
     (ProcessStoppedError, Sign.STOPPED),
     (LoopStalledError, Sign.STALLED),
+    (HostLeftError, Sign.ANNOUNCED),
     (HostLostError, Sign.HOST),
     ((DeadlineError, TimeoutError), Sign.SILENT),
 )
@@ -151,4 +154,5 @@ class Failure:
         if self.detail:
             parts.append(self.detail)
         name = self.name if self.name.startswith(self.part) else f"{self.part} {self.name}"
-        return f"failure of {name}: {', '.join(parts)}"
+        kind = "departure" if self.sign is Sign.ANNOUNCED else "failure"
+        return f"{kind} of {name}: {', '.join(parts)}"

@@ -244,11 +244,12 @@ class ChildProcess:
     """A process that a launcher starts and ends; created by `started`.
 
     The process leads its own session, so that a signal to the launcher's process group reaches it
-    only once, through the launcher. The process gets SIGTERM when the launcher dies.
+    only once, through the launcher. The process gets ``end_by`` when the launcher dies.
     """
 
-    def __init__(self, process: Process, ready_at: str) -> None:
+    def __init__(self, process: Process, ready_at: str, end_by: signal.Signals) -> None:
         self._process = process
+        self._end_by = end_by
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._ready_at = ready_at
         self._printing = asyncio.create_task(self._print()) if ready_at else None
@@ -261,9 +262,10 @@ class ChildProcess:
         *,
         end_within_s: float,
         ready_at: str = "",
+        end_by: signal.Signals = signal.SIGTERM,
     ) -> AsyncIterator[ChildProcess]:
-        """Start the process, and end it when the block ends: by SIGTERM, and by SIGKILL
-        ``end_within_s`` later.
+        """Start the process, and end it when the block ends: by the signal ``end_by``, and by
+        SIGKILL ``end_within_s`` later.
 
         ``ready_at`` is a text in the line that the process prints when it is ready; see `ready`.
         """
@@ -271,9 +273,9 @@ class ChildProcess:
             *command,
             stdout=PIPE if ready_at else None,
             start_new_session=True,
-            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
+            preexec_fn=lambda: end_with_parent(end_by),
         )
-        child = cls(process, ready_at)
+        child = cls(process, ready_at, end_by)
         try:
             yield child
         finally:
@@ -312,7 +314,7 @@ class ChildProcess:
                 sys.stdout.flush()
 
     async def _end(self, within_s: float) -> None:
-        self.send(signal.SIGTERM)
+        self.send(self._end_by)
         try:
             await asyncio.wait_for(self._process.wait(), within_s)
         except TimeoutError:

@@ -212,6 +212,11 @@ class StopSignals:
         for number in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number, main)
 
+    def stop(self) -> None:
+        """Stop the command as SIGTERM does, unless it was already told to stop."""
+        if not self.received:
+            signal.raise_signal(signal.SIGTERM)
+
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
         self.received.append(number)
         if main.done():  # asyncio is only waiting for a thread to end

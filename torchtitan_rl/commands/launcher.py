@@ -185,8 +185,8 @@ class _Launcher:
         listens, ``listening`` gets an error."""
         while True:
             async with ChildProcess.started(
-                command, end_within_s=_END_S, ready_at="listening on "
-            ) as worker:
+                command, end_within_s=_END_S, ready_at="listening on ", end_by=signal.SIGINT
+            ) as worker:  # SIGTERM would wait for the run, whose end the launcher knows
                 if await worker.ready() and not listening.done():
                     listening.set_result(None)
                 code = await worker.wait()

@@ -9,11 +9,16 @@
 | a trainer rank | the trainer is started again, and takes the steps since a checkpoint again; with
   replicas on other hosts the run ends with `TrainerLostError`, and can be resumed |
 | a host of the trainer | the run ends with `TrainerLostError`, and can be resumed |
+
+A host that is about to end (SIGTERM to its worker) is not lost: its replicas leave it as those that
+`scale` removes, and are started again when it is back. If it is a host of the trainer, the run ends
+as by SIGTERM.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -46,13 +51,20 @@ class FailureHandling:
     """Handles lost hosts of a run while `watching` is open, restarts lost replicas while
     `restarting` is open, and the trainer while `trainer` is open."""
 
-    def __init__(self, prepared: PreparedRun, hosts: Hosts | None, recorder: RunRecorder) -> None:
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        hosts: Hosts | None,
+        recorder: RunRecorder,
+        *,
+        stop: Callable[[], None],
+    ) -> None:
         self._prepared, self._plan = prepared, prepared.plan
         self._max_restarts = prepared.config.generator.max_restarts
         self._max_trainer_restarts = prepared.config.trainer.max_restarts
         self._run_dir = prepared.config.run_dir.absolute()
         self._log_dir = prepared.config.log_dir.absolute()
-        self._recorder, self._say = recorder, recorder.say
+        self._recorder, self._say, self._stop = recorder, recorder.say, stop
         self._on_failure = recorder.record_failure
         self._watch: HostWatch | None = None
         if hosts is not None:
@@ -64,10 +76,12 @@ class FailureHandling:
                 trace_dir=recorder.trace_dir,
                 say=self._say,
                 on_lost=self._on_host_lost,
+                on_leaving=self._leave_host,
                 on_failure=self._on_failure,
             )
         self._run: tuple[RunProcesses, GeneratorRouter] | None = None
         self._restarts: ReplicaRestarts | None = None
+        self._all_restarts: list[ReplicaRestarts] = []  # those of teachers, too
         self._trainer: RestartedTrainer | MonarchTrainer | None = None
         self._trainer_name = "trainer"
         self._trainer_host_lost: HostLostError | None = None
@@ -159,7 +173,7 @@ class FailureHandling:
         reserved: tuple[str, ...] = (),
     ) -> ReplicaRestarts:
         """Restarts of a router's replicas; for those of teachers, while `restarting` is open."""
-        return ReplicaRestarts(
+        restarts = ReplicaRestarts(
             router,
             self._start,
             max_restarts=self._max_restarts,
@@ -169,12 +183,32 @@ class FailureHandling:
             shares_devices=shares_devices,
             on_failure=self._on_failure,
         )
+        self._all_restarts.append(restarts)
+        return restarts
+
+    async def _leave_host(self, host: int) -> None:
+        """Move away what runs on a host that is about to end."""
+        if host in self._trainer_hosts():
+            self._say(f"{host_name(host)} has the trainer, so the run ends")
+            self._stop()
+            await asyncio.Event().wait()  # until the run has ended
+        if self._run is not None:
+            names = self._names_on(host)
+            leaving = (
+                one.vacate(lambda name: first_name(name) in names) for one in self._all_restarts
+            )
+            await asyncio.gather(*leaving)
+            self._run[0].lose_host(host)
+
+    def _names_on(self, host: int) -> set[str]:
+        assert self._run is not None
+        return {group.name for group in self._run[0].groups.values() if group.host == host}
 
     def _on_host_lost(self, host: int, cause: str) -> None:
         if self._run is None:
             return  # the processes are still starting, and their start fails by itself
         processes, router = self._run
-        names = {group.name for group in processes.groups.values() if group.host == host}
+        names = self._names_on(host)
         processes.lose_host(host)
         error = HostLostError(f"{host_name(host)} is lost: {cause}")
         router.give_up(lambda name: first_name(name) in names, error)
@@ -206,14 +240,22 @@ class FailureHandling:
         return [] if trainer is None else [part.host for part in trainer.on_each_host()]
 
     async def _start(self, lost: str, name: str) -> Replica:
-        """Start the replica ``name`` in place of ``lost``, once its host answers."""
+        """Start the replica ``name`` in place of ``lost``, once its host answers.
+
+        Raises:
+            ReplicaError, DeadlineError: the replica did not start, or its host is about to end.
+        """
         assert self._run is not None
         first, host = first_name(lost), self._host_of(lost)
         await self._show_last_lines(lost, host)
         if self._watch is not None:
             await self._watch.wait_until_there(host)
         processes, _ = self._run
-        return await processes.restart(first, name)
+        replica = await processes.restart(first, name)
+        if self._watch is not None and self._watch.is_leaving(host):
+            await replica.close()
+            raise HostLostError(f"{host_name(host)} is about to end")
+        return replica
 
     async def _is_alone(self, name: str) -> bool:
         return self._watch is None or await self._watch.answers(self._host_of(name))

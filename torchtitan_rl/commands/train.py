@@ -273,7 +273,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
     tokenizer = await asyncio.to_thread(load_tokenizer, prepared.policy_dir)
     vocab_size = read_architecture(prepared.policy_dir).vocab_size
     recorder.decode_by(tokenizer.decode, vocab_size=vocab_size)
-    losses = FailureHandling(prepared, run.hosts, recorder)
+    losses = FailureHandling(prepared, run.hosts, recorder, stop=signals.stop)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(losses.watching())
         with recorder.phase("start"):

@@ -1,9 +1,10 @@
 """``torchtitan-rl worker --address A``: makes this machine a host of runs, one after the other.
 
 The worker serves the controllers that attach to its address (``--launch.attach A``) until it is
-stopped. Each run has its own *incarnation* of the worker, a process that serves this run
-(`launch.workers`). When the incarnation ends, all processes that the run started here are ended,
-even if its controller is gone.
+stopped. After SIGTERM, the notice of a machine that will soon be gone, it first waits until its run
+has left this machine. Each run has its own *incarnation* of the worker, a process that serves this
+run (`launch.workers`). When the incarnation ends, all processes that the run started here are
+ended, even if its controller is gone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class WorkerOptions:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl worker OPTIONS``; returns the exit code, 128 + n after signal n.
+    """``torchtitan-rl worker OPTIONS``; returns the exit code: 0 after SIGTERM if no run was cut
+    off, else 128 + n after signal n.
 
     Raises:
         ConfigError: an option is wrong, or the worker cannot listen on the address.
@@ -65,7 +67,8 @@ def main(words: Sequence[str]) -> int:
         code = supervisor.run()
     if received:
         _say(f"stopped by {signal.Signals(received[0]).name}")
-        return 128 + received[0]
+        is_left = supervisor.was_left and received[0] == signal.SIGTERM
+        return 0 if is_left else 128 + received[0]
     return code
 
 

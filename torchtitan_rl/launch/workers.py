@@ -5,6 +5,9 @@ An incarnation ends when its run has ended, when its controller is silent, when 
 itself, or when the worker is stopped. Then every process of the incarnation is killed, and the next
 incarnation listens at the same address.
 
+A worker that shall leave, because its machine will soon be gone, tells the run (`is_leaving`). The
+run moves away what runs here, and then ends the incarnation, which is the last one.
+
 A run's machines and its controller notice each other's loss by silence (`Heartbeat`):
 
 | who | hears nothing for | then |
@@ -48,6 +51,7 @@ _MAX_GAP_S = 2 * BEAT_S  # between two looks; in a longer gap the listener itsel
 
 _SIGN_VARIABLE = "TORCHTITAN_RL_WORKER_SIGN"
 _ENDED = "ended"
+_LEAVING = ".leaving"  # suffix of the file that says so
 _LOOK_S = 0.5
 _GUARD_S = 5.0  # time for removing published weights
 _END_S = 30.0  # time for killed processes to end
@@ -97,6 +101,13 @@ def record_run_end() -> bool:
     return _sign(_ENDED)
 
 
+def is_leaving() -> bool:
+    """Whether the worker waits for the run to leave this machine. False outside of an
+    incarnation."""
+    path = os.environ.get(_SIGN_VARIABLE)
+    return path is not None and Path(path + _LEAVING).exists()
+
+
 def _sign(text: str) -> bool:
     path = os.environ.get(_SIGN_VARIABLE)
     if path is None:
@@ -123,8 +134,8 @@ _locks: list[socket.socket] = []
 
 
 class WorkerSupervisor:
-    """Runs one incarnation after another until `stop`. ``command`` starts an incarnation. ``say``
-    gets a line whenever an incarnation ends."""
+    """Runs one incarnation after another until `stop` or `leave`. ``command`` starts an
+    incarnation. ``say`` gets a line whenever an incarnation ends."""
 
     def __init__(
         self,
@@ -139,21 +150,29 @@ class WorkerSupervisor:
         self._silence_s = silence_s
         self._end_s = end_s
         self._stopped = threading.Event()
+        self._is_leaving = False
+        self.was_left = False  # the last incarnation had no run, or ended after its run
         self._others: Sequence[psutil.Process] = ()  # children that do not belong to an incarnation
 
     def stop(self, *_: Any) -> None:
         """End the current incarnation, and begin no other. May be used as a signal handler."""
         self._stopped.set()
 
+    def leave(self) -> None:
+        """End once no run uses this machine, and begin no other incarnation. A run that uses it is
+        told to leave. May be called by a signal handler."""
+        self._is_leaving = True
+
     def run(self) -> int:
-        """Run all incarnations. Returns 0 after `stop`, and 1 if none can listen at the address."""
+        """Run all incarnations. Returns 0 after `stop` or `leave`, and 1 if none can listen at the
+        address."""
         adopt_orphans()
         self._others = psutil.Process().children()
         num_failures = 0
         while True:
             started_s = time.monotonic()
             was_used = self._run_incarnation()
-            if self._stopped.is_set():
+            if self._stopped.is_set() or self._is_leaving:
                 return 0
             has_failed = not was_used and time.monotonic() - started_s < _QUICK_S
             num_failures = num_failures + 1 if has_failed else 0
@@ -186,14 +205,19 @@ class WorkerSupervisor:
 
     def _watch(self, process: subprocess.Popen[bytes], sign: Path) -> str:
         """Wait for the end of an incarnation, and return the reason for the end; empty if the
-        worker was stopped."""
-        heartbeat = Heartbeat(time.monotonic())
+        worker was stopped, or leaves and has no run."""
+        heartbeat, leaving = Heartbeat(time.monotonic()), Path(f"{sign}{_LEAVING}")
+        self.was_left = False
         while not self._stopped.wait(_LOOK_S):
             if process.poll() is not None:
                 return f"the worker process ended with code {process.returncode}"
             heard = sign.read_text()
-            if heard == _ENDED:
-                return "the run has ended"
+            if heard == _ENDED or (self._is_leaving and not heard):
+                self.was_left = True
+                return "the run has ended" if heard else ""
+            if self._is_leaving and not leaving.exists():
+                leaving.touch()
+                self._say("ends when the run has left this machine; SIGINT ends it at once")
             silent_s = heartbeat.look(time.monotonic(), heard)
             if heard and silent_s >= self._silence_s:
                 return f"nothing was heard from the controller for {silent_s:.0f} s"
@@ -208,13 +232,16 @@ def _is_guard(process: psutil.Process, age_s: float) -> bool:
 
 @contextmanager
 def stopped_by_signals(supervisor: WorkerSupervisor) -> Iterator[list[int]]:
-    """While the context is open, SIGINT and SIGTERM stop ``supervisor``. Yields the list of
-    received signals."""
+    """While the context is open, SIGTERM makes ``supervisor`` leave, and SIGINT stops it. Yields
+    the list of received signals."""
     received: list[int] = []
 
     def on_signal(number: int, frame: Any) -> None:
         received.append(number)
-        supervisor.stop()
+        if number == signal.SIGTERM:
+            supervisor.leave()
+        else:
+            supervisor.stop()
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, on_signal) for number in numbers}

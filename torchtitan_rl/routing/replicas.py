@@ -351,9 +351,10 @@ class ReplicaPool:
 
     def failure_summary(self) -> str:
         return "; ".join(
-            f"{state.name}: {type(state.failure).__name__}: {state.failure}"
+            f"{state.name}: "
+            + (f"{type(error).__name__}: {error}" if (error := state.failure) else "has left")
             for state in self.all
-            if state.failure is not None
+            if not state.is_live
         )
 
     def notify(self) -> None:

@@ -4,7 +4,8 @@ A dead replica is closed first, because its processes may still use its devices.
 its own name (``replica0-2`` for the second start of ``replica0``) and joins the router, which loads
 the newest weights into it, and compares its answer to a probe with that of another replica. So
 does a replica that is added. A replica that shall leave gives its requests to others before its
-processes end.
+processes end. A replica whose host is about to end leaves in the same way, and is started again
+like a lost one.
 
 Invariants: a replica that is repeatedly lost soon after its start is given up after
 ``max_restarts`` consecutive restarts. A replica that shall leave is not started again. Nothing here
@@ -22,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan_rl.aio import cancel_all
-from torchtitan_rl.errors import ConfigError, ReplicaError, TorchtitanRLError
+from torchtitan_rl.errors import ConfigError, HostLeftError, ReplicaError, TorchtitanRLError
 from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.routing.replicas import Replica
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -116,6 +117,39 @@ class ReplicaRestarts:
         task.add_done_callback(self._scalings.discard)
         return await task
 
+    async def vacate(self, is_there: Callable[[str], bool]) -> None:
+        """Take the replicas for which ``is_there(name)`` is true out of service, because their host
+        is about to end. They are started again, which waits until the host is back. Returns when
+        nothing of them is left.
+        """
+        error = HostLeftError("its host is about to end")
+        while not self._is_closed:
+            self._router.give_up(lambda name: name in self._joining and is_there(name), error)
+            names = [name for name in self._router.versions() if is_there(name)]
+            if not names:
+                return
+            moving = [self._start_task(self._vacate(name, error)) for name in names]
+            await asyncio.wait(moving)  # they go on if this call is cancelled
+            for task in moving:
+                task.result()
+
+    async def _vacate(self, name: str, error: HostLeftError) -> None:
+        returns = self._max_restarts > 0 and name not in self._leaving
+        with self._router.expecting() if returns else nullcontext():
+            replica = await self._router.leave(name)
+            await _close(replica)
+            if name in self._router.states():
+                return  # it was lost before it had left
+            self._say(f"{name} has left")
+            if returns:
+                self._num_quick.setdefault(first_name(name), 0)
+                departure = Failure.of(Part.REPLICA, name, error, now_s=_now())
+                self._start_task(self._come_back(replica, departure, self._expectation()))
+
+    async def _come_back(self, left: Replica, departure: Failure, expectation: ExitStack) -> None:
+        with expectation:
+            await self._until_serving(left, departure)
+
     @property
     def waits_for(self) -> str:
         """What a running `scale` waits for."""
@@ -184,16 +218,21 @@ class ReplicaRestarts:
             self._say(f"{lost.name} is lost and is not started again, {why}: {failure.cause}")
             self._start_task(self._give_up(failure, why))
             return
+        self._start_task(self._replace(lost, failure, self._expectation()))
+
+    def _expectation(self) -> ExitStack:
+        """Make requests wait for a replica that is started, in the first seconds."""
         expectation = ExitStack()
         expectation.enter_context(self._router.expecting())
         timer = asyncio.get_running_loop().call_later(EXPECTED_S, expectation.close)
         expectation.callback(timer.cancel)
-        self._start_task(self._replace(lost, failure, expectation))
+        return expectation
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name="the restart of a replica")
         self._tasks.add(task)
         task.add_done_callback(self._on_end)
+        return task
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -308,13 +308,14 @@ class GeneratorRouter:
 
     async def leave(self, name: str) -> Replica:
         """Take a replica out of service. It gets no further request; its requests continue on
-        others with their tokens. A pinned replica first serves its pin, and a pause is waited for.
+        others with their tokens. A pinned replica first serves its pin. A pause that has not
+        emptied the replica is waited for.
         Returns the replica once nothing runs on it, or it is dead; it can then be closed.
         """
         (state,) = (one for one in self._pool.all if one.name == name)
         self._pool.set_leaving(state)
         await self._pool.wait_until(
-            lambda: not (state.is_pinned or self._pool.is_paused) or not state.is_live
+            lambda: not (state.is_pinned or state.halt is Halt.STOPPED) or not state.is_live
         )
         await asyncio.sleep(0)  # a piece that was just placed here is sent, so it can be aborted
         while state.is_live:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,12 @@ from torchtitan_rl.backends.monarch.host_agent import HostAnswer, describe_host
 from torchtitan_rl.backends.monarch.host_watch import HostWatch
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError, _Wanted
 from torchtitan_rl.errors import ConfigError, HostLostError, HostsBusyError
+from torchtitan_rl.failures import Failure, Sign
 from torchtitan_rl.launch.workers import CONTROLLER_LOST_S
+
+
+async def stay(index: int) -> None:
+    """Nothing runs on the host."""
 
 
 class LostHosts:
@@ -45,6 +51,7 @@ def look_for(*outcomes: Any) -> tuple[Any, list[str]]:
         trace_dir=None,
         say=said.append,
         on_lost=lambda index, cause: None,
+        on_leaving=stay,
     )
     found = run_virtually(watch._look_for(0))
     assert hosts.outcomes == []
@@ -84,6 +91,7 @@ def test_nothing_waits_for_a_host_that_is_given_up(monkeypatch: pytest.MonkeyPat
             trace_dir=None,
             say=lambda line: None,
             on_lost=lambda index, cause: None,
+            on_leaving=stay,
         )
         monkeypatch.setattr(watch, "_beat_until_lost", is_cut_off)
         waiting = asyncio.create_task(watch.wait_until_there(0))
@@ -102,7 +110,12 @@ def test_a_host_answers_after_two_beats_and_does_not_once_it_is_lost() -> None:
         host = Host(index=0, name="there", ip="127.0.0.77", mesh=cast(Any, None), agent=agent)
         hosts = Hosts([host], wanted=_Wanted(checkpoint="", here=describe_host("local", "")))
         watch = HostWatch(
-            hosts, log_dir=Path(), trace_dir=None, say=print, on_lost=lambda index, cause: None
+            hosts,
+            log_dir=Path(),
+            trace_dir=None,
+            say=print,
+            on_lost=lambda index, cause: None,
+            on_leaving=stay,
         )
         asking = asyncio.create_task(watch.answers(0))
         for _ in range(num_beats):
@@ -117,6 +130,92 @@ def test_a_host_answers_after_two_beats_and_does_not_once_it_is_lost() -> None:
 
     assert run_virtually(play(2))
     assert not run_virtually(play(1))
+
+
+class Agent:
+    """The agent of a host whose worker is told to end after its second heartbeat; it ends when the
+    run does, or after ``num_beats``."""
+
+    def __init__(self, num_beats: int) -> None:
+        self.num_beats, self.num_left, self.is_ended = 0, num_beats, False
+        self.beat = SimpleNamespace(call_one=self._beat)
+        self.end_run = SimpleNamespace(call_one=self._end_run)
+        self.files_there = SimpleNamespace(call_one=self._nothing)
+        self.read_new = SimpleNamespace(call_one=self._nothing)
+
+    async def _beat(self) -> tuple[int, bool]:
+        self.num_beats += 1
+        if self.is_ended or self.num_beats > self.num_left:
+            raise TimeoutError
+        return time.time_ns(), self.num_beats > 2
+
+    async def _end_run(self) -> bool:
+        self.is_ended = True
+        return True
+
+    async def _nothing(self, *_: Any) -> None:
+        return None  # the folder is shared
+
+
+@pytest.mark.parametrize("goes_first", [False, True])
+def test_the_run_leaves_a_host_that_is_about_to_end_and_uses_it_again_when_it_is_back(
+    tmp_path: Path, goes_first: bool
+) -> None:
+    said, happened, failures = list[str](), list[str](), list[Failure]()
+
+    async def play() -> None:
+        can_leave = asyncio.Event()
+        agents = [Agent(9 if goes_first else 99), Agent(99)]
+        agents[1].num_beats = -99  # nothing more is said
+        made = [
+            Host(index=0, name="there", ip="", mesh=cast(Any, None), agent=agent)
+            for agent in agents
+        ]
+
+        async def attach_again(index: int) -> Host:
+            return made[1]
+
+        async def leave(index: int) -> None:
+            happened.append("leaving")
+            await can_leave.wait()
+            happened.append(f"left, and its run goes on: {not agents[0].is_ended}")
+
+        hosts = Hosts(made[:1])
+        hosts.attach_again = attach_again  # type: ignore[method-assign]
+        async with HostWatch(
+            hosts,
+            log_dir=tmp_path,
+            trace_dir=None,
+            say=said.append,
+            on_lost=lambda index, cause: happened.append(cause),
+            on_leaving=leave,
+            on_failure=failures.append,
+        ) as watch:
+            await asyncio.wait_for(watch.wait_until_there(0), 60.0)
+            while not happened:
+                await asyncio.sleep(0.1)
+            assert watch.is_leaving(0)
+            back = asyncio.create_task(watch.wait_until_there(0))
+            await asyncio.sleep(10.0)
+            assert not back.done()
+            if not goes_first:
+                can_leave.set()
+            await asyncio.wait_for(back, 60.0)
+            assert agents[0].is_ended is not goes_first
+            assert not watch.is_leaving(0)
+
+    run_virtually(play())
+    (failure,) = failures
+    assert said[0] == "host0 (there) is about to end (SIGTERM): the run leaves it"
+    if goes_first:
+        assert happened == ["leaving", "its agent does not answer (TimeoutError)"]
+        assert failure.sign is Sign.HOST
+    else:
+        told = "its worker was told to end (SIGTERM)"
+        assert happened == ["leaving", "left, and its run goes on: True", told]
+        assert said[1:] == [f"host0 (there) has left: {told}", "host0 is back"]
+        assert (failure.sign, failure.tokens_again) == (Sign.ANNOUNCED, 0)
+        assert failure.describe().startswith("departure of host0: seen as announced, restarted")
 
 
 class Attempts(Hosts):

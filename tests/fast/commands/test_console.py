@@ -171,6 +171,22 @@ def test_signals_within_a_second_are_one_request_to_stop(
     assert found == effects
 
 
+def test_a_command_stops_itself_once_and_as_by_sigterm() -> None:
+    found: list[str] = []
+
+    async def command() -> StopSignals:
+        signals = StopSignals()
+        signals.install()
+        signals.stop_cleanly = lambda: found.append("stop")
+        for _ in range(2):
+            signals.stop()
+            await asyncio.sleep(0.05)
+        return signals
+
+    signals = asyncio.run(command())
+    assert (found, signals.exit_code, signals.name) == (["stop"], 143, "SIGTERM")
+
+
 AT_OTHER_MOMENTS = [("steps 1 to 50", 1), ("evaluation after step 0", 1), ("step 2/50", 1)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -88,7 +89,13 @@ class Run:
         self.recorder = SimpleNamespace(
             say=self.said.append, trace_dir=None, record_failure=self.failures.append
         )
-        self.losses = FailureHandling(self.prepared, None, cast(RunRecorder, self.recorder))
+        self.num_stops = 0
+        self.losses = FailureHandling(
+            self.prepared, None, cast(RunRecorder, self.recorder), stop=self.stop
+        )
+
+    def stop(self) -> None:
+        self.num_stops += 1
 
     @asynccontextmanager
     async def going(self) -> AsyncIterator[None]:
@@ -120,6 +127,62 @@ def test_a_trainer_whose_host_was_lost_is_not_started_again() -> None:
             assert len(run.trainer.lost) == 1
             with pytest.raises(HostLostError, match="no answer for 15 s"):
                 await run.losses._start_trainer(run.processes)
+
+    run_virtually(play())
+
+
+def test_replicas_and_teachers_leave_a_host_that_is_about_to_end_and_nothing_is_lost() -> None:
+    async def play() -> None:
+        run = Run(max_restarts=0)
+        run.processes.groups["teacher0"] = ProcessGroup(name="teacher0", ranks=1, threads=1, host=2)
+        teachers = GeneratorRouter([GatedReplica("teacher0"), GatedReplica("teacher1")])
+        async with run.going(), run.losses.restarts(teachers):
+            await run.losses._leave_host(2)
+            assert run.router.states() == {"replica0": SERVING}
+            assert teachers.states() == {"teacher1": SERVING}
+            assert run.weights.fetchers.keys() == {2}
+            run.losses._on_host_lost(2, "it has left")
+            await settle()
+        assert run.said == ["replica1 has left", "teacher0 has left"]
+        assert (run.failures, run.trainer.lost, run.num_stops) == ([], [], 0)
+
+    run_virtually(play())
+
+
+def test_a_run_whose_trainer_is_on_a_host_that_is_about_to_end_stops() -> None:
+    async def play() -> None:
+        run = Run()
+        async with run.going():
+            leaving = asyncio.create_task(run.losses._leave_host(0))
+            await settle()
+            assert run.num_stops == 1
+            assert not leaving.done()  # so that the host stays until the run has ended
+            leaving.cancel()
+        assert run.said == ["host0 has the trainer, so the run ends"]
+
+    run_virtually(play())
+
+
+def test_a_replica_that_was_started_on_a_host_that_is_about_to_end_is_closed(monkeypatch) -> None:
+    async def play() -> None:
+        run, started = Run(), list[GatedReplica]()
+
+        async def restart(_: RunProcesses, first: str, name: str) -> GatedReplica:
+            started.append(GatedReplica(name))
+            return started[-1]
+
+        async def is_there(host: int) -> None:
+            assert host == 2
+
+        monkeypatch.setattr(RunProcesses, "restart", restart)
+        watch = SimpleNamespace(
+            is_leaving=lambda host: True, is_far=lambda host: False, wait_until_there=is_there
+        )
+        async with run.going():
+            run.losses._watch = cast(Any, watch)
+            with pytest.raises(HostLostError, match="host2 is about to end"):
+                await run.losses._start("replica1", "replica1-2")
+        assert started[0].is_closed
 
     run_virtually(play())
 

@@ -31,14 +31,16 @@ supervisor = WorkerSupervisor(
     end_s=float(sys.argv[2]),
 )
 with stopped_by_signals(supervisor):
-    sys.exit(supervisor.run())
+    code = supervisor.run()
+    print("was left:", supervisor.was_left, flush=True)
+    sys.exit(code)
 """
 
 # An incarnation: says that it runs, starts a process in a session of its own, one that loses its
 # parent, and does as it is told.
 INCARNATION = """
 import os, subprocess, sys, time
-from torchtitan_rl.launch.workers import claim_incarnation, record_beat, record_run_end
+from torchtitan_rl.launch.workers import claim_incarnation, is_leaving, record_beat, record_run_end
 subprocess.Popen(["sh", "-c", "sleep 1000 & setsid sleep 1000 &"]).wait()
 print("serves", claim_incarnation(), claim_incarnation(), flush=True)
 {}
@@ -65,8 +67,8 @@ class Worker:
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
+    def stop(self, number: int = signal.SIGINT) -> int:
+        self.process.send_signal(number)
         return self.process.wait(30)
 
 
@@ -92,6 +94,8 @@ def test_an_incarnation_whose_controller_is_silent_ends_with_all_its_processes(s
     text = worker.until(2)
     assert "nothing was heard from the controller for" in text
     assert not [process for process in first if process.is_running()]
+    assert worker.stop(signal.SIGTERM) == 0  # the second one is cut off, too
+    assert "was left: False" in worker.log.read_text()
 
 
 def test_an_incarnation_waits_for_its_first_controller_and_leaves_nothing_when_it_is_stopped(start):
@@ -100,8 +104,9 @@ def test_an_incarnation_waits_for_its_first_controller_and_leaves_nothing_when_i
     time.sleep(2.5)
     assert worker.log.read_text().count("serves") == 1
     processes = worker.descendants()
-    assert worker.stop() == 0
+    assert worker.stop(signal.SIGTERM) == 0
     assert not [process for process in processes if process.is_running()]
+    assert "was left: True" in worker.log.read_text()
 
 
 def test_beats_keep_an_incarnation_until_its_run_has_ended(start):
@@ -111,6 +116,18 @@ def test_beats_keep_an_incarnation_until_its_run_has_ended(start):
     text = worker.until(2)
     assert "the run has ended; its processes have ended" in text
     assert "nothing was heard" not in text
+
+
+def test_a_worker_that_shall_leave_ends_when_its_run_has_left(start):
+    beats = "while not is_leaving(): record_beat(); time.sleep(0.1)\nprint('told', flush=True)\n"
+    worker = start(f"{beats}record_run_end()\ntime.sleep(1000)")
+    worker.until(1)
+    processes = worker.descendants()
+    assert worker.stop(signal.SIGTERM) == 0
+    assert not [process for process in processes if process.is_running()]
+    text = worker.log.read_text()
+    assert text.count("serves") == text.count("told\n") == 1
+    assert "was left: True" in text
 
 
 def test_a_process_that_does_not_end_is_named_and_holds_up_no_other_incarnation(start):

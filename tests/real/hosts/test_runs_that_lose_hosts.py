@@ -1,5 +1,5 @@
-"""Whole runs on hosts that are cut off: trainer and controller on one, a replica on each of two
-others."""
+"""Whole runs on hosts that are cut off or told to end: trainer and controller on one, a replica on
+each of two others."""
 
 from __future__ import annotations
 
@@ -105,6 +105,47 @@ def test_a_run_goes_on_without_a_host_that_is_cut_off_and_takes_it_back(tmp_path
         )
     assert 1.0 in replicas
     assert replicas[-1] == 2.0
+
+
+def test_a_run_leaves_a_host_that_is_told_to_end_and_uses_it_when_it_is_back(tmp_path, capsys):
+    with cluster(tmp_path) as made:
+        run = made.train(*REPLICAS_APART, "--num-steps", "400")
+        made.until(run, lambda: made.num_steps() >= 3, "three steps")
+        made.workers[0].signal(15)
+        told_s, num_steps = time.monotonic(), made.num_steps()
+        assert made.workers[0].wait(60) == 0, made.workers[0].text()[-3000:]
+        seconds = time.monotonic() - told_s
+        made.until(run, lambda: made.num_steps() >= num_steps + 3, "steps without it")
+        made.workers[0] = made.start_worker(made.hosts[1])
+        made.until(run, lambda: "replica0-2 takes the place" in run.text(), "it is back")
+        num_steps = made.num_steps()
+        made.until(run, lambda: made.num_steps() >= num_steps + 3, "steps with it")
+        run.signal(15)
+        assert run.wait(TIMEOUT_S) == 143, run.text()[-3000:]
+    require_audit(made.run_dir)
+    (failure,) = read_failures(made.run_dir)
+    assert (failure["name"], failure["sign"]) == ("host1", "announced")
+    rows = [row for row in read_metrics(made.run_dir) if row["step"]]
+    replicas = [row.get("engine/replicas") for row in rows]
+    lost = rows[-1]["account/lost_tokens"]
+    with capsys.disabled():
+        print(f"\nleft after {seconds:.1f} s, lost {lost:.0f} tokens; replicas by step: {replicas}")
+    assert lost == 0
+    assert 1.0 in replicas
+    assert replicas[-1] == 2.0
+
+
+def test_a_trainer_host_that_is_told_to_end_ends_the_run_with_a_checkpoint(tmp_path):
+    away = ("--launch.trainer-hosts", "2", "--launch.generator-hosts", "1", "--num-steps", "400")
+    with cluster(tmp_path) as made:
+        run = made.train(*away)
+        made.until(run, lambda: made.num_steps() >= 2, "two steps")
+        made.workers[1].signal(15)
+        assert run.wait(TIMEOUT_S) == 143, run.text()[-3000:]
+        assert made.workers[1].wait(60) == 0
+        assert f"the last checkpoint is of step {made.num_steps()}" in run.text()
+    require_audit(made.run_dir)
+    assert read_failures(made.run_dir) == []
 
 
 def test_a_trainer_host_that_is_cut_off_ends_the_run_which_then_resumes(tmp_path):

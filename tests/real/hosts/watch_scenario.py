@@ -51,6 +51,9 @@ async def watch(hosts: Any, folder: Path, seconds: float, num_losses: int) -> No
         tell("lost", host=host, cause=cause)
         is_lost.set()
 
+    async def on_leaving(host: int) -> None:
+        tell("leaving", host=host)
+
     async def spawn(name: str) -> Any:
         group = ProcessGroup(name=name, ranks=1, threads=1)
         mesh = await spawn_processes(group, log_dir=folder / "logs", hosts=hosts)
@@ -64,6 +67,7 @@ async def watch(hosts: Any, folder: Path, seconds: float, num_losses: int) -> No
         trace_dir=folder / "traces",
         say=lambda line: tell("said", line=line),
         on_lost=on_lost,
+        on_leaving=on_leaving,
     ) as watching:
         meshes = [await spawn("replica0")]
         with contextlib.suppress(TimeoutError):

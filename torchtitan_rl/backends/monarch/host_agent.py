@@ -23,7 +23,12 @@ from torchtitan_rl.config.run import cannot_write
 from torchtitan_rl.errors import ConfigError, ProcessLostError
 from torchtitan_rl.files import FilePiece, file_sizes, read_new
 from torchtitan_rl.launch.interfaces import own_address
-from torchtitan_rl.launch.workers import claim_incarnation, record_beat, record_run_end
+from torchtitan_rl.launch.workers import (
+    claim_incarnation,
+    is_leaving,
+    record_beat,
+    record_run_end,
+)
 from torchtitan_rl.processes import Processes
 
 _LAST_ANSWER_S = 1.0  # for the answer to be sent
@@ -53,13 +58,13 @@ class HostAgent(Actor):
             record_beat()
 
     @concurrent_endpoint
-    async def beat(self) -> int:
+    async def beat(self) -> tuple[int, bool]:
         """Note a heartbeat of the controller. Returns this host's time, in nanoseconds of the Unix
-        clock."""
+        clock, and whether the worker waits for the run to leave the host."""
         there_ns = time.time_ns()
         if self._has_claim:
             record_beat()
-        return there_ns
+        return there_ns, is_leaving()
 
     @concurrent_endpoint
     async def end_run(self) -> bool:

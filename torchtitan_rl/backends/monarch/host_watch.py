@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from monarch.actor import ActorError
 from torchtitan_rl.aio import cancel_all, first_of, retrieve
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.machine import host_name
-from torchtitan_rl.errors import ConfigError, HostLostError, HostsBusyError
+from torchtitan_rl.errors import ConfigError, HostLeftError, HostLostError, HostsBusyError
 from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.files import FileCopies
 from torchtitan_rl.launch.workers import BEAT_S, HOST_LOST_S, Heartbeat
@@ -33,10 +33,12 @@ logger = logging.getLogger(__name__)
 
 _LAST_FILES_S = 20.0  # for the files that processes wrote at their end
 _FILES_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 10.0
 _NUM_ROUND_TRIPS = 64
 _UNREACHABLE = (TimeoutError, ActorError, SupervisionError)
 
 OnHostLost = Callable[[int, str], None]
+OnHostLeaving = Callable[[int], Awaitable[None]]
 
 
 class HostWatch:
@@ -45,6 +47,8 @@ class HostWatch:
     - Sends each host a heartbeat every ``BEAT_S``, which shows the host that the run continues.
     - A host that does not answer is lost: ``on_lost`` is called once with its index and the cause.
       Then the watch tries to attach the host again until it is back (`wait_until_there`).
+    - If a host is about to end, ``on_leaving`` is called with its index, and has to move away what
+      runs there. Then the watch ends the run on the host, and the host is lost as above.
     - Copies the hosts' files in ``log_dir`` and ``trace_dir`` (those under the host's name) to the
       same folders on this machine.
     - Records the offsets of the hosts' clocks, for the trace.
@@ -58,11 +62,13 @@ class HostWatch:
         trace_dir: Path | None,
         say: Callable[[str], None],
         on_lost: OnHostLost,
+        on_leaving: OnHostLeaving,
         on_failure: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
         self._hosts = hosts
         self._say = say
         self._on_lost = on_lost
+        self._on_leaving = on_leaving
         self._on_failure = on_failure
         self._trace_dir = trace_dir
         folders = [(log_dir, ".log")]
@@ -74,6 +80,7 @@ class HostWatch:
         self._clocks = {} if trace_dir is None else clocks_of_files(trace_dir)
         self._asking: dict[int, list[asyncio.Future[None]]] = {h.index: [] for h in hosts.far()}
         self._lost = {host.index: asyncio.Event() for host in hosts.far()}  # set while lost
+        self._leaving: dict[int, asyncio.Task[None]] = {}
         self._gone: dict[int, HostLostError] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -95,13 +102,15 @@ class HostWatch:
             for one in files:
                 one.end()
 
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(_report)
         self._tasks.append(task)
+        return task
 
     async def wait_until_there(self, index: int) -> None:
-        """Return when the host answers its next heartbeat; at once for this machine.
+        """Return when the host answers its next heartbeat and is not about to end; at once for
+        this machine.
 
         Raises:
             HostLostError: the host is lost, and cannot be used again.
@@ -137,6 +146,10 @@ class HostWatch:
         """Whether the host is lost and not back."""
         return index in self._lost and self._lost[index].is_set()
 
+    def is_leaving(self, index: int) -> bool:
+        """Whether the host is about to end."""
+        return index in self._leaving
+
     async def bring_now(self, index: int) -> None:
         """Copy new data in the files of a host, unless the host is lost."""
         host = self._hosts[index]
@@ -147,9 +160,14 @@ class HostWatch:
     async def _watch(self, host: Host) -> None:
         while True:
             error, name = await self._beat_until_lost(host), host_name(host.index)
+            if (leaving := self._leaving.pop(host.index, None)) is not None:
+                if leaving.done():
+                    error = HostLeftError("its worker was told to end (SIGTERM)")
+                leaving.cancel()
             failure = Failure.of(Part.HOST, name, error, now_s=_now())
             self._note_loss(host)
-            self._say(f"{name} ({host.name}) is lost: {error}")
+            how = "has left" if isinstance(error, HostLeftError) else "is lost"
+            self._say(f"{name} ({host.name}) {how}: {error}")
             self._on_lost(host.index, f"{error}")
             try:
                 back = await self._look_for(host.index) if self._hosts.can_return else None
@@ -170,11 +188,11 @@ class HostWatch:
             self._on_failure(failure.serving(now_s=_now()))
 
     async def _beat_until_lost(self, host: Host) -> HostLostError:
-        """Send heartbeats until the host is lost. Returns the cause."""
+        """Send heartbeats until the host is lost, or the run has left it. Returns the cause."""
         loop = asyncio.get_running_loop()
         heartbeat, num_answers = Heartbeat(loop.time()), 0
         round_trips: deque[RoundTrip] = deque(maxlen=_NUM_ROUND_TRIPS)
-        beat: asyncio.Task[RoundTrip] | None = None
+        beat: asyncio.Task[tuple[RoundTrip, bool]] | None = None
         try:
             while True:
                 beat = beat or asyncio.create_task(_beat(host))
@@ -182,9 +200,14 @@ class HostWatch:
                 if beat.done():
                     if (error := beat.exception()) is not None:
                         return _lost(_cause(error), heartbeat.look(loop.time(), num_answers))
-                    round_trips.append(beat.result())
+                    round_trip, is_leaving = beat.result()
+                    round_trips.append(round_trip)
                     beat, num_answers = None, num_answers + 1
-                    self._note_answer(host.index)
+                    if not is_leaving:
+                        self._note_answer(host.index)
+                    elif host.index not in self._leaving:
+                        name = f"the departure of {host_name(host.index)}"
+                        self._leaving[host.index] = self._start(self._leave(host), name)
                     await self._note_clock(host.index, round_trips)
                 silent_s = heartbeat.look(loop.time(), num_answers)
                 if silent_s >= HOST_LOST_S:
@@ -195,6 +218,15 @@ class HostWatch:
             if beat is not None:
                 beat.add_done_callback(retrieve)
                 beat.cancel()
+
+    async def _leave(self, host: Host) -> None:
+        """Leave a host that is about to end, so that its worker ends."""
+        name = host_name(host.index)
+        self._say(f"{name} ({host.name}) is about to end (SIGTERM): the run leaves it")
+        await self._on_leaving(host.index)
+        await self.bring_now(host.index)
+        with contextlib.suppress(*_UNREACHABLE):
+            await asyncio.wait_for(_answer(host.agent.end_run.call_one()), _END_TIMEOUT_S)
 
     def _note_loss(self, host: Host) -> None:
         self._hosts.lose(host)
@@ -319,10 +351,11 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def _beat(host: Host) -> RoundTrip:
+async def _beat(host: Host) -> tuple[RoundTrip, bool]:
+    """Send a heartbeat. Returns also whether the host is about to end."""
     sent_ns = time.time_ns()
-    there_ns = await host.agent.beat.call_one()
-    return RoundTrip(sent_ns=sent_ns, there_ns=there_ns, received_ns=time.time_ns())
+    there_ns, is_leaving = await host.agent.beat.call_one()
+    return RoundTrip(sent_ns=sent_ns, there_ns=there_ns, received_ns=time.time_ns()), is_leaving
 
 
 async def _answer(future: Any) -> Any:
