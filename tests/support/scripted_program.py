@@ -44,7 +44,8 @@ def _worker(address: str) -> int:
     if os.environ.get("SCRIPTED_WORKER") == "fail":
         return 1
     ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
     print(f"worker: listening on {address}", flush=True)
     ended.wait()
     return 0
