@@ -155,7 +155,7 @@ def test_replicas_of_a_teacher_that_takes_images_need_torchvision(
         model_type="qwen2_5_vl",
         num_attention_heads=4,
         head_dim=16,
-        vision_config={"out_hidden_size": size},
+        vision_config={"out_hidden_size": size, "depth": 1},
         image_token_id=1,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
     )
