@@ -176,9 +176,7 @@ class WeightDistribution:
         """
         renewed = self._source_renewed
         if self._source_lost.is_set():
-            if self._on_wanted is not None:
-                self._on_wanted()
-            raise SourceLostError(handle.version, renewed)
+            raise self._want(handle.version, renewed)
         handle = self._handles.get(handle.version, handle)
         try:
             await read(await self.ensure_on_host(handle, host))
@@ -188,8 +186,14 @@ class WeightDistribution:
                 async with asyncio.timeout(_NOTICE_S):
                     await self._source_lost.wait()
             if self._source_lost.is_set() or renewed.is_set():
-                raise SourceLostError(handle.version, renewed) from error
+                raise self._want(handle.version, renewed) from error
             raise
+
+    def _want(self, version: int, renewed: asyncio.Event) -> SourceLostError:
+        """Say that a version is wanted, unless another trainer has published it."""
+        if self._on_wanted is not None and not renewed.is_set():
+            self._on_wanted()
+        return SourceLostError(version, renewed)
 
     async def ensure_on_host(self, handle: WeightHandle, host: int) -> SharedMemoryHandle:
         """Return a version in the shared memory of ``host``, after fetching it if necessary.

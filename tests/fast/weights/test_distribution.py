@@ -19,6 +19,7 @@ from torchtitan_rl.weights.distribution import (
     RemoteMemoryHandle,
     RemoteSource,
     SharedMemoryHandle,
+    SourceLostError,
     WeightDistribution,
 )
 from torchtitan_rl.weights.image import plan_image
@@ -99,6 +100,33 @@ async def test_the_trainers_own_host_maps_its_memory() -> None:
     assert await weights.ensure_on_host(handle(4, shared=shared), 0) is shared
     with pytest.raises(WeightSyncError, match="version 4: nothing fetches for host 3"):
         await weights.ensure_on_host(handle(4), 3)
+
+
+@on_virtual_clock
+@pytest.mark.parametrize("is_reading", [False, True])
+async def test_a_trainer_that_is_lost_while_nobody_needs_it_is_started_for_a_reader(
+    is_reading: bool,
+) -> None:
+    weights = WeightDistribution({}, fan_out=0)
+    wanted: list[float] = []
+
+    def lose() -> None:
+        now = asyncio.get_running_loop().time
+        weights.lose_source(on_wanted=lambda: wanted.append(now()))
+
+    async def read(_: SharedMemoryHandle) -> None:
+        await asyncio.sleep(1.0)
+        raise WeightSyncError("the memory is gone")
+
+    lost_s = 0.5 if is_reading else 0.0
+    asyncio.get_running_loop().call_later(lost_s, lose)
+    await asyncio.sleep(0.0 if is_reading else 0.1)
+    with pytest.raises(SourceLostError) as raised:
+        await weights.read(SharedMemoryHandle(version=1, path="", num_bytes=1), 0, read)
+    assert wanted == [pytest.approx(1.0 if is_reading else 0.1)]
+    assert not raised.value.renewed.is_set()
+    weights.renew_source({})
+    assert raised.value.renewed.is_set()
 
 
 @pytest.mark.parametrize("fan_out", [0, 2])
