@@ -396,13 +396,17 @@ def test_storage_without_file_locks_has_whole_turns_after_a_kill(tmp_path):
         assert [row.rollout_id for row in reader.rows()] == ["a"]
 
     child = in_child(write_until_killed)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until_begun(tmp_path)
     time.sleep(0.1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert os.waitpid(in_child(resume), 0)[1] == 0
+
+
+def wait_until_begun(folder) -> None:
+    deadline = time.monotonic() + 60
+    while not (folder / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def in_child(act) -> int:
@@ -426,7 +430,9 @@ def test_kill_9_in_the_middle_of_a_commit_leaves_whole_turns(tmp_path):
         for index in range(100_000):
             turns.append(turn((index,), range(2000)))
             journal.append(recorded(*turns))
-    time.sleep(0.5)
+            (tmp_path / "begun").touch()
+    wait_until_begun(tmp_path)
+    time.sleep(0.3)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     journal = Journal(tmp_path / "journal")
