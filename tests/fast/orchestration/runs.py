@@ -55,6 +55,17 @@ def run(plan: Plan, root: Path, *, resume: bool = False) -> Simulation:
     return simulation
 
 
+def require_nothing_lost(simulation: Simulation) -> None:
+    """All steps were taken, none with tokens older than allowed; no token is lost or unaccounted
+    for, and no rollout failed."""
+    assert simulation.controller.step == simulation.plan.num_steps
+    records = simulation.recorder.accounts
+    assert [(one.lost, one.unaccounted) for one in records] == [(0, 0)] * len(records)
+    assert max(simulation.trainer.ages) <= simulation.plan.staleness
+    groups = [group for record in simulation.recorder.steps for group in record.groups]
+    assert not any(one.status.is_failure for group in groups for one in group.rollouts)
+
+
 def failing(
     method: str,
     number: int,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.fast.orchestration.runs import live
+from tests.fast.orchestration.runs import live, require_nothing_lost
 from tests.fast.routing.test_restarts import Machine
 from tests.support.replicas import handle, request, settle
 from tests.support.simulation import Plan, Simulation
@@ -216,14 +216,11 @@ def test_whenever_a_run_has_1_then_3_then_1_replicas_nothing_is_lost(tmp_path, m
         simulation.changes.cancel()
         assert error is None
         assert shown == ["3 replicas: r0, r1, r2", "1 replica: r0"]
-        assert simulation.controller.step == plan.num_steps
+        require_nothing_lost(simulation)
         left = simulation.replicas[1:]
         assert all(one.is_dead and one.requested and not one.lost for one in left)
-        records = simulation.recorder.accounts
-        assert [(one.lost, one.unaccounted) for one in records] == [(0, 0)] * len(records)
-        assert records[-1].sampled == sum(one.sampled for one in simulation.replicas)
-        assert max(simulation.trainer.ages) <= 1
-        groups = [group for record in simulation.recorder.steps for group in record.groups]
-        assert not any(one.status.is_failure for group in groups for one in group.rollouts)
+        assert simulation.recorder.accounts[-1].sampled == sum(
+            one.sampled for one in simulation.replicas
+        )
         moved += sum("#" in name for name in simulation.requested)
     assert moved > 2

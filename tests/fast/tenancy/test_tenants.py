@@ -494,8 +494,10 @@ async def test_a_tenant_that_does_not_end_holds_up_no_other(
             await asyncio.sleep(0.05)
             async with asyncio.timeout(10.0):
                 await there.command("tenant.open", registration("b"))
-            refused = await refusal(there.command("tenant.receive", own | {"after": 0}))
-            assert refused.code == "no_lease"
+            (nothing,) = messages.encode_calls(())
+            sent = own | {"number": leased.num_sent + 1, "messages": nothing}
+            for command in ("tenant.send", "tenant.close"):  # nothing more may run in its slots
+                assert (await refusal(there.command(command, sent))).code == "no_lease"
             third = asyncio.create_task(there.command("tenant.open", registration("c")))
             await asyncio.sleep(0.05)
             assert (closing.done(), third.done()) == (False, False)
