@@ -40,7 +40,6 @@ _OF_REQUESTS = re.compile(r"(app|bridge|env|link|middleware|requests|retries|ses
 class AgentsPlan(CampaignPlan):
     endpoint_restarts: int
     endpoint_start_s: float
-    endpoint_places: int
 
     def make(self, root: Path, rubric: Rubric | None, fate: Fate, recorder: Recorder) -> Simulation:
         return AgentSimulation(self, root, rubric=rubric, fate=fate, recorder=recorder)
@@ -57,7 +56,6 @@ def draw_agents(seed: int) -> AgentsPlan:
         "env_timeout_s": 100.0,
         "endpoint_restarts": rng.choice([0, 1, 3, 3, 3]),
         "endpoint_start_s": rng.choice([0.5, 3.0, 20.0]),
-        "endpoint_places": rng.choice([2, 64]),
     }
     return AgentsPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)} | own)
 
@@ -86,7 +84,7 @@ class AgentSimulation(Simulation):
     def __init__(self, plan: AgentsPlan, root: Path, **options: Any) -> None:
         super().__init__(plan, root, **options)
         self.sessions = Sessions(self.router)
-        self.endpoint = Processes(start_s=plan.endpoint_start_s, max_running=plan.endpoint_places)
+        self.endpoint = Processes(start_s=plan.endpoint_start_s)
         restarts = EndpointRestarts(
             max_restarts=plan.endpoint_restarts,
             say=self.said.append,

@@ -139,7 +139,7 @@ def agent_errors(task: Task, endpoint: EndpointConfig, *, num_rollouts: int = 0)
     if num_rollouts > endpoint.max_concurrent_requests:
         errors.append(
             f"endpoint.max_concurrent_requests is {endpoint.max_concurrent_requests}: up to "
-            f"{num_rollouts} agents ask at once, and the time in the queue would count against "
-            f"rollout.step_timeout_s; give at least {num_rollouts}"
+            f"{num_rollouts} agents ask at once, and the endpoint would refuse some; give at least "
+            f"{num_rollouts}"
         )
     return errors

@@ -65,7 +65,8 @@ class EndpointConfig:
     max_tokens: Count = 0
     """Maximum length of a completion, in tokens; 0: whatever fits into the context."""
     max_concurrent_requests: Annotated[int, Interval(ge=1, le=1 << 20)] = 256
-    """Maximum number of requests that run at the same time; others wait in a queue."""
+    """Maximum number of requests that run at the same time; others wait in a queue. A run's own
+    rollouts do not wait."""
     max_queued_requests: Count = 1024
     """Maximum number of requests in the queue; others are refused with 429."""
     interval_s: Annotated[float, Interval(ge=0.001, le=60.0)] = 0.02

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 ADMIN_PREFIX = "/admin"
 SESSIONS_PREFIX = "/v1/sessions"
 PROBLEMS_PREFIX = "/v1/problems"
+DRIVEN = "torchtitan-rollout-"  # of ids of the run's own sessions, which clients cannot open
 
 
 # The context of the current request. Tasks inherit it, so all code that a handler awaits or starts
@@ -328,7 +329,9 @@ class Admission:
     end), and is released on every exit path. A request that leaves the queue takes no place. The
     queue is first in, first out. A request that waits longer than ``timeout_s`` is refused (429).
     Only requests that may use an engine count: health, metrics, sessions and administration must
-    answer under full load, too.
+    answer under full load, too. Requests of the run's own rollouts, whose number is bounded, do not
+    count: those of training may wait for weights until an evaluation ends, and would hold the
+    places that its agents need.
     """
 
     def __init__(self, *, max_running: int, max_queued: int, timeout_s: float = 600.0) -> None:
@@ -346,7 +349,7 @@ class Admission:
         Raises:
             RefusedError: the queue is full, or the request has waited too long (429).
         """
-        if not generates(scope):
+        if not generates(scope) or (session_id.get() or "").startswith(DRIVEN):
             yield True
         elif await self._enter(request):
             self.num_running += 1

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import CommandName, Handler
+from torchtitan_rl.serving.middleware import DRIVEN
 from torchtitan_rl.serving.recording import (
     TURN_TOKENS,
     SessionRecording,
@@ -40,7 +41,6 @@ from torchtitan_rl.serving.report import (
 )
 from torchtitan_rl.types import Completion, GenerationRequest, OnProgress
 
-_DRIVEN = "torchtitan-rollout-"  # prefix of the ids of driven sessions; clients cannot open these
 MAX_SESSIONS = 10_000  # open at once
 MAX_ENDED = 100_000  # ended sessions that are remembered
 MAX_HELD_TOKENS = 1 << 24  # prompts and completions of one session; about 0.6 GB
@@ -176,7 +176,7 @@ class Sessions:
 
     def drive(self, driver: SessionDriver) -> str:
         """Open a session whose requests all go to ``driver``, until `release`."""
-        return self._new(_DRIVEN + secrets.token_hex(16), driver).session_id
+        return self._new(DRIVEN + secrets.token_hex(16), driver).session_id
 
     def release(self, session_id: str, ending: SessionEnding, reward: float | None = None) -> None:
         """End a driven session. No effect if the session has already ended."""
@@ -285,7 +285,7 @@ class Sessions:
             raise session_closed(session_id, self._ended[session_id])
         if self._is_closed:
             raise RefusedError(503, "shutting_down", "the server is shutting down")
-        if driver is None and session_id.startswith(_DRIVEN):
+        if driver is None and session_id.startswith(DRIVEN):
             raise session_closed(session_id)  # it belonged to a rollout before the run was resumed
         session = _Session(session_id, driver=driver)
         if driver is None:
@@ -356,7 +356,7 @@ class Sessions:
 def _without_part(session_id: str) -> str:
     """The id of the session itself. For a driven session, clients may append a dot and the name of
     a part of its rollout."""
-    return session_id.partition(".")[0] if session_id.startswith(_DRIVEN) else session_id
+    return session_id.partition(".")[0] if session_id.startswith(DRIVEN) else session_id
 
 
 def _now() -> float:

@@ -205,6 +205,19 @@ async def test_requests_beyond_the_places_wait_in_a_queue_and_beyond_it_they_are
     assert (served.run, served.places) == ("abc", (0, 0))
 
 
+@on_event_loop
+async def test_the_agents_of_the_runs_own_rollouts_need_no_place() -> None:
+    served = Places(max_queued=0)
+    for name, session in [
+        ("a", "torchtitan-rollout-1"),
+        ("b", "torchtitan-rollout-1.x"),
+        ("c", "s"),
+    ]:
+        await served.asked(name, headers={"X-Session-ID": session})
+    assert (served.run, served.places) == ("abc", (1, 0))
+    assert (await served.asked("d", headers={"X-Session-ID": "s"})).status == 429
+
+
 @on_virtual_clock
 async def test_no_request_waits_for_a_place_longer_than_the_timeout() -> None:
     served = Places(queue_timeout_s=30.0)
