@@ -37,7 +37,7 @@ test: test-$(ACCELERATOR)
 
 test-cpu: setup browser
 	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m "not soak" --durations 40 \
-		--durations-min 8 tests/real tests/gpu tests/fast tests/browser
+		--durations-min 8 tests/real tests/browser tests/fast
 
 # The packages for CUDA have no engine for CPUs, which tests/real needs.
 test-cuda: setup

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 
 from tests.browser.conftest import Watched, rewards_of
 from tests.real.runs import ROOT
@@ -28,24 +27,21 @@ def test_a_report_is_one_small_file(report: Path) -> None:
     assert report.stat().st_size < 5_000_000
 
 
-@pytest.mark.parametrize(
-    ("route", "text"),
-    [
-        ("overview", "Does it learn?"),
-        ("curves", "Reward in training"),
-        ("rollouts", "rollouts"),
-        ("timeline", "Who works, who waits"),
-        ("config", "rollout.group_size"),
-    ],
-)
-def test_a_report_has_the_views_without_a_server(
-    visit: Visit, report: Path, route: str, text: str
-) -> None:
+VIEWS = {
+    "overview": "Does it learn?",
+    "curves": "Reward in training",
+    "rollouts": "rollouts",
+    "timeline": "Who works, who waits",
+    "config": "rollout.group_size",
+}
+
+
+def test_a_report_has_the_views_without_a_server(visit: Visit, report: Path) -> None:
+    """That axe finds no fault in them: test_views.py."""
     seen = visit(report.as_uri(), offline=True)
-    seen.go(f"#/{route}")
-    assert text in seen.page.inner_text("main")
-    found = Axe().run(seen.page).response["violations"]
-    assert [one["id"] for one in found if one["impact"] in {"serious", "critical"}] == []
+    for route, text in VIEWS.items():
+        seen.go(f"#/{route}")
+        assert text in seen.page.inner_text("main")
 
 
 def test_a_report_filters_and_opens_rollouts(visit: Visit, report: Path) -> None:

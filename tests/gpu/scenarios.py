@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -25,6 +24,7 @@ from tests.real.vllm_scenarios import (
     make_loop,
     mixed_requests,
     request,
+    save,
 )
 from torchtitan_rl.generation.commands import Pull, Resume, Sleep, WakeUp
 from torchtitan_rl.generation.decision import SoloChannel
@@ -132,6 +132,4 @@ def two(root: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     mode, folder = sys.argv[1], Path(sys.argv[2])
-    observed = {"one": one, "two": two}[mode](folder)
-    if is_leader():
-        (folder / f"{mode}.pickle").write_bytes(pickle.dumps(observed))
+    save(folder, mode, {"one": one, "two": two}[mode](folder))

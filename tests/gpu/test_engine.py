@@ -26,6 +26,8 @@ from torchtitan_rl.types import Completion, FinishReason, Turn
 
 IS_CUDA = installed_device() == "cuda"
 TOLERANCE = 2e-4 if IS_CUDA else 1e-5  # float32 on both sides
+# What these tests show of an engine on a CPU, tests/real/test_vllm_engine.py does, too.
+pytestmark = [] if IS_CUDA else [pytest.mark.soak]
 MAX_MEAN_ROUNDING = 0.1 if IS_CUDA else TOLERANCE  # engine and trainer in bfloat16; a CPU: float32
 
 
@@ -125,11 +127,7 @@ def test_rounding_differs_no_more_than_expected_at_age_0(seen: dict[str, Any], r
     assert np.abs(found - batch.logprobs[batch.loss_mask]).mean() < MAX_MEAN_ROUNDING
 
 
-@(
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-    if IS_CUDA
-    else pytest.mark.soak  # tests/real/test_vllm_engine.py has such ranks
-)
+@pytest.mark.skipif(IS_CUDA and torch.cuda.device_count() < 2, reason="needs two devices")
 def test_two_tensor_parallel_ranks_answer_as_one_does(seen: dict[str, Any], root: Path) -> None:
     both = run("two", root, ranks=2)
     check_same(both["crowd"], seen["crowd"])

@@ -19,6 +19,8 @@ from tests.real.trainer_helpers import ROW_LEN, hf_packed_logprobs, trainer
 from torchtitan_rl.training.config import LossConfig, OptimizerConfig
 
 IS_CUDA = torch.cuda.is_available()
+# On a CPU, tests/real/test_trainer_one_process.py and test_trainer_sharing.py show the same.
+pytestmark = [] if IS_CUDA else [pytest.mark.soak]
 TOLERANCE = 2e-4 if IS_CUDA else 1e-5  # of logprobs in float32
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -1,5 +1,5 @@
-"""32 concurrent chats by the official client, half of them streaming, over a real endpoint, while
-weights are pulled 10 times and every replica is emptied 5 times: part of `replicas_scenario`.
+"""12 concurrent chats by the official client, half of them streaming, over a real endpoint, while
+weights are pulled 6 times and every replica is emptied 3 times: part of `replicas_scenario`.
 
 Each chat is a session of two turns, the second of which has the first one's answer in its prompt.
 They run twice: undisturbed, and disturbed; the pulled weights are the same, and sampling is greedy.
@@ -27,9 +27,9 @@ from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
-NUM_CHATS = 32
+NUM_CHATS = 12
 ADMIN_KEY = "admin-of-the-test"
-TURNS = (60, 400)  # tokens of each; a chat's second has up to 63 more
+TURNS = (60, 400)  # tokens of each; a chat's second has up to 11 more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.real.resume_scenarios import cut_everywhere
-from tests.real.vllm_scenarios import Checkpoints, TriggeredEngine, build, idle_pull, play, request
+from tests.real.vllm_scenarios import (
+    Checkpoints,
+    TriggeredEngine,
+    build,
+    idle_pull,
+    play,
+    request,
+    save,
+)
 
 # isort: split
 import httpx
@@ -204,5 +211,4 @@ async def asked(policy: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     mode, root = sys.argv[1], Path(sys.argv[2])
-    observed = {"engines": engines, "endpoint": endpoint}[mode](root)
-    (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))
+    save(root, mode, {"engines": engines, "endpoint": endpoint}[mode](root))

@@ -1,14 +1,18 @@
-"""One rank of two scripted engines in lockstep over gloo: ``SCENARIO TIMEOUT_S HEARTBEAT_S``.
+"""Two scripted engines in lockstep over gloo: ``SCENARIO TIMEOUT_S HEARTBEAT_S PORT ...``, which
+may be repeated. All run at once, each rank in a fork of this process: an import of vLLM takes long.
 
-Rank 0 prints one word for what happened. torch.distributed's variables must be set.
+Prints, as JSON, one word of each rank 0 for what happened.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from concurrent.futures import Future
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 
 import torch.distributed as dist
 
@@ -48,24 +52,35 @@ def lead(scenario: str, loop: EngineLoop, timeout_s: float) -> str:
     return "completed"
 
 
-def main(scenario: str, timeout_s: float, heartbeat_s: float) -> None:
-    rank = int(os.environ["RANK"])
+def play(
+    scenario: str, timeout_s: str, heartbeat_s: str, port: str, rank: int, leader: Connection
+) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update(variables, RANK=str(rank))
     dist.init_process_group("gloo")
     # The follower of "lost" dies in its 50th step, in the middle of the last request.
     is_lost = scenario == "lost" and rank == 1
     loop = EngineLoop(
         ScriptedEngine(max_model_len=10_000, fail_at_step=50 if is_lost else None),
-        GlooLockstep(timeout_s=timeout_s),
+        GlooLockstep(timeout_s=float(timeout_s)),
         is_leader=rank == 0,
-        config=LoopConfig(heartbeat_s=heartbeat_s, max_steps_per_decision=1),
+        config=LoopConfig(heartbeat_s=float(heartbeat_s), max_steps_per_decision=1),
         on_end=lambda failure: os._exit(1) if failure and rank else None,
     )
     loop.start()
     if rank == 0:
-        print(lead(scenario, loop, timeout_s), flush=True)
+        leader.send(lead(scenario, loop, float(timeout_s)))
         loop.close()
     loop.join(WAIT_S)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]))
+    context = get_context("fork")
+    leaders = []
+    for start in range(1, len(sys.argv), 4):
+        said, leader = context.Pipe(duplex=False)
+        leaders.append(said)
+        for rank in range(2):
+            arguments = (*sys.argv[start : start + 4], rank, leader)
+            context.Process(target=play, args=arguments, daemon=True).start()
+    print(json.dumps([said.recv() if said.poll(3 * WAIT_S) else "hung" for said in leaders]))

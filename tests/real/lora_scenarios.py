@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,13 +17,13 @@ from tests.real.vllm_scenarios import (
     build,
     idle_pull,
     incomplete_pull,
-    is_leader,
     kept_kv,
     make_loop,
     mixed,
     play,
     probes,
     request,
+    save,
 )
 
 # isort: split
@@ -116,6 +115,4 @@ def tp(root: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     mode, root = sys.argv[1], Path(sys.argv[2])
-    observed = {"pulled": pulled, "tp": tp}[mode](root)
-    if is_leader():
-        (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))
+    save(root, mode, {"pulled": pulled, "tp": tp}[mode](root))

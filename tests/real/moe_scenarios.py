@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +23,12 @@ from tests.real.vllm_scenarios import (
     TriggeredEngine,
     build,
     idle_pull,
-    is_leader,
     kept_kv,
     mixed,
     play,
     probes,
     request,
+    save,
 )
 
 # isort: split
@@ -217,6 +216,4 @@ def ep(root: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     mode, root = sys.argv[1], Path(sys.argv[2])
     modes = {"pulled": pulled, "speculative": speculative, "latent": latent, "tp": tp, "ep": ep}
-    observed = modes[mode](root)
-    if is_leader():
-        (root / f"{mode}.pickle").write_bytes(pickle.dumps(observed))
+    save(root, mode, modes[mode](root))

@@ -1,5 +1,5 @@
-"""32 greedy requests on two replicas, while weights are pulled 10 times and all replicas are
-emptied 5 times; a pin; a killed replica: parts of `replicas_scenario`."""
+"""16 greedy requests on two replicas, while weights are pulled 6 times and all replicas are
+emptied 3 times; a pin; a killed replica: parts of `replicas_scenario`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchtitan_rl.types import (
 from torchtitan_rl.weights.config import WeightSyncConfig
 from torchtitan_rl.weights.shm import SharedMemoryPublisher
 
-NUM_PULLS, NUM_REQUESTS = 10, 32
+NUM_PULLS, NUM_REQUESTS = 6, 16
 MAX_MODEL_LEN = 1024
 WAIT_S = 300.0
 
@@ -172,15 +172,15 @@ async def pinned(
 async def killed(router: GeneratorRouter, alone: list[Completion]) -> dict[str, Any]:
     """Streams whose replica is killed halfway."""
     heard = Heard()
-    calls = [asyncio.create_task(router.generate(item, heard.hear)) for item in requests()[:16]]
-    while min(len(heard.tokens.get(one.request_id, ())) for one in alone[:16]) < 10:
+    calls = [asyncio.create_task(router.generate(item, heard.hear)) for item in requests()]
+    while min(len(heard.tokens.get(one.request_id, ())) for one in alone) < 10:
         await asyncio.sleep(0.01)
     for process in psutil.Process().children(recursive=True):
         if printing_to(process) == "replica0-rank0.log":
             process.kill()
     done = {one.request_id: one for one in await asyncio.gather(*calls)}
     return {
-        "num_equal": sum(done[one.request_id].token_ids == one.token_ids for one in alone[:16]),
+        "num_equal": sum(done[one.request_id].token_ids == one.token_ids for one in alone),
         "heard_fits": all(heard.fits(one) for one in done.values()),
         "gaps": heard.gaps,
         "replicas": sorted({one.replica for one in done.values()}),

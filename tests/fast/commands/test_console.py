@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -219,12 +218,14 @@ def test_ctrl_c_ends_a_run_at_any_moment_without_a_traceback(
     assert f"next: {resume}" in lines
 
 
-def test_a_resumed_run_says_at_once_where_it_starts(tmp_path: Path) -> None:
+def test_trap_29_a_run_that_diverges_fails_and_says_at_once_where_it_starts_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIVERGES", "1")
     run = Train(tmp_path, "--num-steps", "50")
-    run.wait_for("steps 1 to 50")
-    run.kill()
-    run.wait()
-    shutil.rmtree(run.run_dir / "checkpoints", ignore_errors=True)
+    assert run.wait() == 1
+    assert "error: DivergedError: loss is nan" in run.lines()
+    monkeypatch.delenv("DIVERGES")
     run = Train(tmp_path, "--num-steps", "2", "--checkpoint.resume")
     assert run.wait() == 0, run.lines()
     assert [line.partition("] ")[2] for line in run.lines()[:3]] == [

@@ -110,7 +110,7 @@ def test_an_environment_with_the_stamp_of_an_earlier_makefile_is_refused(
 def test_without_an_environment_everything_is_for_the_cpu(project: Path) -> None:
     planned = make(project, "-n", "test").stdout
     assert "setup.sh .venv cpu" in planned
-    assert "tests/real tests/gpu tests/fast" in planned
+    assert "tests/real tests/browser tests/fast" in planned
     wrong = make(project, "setup", "ACCELERATOR=tpu")
     assert wrong.returncode != 0
     assert "ACCELERATOR is 'tpu': give cpu or cuda" in wrong.stderr
