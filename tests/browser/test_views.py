@@ -175,6 +175,7 @@ def test_axe_finds_no_serious_fault_in_light_and_dark(
     seen.go(f"#/{route}")
     found = Axe().run(seen.page).response["violations"]
     seen.page.emulate_media(color_scheme="dark")
+    seen.settled()
     contrast = {"runOnly": ["color-contrast"]}
     found += Axe().run(seen.page, options=contrast).response["violations"]
     assert [(one["id"], one["help"]) for one in found if one["impact"] in GRAVE] == []
