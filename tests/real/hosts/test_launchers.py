@@ -36,6 +36,7 @@ def attached(words: list[str]) -> list[str]:
     return rest[: rest.index("--launch.address")]
 
 
+@pytest.mark.soak  # the next test has all of it, with another code
 def test_all_exit_with_the_code_of_the_controller_which_has_all_workers_in_order(nodes) -> None:
     nodes.start(0, SCRIPTED_CONTROLLER="exit 3")
     nodes.start(1)
@@ -52,7 +53,11 @@ def test_a_worker_that_ends_is_started_again_and_a_signal_to_all_nodes_comes_onc
     nodes.start(0, SCRIPTED_CONTROLLER="wait")
     nodes.start(1)
     wait_until((nodes.folder / "waits").exists, "a controller")
-    address = attached(controllers(nodes)[0])[1]
+    (words,) = controllers(nodes)
+    assert words[:3] == ["alphabet_sort_tiny", "--num-steps", "2"]
+    assert "--checkpoint.resume" not in words
+    for node, address in enumerate(attached(words)):
+        assert nodes.log(node) == f"worker: listening on {address}\n"
     nodes.process_of("worker", address).kill()
     wait_until(lambda: nodes.log(1).count("listening on") == 2, "another worker")
     assert nodes.process_of("worker", address)
