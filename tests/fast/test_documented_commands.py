@@ -25,6 +25,7 @@ from tests.support.documentation import (
 )
 from tests.support.verifiers import needs_verifiers
 from torchtitan_rl.commands.cli import COMMANDS, main
+from torchtitan_rl.config import vllm_options
 from torchtitan_rl.config.lora import LoraConfig, adapter_shapes, write_adapter
 from torchtitan_rl.config.model import read_architecture, resolve_checkpoint
 from torchtitan_rl.experiments import alphabet_sort, gsm8k
@@ -74,6 +75,8 @@ NOT_RUN = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with what the pages take for granted."""
     monkeypatch.chdir(tmp_path)
+    # It imports vLLM: tests/real/test_vllm_options.py takes the pages' options.
+    monkeypatch.setattr(vllm_options, "_field_errors", lambda options: [])
     for page in ("README.md", *(page for page in PAGES if "tutorials" in page)):
         write_example_files(page, tmp_path)
     (tmp_path / "my_config.py").write_text((tmp_path / "sums.py").read_text())
