@@ -33,7 +33,13 @@ from monarch.actor import (
 from tests.real.models import tiny_model
 from tests.real.trainer_helpers import CONFIG, MAX_STEPS, random_batch
 from tests.support.worker_hosts import worker_hosts
-from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, local_host, start_command
+from torchtitan_rl.backends.monarch.hosts import (
+    HeldProcesses,
+    Host,
+    Hosts,
+    local_host,
+    start_command,
+)
 from torchtitan_rl.backends.monarch.runtime import ProcessMesh, spawn_processes, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 from torchtitan_rl.backends.monarch.weight_replicator import RdmaOffers, WeightReplicator
@@ -214,7 +220,7 @@ async def damage(weights: WeightDistribution) -> list[str]:
     return [str(answer) for answer in answers]
 
 
-async def lose_a_fetcher(weights: WeightDistribution, process: Ending) -> int:
+async def lose_a_fetcher(weights: WeightDistribution, process: HeldProcesses) -> int:
     """It is killed; the next version is fetched by a new one. Returns the number of fetches."""
     weights.take_fetches()
     await process.end(0.0)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from threading import Event
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -72,22 +72,6 @@ _ATTACH = "launch.attach"
 _CA: Any = "trust_all_connections"  # Monarch's name; `launch.keys` decides who is trusted
 
 
-class Ending(Protocol):
-    """Processes that can be ended even if they hang. ``are_lost``: their host is lost, so they
-    cannot be reached."""
-
-    @property
-    def are_lost(self) -> bool: ...
-
-    async def wait_until_lost(self, name: str) -> NoReturn:
-        """See `Processes.wait_until_lost`."""
-        ...
-
-    async def end(self, timeout_s: float) -> list[int]:
-        """See `Processes.end`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """A host of a run. ``agent`` is None on the controller's machine."""
@@ -100,12 +84,12 @@ class Host:
     policy_dir: Path | None = None  # the policy's path on the host; None: as on this machine
     lost: Event = field(default_factory=Event)  # set once, when the host is given up
 
-    async def hold(self, pids: tuple[int, ...]) -> Ending:
+    async def hold(self, pids: tuple[int, ...]) -> HeldProcesses:
         """Return a handle with which processes of this host can be ended."""
         if self.agent is None:
             return Processes(pids)
         await asyncio.wait_for(self.agent.hold.call_one(pids), _AGENT_TIMEOUT_S)
-        return _FarProcesses(host=self, pids=pids)
+        return FarProcesses(host=self, pids=pids)
 
 
 def start_command(environment: Mapping[str, str]) -> Any:
@@ -464,8 +448,8 @@ def answer_errors(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FarProcesses:
-    """Processes on another host. The host's agent has handles of them."""
+class FarProcesses:
+    """Processes on another host, as `Processes`. The host's agent has handles of them."""
 
     host: Host
     pids: tuple[int, ...]
@@ -490,6 +474,9 @@ class _FarProcesses:
                 name, cause = self.host.name, error or "no answer"
                 logger.warning("%s: whether its processes have ended is unknown: %s", name, cause)
             return []
+
+
+HeldProcesses = Processes | FarProcesses
 
 
 def _spawn_agent(mesh: HostMesh, address: str) -> Any:

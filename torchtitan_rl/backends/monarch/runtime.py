@@ -39,7 +39,7 @@ from monarch.actor import (
 
 from torchtitan_rl.aio import cancel_all, deadline, first_of, retrieve
 from torchtitan_rl.backends.monarch import log_to_stderr
-from torchtitan_rl.backends.monarch.hosts import Ending, Host, Hosts, start_command
+from torchtitan_rl.backends.monarch.hosts import HeldProcesses, Host, Hosts, start_command
 from torchtitan_rl.config.machine import host_name
 from torchtitan_rl.config.plan import KEEPS_MEMORY, ProcessGroup
 from torchtitan_rl.errors import DeadlineError, ProcessLostError, TorchtitanRLError
@@ -135,7 +135,7 @@ class ProcessMesh:
 
     name: str
     mesh: ProcMesh
-    processes: Ending
+    processes: HeldProcesses
     actors: Any  # a `_ProcessActor` in each process
 
 
@@ -213,12 +213,7 @@ async def _spawn(
     what = f"start of the processes of {group.name} on {host.name}"
     answers = await call(actors.pid.call(), what=what, timeout_s=_ASK_TIMEOUT_S)
     processes = await call(host.hold(tuple(answers.values())), what=what)
-    return ProcessMesh(
-        name=group.name,
-        mesh=mesh,
-        processes=processes,
-        actors=actors,
-    )
+    return ProcessMesh(name=group.name, mesh=mesh, processes=processes, actors=actors)
 
 
 def _prepare_process(log_file: str, first_rank: int, cores: tuple[int, ...]) -> None:

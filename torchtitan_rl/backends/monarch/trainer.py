@@ -64,38 +64,9 @@ class TrainerActor(Actor):
             self._trainer = await self._work(TrainerRank, self._spec, self._rank, transport)
 
     @concurrent_endpoint
-    async def train_step(
-        self, batch: TrainingBatch, loss: StepLoss | None, examples: TrainingBatch | None
-    ) -> StepOutput:
-        return await self._work(self._trainer.train_step, batch, loss, examples)
-
-    @concurrent_endpoint
-    async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
-        return await self._work(self._trainer.logprobs, batch)
-
-    @concurrent_endpoint
-    async def publish(self, keep: frozenset[int]) -> WeightHandle | None:
-        return await self._work(self._trainer.publish, keep)
-
-    @concurrent_endpoint
-    async def load_checkpoint(self, path: Path) -> None:
-        await self._work(self._trainer.load_checkpoint, path)
-
-    @concurrent_endpoint
-    async def offload(self) -> None:
-        await self._work(self._trainer.offload)
-
-    @concurrent_endpoint
-    async def onload(self) -> None:
-        await self._work(self._trainer.onload)
-
-    @concurrent_endpoint
-    async def export_hf(self, path: Path) -> None:
-        await self._work(self._trainer.export_hf, path)
-
-    @concurrent_endpoint
-    async def close(self) -> None:
-        await self._work(self._trainer.close)
+    async def run(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `TrainerRank`."""
+        return await self._work(getattr(self._trainer, method), *arguments)
 
     @concurrent_endpoint
     async def stay(self) -> None:
@@ -164,18 +135,14 @@ class MonarchTrainer:
         *,
         examples: TrainingBatch | None = None,
     ) -> StepOutput:
-        return await self._ask(
-            "optimizer step", lambda rank: rank.train_step.call(batch, loss, examples)
-        )
+        return await self._run("optimizer step", "train_step", batch, loss, examples)
 
     async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
-        logprobs: npt.NDArray[np.float32] = await self._ask(
-            "logprobs", lambda rank: rank.logprobs.call(batch)
-        )
+        logprobs: npt.NDArray[np.float32] = await self._run("logprobs", "logprobs", batch)
         return logprobs
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
-        return await self._ask("publishing of weights", lambda rank: rank.publish.call(keep))
+        return await self._run("publishing of weights", "publish", keep)
 
     async def save_checkpoint(
         self, path: Path, attachments: Mapping[str, bytes], *, version: int
@@ -201,16 +168,16 @@ class MonarchTrainer:
                 self._writing = None
 
     async def load_checkpoint(self, path: Path) -> None:
-        await self._ask(f"loading of {path}", lambda rank: rank.load_checkpoint.call(path))
+        await self._run(f"loading of {path}", "load_checkpoint", path)
 
     async def offload(self) -> None:
-        await self._ask("offload", lambda rank: rank.offload.call())
+        await self._run("offload", "offload")
 
     async def onload(self) -> None:
-        await self._ask("onload", lambda rank: rank.onload.call())
+        await self._run("onload", "onload")
 
     async def export_hf(self, path: Path) -> None:
-        await self._ask(f"export to {path}", lambda rank: rank.export_hf.call(path))
+        await self._run(f"export to {path}", "export_hf", path)
 
     async def close(self) -> None:
         """Let the ranks finish a checkpoint and clean up (mainly published weights), unless the
@@ -222,7 +189,7 @@ class MonarchTrainer:
             logger.warning("the last checkpoint is lost: %s", error)
         try:
             if not self._lost.done():
-                closed = self._answer(lambda rank: rank.close.call())
+                closed = self._answer(lambda rank: rank.run.call("close"))
                 await call(closed, what="close of the trainer", timeout_s=_CLOSE_TIMEOUT_S)
         except (ProcessLostError, DeadlineError, CheckpointError):
             pass  # the processes end below, whatever state they are in
@@ -244,6 +211,9 @@ class MonarchTrainer:
             )
         except (ProcessLostError, DeadlineError) as error:
             self.lose(error)
+
+    async def _run(self, what: str, method: str, *arguments: Any) -> Any:
+        return await self._ask(what, lambda rank: rank.run.call(method, *arguments))
 
     async def _ask(self, what: str, ask: Callable[[Any], Any]) -> Any:
         """Return rank 0's answer, once all ranks have answered; the other answers are the same, or
