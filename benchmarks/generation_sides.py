@@ -62,14 +62,13 @@ class SideResult:
 def build_loop(settings: EngineSettings) -> Callable[[str, Any], Any]:
     """Our engine loop in this process, without router or Monarch."""
     from torchtitan_rl.backends.vllm.engine import VllmEngine
-    from torchtitan_rl.generation.decision import SoloChannel
     from torchtitan_rl.generation.loop import EngineLoop, start_loop
 
     engines: list[MeasuredEngine] = []
 
     def build() -> EngineLoop:
         engines.append(MeasuredEngine(VllmEngine(_our_spec(settings))))
-        return EngineLoop(engines[0], SoloChannel(), is_leader=True)
+        return EngineLoop(engines[0], None, is_leader=True)
 
     loop = start_loop(build, name="benchmark")
 

@@ -60,7 +60,6 @@ def build_engine(speculative: Mapping[str, Any]) -> Callable[[str, Any], Any]:
     """An engine loop in this process, called with prompts and a number of tokens. Answers with
     seconds, sampled tokens, and the tokens of a request in a step."""
     from torchtitan_rl.backends.vllm.engine import VllmEngine
-    from torchtitan_rl.generation.decision import SoloChannel
     from torchtitan_rl.generation.loop import EngineLoop, start_loop
 
     generator = GeneratorConfig(
@@ -73,7 +72,7 @@ def build_engine(speculative: Mapping[str, Any]) -> Callable[[str, Any], Any]:
 
     def build() -> EngineLoop:
         engines.append(VllmEngine(GeneratorSpec(model=POLICY_DIR, generator=generator)))
-        return EngineLoop(engines[0], SoloChannel(), is_leader=True)
+        return EngineLoop(engines[0], None, is_leader=True)
 
     loop = start_loop(build, name="benchmark")
 

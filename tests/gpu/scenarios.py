@@ -27,7 +27,6 @@ from tests.real.vllm_scenarios import (
     save,
 )
 from torchtitan_rl.generation.commands import Pull, Resume, Sleep, WakeUp
-from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop, start_loop
 from torchtitan_rl.routing.continuation import join, remaining_request
 from torchtitan_rl.types import Completion, GenerationRequest
@@ -42,7 +41,7 @@ def started(path: Path, weights: Any, **fields: Any) -> tuple[EngineLoop, Trigge
 
         _ENGINES.append(build(path, weights, **fields))
         is_alone = fields.get("tensor_parallel", 1) == 1
-        channel = SoloChannel() if is_alone else GlooLockstep(timeout_s=120.0)
+        channel = None if is_alone else GlooLockstep(timeout_s=120.0)
         return make_loop(_ENGINES[-1], channel, max_steps_per_decision=1)
 
     return start_loop(build_loop, name="gpu"), _ENGINES[-1]

@@ -39,7 +39,6 @@ from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.experiments.agent_libraries.libraries import LIBRARIES, Library
 from torchtitan_rl.experiments.agent_libraries.task import POLICY_DIR, AgentLibrariesTask
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -134,7 +133,7 @@ async def play(router: GeneratorRouter, host: AgentHost, tokenizer: Any) -> dict
 async def main() -> None:
     generator = GeneratorConfig(max_model_len=MAX_MODEL_LEN, kv_cache_bytes=64 << 20)
     engine = VllmEngine(GeneratorSpec(model=POLICY_DIR, generator=generator))
-    loop = EngineLoop(engine, SoloChannel(), is_leader=True)
+    loop = EngineLoop(engine, None, is_leader=True)
     loop.start()
     router = GeneratorRouter([loop_replica("replica0", loop)])
     sessions = Sessions(router)

@@ -17,7 +17,6 @@ from typing import Any
 from tests.support.loop_replica import loop_replica
 from torchtitan_rl.backends.vllm.cpu import engine_environment
 from torchtitan_rl.configs.alphabet_sort_tiny import config
-from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.rollout.episodes import rollout_to_episodes
 from torchtitan_rl.rollout.rollouter import Rollouter
@@ -60,7 +59,7 @@ def compare(rollout: Rollout, outputs: dict[str, Completion]) -> dict[str, Any]:
 
 
 async def scenario(engine: RecordingEngine, tokenizer) -> list[dict[str, Any]]:
-    loop = EngineLoop(engine, SoloChannel(), is_leader=True)
+    loop = EngineLoop(engine, None, is_leader=True)
     loop.start()
     router = GeneratorRouter([loop_replica("only", loop)])
     task = replace(config.task, min_turns=3, max_turns=3)

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.backends.vllm.engine import GlooLockstep
 from torchtitan_rl.errors import LoopFailedError
-from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.config import LoopConfig
+from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
 
 WAIT_S = 200.0

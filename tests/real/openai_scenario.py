@@ -36,7 +36,6 @@ from torchtitan_rl.backends.vllm.engine import VllmEngine
 from torchtitan_rl.backends.vllm.openai import build_application
 from torchtitan_rl.errors import ReplicaError
 from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.bridge import EndpointBridge
@@ -198,7 +197,7 @@ async def main(root: Path) -> None:
         listening=listen("127.0.0.1", 0),
     )
     starting = asyncio.create_task(asyncio.to_thread(own.start))
-    loop = EngineLoop(build_engine(model), SoloChannel(), is_leader=True)
+    loop = EngineLoop(build_engine(model), None, is_leader=True)
     loop.start()
     router = GeneratorRouter([loop_replica("replica0", loop)])
     spec = endpoint_spec(model, max_model_len=MAX_MODEL_LEN, chat_template=str(template))

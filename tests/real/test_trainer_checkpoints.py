@@ -79,7 +79,7 @@ def test_a_run_resumed_from_a_checkpoint_written_during_later_steps_is_bit_for_b
             assert not path.exists()
         policy_trainer.finish_checkpoint()
         assert path.exists()
-        assert CheckpointDirectory(tmp_path).newest(checksums=True).path == path
+        assert CheckpointDirectory(tmp_path).choose(lambda _: None, checksums=True).path == path
     assert load_attachment(path, "groups") == b"three"
     with trainer(checkpoint) as policy_trainer:
         policy_trainer.train_step(batches[3])  # whatever was before is gone
@@ -173,7 +173,9 @@ def test_a_write_that_fails_is_told_once_and_leaves_the_checkpoint_before(
         with pytest.raises(CheckpointError, match="plain file name"):
             policy_trainer.save_checkpoint(checkpoints.path(2), {})
         policy_trainer.save_checkpoint(checkpoints.path(2), {})
-    assert CheckpointDirectory(tmp_path).newest(checksums=True).path == checkpoints.path(2)
+    assert CheckpointDirectory(tmp_path).choose(
+        lambda _: None, checksums=True
+    ).path == checkpoints.path(2)
 
 
 def test_a_torn_or_damaged_checkpoint_is_refused_and_changes_nothing(
@@ -283,7 +285,7 @@ def test_kill_9_in_the_middle_of_writing_leaves_the_checkpoint_before(
         run_ranks(die_while_writing, 1, checkpoint, tmp_path, *free_ports(1))
     checkpoints = CheckpointDirectory(tmp_path)
     assert temporary_path(checkpoints.path(2)).exists()  # it was in the middle
-    found = checkpoints.newest(checksums=True)
+    found = checkpoints.choose(lambda _: None, checksums=True)
     assert (found.path, found.passed_over) == (checkpoints.path(1), ())
     with trainer(checkpoint) as policy_trainer:
         policy_trainer.load_checkpoint(checkpoints.path(1))

@@ -160,7 +160,6 @@ def test_the_reference_of_the_penalty_is_the_base(checkpoint: Path) -> None:
                 with trainer(checkpoint) as whole:
                     policy_trainer._reference = load_reference(
                         checkpoint,
-                        policy_trainer._architecture,
                         policy_trainer._config,
                         policy_trainer._layout,
                         policy=whole._model,

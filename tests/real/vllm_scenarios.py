@@ -40,9 +40,9 @@ from torchtitan_rl.backends.vllm.arguments import engine_arguments
 from torchtitan_rl.backends.vllm.engine import VllmEngine
 from torchtitan_rl.config.lora import AdapterFolder, LoraConfig
 from torchtitan_rl.errors import EngineMemoryError, LoopFailedError
-from torchtitan_rl.generation.config import GeneratorConfig
-from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
-from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.config import GeneratorConfig, LoopConfig
+from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel
+from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.types import Completion, GenerationRequest, SamplingParams
 
 PROMPT = tuple(range(40, 70))
@@ -166,9 +166,7 @@ def make_loop(
     engine: TriggeredEngine, channel: LockstepChannel | None = None, **config: Any
 ) -> EngineLoop:
     engine.steps = 0
-    return EngineLoop(
-        engine, channel or SoloChannel(), is_leader=is_leader(), config=LoopConfig(**config)
-    )
+    return EngineLoop(engine, channel, is_leader=is_leader(), config=LoopConfig(**config))
 
 
 def is_leader() -> bool:

@@ -195,7 +195,7 @@ class Simulation:
         )
 
     async def run(self, *, resume: bool = False) -> None:
-        found = self.checkpoints.newest(checksums=True) if resume else None
+        found = self.checkpoints.choose(lambda _: None, checksums=True) if resume else None
         try:
             await self.train(resume_from=found)
             await self.trainer.export_hf(self.checkpoints.path(0))

@@ -16,10 +16,6 @@ class ThreadedChannel:
         self._mailboxes = mailboxes
         self._meeting = meeting
 
-    @property
-    def world_size(self) -> int:
-        return len(self._mailboxes)
-
     def broadcast(self, data: bytes | None) -> bytes:
         if data is None:
             return self._mailboxes[self._rank].get()

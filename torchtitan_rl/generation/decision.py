@@ -31,7 +31,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Protocol
 
-from torchtitan_rl.errors import ConfigError, WeightSyncError
+from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.generation.commands import (
     EngineCommand,
     Pause,
@@ -76,12 +76,6 @@ class KvPolicy:
 
     reset_prefix_cache: bool = True
     recompute_running: bool = True
-
-    def __post_init__(self) -> None:
-        if errors := kv_policy_errors(
-            resets=self.reset_prefix_cache, recomputes=self.recompute_running
-        ):
-            raise ConfigError(errors)
 
     def apply(self, engine: Engine, *, running: int, what: str) -> bool:
         """Apply the policy while ``running`` requests are unfinished. Returns whether these
@@ -143,17 +137,12 @@ class LoopDecision:
 
     @staticmethod
     def from_bytes(data: bytes) -> LoopDecision:
-        decision = pickle.loads(data)
-        if not isinstance(decision, LoopDecision):
-            raise TypeError(f"expected a LoopDecision from rank 0, got {type(decision).__name__}")
+        decision: LoopDecision = pickle.loads(data)
         return decision
 
 
 class LockstepChannel(Protocol):
-    """One rank's end of the broadcast from rank 0."""
-
-    @property
-    def world_size(self) -> int: ...
+    """One rank's end of the broadcast from rank 0 to several ranks."""
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Send ``data`` on rank 0, or receive it on the other ranks, which pass None. Returns
@@ -171,20 +160,6 @@ class LockstepChannel(Protocol):
             Exception: as `broadcast`.
         """
         ...
-
-
-class SoloChannel:
-    """The channel of a replica with one rank: nothing is sent."""
-
-    world_size = 1
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        if data is None:
-            raise ValueError("the only rank of a replica decides: give it data")
-        return data
-
-    def barrier(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,12 +310,10 @@ class Inbox:
                     is_paused = queued.is_paused and mode != "wait"
                     self._queued = replace(queued, pause=mode, is_paused=is_paused)
                     return self._wait_in(self._waiters[Action.PAUSE])
-                case Sleep():
-                    self._queued = replace(queued, powers=(*queued.powers, Action.SLEEP))
-                    return self._wait_in(self._waiters[Action.SLEEP])
-                case WakeUp():
-                    self._queued = replace(queued, powers=(*queued.powers, Action.WAKE_UP))
-                    return self._wait_in(self._waiters[Action.WAKE_UP])
+                case Sleep() | WakeUp():
+                    action = Action.SLEEP if isinstance(command, Sleep) else Action.WAKE_UP
+                    self._queued = replace(queued, powers=(*queued.powers, action))
+                    return self._wait_in(self._waiters[action])
                 case ReadTokens():
                     return self._wait_in(self._readers)
                 case _:

@@ -15,7 +15,6 @@ here or at admission.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -280,45 +279,44 @@ def _image_errors(request: GenerationRequest, limits: EngineLimits) -> list[str]
 def sampling_errors(sampling: SamplingParams, limits: EngineLimits) -> list[str]:
     """Return the errors in the sampling parameters, one message per field."""
     temperature, seed = sampling.temperature, sampling.seed
-    errors = []
-    if not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
-        errors.append(
-            f"sampling.temperature = {temperature}: use 0 (greedy) or a value from "
-            f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
-        )
-    if not 0.0 < sampling.top_p <= 1.0:
-        errors.append(f"sampling.top_p = {sampling.top_p}: use a value in (0, 1]")
-    if not 0.0 <= sampling.min_p <= 1.0 or math.isnan(sampling.min_p):
-        errors.append(f"sampling.min_p = {sampling.min_p}: use a value in [0, 1]")
-    if sampling.top_k < 0:
-        errors.append(f"sampling.top_k = {sampling.top_k}: use 0 for the whole vocabulary")
-    if not 0 <= sampling.min_tokens <= max(sampling.max_tokens, 0):
-        errors.append(
-            f"sampling.min_tokens = {sampling.min_tokens}: use a value from 0 to max_tokens = "
-            f"{sampling.max_tokens}"
-        )
-    if any(not 0 <= token < limits.vocab_size for token in sampling.stop_token_ids):
-        errors.append(
-            f"sampling.stop_token_ids = {sampling.stop_token_ids}: use ids inside the vocabulary "
-            f"0..{limits.vocab_size - 1}"
-        )
-    if seed is not None and not -MAX_SEED <= seed <= MAX_SEED:
-        errors.append(
-            f"sampling.seed = {seed}: use a value from -{MAX_SEED} to {MAX_SEED}, or None"
-        )
-    if not 0 <= sampling.num_logprobs <= MAX_LOGPROBS:
-        errors.append(
-            f"sampling.num_logprobs = {sampling.num_logprobs}: use a value from 0 to {MAX_LOGPROBS}"
-        )
-    elif sampling.num_logprobs and not sampling.with_logprobs:
-        errors.append(
-            f"sampling.num_logprobs = {sampling.num_logprobs} without with_logprobs: alternatives "
-            "come with the tokens' own logprobs"
-        )
-    if sampling.prompt_logprobs is not None and sampling.prompt_logprobs < 0:
-        errors.append(
-            f"sampling.prompt_logprobs = {sampling.prompt_logprobs}: use 0 or more, or None"
-        )
+    is_warm = MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
+    last = limits.vocab_size - 1
+    checks = (
+        (
+            "temperature",
+            temperature == 0.0 or is_warm,
+            f"use 0 (greedy) or a value from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+        ),
+        ("top_p", 0.0 < sampling.top_p <= 1.0, "use a value in (0, 1]"),
+        ("min_p", 0.0 <= sampling.min_p <= 1.0, "use a value in [0, 1]"),
+        ("top_k", sampling.top_k >= 0, "use 0 for the whole vocabulary"),
+        (
+            "min_tokens",
+            0 <= sampling.min_tokens <= max(sampling.max_tokens, 0),
+            f"use a value from 0 to max_tokens = {sampling.max_tokens}",
+        ),
+        (
+            "stop_token_ids",
+            all(0 <= token <= last for token in sampling.stop_token_ids),
+            f"use ids inside the vocabulary 0..{last}",
+        ),
+        (
+            "seed",
+            seed is None or -MAX_SEED <= seed <= MAX_SEED,
+            f"use a value from -{MAX_SEED} to {MAX_SEED}, or None",
+        ),
+        (
+            "num_logprobs",
+            0 <= sampling.num_logprobs <= (MAX_LOGPROBS if sampling.with_logprobs else 0),
+            f"use a value from 0 to {MAX_LOGPROBS}, and 0 without with_logprobs",
+        ),
+        ("prompt_logprobs", (sampling.prompt_logprobs or 0) >= 0, "use 0 or more, or None"),
+    )
+    errors = [
+        f"sampling.{name} = {getattr(sampling, name)}: {fix}"
+        for name, is_valid, fix in checks
+        if not is_valid
+    ]
     return [*errors, *_stop_errors(sampling.stop), *_option_errors(sampling.engine_options)]
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torchtitan_rl.errors import (
     DeadlineError,
@@ -59,20 +59,17 @@ from torchtitan_rl.types import (
     PullReport,
 )
 
-__all__ = ["EngineLoop", "LoopConfig", "start_loop"]
-
 T = TypeVar("T")
 
 
-class OnWork(Protocol):
-    """Called in the loop's thread after each piece of the engine's work (a ``step``, a weight swap
-    and so on), with its start and end in ``time.perf_counter_ns()``."""
-
-    def __call__(self, work: str, start_ns: int, end_ns: int, /, **details: Any) -> None: ...
+OnWork = Callable[..., None]
+"""``on_work(work, start_ns, end_ns, **details)``: called in the loop's thread after each piece of
+the engine's work (a ``step``, a weight swap), with its times in ``time.perf_counter_ns()``."""
 
 
 class EngineLoop:
-    """Continuous batching on one engine. All methods may be called from any thread.
+    """Continuous batching on one engine. All methods may be called from any thread. The only rank
+    of a replica has no ``channel``.
 
     ``on_end`` is called in the loop's thread when the loop has ended: with the failure, or with
     None after a close. In a follower that failed, ``on_end`` must end the process, because the
@@ -83,7 +80,7 @@ class EngineLoop:
     def __init__(
         self,
         engine: Engine,
-        channel: LockstepChannel,
+        channel: LockstepChannel | None,
         *,
         is_leader: bool,
         config: LoopConfig | None = None,
@@ -227,7 +224,7 @@ class EngineLoop:
             self._on_end(self._failure)
 
     def _next_decision(self) -> LoopDecision:
-        if not self._is_leader:
+        if self._channel is not None and not self._is_leader:
             return LoopDecision.from_bytes(self._channel.broadcast(None))
         if self._inbox.take_readings():
             self._answer_reading()
@@ -235,15 +232,14 @@ class EngineLoop:
         self._read_stats(is_due=is_idle or self._inbox.num_admissions() > 0)
         if is_idle or self._inbox.is_stopped():
             self._is_busy = False
-        is_solo = self._channel.world_size == 1
         decision = self._inbox.next_decision(
             is_idle=is_idle,
-            sleep_s=None if is_solo else self._config.heartbeat_s,
+            sleep_s=None if self._channel is None else self._config.heartbeat_s,
             max_steps=self._config.max_steps_per_decision,
             kv_policy=self._config.kv_policy,
             stats=self._stats,
         )
-        if not is_solo:
+        if self._channel is not None:
             self._channel.broadcast(decision.to_bytes())
         return decision
 
@@ -284,7 +280,7 @@ class EngineLoop:
             self._resolve(outputs, in_flight)
             self._read_stats(is_due=False)
             self._report_progress()
-            if self._channel.world_size == 1 and self._inbox.needs_decision():
+            if self._channel is None and self._inbox.needs_decision():
                 break
 
     def _admit(self, request: GenerationRequest, arrival_s: float) -> None:
@@ -313,7 +309,8 @@ class EngineLoop:
             what = f"{self._config.name}: version {decision.version}"
             with self._work("reset prefix cache"):
                 recomputed = decision.kv_policy.apply(self._engine, running=running, what=what)
-        self._channel.barrier()  # raises if another rank's swap failed; no request is blamed
+        if self._channel is not None:
+            self._channel.barrier()  # raises if another rank's swap failed; no request is blamed
         if not self._is_leader:
             return
         with self._lock:
@@ -340,7 +337,8 @@ class EngineLoop:
             with self._work("wake up"):
                 self._engine.wake_up()
             self._is_asleep = False
-        self._channel.barrier()
+        if self._channel is not None:
+            self._channel.barrier()
         if self._is_leader:
             self._report_progress(at_once=True)
             self._read_stats(is_due=True)

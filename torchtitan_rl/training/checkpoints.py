@@ -63,10 +63,6 @@ class CheckpointDirectory:
             step for step, suffix, path in self._entries() if not suffix and _is_complete(path)
         )
 
-    def newest(self, *, checksums: bool = False) -> NewestCheckpoint:
-        """Like `choose`, but accept any complete checkpoint."""
-        return self.choose(lambda path: None, checksums=checksums)
-
     def choose(
         self, why_not: Callable[[Path], str | None], *, checksums: bool = False
     ) -> NewestCheckpoint:

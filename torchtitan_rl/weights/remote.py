@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -64,14 +64,9 @@ class MemoryOffers(Protocol):
     def withdraw(self, buffers: Sequence[Any], /) -> None: ...
 
 
-class BufferReader(Protocol):
-    """Read the buffers into consecutive slices of ``memory``, uint8 of their total size. Blocks.
-
-    Raises:
-        WeightSyncError: the buffers could not be read.
-    """
-
-    def __call__(self, buffers: Sequence[Any], memory: torch.Tensor, /) -> None: ...
+BufferReader = Callable[[Sequence[Any], torch.Tensor], None]
+"""Reads buffers into consecutive slices of memory, uint8 of their total size. Blocks. Raises
+WeightSyncError if they could not be read."""
 
 
 class PartPublisher:

@@ -17,8 +17,8 @@ from torchtitan_rl.commands.generate import (
 )
 from torchtitan_rl.configs.calculator_agent_tiny import config
 from torchtitan_rl.errors import InvalidRequestError
-from torchtitan_rl.generation.decision import SoloChannel
-from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.config import LoopConfig
+from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.types import Completion, FinishReason, SamplingParams, VersionRun
 
 DEFAULTS = SamplingParams(max_tokens=7, temperature=0.5)
@@ -37,7 +37,7 @@ def complete(folder: Path) -> tuple[int, str]:
     options = GenerateOptions(
         model=str(config.policy.checkpoint), input=folder / "in", output=folder / "out"
     )
-    loop = EngineLoop(ScriptedEngine(), SoloChannel(), is_leader=True, config=LoopConfig())
+    loop = EngineLoop(ScriptedEngine(), None, is_leader=True, config=LoopConfig())
     loop.start()
     return _complete_file(options, Path(options.model), loop)
 

@@ -10,7 +10,8 @@ from tests.support.scripted_engine import WAIT_S, ScriptedEngine, SteppedEngine,
 from tests.support.threaded_channel import make_threaded_channels
 from torchtitan_rl.errors import LoopFailedError, WeightSyncError
 from torchtitan_rl.generation.commands import Pull
-from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.config import LoopConfig
+from torchtitan_rl.generation.loop import EngineLoop
 
 
 def test_all_ranks_apply_the_same_decisions_in_the_same_order() -> None:

@@ -26,14 +26,15 @@ from torchtitan_rl.errors import (
     WeightSyncError,
 )
 from torchtitan_rl.generation.commands import Pull
-from torchtitan_rl.generation.decision import KvPolicy, SoloChannel
-from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.config import LoopConfig
+from torchtitan_rl.generation.decision import KvPolicy
+from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.types import EngineStats, FinishReason, GenerationRequest, VersionRun
 
 
 @contextmanager
 def running_loop(engine: ScriptedEngine, **config: object) -> Iterator[EngineLoop]:
-    loop = EngineLoop(engine, SoloChannel(), is_leader=True, config=LoopConfig(**config))
+    loop = EngineLoop(engine, None, is_leader=True, config=LoopConfig(**config))
     loop.start()
     try:
         yield loop
@@ -210,7 +211,7 @@ def test_a_request_that_the_engine_gives_up_fails_alone_and_its_id_can_be_used_a
 def test_trap_2_a_failed_step_fails_running_queued_and_later_calls_with_its_cause() -> None:
     engine = SteppedEngine(fail_at_step=2)
     ended = []
-    loop = EngineLoop(engine, SoloChannel(), is_leader=True, on_end=ended.append)
+    loop = EngineLoop(engine, None, is_leader=True, on_end=ended.append)
     loop.start()
     running = loop.submit(request("running", 50))
     assert engine.asked.acquire(timeout=WAIT_S)

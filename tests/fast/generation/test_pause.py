@@ -14,8 +14,8 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.threaded_channel import make_threaded_channels
 from torchtitan_rl.errors import GenerationError, LoopClosedError, LoopFailedError
 from torchtitan_rl.generation.commands import Pause, Pull, ReadStats, ReadTokens, Resume
-from torchtitan_rl.generation.decision import SoloChannel
-from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.config import LoopConfig
+from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.types import FinishReason, VersionRun
 
@@ -144,7 +144,7 @@ def test_trap_2_pauses_and_readings_end_with_the_loop() -> None:
         for future in asked:
             with pytest.raises(LoopFailedError):
                 future.result(WAIT_S)
-    closed = EngineLoop(ScriptedEngine(), SoloChannel(), is_leader=True)
+    closed = EngineLoop(ScriptedEngine(), None, is_leader=True)
     closed.close()
     for future in (closed.execute(Pause("keep")), closed.execute(ReadTokens())):
         with pytest.raises(LoopClosedError):
@@ -212,7 +212,7 @@ def test_trap_1_a_pause_is_acknowledged_when_no_rank_is_in_a_step(mode) -> None:
 async def test_requests_through_paused_replicas_equal_undisturbed_ones(mode) -> None:
     expected = undisturbed(200)
 
-    loops = [EngineLoop(ScriptedEngine(step_delay_s=0.0005), SoloChannel(), is_leader=True)]
+    loops = [EngineLoop(ScriptedEngine(step_delay_s=0.0005), None, is_leader=True)]
     loops[0].start()
     router = GeneratorRouter([loop_replica("r", loops[0])])
     calls = [asyncio.create_task(router.generate(request(f"a{i}", 200))) for i in range(4)]

@@ -5,7 +5,6 @@ from typing import Any
 from tests.fast.generation.test_loop import WAIT_S, request
 from tests.support.scripted_engine import ScriptedEngine
 from torchtitan_rl.generation.commands import Pull
-from torchtitan_rl.generation.decision import SoloChannel
 from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.observability.trace import EngineTrace, Tracer, merge_traces
 
@@ -34,7 +33,7 @@ def test_a_loop_tells_of_its_work(tmp_path: Path) -> None:
     trace = EngineTrace(Tracer(tmp_path / "traces", "replica-0"))
     loop = EngineLoop(
         ScriptedEngine(),
-        SoloChannel(),
+        None,
         is_leader=True,
         on_work=trace,
         on_end=lambda failure: trace.flush(),

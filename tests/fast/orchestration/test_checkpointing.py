@@ -30,7 +30,7 @@ PLAN = Plan(num_steps=6, turns=3, checkpoint_every=2)
 
 def newest(simulation: Simulation) -> SavedRun:
     """What the controller saved in the newest checkpoint."""
-    path = simulation.checkpoints.newest().path
+    path = simulation.checkpoints.choose(lambda _: None).path
     assert path is not None
     return read_saved_run(path)
 

@@ -32,8 +32,9 @@ from torchtitan_rl.errors import (
     OutputError,
     ReplicaError,
 )
-from torchtitan_rl.generation.decision import KvPolicy, SoloChannel
-from torchtitan_rl.generation.loop import EngineLoop, LoopConfig
+from torchtitan_rl.generation.config import LoopConfig
+from torchtitan_rl.generation.decision import KvPolicy
+from torchtitan_rl.generation.loop import EngineLoop
 from torchtitan_rl.routing.remote import ConnectedReplica
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.app import EndpointApp
@@ -96,7 +97,7 @@ class Server:
         loops = [
             EngineLoop(
                 SharedEngine(self.contents),
-                SoloChannel(),
+                None,
                 is_leader=True,
                 config=LoopConfig(
                     name=name,

@@ -43,11 +43,11 @@ def names(root: Path) -> list[str]:
 
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
-    assert checkpoints.newest().path is None
+    assert checkpoints.choose(lambda _: None).path is None
     for step in (20, 9, 1_000_000):
         write(checkpoints.path(step))
     assert checkpoints.steps() == [9, 20, 1_000_000]
-    assert checkpoints.newest(checksums=True) == NewestCheckpoint(
+    assert checkpoints.choose(lambda _: None, checksums=True) == NewestCheckpoint(
         path=checkpoints.path(1_000_000), step=1_000_000
     )
     assert read_document(checkpoints.path(9)) == {"version": 1}
@@ -86,7 +86,7 @@ def test_a_torn_checkpoint_is_passed_over_reported_and_set_aside(
     for step in (1, 2):
         write(checkpoints.path(step))
     damage(checkpoints.path(2) / file)
-    found = checkpoints.newest(checksums=damage is flip)
+    found = checkpoints.choose(lambda _: None, checksums=damage is flip)
     assert found.path == checkpoints.path(1)
     assert len(found.passed_over) == 1
     assert "step-000002" in found.passed_over[0]

@@ -75,12 +75,12 @@ def test_a_write_that_fails_at_any_operation_leaves_no_trace_and_can_be_done_aga
         except OSError:
             assert names(directory.root) == ["step-000001"]
             assert read(directory.path(1)) == b"old"
-            assert CheckpointDirectory(directory.root).newest(checksums=True) == NewestCheckpoint(
-                path=directory.path(1), step=1
-            )
+            assert CheckpointDirectory(directory.root).choose(
+                lambda _: None, checksums=True
+            ) == NewestCheckpoint(path=directory.path(1), step=1)
             write(directory.path(step), b"again")
             assert read(directory.path(step)) == b"again"
-            assert directory.newest(checksums=True).step == step
+            assert directory.choose(lambda _: None, checksums=True).step == step
         else:
             break
     assert operation > 15
@@ -96,12 +96,12 @@ def test_a_disk_that_stays_full_leaves_a_checkpoint_that_the_next_start_resumes_
         write(directory.path(1), b"old")
         with failing(operation, times=1000), pytest.raises(OSError, match="No space left"):
             write(directory.path(1 if is_again else 2), b"new")
-        found = CheckpointDirectory(directory.root).newest(checksums=True)
+        found = CheckpointDirectory(directory.root).choose(lambda _: None, checksums=True)
         assert found.path is not None
         assert read(found.path) in (b"old", b"new")
         assert names(directory.root) == [found.path.name] or not is_again
         write(directory.path(3), b"later")
-        assert directory.newest(checksums=True).step == 3
+        assert directory.choose(lambda _: None, checksums=True).step == 3
 
 
 @pytest.mark.parametrize("is_again", [False, True])
@@ -117,7 +117,7 @@ def test_a_writer_that_is_killed_at_any_operation_leaves_a_checkpoint_to_resume_
             with failing(operation, error=KeyboardInterrupt()):
                 write(directory.path(1 if is_again else 2), b"new")
         except KeyboardInterrupt:
-            found = CheckpointDirectory(directory.root).newest(checksums=True)
+            found = CheckpointDirectory(directory.root).choose(lambda _: None, checksums=True)
             assert found.path is not None
             assert found.passed_over == ()
             assert set(names(directory.root)) == {"step-000001", found.path.name}
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_is_half_removed_is_not_taken_for_a_damaged_one(
         patch.setattr(checkpoints.shutil, "rmtree", half)
         with pytest.raises(CheckpointError, match=r"step-000001.*Input/output error"):
             directory.prune(keep=1)
-    found = directory.newest(checksums=True)
+    found = directory.choose(lambda _: None, checksums=True)
     assert (found.step, found.passed_over) == (2, ())
     assert names(tmp_path) == ["step-000002"]
 
@@ -168,7 +168,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", broken)
         with pytest.raises(CheckpointError, match=os.strerror(number)) as refused:
-            directory.newest(checksums=True)
+            directory.choose(lambda _: None, checksums=True)
     assert "step-000002 cannot be read" in str(refused.value)
     assert names(tmp_path) == before
-    assert directory.newest(checksums=True).step == 2
+    assert directory.choose(lambda _: None, checksums=True).step == 2

@@ -106,7 +106,9 @@ class CheckpointWriter:
             _state(model, optimizer, self._lora), checkpoint_id=temporary, process_group=self._group
         )
         assert isinstance(tensors, Future)
-        document = {"version": version, "ranks": dist.get_world_size(), **_named(self._lora)}
+        document: dict[str, Any] = {"version": version, "ranks": dist.get_world_size()}
+        if self._lora.rank:
+            document[_LORA] = asdict(self._lora)
         with self._lock:
             self._pending = self._thread.submit(
                 self._write, path, tensors, random, attachments, document
@@ -234,10 +236,6 @@ def checkpoint_lora(path: Path) -> LoraConfig:
     if found is None:
         return LoraConfig()
     return LoraConfig(**found | {"target_modules": tuple(found["target_modules"])})
-
-
-def _named(lora: LoraConfig) -> dict[str, Any]:
-    return {_LORA: asdict(lora)} if lora.rank else {}
 
 
 def _state(model: Any, optimizer: PolicyOptimizer, lora: LoraConfig) -> dict[str, Any]:

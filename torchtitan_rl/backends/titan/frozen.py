@@ -20,38 +20,28 @@ from torchtitan_rl.backends.titan.hf import load_hf
 from torchtitan_rl.backends.titan.model import PolicyModel, adapter_layers, build_policy
 from torchtitan_rl.backends.titan.setup import Layout, to_device
 from torchtitan_rl.backends.titan.vision import rope_positions
-from torchtitan_rl.config.model import PolicyArchitecture, read_architecture
+from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.training.config import TrainerConfig
 from torchtitan_rl.training.logprobs import TaughtRows
 from torchtitan_rl.training.trees import Microbatch
 
 
 def load_reference(
-    source: Path,
-    architecture: PolicyArchitecture,
-    config: TrainerConfig,
-    layout: Layout,
-    *,
-    policy: PolicyModel,
-    dtype: str,
+    source: Path, config: TrainerConfig, layout: Layout, *, policy: PolicyModel, dtype: str
 ) -> PolicyModel | None:
-    """Load the initial policy as a second, frozen model of the same layout: the reference of the KL
-    penalty or of DPO. None if the loss needs none. With adapters it is the policy itself, with its
-    adapters off (`without_adapters`). Collective."""
+    """Load the initial policy as a second, frozen model: the reference of the KL penalty or of DPO.
+    None if the loss needs none. With adapters it is the policy itself, with its adapters off
+    (`without_adapters`). Collective."""
     if not config.loss.needs_reference:
         return None
-    if any(adapter_layers(policy)):
-        return policy
-    reference = build_policy(architecture, config, layout, dtype=dtype)
-    load_hf(reference, source)
-    return reference.requires_grad_(False)
+    return policy if any(adapter_layers(policy)) else load_frozen(source, config, layout, dtype)
 
 
-def load_teacher(source: Path, config: TrainerConfig, layout: Layout, *, dtype: str) -> PolicyModel:
-    """Load a frozen teacher, in the policy's parallel layout. Collective."""
-    teacher = build_policy(read_architecture(source), config, layout, dtype=dtype)
-    load_hf(teacher, source)
-    return teacher.requires_grad_(False)
+def load_frozen(source: Path, config: TrainerConfig, layout: Layout, dtype: str) -> PolicyModel:
+    """Load a frozen model, in the policy's parallel layout. Collective."""
+    model = build_policy(read_architecture(source), config, layout, dtype=dtype)
+    load_hf(model, source)
+    return model.requires_grad_(False)
 
 
 def taught_rows(

@@ -42,7 +42,7 @@ from torchtitan_rl.backends.titan.forward import (
     TokenColumns,
     forward,
 )
-from torchtitan_rl.backends.titan.frozen import load_reference, load_teacher
+from torchtitan_rl.backends.titan.frozen import load_frozen, load_reference
 from torchtitan_rl.backends.titan.hf import (
     export,
     hf_names,
@@ -161,16 +161,9 @@ class PolicyTrainer:
         self._names = load_hf(self._model, self._source)
         init_adapters(self._model, self._seed)
         self._reference = load_reference(
-            self._source,
-            self._architecture,
-            config,
-            self._layout,
-            policy=self._model,
-            dtype=self._dtype,
+            self._source, config, self._layout, policy=self._model, dtype=self._dtype
         )
-        self._teachers = [
-            load_teacher(one, config, self._layout, dtype=self._dtype) for one in teachers
-        ]
+        self._teachers = [load_frozen(one, config, self._layout, self._dtype) for one in teachers]
         self._sizes = PolicySizes.of(
             self._architecture,
             layer_parameters=sum(one.numel() for one in self._model.layers.parameters()),
@@ -179,7 +172,9 @@ class PolicyTrainer:
             ),
         )
         self._routers = self._model.routers()
-        self._peak_flops = _peak_flops(self._layout.device, self._dtype)
+        self._peak_flops: float | None = None
+        if self._layout.device.type == "cuda" and self._dtype == "bfloat16":
+            self._peak_flops = peak_flops(torch.cuda.get_device_name(self._layout.device))
         self._optimizer = PolicyOptimizer(
             self._model,
             config.optimizer,
@@ -232,7 +227,9 @@ class PolicyTrainer:
         parts = minibatches(batch, selected_N, config.updates_per_batch, seed=seed)
         rewards: list[npt.NDArray[np.float64]] = []
         if loss.surrogate == "dpo":
-            references_N = self._reference_logprobs(batch, selected_N)
+            assert self._reference is not None
+            with without_adapters(self._reference):
+                references_N = self._logprobs(batch, selected_N, self._reference)
 
             def begin(part_N: npt.NDArray[np.bool_]) -> _Objective:
                 halves_E = halves_of(batch, part_N)
@@ -343,14 +340,6 @@ class PolicyTrainer:
         array."""
         self._require()
         return self._logprobs(batch, predicted_mask(batch))
-
-    def _reference_logprobs(
-        self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.float32]:
-        """As `_logprobs`, under the reference policy."""
-        assert self._reference is not None
-        with without_adapters(self._reference):
-            return self._logprobs(batch, selected_N, self._reference)
 
     def _logprobs(
         self,
@@ -567,14 +556,13 @@ class PolicyTrainer:
             metrics["mfu"] = metrics["flops_per_second_per_rank"] / self._peak_flops
         if (experts := self._architecture.experts) is not None:
             metrics |= routing_metrics(self._routers, first_layer=experts.num_dense_layers)
-        metrics["weights_digest"] = float(weights_digest(self._trained()))
+        metrics["weights_digest"] = float(
+            weights_digest(one for one in self._model.parameters() if one.requires_grad)
+        )
         selected_N = np.logical_or.reduce([one for one, _ in updates])
         logprobs_N, losses_N, gradients_N = columns.of_all_ranks(selected_N, missing=math.nan)
         tokens = TokenTerms(logprobs=logprobs_N, losses=losses_N, gradients=gradients_N)
         return StepOutput(version=self._version, metrics=metrics, tokens=tokens)
-
-    def _trained(self) -> list[torch.Tensor]:
-        return [one for one in self._model.parameters() if one.requires_grad]
 
     def _imitations(
         self, examples: TrainingBatch | None, num_updates: int
@@ -680,13 +668,6 @@ def _sums(halves_E: npt.NDArray[np.int64], values_E: npt.NDArray[np.float64]) ->
 
 def _as_demonstrations(batch: TrainingBatch) -> TrainingBatch:
     return replace(batch, temperature=1.0, kept=None)
-
-
-def _peak_flops(device: torch.device, dtype: str) -> float | None:
-    """The device's peak in ``dtype``, if it is known."""
-    if device.type != "cuda" or dtype != "bfloat16":
-        return None
-    return peak_flops(torch.cuda.get_device_name(device))
 
 
 def _loss_function(config: LossConfig) -> LossFunction:

@@ -61,7 +61,7 @@ from torchtitan_rl.errors import (
     WeightSyncError,
 )
 from torchtitan_rl.generation.config import LoopConfig
-from torchtitan_rl.generation.decision import KvPolicy, LockstepChannel, SoloChannel
+from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.engine import EngineLimits, ReadingRate, engine_metrics
 from torchtitan_rl.generation.loop import EngineLoop, OnWork, start_loop
 from torchtitan_rl.token_sets import kept_runs
@@ -465,7 +465,7 @@ def start_engine_loop(
 
     def build() -> EngineLoop:
         engine = VllmEngine(spec, weights)
-        channel: LockstepChannel = SoloChannel()
+        channel = None
         if generator.tensor_parallel > 1:
             channel = GlooLockstep(timeout_s=generator.collective_timeout_s)
         return EngineLoop(
@@ -503,7 +503,6 @@ class GlooLockstep:
 
     def __init__(self, *, timeout_s: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self.world_size: int = dist.get_world_size()
         self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
 
     def broadcast(self, data: bytes | None) -> bytes:

@@ -28,9 +28,9 @@ def policy_metrics(
     *,
     clipped_low_T: torch.Tensor,
     clipped_high_T: torch.Tensor,
-    kept_T: torch.Tensor | None,
-    weights_T: torch.Tensor | None,
-    kl_T: torch.Tensor | None,
+    kept_T: torch.Tensor | None = None,
+    weights_T: torch.Tensor | None = None,
+    kl_T: torch.Tensor | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Compute sums and maxima of one part, for `LossOutput`. Ratios are policy / behaviour, with
     any proximal policy.

@@ -97,8 +97,6 @@ def reference_kl(tokens: LossTokens, config: LossConfig) -> torch.Tensor | None:
         case "k3":
             inverse_T = (-difference_T).clamp(-config.max_log_ratio, config.max_log_ratio)
             return inverse_T.exp() - 1.0 - inverse_T
-        case _:
-            assert_never(config.kl_estimator)
 
 
 def proximal_logprobs(tokens: LossTokens, config: LossConfig) -> torch.Tensor:
@@ -133,8 +131,6 @@ def proximal_logprobs(tokens: LossTokens, config: LossConfig) -> torch.Tensor:
             share_T = 1.0 - 1.0 / tokens.ages_T.clamp_min(1).to(difference_T.dtype)
             share_T = torch.where(tokens.ages_T > 0, share_T, torch.ones_like(share_T))
             return tokens.behaviour_T + share_T * difference_T
-        case _:
-            assert_never(config.proximal_policy)
 
 
 def policy_ratios(tokens: LossTokens, proximal_T: torch.Tensor, config: LossConfig) -> torch.Tensor:
@@ -195,15 +191,10 @@ def importance_weights(
     Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Seq-TIS).
     """
     log_weights_T = (proximal_T - tokens.behaviour_T).detach()
-    match config.importance_weight:
-        case "none" | "auto":  # a run has replaced ``auto`` (`decided_loss`)
-            return None
-        case "token":
-            pass
-        case "sequence":
-            log_weights_T = tokens.sequence_sum(log_weights_T)
-        case _:
-            assert_never(config.importance_weight)
+    if config.importance_weight in ("none", "auto"):  # a run has replaced ``auto`` (`decided_loss`)
+        return None
+    if config.importance_weight == "sequence":
+        log_weights_T = tokens.sequence_sum(log_weights_T)
     weights_T = log_weights_T.clamp(-config.max_log_ratio, config.max_log_ratio).exp()
     return weights_T.clamp_max(config.importance_weight_cap)
 
@@ -218,17 +209,12 @@ def within_mask_bounds(tokens: LossTokens, config: LossConfig) -> torch.Tensor |
     2512.23075, and verl's rollout correction).
     """
     log_ratios_T = (tokens.logprobs_T - tokens.behaviour_T).detach()
-    match config.mask:
-        case "none":
-            return None
-        case "token":
-            pass
-        case "sequence":
-            log_ratios_T = tokens.sequence_sum(log_ratios_T)
-        case "geometric":
-            log_ratios_T = tokens.sequence_mean(log_ratios_T)
-        case _:
-            assert_never(config.mask)
+    if config.mask == "none":
+        return None
+    if config.mask == "sequence":
+        log_ratios_T = tokens.sequence_sum(log_ratios_T)
+    elif config.mask == "geometric":
+        log_ratios_T = tokens.sequence_mean(log_ratios_T)
     # Compare logarithms, because the product over a long sequence overflows.
     low, high = math.log(config.mask_low), math.log(config.mask_high)
     return (log_ratios_T >= low) & (log_ratios_T <= high)
@@ -252,5 +238,3 @@ def aggregate(
             return terms_T / tokens.sequence_lengths(), totals.num_sequences
         case "constant":
             return terms_T, totals.num_sequences * config.constant_length
-        case _:
-            assert_never(config.aggregation)

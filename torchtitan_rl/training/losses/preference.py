@@ -22,13 +22,7 @@ def preference_loss(
     share = tokens.trained_T.sum() / totals.num_tokens
     unclipped_T = torch.zeros_like(tokens.trained_T)
     sums, maxima = policy_metrics(
-        tokens,
-        config,
-        clipped_low_T=unclipped_T,
-        clipped_high_T=unclipped_T,
-        kept_T=None,
-        weights_T=None,
-        kl_T=None,
+        tokens, config, clipped_low_T=unclipped_T, clipped_high_T=unclipped_T
     )
     loss = mean_loss * share - (tokens.advantages_T * change_T).sum()
     return LossOutput(loss=loss, sums=sums, maxima=maxima)
