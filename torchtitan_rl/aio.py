@@ -1,12 +1,11 @@
 """Time-outs that do not count the time in which this process was stopped, and tasks that continue
 when another one fails.
 
-When a stopped process continues (after Ctrl-Z, a debugger, a suspended laptop), all its deadlines
-have passed, although the answers have arrived and only have to be read. The same happens when the
-event loop was blocked for longer than the time left.
+When a stopped process continues (after Ctrl-Z, a debugger, a suspended laptop), or the event loop
+was blocked, all its deadlines have passed, although the answers only have to be read.
 
-`asyncio.TaskGroup` ends all its tasks at once when one fails. The parts of a run must not end like
-that: when one part fails, the others finish their step and save before they are ended.
+`asyncio.TaskGroup` ends all its tasks at once when one fails. When one part of a run fails, the
+others finish their step and save before they are ended.
 """
 
 from __future__ import annotations
@@ -71,10 +70,8 @@ async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
 
 
 def _still_granted_s(delay_s: float, *, late_s: float) -> float | None:
-    """Return how many seconds longer to wait; None: the time is over.
-
-    ``late_s``: how long after the deadline the event loop looked.
-    """
+    """Return how many seconds longer to wait if the loop looks ``late_s`` after the deadline; None:
+    none."""
     if late_s > STOOD_STILL_S:
         return delay_s
     return min(late_s, delay_s) if late_s > _BLOCKED_S else None
@@ -100,10 +97,10 @@ async def for_each(
     items: Iterable[_Item], work: Callable[[_Item], Coroutine[Any, Any, _T]]
 ) -> list[_T]:
     """Return the results of ``work`` for the items, in their order. The works run at the same time;
-    they begin `in_parts`.
+    they begin `in_parts`. If one fails, the others are cancelled.
 
     Raises:
-        ExceptionGroup: a work failed; the others are cancelled.
+        ExceptionGroup: a work failed.
     """
     async with asyncio.TaskGroup() as tasks:
         begun = [tasks.create_task(work(item)) async for item in in_parts(items)]
@@ -124,22 +121,16 @@ class BackgroundTask:
     def start(
         self, name: str, work: Callable[..., Coroutine[Any, Any, None]], *args: Any
     ) -> asyncio.Task[None]:
-        """Start ``work(*args)`` as a task. The previous task must have ended.
-
-        Raises:
-            Exception: the previous task raised it, and `wait` has not raised it yet.
-        """
+        """Start ``work(*args)`` as a task. The previous one must have ended; its error is raised,
+        unless `wait` has raised it."""
         if self._task is not None:
             self._task.result()
         self._task = asyncio.create_task(work(*args), name=name)
         return self._task
 
     async def wait(self) -> None:
-        """Return when the task has ended. Cancelling this call does not cancel the task.
-
-        Raises:
-            Exception: the task raised it. It is raised only once.
-        """
+        """Return when the task has ended; raises its error, only once. Cancelling this call does
+        not cancel the task."""
         task = self._task
         if task is None:
             return
@@ -149,7 +140,6 @@ class BackgroundTask:
         task.result()
 
     async def close(self) -> None:
-        """Cancel the task and wait for its end."""
         if self._task is not None:
             await cancel_all([self._task])
 
@@ -177,22 +167,15 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def retrieve(task: asyncio.Future[Any]) -> None:
-    """Mark the task's error as retrieved, because no one waits for the task any more; asyncio would
-    log it otherwise."""
+    """Keep asyncio from logging the task's error, because no one waits for the task any more."""
     if not task.cancelled():
         task.exception()
 
 
 async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of the coroutine that ends first. If several end at the same time, the
-    first of these in the order of the arguments counts.
-
-    The other coroutines are cancelled, and have ended when this call returns; their errors are
-    dropped.
-
-    Raises:
-        Exception: the coroutine that ended first raised it.
-    """
+    """Return the result (or raise the error) of the coroutine that ends first; at the same time,
+    the first of the arguments counts. The others are cancelled, and have ended when this call
+    returns; their errors are dropped."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

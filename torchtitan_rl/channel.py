@@ -65,7 +65,6 @@ class Outbox(Generic[M]):
             self._notify()
 
     def take_now(self) -> tuple[M, ...]:
-        """Take all queued messages; the tuple is empty if there are none."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -85,8 +84,7 @@ class Outbox(Generic[M]):
         return self.take_now()
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait for ``condition`` or a failure; return False if neither came within
-        ``timeout_s``."""
+        """Wait for ``condition`` or a failure; False if neither came in time."""
         reached = asyncio.Event()
         with self._lock:
             if condition() or self._failure is not None:

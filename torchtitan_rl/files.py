@@ -2,14 +2,11 @@
 
 A kill -9 during a write, or a disk that fills up, leaves an incomplete (torn) line at the end of a
 file. `open_for_append` cuts such a line off, `append_line` removes the torn line of its own failed
-write, and `whole_lines` skips a torn line. `replacing` and `replace_file` write to a temporary file
-in the same folder and rename it, so that a reader finds either the old content or the new content.
+write, and `whole_lines` skips a torn line; it is never joined with a later line.
 
-Invariant: a torn line is never joined with a line that is written later.
-
-`read_new` reads what was appended to files, and `FileCopies` appends it to copies. A copy has the
-bytes of the original, in order and each once. If a file grows faster than it is read, bytes are
-left out, and a line in the copy tells how many.
+`read_new` reads what was appended to files, and `FileCopies` appends it to copies, in order and
+each byte once. If a file grows faster than it is read, bytes are left out, and a line in the copy
+tells how many.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ _BLOCK_BYTES = 64 << 10
 
 
 def open_for_append(path: Path) -> FileIO:
-    """Open or create a file to append lines to, and cut off a torn last line. Only the file's end
-    is read.
+    """Open or create a file to append lines to, and cut off a torn last line.
 
     Raises:
         OSError: the file cannot be opened.
@@ -69,11 +65,7 @@ def append_line(file: FileIO, data: bytes) -> None:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield each line with its newline, except a torn last line. One line is in memory at a time.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Yield each line with its newline, except a torn last line; raises OSError."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -109,10 +101,9 @@ def parse_object(where: str, line: bytes) -> dict[str, Any]:
 
 @contextmanager
 def replacing(path: Path, *, is_durable: bool = True) -> Iterator[BufferedWriter]:
-    """Yield a file to write to, which replaces ``path`` when the block ends.
-
-    After an error in the block, ``path`` is unchanged. With ``is_durable`` the block ends only when
-    the content and the name are on disk.
+    """Yield a file to write to, which replaces ``path`` when the block ends: a reader finds the old
+    content or the new. After an error in the block, ``path`` is unchanged. With ``is_durable`` the
+    block ends only when content and name are on disk.
 
     Raises:
         OSError: the file cannot be written.
@@ -139,11 +130,7 @@ def replace_file(path: Path, content: bytes, *, is_durable: bool = True) -> None
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file and wait until its content is on disk.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a file and wait until its content is on disk; raises OSError."""
     with path.open("wb") as file:
         file.write(content)
         _sync(file)
@@ -164,7 +151,6 @@ def _sync(file: BufferedWriter) -> None:
 
 
 def _end_of_whole_lines(file: FileIO, size: int) -> int:
-    """Find where the last whole line of the first ``size`` bytes ends."""
     end = size
     while end > 0:
         length = min(_BLOCK_BYTES, end)

@@ -1,10 +1,9 @@
 """Images in prompts: reading them safely, their places among the tokens, and their positions.
 
 An image is read once, by `ImageReader`, and stored as the policy sees it: a PNG file in RGB, scaled
-to whole patches within the pixel limits of the checkpoint. Every part of the system computes from
-this file, so that nothing is scaled again. The tokens of an image are placeholders in the prompt,
-at recorded places (`PromptImage.start`): a placeholder that a policy samples is a token like any
-other.
+to whole patches within the pixel limits of the checkpoint, from which every part of the system
+computes. The tokens of an image are placeholders in the prompt, at recorded places
+(`PromptImage.start`): a placeholder that a policy samples is a token like any other.
 
 Shapes: L tokens of a sequence, P patches of an image, K values of a patch.
 """
@@ -113,8 +112,8 @@ class ImageReader:
         )
 
     def patches(self, data: bytes) -> npt.NDArray[np.float32]:
-        """Return the patches [P, K] of a stored image, as the vision tower takes them: the four
-        patches of a token follow each other."""
+        """Return the patches [P, K] of a stored image, as the vision tower takes them: token by
+        token."""
         patches: npt.NDArray[np.float32] = self._processor(
             images=[_opened(data)], do_resize=False, return_tensors="np"
         )["pixel_values"]

@@ -40,10 +40,8 @@ itself does not count."""
 
 
 class Processes:
-    """Running processes, given by their pids; each may lead a process group.
-
-    A later process that reuses a pid is never killed. Stopped processes (SIGSTOP) are killed too.
-    """
+    """Running processes, given by their pids; each may lead a process group. A later process that
+    reuses a pid is never killed. Stopped processes (SIGSTOP) are killed too."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._handles = {pid: os.pidfd_open(pid) for pid in pids}
@@ -153,13 +151,12 @@ def end_descendants(
     *,
     may_finish: Callable[[psutil.Process, float], bool] = lambda process, age_s: False,
 ) -> list[int]:
-    """Kill all descendants of this process until none is left, or until ``within_s`` have passed.
-
-    This process must have called `adopt_orphans`. Returns the pids of the descendants left.
+    """Kill all descendants of this process, which has called `adopt_orphans`, until none is left,
+    or ``within_s`` have passed. Returns the pids of those left.
 
     Args:
-        spared: children that are not killed; their descendants are not killed either. A shell may
-            have given this process children, such as the reader of its output.
+        spared: children that are not killed, nor are their descendants. A shell may have given this
+            process children, such as the reader of its output.
         may_finish: called with a process and the seconds since this call; True if the process may
             still end by itself and is not killed yet.
     """
@@ -197,10 +194,8 @@ def _reap() -> None:
 
 
 def stay_on_cores(cores: tuple[int, ...]) -> None:
-    """Run all threads of this process, present and later ones, on ``cores``; () changes nothing.
-
-    Child processes inherit the cores until they choose their own.
-    """
+    """Run all threads of this process, and child processes that do not choose their own, on
+    ``cores``; () changes nothing."""
     if not cores:
         return
     for thread in Path("/proc/self/task").iterdir():
@@ -265,10 +260,8 @@ class ChildProcess:
         end_by: signal.Signals = signal.SIGTERM,
     ) -> AsyncIterator[ChildProcess]:
         """Start the process, and end it when the block ends: by the signal ``end_by``, and by
-        SIGKILL ``end_within_s`` later.
-
-        ``ready_at`` is a text in the line that the process prints when it is ready; see `ready`.
-        """
+        SIGKILL ``end_within_s`` later. ``ready_at``: a text in the line that it prints when it is
+        ready."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdout=PIPE if ready_at else None,
@@ -287,8 +280,7 @@ class ChildProcess:
         return code if code >= 0 else 128 - code
 
     async def ready(self) -> str | None:
-        """Return the rest of the line with ``ready_at``; None if the process ended before printing
-        it."""
+        """Return the rest of the line with ``ready_at``; None if the process ended first."""
         ended = asyncio.create_task(self.wait())
         either: list[asyncio.Future[Any]] = [self._ready, ended]
         try:
@@ -366,13 +358,12 @@ async def run_command(
     """Run a program in a process session of its own, until it ends or times out.
 
     This call returns or raises, even when it is cancelled, only after the program and all its
-    descendants are dead. If this process dies, even by SIGKILL, a shim process between this process
-    and the program (`shim.py`) kills them a moment later. This is not a sandbox.
+    descendants are dead. If this process dies, even by SIGKILL, a shim between this process and the
+    program (`shim.py`) kills them a moment later. This is not a sandbox.
 
     ``env`` replaces the environment. ``stdin`` None is an empty input. The first
-    ``max_output_bytes`` of stdout and of stderr are kept, the rest is dropped. Processes that the
-    program leaves running are killed. Synchronous environments, which run in their own threads,
-    call this through `asyncio.run`.
+    ``max_output_bytes`` of stdout and of stderr are kept. Synchronous environments call this
+    through `asyncio.run`.
 
         result = await run_command(["pytest", "-q"], timeout_s=60, cwd=folder)
         reward = float(result.exit_code == 0)
@@ -447,8 +438,8 @@ async def _run(
 
 
 def hang_up(link: socket.socket) -> None:
-    """Tell the watcher of a program, at the other end of ``link``, to kill the program and its
-    descendants. Does nothing if the watcher has ended."""
+    """Tell the watcher of a program, at the other end of ``link``, to kill it and its
+    descendants."""
     with suppress(OSError):
         link.shutdown(socket.SHUT_WR)
 
@@ -475,7 +466,7 @@ async def _read(reader: asyncio.StreamReader | None, limit: int) -> tuple[bytes,
 
 async def _report(link: socket.socket) -> tuple[int, str, str]:
     """Read the shim's report: the program's pid (0: not started), and how it ended as a kind and a
-    value (``exit``, ``3``). Both texts are empty if there was no report."""
+    value (``exit``, ``3``; empty if there was no report)."""
     loop, report = asyncio.get_running_loop(), b""
     while chunk := await loop.sock_recv(link, _CHUNK_BYTES):
         report += chunk

@@ -83,8 +83,7 @@ def frequency_scaling(config: Mapping[str, Any]) -> Llama3Scaling | YarnScaling 
 
 
 def with_flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration in one form for both versions: rotary fields at the top level, with
-    defaults for missing ones.
+    """Return the configuration in one form for both versions: rotary fields at the top level.
 
     >>> with_flat_rope({"rope_parameters": {"rope_theta": 5e5}}) == with_flat_rope(
     ...     {"rope_theta": 5e5}

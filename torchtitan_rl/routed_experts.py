@@ -20,20 +20,18 @@ from torchtitan_rl.types import UNKNOWN_EXPERT, Progress, RoutedExperts, Turn
 
 
 def to_routed(experts_TXK: npt.NDArray[np.uint8]) -> RoutedExperts:
-    """Pack an array of experts."""
     _, num_layers, per_token = experts_TXK.shape
     data = experts_TXK.astype(np.uint8, copy=False).tobytes()
     return RoutedExperts(data=data, num_layers=num_layers, per_token=per_token)
 
 
 def to_array(routed: RoutedExperts) -> npt.NDArray[np.uint8]:
-    """Undo `to_routed`. The array is read-only."""
+    """Undo `to_routed`; read-only."""
     flat = np.frombuffer(routed.data, dtype=np.uint8)
     return flat.reshape(-1, routed.num_layers, routed.per_token)
 
 
 def last(routed: RoutedExperts, num_tokens: int) -> RoutedExperts:
-    """Return the experts of the last ``num_tokens`` tokens at most."""
     return routed.part(max(0, routed.num_tokens - num_tokens))
 
 
@@ -41,12 +39,9 @@ def join_routed(
     first: RoutedExperts | None, second: RoutedExperts | None, *, num_sampled: int
 ) -> RoutedExperts | None:
     """Join the experts of a completion's first piece with those of a second piece, of
-    ``num_sampled`` tokens.
-
-    The second replica computed the first piece's tokens again. The experts from which a token was
-    sampled are those of the first computation, so they are kept. If only one piece has experts, the
-    result has the second piece's.
-    """
+    ``num_sampled`` tokens. The second replica computed the first piece's tokens again; those of the
+    first computation, from which they were sampled, are kept. If only one piece has experts, the
+    result has the second's."""
     if not num_sampled:
         return first
     if first is None or second is None:
@@ -66,8 +61,8 @@ def num_known(prompt: tuple[int, ...], earlier: Iterable[Turn]) -> int:
 
 
 def of_new_tokens(turn: Turn, earlier: Iterable[Turn]) -> Turn:
-    """Return the turn without the experts that an earlier turn has. So the turns of a long
-    conversation take linear space."""
+    """Return the turn without experts that an earlier one has, so that long conversations take
+    linear space."""
     completion = turn.completion
     if completion.routed_experts is None:
         return turn
@@ -86,12 +81,12 @@ def of_progress(progress: Iterable[Progress]) -> RoutedExperts | None:
 def of_episode(
     turns: Iterable[tuple[int, RoutedExperts | None]], length: int
 ) -> RoutedExperts | None:
-    """Return the experts of an episode of ``length`` tokens. ``turns``: for each turn, in order,
-    the number of the episode's tokens at its end, and its experts.
+    """Return the experts of an episode of ``length`` tokens; None if no turn has any. ``turns``:
+    for each turn, in order, the number of the episode's tokens at its end, and its experts.
 
-    The experts of a token are those of the first turn that has them: an earlier turn sampled its
-    tokens with them, while a later turn may have computed them again. Tokens without experts, such
-    as the last one, get `UNKNOWN_EXPERT`. None if no turn has experts.
+    The experts of a token are those of the first turn that has them, which sampled its tokens with
+    them; later turns may have computed them again. Tokens without experts, such as the last one,
+    get `UNKNOWN_EXPERT`.
     """
     experts_TXK: npt.NDArray[np.uint8] | None = None
     num_known = 0
@@ -109,8 +104,7 @@ def of_episode(
 
 
 def routed_error(routed: RoutedExperts | None, *, num_sampled: int, num_prompt: int | None) -> str:
-    """Return the error in the experts of a completion of ``num_sampled`` tokens; empty if they are
-    valid. ``num_prompt`` None: unknown."""
+    """Return the error in the experts of a completion, or "". ``num_prompt`` None: unknown."""
     if routed is None:
         return ""
     width = routed.bytes_per_token

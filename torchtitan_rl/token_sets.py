@@ -44,7 +44,6 @@ def pack_kept(kept_V: npt.NDArray[np.bool_]) -> bytes:
 
 
 def num_kept(packed: bytes, vocab_size: int) -> int:
-    """Return the number of tokens in a set."""
     if packed[:4] == _BITS:
         return int.from_bytes(packed[4:]).bit_count()
     if packed[:4] == _ALL_BUT:
@@ -83,7 +82,7 @@ def kept_to_json(packed: KeptTokens) -> Any:
 
 
 def kept_runs(sets: Iterable[KeptTokens]) -> tuple[KeptRun, ...]:
-    """Convert ``sets``, the set of each token, to runs of tokens with equal sets."""
+    """Convert the set of each token to runs of tokens with equal sets."""
     runs, start = [], 0
     for kept, equal in groupby(sets):
         runs.append(KeptRun(start, kept))
@@ -92,14 +91,13 @@ def kept_runs(sets: Iterable[KeptTokens]) -> tuple[KeptRun, ...]:
 
 
 def kept_of_each(runs: Sequence[KeptRun], length: int) -> list[KeptTokens]:
-    """Return the set of each of ``length`` tokens."""
     if not runs:
         return [WHOLE_VOCABULARY] * length
     return [kept for start, end, kept in spans(runs, length) for _ in range(start, end)]
 
 
 def kept_after(runs: Sequence[KeptRun], start: int, *, length: int) -> tuple[KeptRun, ...]:
-    """Return the runs of the tokens from ``start`` on, of ``length`` tokens."""
+    """Return the runs of the tokens from ``start`` on."""
     return kept_runs(kept_of_each(runs, length)[start:]) if runs else ()
 
 
@@ -107,10 +105,8 @@ def join_kept(
     first: tuple[KeptRun, ...], second: tuple[KeptRun, ...], *, length: int
 ) -> tuple[KeptRun, ...]:
     """Join the runs of a completion's first ``length`` tokens with those of the tokens after them.
-
-    A grammar can be replayed only from a completion's first token. A grammar that begins with
-    ``second`` therefore becomes None.
-    """
+    A grammar can be replayed only from a completion's first token, so one that begins with
+    ``second`` becomes None."""
     whole = (KeptRun(0, WHOLE_VOCABULARY),)
     if not length or not (first or second):
         return second

@@ -127,7 +127,7 @@ def engine_options(config: TeacherConfig, device: Literal["cpu", "cuda"]) -> Vll
 def teacher_errors(
     config: TeacherConfig, rollout: RolloutConfig, *, parts: Collection[str]
 ) -> list[str]:
-    """Errors in the fields; ``parts`` are the names of a mixture's parts. One message per error."""
+    """Errors in the fields; ``parts`` are the names of a mixture's parts."""
     errors = []
     sampling = rollout.sampling
     for name, is_cut in {
@@ -177,7 +177,7 @@ def teacher_errors(
 
 
 def _unread(config: TeacherConfig) -> dict[str, str]:
-    """The fields that a run with a teacher does not read, and why."""
+    """The fields that the run does not read, and why."""
     if not config.is_on:
         return {}
     unread = {} if config.loss == "topk" else {"top_k": "it is read only with teacher.loss topk"}

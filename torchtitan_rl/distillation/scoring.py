@@ -44,7 +44,7 @@ class Teacher(Protocol):
         ...
 
     def num_failures(self) -> int:
-        """The number of failures so far that another replica or attempt had to make up for."""
+        """Failures so far that another replica or attempt had to make up for."""
         ...
 
 
@@ -80,9 +80,9 @@ class ReplicaTeacher:
 
 
 class Teachers:
-    """Scores rollouts by ``teachers``, which are keyed by their source. ``source_for`` names the
-    source of a part of a mixture; empty: the part has no teacher. ``num_top`` most likely tokens of
-    each position are needed, of a policy with ``vocab_size`` tokens."""
+    """Scores rollouts by ``teachers``, which are keyed by their source. ``source_for`` names that
+    of a part of a mixture, or "". ``num_top`` most likely tokens of each position are needed, of a
+    policy with ``vocab_size`` tokens."""
 
     def __init__(
         self,
@@ -152,8 +152,8 @@ class Teachers:
 
 
 def _without_unknown(scores: TokenScores, vocab_size: int) -> TokenScores:
-    """Leave out (NaN) positions at which one of the most likely tokens is not in the policy's
-    vocabulary: a teacher may have more tokens, and a server may return any number."""
+    """Leave out (NaN) positions where one of the most likely tokens is not in the policy's
+    vocabulary: a server may return any number."""
     width = len(scores.logprobs)
     ids_NK = np.frombuffer(scores.top_ids, dtype="<i4").reshape(width, -1)
     logprobs_NK = np.frombuffer(scores.top_logprobs, dtype="<f4").reshape(width, -1)

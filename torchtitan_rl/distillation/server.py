@@ -1,9 +1,6 @@
 """A teacher behind a URL: any server whose ``/v1/completions`` takes token ids and returns
-``prompt_logprobs``, such as ``vllm serve`` or ``torchtitan-rl serve``.
-
-The server's answers are checked, because they come from another program: a list or number of
-another kind, or an answer that is too large, is a failure like a lost connection.
-"""
+``prompt_logprobs``. Its answers are checked, because they come from another program: an answer of
+another form, or one that is too large, is a failure like a lost connection."""
 
 from __future__ import annotations
 
@@ -31,11 +28,8 @@ _BASE_BYTES, _ENTRY_BYTES = 1 << 16, 1 << 10  # largest answer, and part of it f
 
 
 class ServedTeacher:
-    """A `Teacher` behind ``url``, which serves it as ``model``.
-
-    A request that fails is sent again until ``timeout_s`` have passed. A request that the server
-    refuses is not.
-    """
+    """A `Teacher` behind ``url``, which serves it as ``model``. A request that fails is sent again
+    until ``timeout_s`` have passed; one that the server refuses is not."""
 
     def __init__(
         self,
@@ -127,11 +121,8 @@ def _client(url: str) -> httpx.AsyncClient:
 async def _answer(
     http: httpx.AsyncClient, method: str, path: str, body: Any, *, most_bytes: int = _BASE_BYTES
 ) -> tuple[int, bytes]:
-    """The status and the content of an answer.
-
-    Raises:
-        _FailedError: there is none, it is larger than ``most_bytes``, or it is compressed.
-    """
+    """The status and the content of an answer; raises _FailedError if there is none, it is larger
+    than ``most_bytes``, or compressed."""
     content = bytearray()
     try:
         async with http.stream(method, path, json=body) as response:
@@ -151,7 +142,7 @@ def _most_bytes(body: dict[str, Any]) -> int:
 
 
 def request_body(model: str, token_ids: Sequence[int], *, num_top: int) -> dict[str, Any]:
-    """The body of a request for scores. One token has to be sampled, too."""
+    """The body of a request for scores, which has to sample one token, too."""
     return {
         "model": model,
         "prompt": list(token_ids),
@@ -207,7 +198,6 @@ def _logprob(name: str, entry: Any) -> float:
 
 
 def _entries(content: bytes, num_tokens: int) -> list[dict[str, Any]]:
-    """The entries of ``prompt_logprobs`` after the first one, which is null."""
     try:
         entries = json.loads(content)["choices"][0]["prompt_logprobs"]
     except (ValueError, RecursionError, LookupError, TypeError) as error:
@@ -233,9 +223,9 @@ def check_server(
     decode: Callable[[list[int]], str],
     num_top: int = 0,
 ) -> str:
-    """Ask the server for the scores of tokens from the whole vocabulary, and compare the texts of
-    these tokens with ``decode``, the policy's. Returns the model's name on the server.
-    ``max_tokens`` is the length of the longest rollout.
+    """Ask the server for the scores of tokens from the whole vocabulary, and compare their texts
+    with ``decode``, the policy's. Returns the model's name on the server. ``max_tokens``: of a
+    rollout.
 
     Raises:
         TeacherError: the server does not answer, returns no prompt logprobs, has another
@@ -284,11 +274,6 @@ def check_server(
 async def _ask_once(
     url: str, model: str, token_ids: Sequence[int], *, num_top: int, max_tokens: int
 ) -> tuple[str, bytes]:
-    """The model's name, and the answer to `request_body`.
-
-    Raises:
-        TeacherError, _FailedError, TimeoutError, httpx.InvalidURL: there is none.
-    """
     async with asyncio.timeout(_CHECK_TIMEOUT_S), _client(url) as http:
         status, content = await _answer(http, "GET", "models", None)
         served = _served_models(content)
@@ -312,7 +297,7 @@ async def _ask_once(
 
 
 def _served_models(content: bytes) -> dict[str, Any]:
-    """The names of a server's models, each with the length of its longest request, if it says."""
+    """The names of a server's models, each with the length of its longest request or None."""
     try:
         models = json.loads(content)["data"]
         return {str(one["id"]): one.get("max_model_len") for one in models}
@@ -321,7 +306,6 @@ def _served_models(content: bytes) -> dict[str, Any]:
 
 
 def _hint(status: int, num_top: int) -> str:
-    """What a user may change if the server refuses a request."""
     match status:
         case 401 | 403:
             return f"give its key (vllm serve --api-key) in {API_KEY}"

@@ -1,10 +1,8 @@
 """The commands of an engine loop: one dataclass for each.
 
 The router sends a command unchanged to the loop that executes it (`EngineLoop.execute`), and the
-loop sends an answer back. To add a command, define it here, issue it in the router and execute it
-in the loop; the transport between router and loop is the same for all commands. If all ranks must
-apply the command at the same point, it also becomes a `LoopDecision`: `Inbox.ask` queues the
-command, and `decide` determines its place in the order.
+loop sends an answer back. If all ranks must apply a command at the same point, it also becomes a
+`LoopDecision`: `Inbox.ask` queues the command, and `decide` determines its place in the order.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ class AbortRequests(EngineCommand[None]):
 class Pause(EngineCommand[None]):
     """Stop stepping. The answer comes once all ranks are between two steps.
 
-    See `PauseMode` for running requests; new requests queue until `Resume`. Pulls and aborts
-    continue during a pause. If an earlier pause still waits, the mode of the later pause applies to
-    both. If a `Resume` comes before a pause is answered, the pause fails with a `GenerationError`.
+    New requests queue until `Resume`; pulls and aborts continue. If an earlier pause still waits,
+    the mode of the later pause applies to both. If a `Resume` comes before a pause is answered, the
+    pause fails with a `GenerationError`.
     """
 
     mode: PauseMode
@@ -56,8 +54,7 @@ class Resume(EngineCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class Sleep(EngineCommand[None]):
-    """Pause with mode ``abort``, then release the device memory of all ranks. The answer comes once
-    the memory is released.
+    """Pause with mode ``abort``, then release the device memory of all ranks, then answer.
 
     No step runs before a `WakeUp` and a later `Pull`, even after a `Resume`. A pull that is
     requested during the sleep waits for the wake-up.
@@ -71,22 +68,19 @@ class WakeUp(EngineCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class Pull(EngineCommand[PullReport]):
-    """Swap in the staged weights of ``version`` between two steps.
-
-    If an earlier pull still waits, only the later pull is executed, and the later pull's report
-    answers both.
-    """
+    """Swap in the staged weights of ``version`` between two steps. If an earlier pull still waits,
+    only this one is executed, and its report answers both."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTokens(EngineCommand[EngineReading]):
-    """Report the progress of every running request now, and count the engine's tokens.
+    """Report the progress of every running request now, and count the engine's tokens, between two
+    steps.
 
-    Progress and counts are read between two steps. When the answer arrives, the callers of all
-    requests have the tokens, logprobs and versions of that moment, and requests that ended earlier
-    have returned to their callers.
+    When the answer arrives, the callers of all requests have the tokens, logprobs and versions of
+    that moment, and requests that ended earlier have returned to their callers.
     """
 
 

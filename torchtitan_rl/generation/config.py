@@ -162,12 +162,11 @@ class GeneratorConfig(EngineConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """Configuration of one engine loop.
+    """Configuration of one engine loop, whose engine begins with the weights of ``version``.
 
     ``heartbeat_s``: after this idle time the leader of several ranks sends an empty decision; keep
-    it well below the channel's time-out. ``version``: policy version of the engine's initial
-    weights. Progress is reported every ``stream_interval_s`` for requests that stream, and every
-    ``progress_interval_s`` for others.
+    it well below the channel's time-out. Progress is reported every ``stream_interval_s`` for
+    requests that stream, and every ``progress_interval_s`` for others.
     """
 
     name: str = "replica"

@@ -2,8 +2,8 @@
 
 `Inbox` queues requests and commands, `decide` (a pure function) turns them into decisions, and a
 `LockstepChannel` sends each decision to all ranks. A decision contains everything that must be
-equal on all ranks. The pickled bytes of a decision are sent only between the ranks of one replica,
-which trust each other.
+equal on all ranks. Its pickled bytes are sent only between the ranks of one replica, which trust
+each other.
 
 Invariants
 - The ranks of one channel receive the same bytes in the same order.
@@ -78,8 +78,8 @@ class KvPolicy:
     recompute_running: bool = True
 
     def apply(self, engine: Engine, *, running: int, what: str) -> bool:
-        """Apply the policy while ``running`` requests are unfinished. Returns whether these
-        requests recompute their KV.
+        """Apply the policy while ``running`` requests are unfinished; return whether they recompute
+        their KV.
 
         Raises:
             WeightSyncError: the engine kept old prefixes in the cache. ``what`` (replica and
@@ -145,8 +145,7 @@ class LockstepChannel(Protocol):
     """One rank's end of the broadcast from rank 0 to several ranks."""
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Send ``data`` on rank 0, or receive it on the other ranks, which pass None. Returns
-        ``data``.
+        """Send ``data`` on rank 0, or receive it on the other ranks, which pass None. Returns it.
 
         Raises:
             Exception: a peer is gone, or the wait timed out. The ranks are no longer in step.
@@ -154,21 +153,15 @@ class LockstepChannel(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return once all ranks have called this, each after the same decisions.
-
-        Raises:
-            Exception: as `broadcast`.
-        """
+        """Return once all ranks have called this, each after the same decisions. Raises as
+        `broadcast`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """The content of an inbox at one moment. ``pause`` is a pause that has not been decided yet.
-
-    ``powers``: queued SLEEP and WAKE_UP actions, oldest first. ``power``: the engine's state before
-    these actions.
-    """
+    """The content of an inbox at one moment. ``pause`` is not decided yet. ``power`` is the
+    engine's state before ``powers``, the queued SLEEP and WAKE_UP actions, oldest first."""
 
     must_close: bool = False
     pull_version: int | None = None
@@ -227,8 +220,8 @@ def num_fitting(prompts: Sequence[int], stats: EngineStats, *, is_idle: bool) ->
 def decide(
     queued: Queued, *, max_steps: int, kv_policy: KvPolicy, is_idle: bool, stats: EngineStats
 ) -> tuple[LoopDecision, Queued]:
-    """Return the next decision, and the content that stays queued. ``is_idle``: the engine has no
-    unfinished request. ``stats``: of the engine at this moment."""
+    """Return the next decision, and the content that stays queued. ``is_idle``: the engine, whose
+    ``stats`` these are, has no unfinished request."""
     if queued.must_close:
         return LoopDecision(action=Action.CLOSE), Queued()
     if queued.pull_version is not None and queued.pull_is_due:
@@ -327,14 +320,13 @@ class Inbox:
             return self._waiters.pop(Action.PAUSE, [])
 
     def take_readings(self) -> bool:
-        """Take all requested readings (`ReadTokens`), which the next `answer` resolves. Returns
-        whether there are any."""
+        """Take all requested readings (`ReadTokens`), for the next `answer`; whether there are
+        any."""
         with self._changed:
             self._answering, self._readers = self._readers, []
             return bool(self._answering)
 
     def answer(self, result: Any) -> None:
-        """Set ``result`` on the futures of the commands or readings that the loop took last."""
         with self._changed:
             futures, self._answering = self._answering, []
         for future in futures:
@@ -379,8 +371,8 @@ class Inbox:
     ) -> LoopDecision:
         """Take the next decision. The next `answer` resolves the commands that it executes.
 
-        If there is nothing to step (idle or paused) and nothing to decide, this call sleeps until
-        there is. After ``sleep_s`` seconds (None: no limit) it returns an empty STEP.
+        With nothing to step (idle or paused) and nothing to decide, this call sleeps until there
+        is. After ``sleep_s`` seconds (None: no limit) it returns an empty STEP.
         """
         with self._changed:
             self._changed.wait_for(

@@ -2,10 +2,6 @@
 
 The loop's thread calls all methods of an engine, between steps, in the same order on every rank.
 
-`ReadingRate` computes tokens per second between two readings of a counter. `StallWatch` decides
-from an engine loop's progress whether the loop is stuck; an answer of the loop's process does not
-count as progress.
-
 At admission, an engine may still refuse a request that passes the checks here (because of its
 options or a grammar): `EngineLoop` then fails only that request. But an error inside an engine step
 ends the loop with all its requests. So a request that could cause such an error must be refused
@@ -51,11 +47,9 @@ def engine_metrics(
     last_token_s: float | None,
     cached_tokens: int,
 ) -> CompletionMetrics:
-    """Compute a request's durations since the engine got it, from time.monotonic() seconds.
-
-    The time of an event is None if the request was aborted before this event. Durations until such
-    an event are the time until now.
-    """
+    """Compute a request's durations since the engine got it, from time.monotonic() seconds. The
+    time of an event is None if the request was aborted before it; durations until then last until
+    now."""
     now_s, decode_s = time.monotonic(), 0.0
     if first_token_s is not None and last_token_s is not None:
         decode_s = last_token_s - first_token_s
@@ -108,10 +102,7 @@ class Engine(Protocol):
 
     def sampled_since(self, starts: Mapping[str, int]) -> list[Progress]:
         """Return the tokens from index ``starts[id]`` on, for each of these unfinished requests
-        with new tokens.
-
-        Only rank 0 calls this method. The call changes nothing.
-        """
+        with new tokens. Only rank 0 calls this method, which changes nothing."""
         ...
 
     def sleep(self) -> None:
@@ -122,10 +113,9 @@ class Engine(Protocol):
     def wake_up(self) -> None: ...
 
     def swap_weights(self, version: int) -> None:
-        """Copy the staged weights of ``version`` into the model.
-
-        Requests added later do not read earlier prefix blocks, even if `reset_prefix_cache` fails,
-        unless the engine was configured to share these blocks.
+        """Copy the staged weights of ``version`` into the model. Requests added later do not read
+        earlier prefix blocks, even if `reset_prefix_cache` fails, unless the engine was configured
+        to share them.
 
         Raises:
             WeightSyncError: the version is not staged, or a tensor does not fit.
@@ -138,11 +128,8 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Return the engine's statistics.
-
-        ``generated_tokens`` counts each sampled token in the step that samples it. It includes the
-        tokens of finished, failed, aborted and unfinished requests, and no others.
-        """
+        """Return the engine's statistics. ``generated_tokens`` counts each sampled token in the
+        step that samples it, of finished, failed, aborted and unfinished requests."""
         ...
 
     def close(self) -> None: ...
@@ -152,7 +139,7 @@ MIN_WINDOW_S = 0.05  # a reading after less time repeats the last rate
 
 
 class ReadingRate:
-    """Computes the rate of a counter since the previous reading."""
+    """Computes the rate of a counter, in 1/s, since the previous reading."""
 
     def __init__(self) -> None:
         self._time_s = time.monotonic()
@@ -169,20 +156,17 @@ class ReadingRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """An engine loop's progress.
-
-    ``count`` grows with sampled tokens, requests that end by themselves, and decisions other than
-    STEP. It does not grow when methods of the loop are called.
-
-    ``is_busy``: the loop has requests to step, and is not stopped by a pause, a swap or a sleep.
-    """
+    """An engine loop's progress. ``count`` grows with sampled tokens, requests that end by
+    themselves, and decisions other than STEP, not by calls of the loop's methods. ``is_busy``: the
+    loop has requests to step, and is not stopped by a pause, a swap or a sleep."""
 
     count: int
     is_busy: bool
 
 
 class StallWatch:
-    """Detects a stuck loop: one that is busy and has made no progress for ``timeout_s``."""
+    """Detects a stuck loop: one that is busy and makes no progress for ``timeout_s``. That the
+    loop's process answers is no progress."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -211,8 +195,7 @@ def validate_request(
     """Check ``request`` against the engine's limits and the ids that are still outstanding.
 
     Raises:
-        InvalidRequestError: the request is invalid. The message has field, value and fix of every
-            error.
+        InvalidRequestError: the message has field, value and fix of every error.
     """
     errors = [
         *_id_errors(request, outstanding),

@@ -1,8 +1,5 @@
-"""The engine loop of one rank: takes (rank 0) or receives decisions, and applies them in its own
-thread.
-
-Rank 0 (the leader) owns the inbox and the outstanding requests; the other ranks (followers) apply
-the broadcast decisions.
+"""The engine loop of one rank: takes (rank 0, the leader) or receives decisions, and applies them
+in its own thread. The leader owns the inbox and the outstanding requests.
 
 Invariants
 - All ranks apply the same decisions in the same order; weights change only between steps.
@@ -72,9 +69,9 @@ class EngineLoop:
     of a replica has no ``channel``.
 
     ``on_end`` is called in the loop's thread when the loop has ended: with the failure, or with
-    None after a close. In a follower that failed, ``on_end`` must end the process, because the
-    other ranks may wait for it inside a collective. ``on_pulled`` is called on every rank with each
-    version that was swapped in. ``on_pulled`` and ``on_work`` must neither block nor raise.
+    None after a close. In a follower that failed it must end the process, because the other ranks
+    may wait for it inside a collective. ``on_pulled`` is called on every rank with each version
+    that was swapped in. ``on_pulled`` and ``on_work`` must neither block nor raise.
     """
 
     def __init__(
@@ -127,8 +124,7 @@ class EngineLoop:
 
     @property
     def failure(self) -> LoopFailedError | None:
-        """The error that ended the loop, with its cause; None while the loop runs and after a
-        close."""
+        """The error that ended the loop; None while it runs and after a close."""
         return self._failure
 
     def submit(
@@ -140,13 +136,12 @@ class EngineLoop:
     ) -> Future[Completion]:
         """Queue a request. Its future cannot be cancelled: abort the request instead.
 
-        ``sink`` gets progress until the future ends, and none afterwards. The progress of a request
-        that ``streams`` arrives within milliseconds, any other about every second. If the engine
-        refuses the request at admission, the future fails.
+        ``sink`` gets progress until the future ends: of a request that ``streams`` within
+        milliseconds, else about every second. If the engine refuses the request at admission, the
+        future fails.
 
         Raises:
-            InvalidRequestError: the engine could not serve the request. Other requests are not
-                affected.
+            InvalidRequestError: the engine could not serve the request.
         """
         self._check_leader()
         with self._lock:
@@ -158,7 +153,6 @@ class EngineLoop:
         return future
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
-        """End these requests with their tokens so far. Unknown and ended ids are ignored."""
         self._check_leader()
         with self._lock:
             outstanding = tuple(name for name in request_ids if name in self._requests)
@@ -186,8 +180,7 @@ class EngineLoop:
             return self._inbox.ask(command)
 
     def pulse(self) -> Pulse:
-        """Return the progress of the loop's thread, from which `StallWatch` decides whether the
-        thread is stuck."""
+        """Return the progress of the loop's thread, for `StallWatch`."""
         return Pulse(count=self._num_done, is_busy=self._is_busy)
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -354,7 +347,6 @@ class EngineLoop:
                 self._on_work(work, start_ns, time.perf_counter_ns(), **details)
 
     def _report_progress(self, *, at_once: bool = False) -> None:
-        """Report the new tokens of the requests whose interval has passed."""
         if not self._is_leader:
             return
         with self._lock:
@@ -411,15 +403,13 @@ class EngineLoop:
 
 
 def start_loop(build: Callable[[], EngineLoop], *, name: str) -> EngineLoop:
-    """Build an engine and its loop in a new thread, which then runs the loop. Returns the loop.
+    """Build an engine and its loop in a new thread, which then runs the loop; raise what ``build``
+    raised.
 
     An engine belongs to the thread that built it. On CUDA, the current device and the streams on
     which vLLM orders its copies are those of a thread. On a CPU, libgomp keeps a team of threads
     for each thread that has computed, and an engine with two threads was 14 to 29 % slower when
     another living thread had built it.
-
-    Raises:
-        Exception: ``build`` raised it.
     """
     built: Future[EngineLoop] = Future()
 

@@ -41,10 +41,9 @@ class _Request:
 class OutstandingRequests:
     """All outstanding requests. ``id in requests`` is True while an id may not be used again.
 
-    ``version`` is the policy version of the engine's weights.
-
-    A request's progress is reported every ``stream_interval_s`` if it streams, else every
-    ``interval_s``, so that a lost replica costs few tokens. ``clock`` gives monotonic seconds.
+    ``version`` is the policy version of the engine's weights. A request's progress is reported
+    every ``stream_interval_s`` if it streams, else every ``interval_s``, so that a lost replica
+    costs few tokens. ``clock`` gives monotonic seconds.
     """
 
     def __init__(
@@ -97,10 +96,7 @@ class OutstandingRequests:
 
     def due(self, *, at_once: bool = False) -> dict[str, int]:
         """Return the requests whose progress is to be read now, each with its first unreported
-        token's index.
-
-        With ``at_once`` these are all requests with a sink, regardless of the intervals.
-        """
+        token's index; with ``at_once`` all requests with a sink."""
         now_s = self._clock()
         if not any(self._num_reporting.values()):
             return {}
@@ -114,10 +110,8 @@ class OutstandingRequests:
     def report(
         self, outputs: Iterable[Progress]
     ) -> list[tuple[ProgressSink, tuple[Progress, ...]]]:
-        """Return the progress for each sink, and count it as reported.
-
-        ``outputs`` are the engine's tokens for the requests that `due` returned.
-        """
+        """Return the progress for each sink, and count it as reported. ``outputs`` are the engine's
+        tokens for the requests that `due` returned."""
         batches: dict[ProgressSink, list[Progress]] = {}
         for output in outputs:
             request = self._requests.get(output.request_id)
@@ -135,10 +129,7 @@ class OutstandingRequests:
         self, outputs: Iterable[Completion], in_flight: int
     ) -> list[tuple[Future[Completion], Completion | RequestGivenUpError]]:
         """Return the future of each request that ended with ``outputs``, and the result or error to
-        set.
-
-        ``in_flight``: number of requests in the engine at the step that ended them.
-        """
+        set. ``in_flight``: number of requests in the engine at the step that ended them."""
         ended = []
         for output in outputs:
             request = self._requests.pop(output.request_id, None)

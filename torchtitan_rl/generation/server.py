@@ -1,13 +1,9 @@
 """The replica's end of its channel: passes calls to an engine loop, and sends progress and ends of
 calls.
 
-Invariants
-
-- Each call has exactly one end, even if the loop fails. The end follows all progress of the
-  request.
-- Ends leave in the order in which they happened.
-- A stuck loop is reported as lost.
-- An end leaves at once, with all earlier messages. Progress alone leaves at most once per interval.
+Invariants: each call has exactly one end, even if the loop fails, after all progress of its
+request. Ends leave in the order in which they happened, at once, with all earlier messages;
+progress alone leaves at most once per interval. A stuck loop is reported as lost.
 """
 
 from __future__ import annotations

@@ -72,9 +72,8 @@ def _serve(
 
 @contextlib.contextmanager
 def _own_folder(settings: dict[str, Any], limits: dict[str, Any]) -> Iterator[str | None]:
-    """Enter the snippet's folder. With namespaces the folder is in memory, and None is yielded.
-    Otherwise the folder is on the disk: its path is yielded, and the folder is removed at the
-    end."""
+    """Enter the snippet's folder: with namespaces in memory (yields None), else on the disk (yields
+    its path, and removes it at the end)."""
     if settings["isolation"] == "namespaces":
         namespaces.enter_private(limits["file_mb"] << 20, limits["files"], settings["temporary"])
         yield None
@@ -88,8 +87,8 @@ def _own_folder(settings: dict[str, Any], limits: dict[str, Any]) -> Iterator[st
 
 
 class _Keeper:
-    """Forks the snippet and watches it. ``system_calls`` and the limits apply to the snippet only,
-    not to this process."""
+    """Forks the snippet and watches it. ``system_calls`` and the limits apply to the snippet
+    only."""
 
     def __init__(
         self,
@@ -139,8 +138,8 @@ class _Keeper:
                 raise OSError(reason.decode())
 
     def watch(self) -> dict[str, Any] | None:
-        """Watch until the snippet and all its processes are dead, and return how the snippet ended;
-        None if the caller is gone."""
+        """Return how the snippet ended, when it and all its processes are dead; None if the caller
+        is gone."""
         selector = selectors.DefaultSelector()
         for descriptor, events, act in (
             (self._link.fileno(), selectors.EVENT_READ, lambda: "gone"),
@@ -194,8 +193,8 @@ class _Keeper:
         return bool(chunk)
 
     def _exceeded(self) -> str | None:
-        """The limit that the snippet exceeds, together with all processes that it started; None if
-        they exceed no limit, or if the last check was less than `_CHECK_S` ago."""
+        """The limit that the snippet and all processes that it started exceed together, if any;
+        None if the last check was less than `_CHECK_S` ago."""
         now_s = time.monotonic()
         if now_s < self._next_check_s:
             return None
@@ -220,11 +219,8 @@ class _Keeper:
         return None
 
     def _has_too_many_files(self, removed: set[bytes]) -> bool:
-        """Whether the snippet's files exceed the limits, or cannot be counted.
-
-        ``removed``: the removed files that the snippet has mapped. Each of them may be as large as
-        the limit for a file.
-        """
+        """Whether the snippet's files exceed the limits, or cannot be counted. Each of the
+        ``removed`` files that it has mapped may be as large as the limit for a file."""
         most_bytes = self._limits["file_mb"] << 20
         if removed:  # do not count libraries that were replaced: this process has them mapped, too
             removed -= _removed_files(Path("/proc/self/maps").read_bytes().splitlines())
@@ -249,8 +245,7 @@ class _Keeper:
         return False
 
     def _reap(self, options: int) -> None:
-        """Reap dead children, including processes whose parents have died: they become children of
-        this process."""
+        """Reap dead children, including processes whose parents have died."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, options))[0]:
                 if ended[0] == self._snippet:
@@ -279,17 +274,14 @@ class _Keeper:
 
 
 def _children_cpu_s() -> float:
-    """CPU seconds of the processes that were reaped."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 class _Usage:
-    """The resources that processes use, added up.
-
-    ``held``: for each open pipe, socket and removed file, the bytes that the kernel may hold for
-    it. ``removed``: the files that were removed while they were mapped.
-    """
+    """The resources that processes use, added up. ``held``: for each open pipe, socket and removed
+    file, the bytes that the kernel may hold for it. ``removed``: files that were removed while
+    mapped."""
 
     def __init__(self, open_files: int, socket_bytes: int) -> None:
         self._socket_bytes, self._most_held_bytes = socket_bytes, open_files * socket_bytes

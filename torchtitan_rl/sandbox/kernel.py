@@ -99,9 +99,8 @@ def drop_capabilities() -> None:
 
 
 def open_task_clock() -> int:
-    """Open a counter of CPU time; reading the descriptor returns 8 bytes, in nanoseconds. It counts
-    the time of this thread and of all threads and processes that it starts from now on; their time
-    still counts after they have ended."""
+    """Open a counter of CPU time; reading returns 8 bytes, in nanoseconds. It counts the time of
+    this thread and of all that it starts from now on, even after they have ended."""
     attributes = bytearray(128)
     struct.pack_into("=IIQ", attributes, 0, _SOFTWARE, len(attributes), _TASK_CLOCK)
     struct.pack_into("=Q", attributes, 40, _INHERIT | _EXCLUDE_KERNEL)
@@ -112,10 +111,8 @@ def open_task_clock() -> int:
 
 
 def filter_system_calls(program: bytes) -> None:
-    """Apply a seccomp filter to this thread and to all processes that it starts, irrevocably.
-
-    The thread must have dropped its capabilities.
-    """
+    """Apply a seccomp filter to this thread, which must have dropped its capabilities, and to all
+    processes that it starts, irrevocably."""
     code = ctypes.create_string_buffer(program, len(program))
     filter_ = struct.pack("@HP", len(program) // _INSTRUCTION_BYTES, ctypes.addressof(code))
     _check(_libc.prctl(_SET_SECCOMP, _SECCOMP_FILTER, filter_, 0, 0), "seccomp")
@@ -142,11 +139,8 @@ def landlock_version() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Allow this process, and all processes that it starts, to access only these files and folders
-    (Landlock, Linux 5.13).
-
-    Newer versions of Linux also forbid these processes to send signals to other processes.
-    """
+    """Allow this process, and all that it starts, to access only these files and folders (Landlock,
+    Linux 5.13); newer Linux also forbids them to send signals to other processes."""
     version = landlock_version()
     everything = (1 << _ACCESS_BITS.get(version, 16)) - 1
     handled = (ctypes.c_uint64 * 3)(everything, 0, _SCOPES if version >= _SCOPES_SINCE else 0)
@@ -169,11 +163,9 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
 
 class CpuClock:
     """Counts the CPU time of this process's descendants from now on, even if no process waits for
-    them. New processes inherit the kernel's counter.
-
-    If counters are not allowed (``kernel.perf_event_paranoid`` is 3, or a container refuses
-    `perf_event_open`), the time is always 0.
-    """
+    them: they inherit the kernel's counter. If counters are not allowed
+    (``kernel.perf_event_paranoid`` is 3, or a container refuses `perf_event_open`), the time is
+    always 0."""
 
     def __init__(self) -> None:
         self._started_s = time.process_time()

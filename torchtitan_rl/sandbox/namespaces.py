@@ -41,13 +41,9 @@ _LINKS = {
 
 
 def enter() -> None:
-    """Move this process into new namespaces. The namespace of process ids is the exception: this
-    process does not enter it, but the next process that it forks is the first one in that
-    namespace.
-
-    The rights of this process apply only inside the namespaces. If root started the sandbox,
-    snippets run as another user.
-    """
+    """Move this process into new namespaces, in which alone its rights apply; into that of
+    process ids, the next process that it forks. If root started the sandbox, snippets run as
+    another user."""
     can_be_nobody = os.geteuid() == 0 and all(map(_maps_nobody, ("uid_map", "gid_map")))
     if can_be_nobody:
         os.setgroups([])
@@ -68,8 +64,8 @@ def enter() -> None:
 
 
 def close_files(readable: Iterable[str]) -> None:
-    """Forbid this process access to all files except its own folder and those that `make_root`
-    would have shown. Used if there are no namespaces."""
+    """Forbid this process, without namespaces, all files except its own folder and those that
+    `make_root` would have shown."""
     system = filter(os.path.exists, (*_SYSTEM, "/etc/ld.so.cache"))
     devices = [f"/dev/{name}" for name in _DEVICES]
     shown = {*system, sys.base_prefix, sys.prefix, *readable}
@@ -77,10 +73,8 @@ def close_files(readable: Iterable[str]) -> None:
 
 
 def make_root(readable: Iterable[str]) -> list[str]:
-    """Make a file system in memory the root, with parts of the old root mounted into it.
-
-    Returns:
-        The mounted paths below ``/tmp``, for `enter_private`.
+    """Make a file system in memory the root, with parts of the old root mounted into it. Returns
+    the mounted paths below ``/tmp``, for `enter_private`.
 
     Raises:
         OSError: a path of ``readable`` does not exist, or is ``/`` or ``/tmp`` itself.
@@ -133,10 +127,8 @@ def enter_private(file_bytes: int, files: int, temporary: Sequence[str]) -> None
 
 
 def become_nobody() -> None:
-    """Take from this process all rights over its namespaces.
-
-    Each snippet gets its own user namespace, so that the kernel counts its processes separately.
-    """
+    """Take from this process all rights over its namespaces. Each snippet gets its own user
+    namespace, so that the kernel counts its processes separately."""
     if os.geteuid() == 0:
         os.setresgid(USER_ID, USER_ID, USER_ID)
         os.setresuid(USER_ID, USER_ID, USER_ID)
@@ -157,8 +149,8 @@ def _maps_nobody(name: str) -> bool:
 
 
 def _start_id_writer(can_be_nobody: bool) -> tuple[int, int]:
-    """Start a process that maps this process's user and group ids as soon as the returned
-    descriptor is closed. Returns the pid of that process, and the descriptor."""
+    """Start a process that maps this process's user and group ids once the returned descriptor is
+    closed. Returns its pid, too."""
     owner = Path("/proc", str(os.getpid()))
     waiting, unshared = os.pipe()
     pid = os.fork()
@@ -193,8 +185,7 @@ def _make_small_files() -> None:
 
 
 def _bind(source: str, place: str, *, devices: bool = False) -> None:
-    """Mount a file or folder of the old root at ``place``, read-only. ``source`` must not contain
-    symbolic links."""
+    """Mount a file or folder of the old root at ``place``, read-only, without symbolic links."""
     if os.path.isdir(f"/old{source}"):
         os.makedirs(place)
     elif os.path.exists(f"/old{source}"):
@@ -323,7 +314,6 @@ class SyscallFilter:
         _check(self._library.seccomp_load(self._context), "seccomp")
 
     def _compiled(self) -> bytes:
-        """Compile the filter to the kernel's format, which takes some milliseconds."""
         with open(os.memfd_create("filter"), "rb") as file:
             _check(self._library.seccomp_export_bpf(self._context, file.fileno()), "seccomp")
             file.seek(0)

@@ -253,8 +253,7 @@ _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, Sandbo
 
 @functools.lru_cache(maxsize=64)
 def _start_errors(config: SandboxConfig) -> tuple[str, ...]:
-    """The reasons why a sandbox cannot start on this machine, each after the name of the field.
-    The result is cached."""
+    """Why a sandbox cannot start on this machine, each after the name of the field."""
     try:
         _Zygote(config).close()
     except SandboxImportError as error:
@@ -265,11 +264,7 @@ def _start_errors(config: SandboxConfig) -> tuple[str, ...]:
 
 
 class _Zygote:
-    """A running zygote. The constructor blocks until the process is ready.
-
-    Raises:
-        ConfigError: this machine does not allow the sandbox that ``config`` describes.
-    """
+    """A running zygote; the constructor blocks until it is ready."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -306,8 +301,8 @@ class _Zygote:
             return False
 
     def send(self, link: socket.socket, prepared: bytes) -> None:
-        """Have the zygote fork a keeper for ``link``. If the zygote is dead, ``link`` is closed
-        without an answer."""
+        """Have the zygote fork a keeper for ``link``, which is closed without an answer if it is
+        dead."""
         with contextlib.suppress(OSError):
             socket.send_fds(self._link, [prepared], [link.fileno()])
 
@@ -317,7 +312,6 @@ class _Zygote:
 
 
 def _environment() -> dict[str, str]:
-    """The environment variables of snippets; none is inherited from this process."""
     one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -332,8 +326,8 @@ def _environment() -> dict[str, str]:
 
 
 async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, Any] | None:
-    """Send a request to a keeper and read the answer; None if the keeper has died. The answer
-    arrives when the snippet and all processes that it started are dead.
+    """Send a request to a keeper and read the answer, which arrives when all processes of the
+    snippet are dead; None if the keeper has died.
 
     Raises:
         SandboxError: the keeper cannot serve the snippet, or is stopped.

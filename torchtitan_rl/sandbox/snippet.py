@@ -34,11 +34,9 @@ def run_snippet(
     settings: dict[str, Any],
     system_calls: SyscallFilter,
 ) -> NoReturn:
-    """Run the request's code, and exit as Python would.
-
-    ``streams`` are stdin, stdout, stderr and a fourth descriptor. If the code cannot be run, the
-    reason is written to the fourth descriptor. This descriptor is closed before the code runs.
-    """
+    """Run the request's code, and exit as Python would. ``streams`` are stdin, stdout, stderr
+    and a descriptor that gets the reason if the code cannot be run, and is closed before the
+    code runs."""
     try:
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
@@ -119,8 +117,8 @@ def _run(code: str, *, print_last: bool) -> int:
 
 
 def _finish() -> None:
-    """Finish the snippet as the interpreter does at exit (threads, `atexit`, streams), but without
-    the finalization of this package's own modules."""
+    """Finish the snippet as the interpreter does at exit, but without the finalization of our own
+    modules."""
     cast(Any, threading)._shutdown()
     cast(Any, atexit)._run_exitfuncs()
     for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
@@ -153,6 +151,6 @@ def _exit_status(code: object) -> int:
 
 
 def _stderr() -> TextIO | None:
-    """Standard error, even if the snippet has set `sys.stderr` to None: `print` would then use
-    stdout."""
+    """Standard error, even if the snippet has set `sys.stderr` to None (`print` would use
+    stdout)."""
     return sys.__stderr__ if sys.stderr is None else sys.stderr

@@ -29,8 +29,8 @@ MESSAGE_BYTES = 1 << 17
 
 
 def main() -> None:
-    """Run the zygote. ``sys.argv`` ends with the socket's descriptor and the settings (the
-    `SandboxConfig` as JSON)."""
+    """Run the zygote. ``sys.argv`` ends with the socket's descriptor and the `SandboxConfig` as
+    JSON."""
     control = socket.socket(fileno=int(sys.argv[-2]))
     control.set_inheritable(False)
     settings = json.loads(sys.argv[-1])
@@ -64,8 +64,8 @@ def _say(link: socket.socket, **message: Any) -> None:
 
 
 def _continue_in_child(control: socket.socket) -> None:
-    """Fork. The child continues, as process 1 of the new namespace; this process only waits for the
-    child's end."""
+    """Fork. The child continues, as process 1 of the new namespace; this process waits for its
+    end."""
     pid = os.fork()
     if pid:
         control.close()
@@ -80,8 +80,8 @@ def _serve(
     system_calls: SyscallFilter,
     own_ids: int | None,
 ) -> NoReturn:
-    """Fork keepers until the socket is closed. If snippets have their own process-id namespaces,
-    ``own_ids`` is a descriptor of this process's namespace."""
+    """Fork keepers until the socket is closed. ``own_ids``: this process's process-id namespace, if
+    snippets have their own."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are never waited for
     gc.collect()
     gc.freeze()  # forked processes share this memory until they write to it

@@ -1,6 +1,5 @@
 """The episodes of one training step, which the controller sends to the trainer as numpy arrays, and
-the trainer's answer. The trainer arranges the episodes itself (`training/trees.py`,
-`training/packing.py`).
+the trainer's answer.
 
 Shapes: N is the number of tokens of all episodes, one episode after another.
 """
@@ -109,8 +108,7 @@ def trained_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
 
 
 def num_masked_nonfinite(batch: TrainingBatch) -> int:
-    """Return the number of sampled tokens that are left out of the loss because their logprob is
-    not finite."""
+    """Return the number of sampled tokens whose logprob is not finite, which have no loss."""
     return int((batch.loss_mask & predicted_mask(batch) & ~np.isfinite(batch.logprobs)).sum())
 
 
@@ -121,18 +119,14 @@ def cut_share(batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedLoss:
-    """The loss of a step on demonstrations: the mean negative logprob of the tokens in
-    ``loss_mask``."""
+    """The loss of a step on demonstrations: the mean negative logprob in ``loss_mask``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """The loss of a step on pairs: DPO, see `training/preference.py`. The batch's episodes
-    are pairs, the chosen episode before the rejected one.
-
-    ``references`` has for each episode the sum of its trained tokens' logprobs under the reference
-    policy.
-    """
+    """The loss of a step on pairs: DPO, see `training/preference.py`. The batch's episodes are
+    pairs, the chosen one first. ``references``: the sum of each one's trained logprobs under the
+    reference."""
 
     beta: float
     references: npt.NDArray[np.float64]  # [number of episodes]
@@ -143,8 +137,7 @@ StepLoss = LossConfig | SupervisedLoss | PreferenceLoss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTerms:
-    """What a step computed for each of the batch's N tokens; NaN for tokens that are not trained
-    on."""
+    """What a step computed for each of the batch's N tokens; NaN for those not trained on."""
 
     logprobs: npt.NDArray[np.float32]  # [N], under the weights before the token's update
     losses: npt.NDArray[np.float32]  # [N], parts of the loss; NaN if the loss does not tell them
@@ -153,8 +146,7 @@ class TokenTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Result of a training step; ``metrics`` are reduced over all trainer ranks, ``tokens`` has the
-    tokens of all ranks."""
+    """Result of a training step; reduced over all trainer ranks."""
 
     version: int  # version of the weights after the step
     metrics: dict[str, float] = field(default_factory=dict)

@@ -40,8 +40,7 @@ _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class CheckpointUnreadableError(CheckpointError):
-    """The operating system could not read a checkpoint (EIO, EACCES). The checkpoint may be
-    complete."""
+    """The operating system could not read a checkpoint (EIO, EACCES), which may be complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class FileRecord:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the folder in which the checkpoint ``path`` is written before it is published."""
+    """Return the folder in which the checkpoint ``path`` is written."""
     return path.with_name(path.name + TEMPORARY_SUFFIX)
 
 
@@ -82,7 +81,6 @@ def list_files(folder: Path) -> list[str]:
 
 
 def fingerprint(path: Path) -> FileRecord:
-    """Current size and checksum of a file, read in chunks."""
     num_bytes = crc32 = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -236,13 +234,11 @@ def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
 
 
 def _is_intact(marker: bytes) -> bool:
-    """Whether the text of the marker has the checksum stored in it."""
     field = _CHECKSUM_FIELD.search(marker)
     return field is not None and zlib.crc32(marker[: field.start()] + b"}") == int(field[1])
 
 
 def _size(folder: Path, name: str) -> int | None:
-    """Size in bytes, None if there is no such file."""
     with _reading(folder, name):
         try:
             found = (folder / name).stat()
@@ -253,7 +249,6 @@ def _size(folder: Path, name: str) -> int | None:
 
 @contextlib.contextmanager
 def _reading(folder: Path, name: str) -> Iterator[None]:
-    """Raise `CheckpointUnreadableError` for errors of the operating system."""
     try:
         yield
     except OSError as error:

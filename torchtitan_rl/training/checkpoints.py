@@ -40,8 +40,8 @@ _NAME = re.compile(r"step-(?P<step>\d{6,})(?P<suffix>\.\w+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestCheckpoint:
-    """The checkpoint to resume from. ``path`` and ``step`` are None if there is no checkpoint;
-    ``passed_over`` has one message for each newer, unusable checkpoint."""
+    """The checkpoint to resume from, if there is one; ``passed_over`` has one message for each
+    newer, unusable checkpoint."""
 
     path: Path | None = None
     step: int | None = None
@@ -70,10 +70,8 @@ class CheckpointDirectory:
 
         Newer checkpoints are set aside, and files left by a killed writer are removed. The result
         is empty if no checkpoint was ever written. Call this at start, before anything is written.
-
-        Args:
-            checksums: also read the data, to find damage that does not change sizes. Loading would
-                find such damage too, but too late to use an older checkpoint.
+        ``checksums``: also read the data, to find damage that does not change sizes; loading would
+        find it too late to use an older checkpoint.
 
         Raises:
             CheckpointError: no checkpoint is usable; or a newer one is unreadable and might be
@@ -113,12 +111,11 @@ class CheckpointDirectory:
         return NewestCheckpoint(path=self.path(step), step=step, passed_over=tuple(passed_over))
 
     def prune(self, keep: int) -> list[int]:
-        """Remove all complete checkpoints but the newest ``keep``, and all other folders that are
-        older than the newest. May run while another checkpoint is written. Returns the removed
-        steps.
+        """Remove all complete checkpoints but the newest ``keep`` (at least 1), and all other
+        folders that are older than the newest. May run while another checkpoint is written. Returns
+        the removed steps.
 
         Raises:
-            ValueError: ``keep`` is below 1.
             CheckpointError: some folders could not be removed. All others were removed.
         """
         if keep < 1:
@@ -171,11 +168,10 @@ class CheckpointDirectory:
                 _remove(path)  # remaining files are not a checkpoint, and are removed later
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
-        """Yield (step, suffix, path) for each folder under the root that has one of the names
-        above.
+        """Yield (step, suffix, path) for each folder with one of the names above.
 
         Raises:
-            CheckpointUnreadableError: the folder cannot be read.
+            CheckpointUnreadableError: the root cannot be read.
         """
         try:
             paths = [path for path in sorted(self.root.iterdir()) if _NAME.fullmatch(path.name)]
@@ -191,7 +187,7 @@ class CheckpointDirectory:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name, with any suffix."""
+    """Return the step in the name of a folder."""
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 

@@ -152,12 +152,9 @@ class OptimizerConfig:
     """Gradients are clipped to this norm."""
 
     def learning_rate_factor(self, step: int, max_steps: int) -> float:
-        """The share of the peak learning rate at optimizer step ``step`` (the first is 0).
-
-        Warm-up reaches 1 at its last step; decay would reach ``min_lr_factor`` one step after the
-        last. Where warm-up and decay overlap, the smaller factor holds. Steps after ``max_steps``
-        keep the last value.
-        """
+        """The share of the peak learning rate at optimizer step ``step`` (the first is 0; after
+        ``max_steps`` the last value holds). Warm-up reaches 1 at its last step; decay would reach
+        ``min_lr_factor`` one step after the last. Where they overlap, the smaller factor holds."""
         step = min(step, max_steps - 1)
         warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         # Otherwise a run that is made shorter would begin within its decay.
@@ -228,7 +225,7 @@ class TrainerConfig:
 
     @property
     def num_shards(self) -> int:
-        """The number of ranks that parameters, gradients and optimizer state are sharded over."""
+        """Number of ranks that parameters, gradients and optimizer state are sharded over."""
         return self.data_parallel_shard * self.context_parallel
 
     @property

@@ -45,16 +45,16 @@ def selected_logprobs(
     kept_SB: torch.Tensor | None = None,
     taught: Sequence[TaughtRows] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the logprob of each target under softmax(logits / temperature) of its row, the
-    row's entropy, and the KL of this distribution to that of the row's teacher.
+    """Compute the logprob of each target under softmax(logits / temperature) of its row, the row's
+    entropy, and the KL of this distribution to that of the row's teacher.
 
     With ``kept_SB`` (uint8, lowest bit first) a row's softmax is over the tokens whose bit is 1;
     the other tokens' logits have no gradient. A target whose bit is 0 has the logprob -inf.
 
     ``rows_E`` is ascending; several targets may have the same row. The ranks of ``group`` split the
-    vocabulary into shards of ``shard_size`` entries; the last shard may have fewer. ``targets_E``
-    are indices into the whole vocabulary. Every rank gets the whole result. If all ranks have the
-    same upstream gradient, each gets the exact gradient of its logits. The entropy has no gradient.
+    vocabulary into shards of ``shard_size`` entries (the last may have fewer), into the whole of
+    which ``targets_E`` are indices. Every rank gets the whole result and, if all have the same
+    upstream gradient, the exact gradient of its logits. The entropy has no gradient.
 
     With p the row's distribution and q = softmax(logits) of its teacher, over all tokens, the KL is
     the reverse one of distillation (Gu et al. 2023, 2306.08543), sum_v p_v (log p_v - log q_v). It
@@ -170,8 +170,7 @@ def _forward_chunk(
     rows_F: torch.Tensor,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return logprobs [F] and entropy [F] of the chunk's targets, and the normalizer [C] of its
-    rows."""
+    """Return logprobs [F] and entropy [F] of the targets, and the normalizer [C] of the rows."""
     index_F, held_F = _held(targets_F, rows_F, scaled_CV)
     target_F = torch.where(held_F, scaled_CV.view(-1)[index_F], 0.0)  # 0 x -inf would be NaN
     normalizer_C = _normalizer(scaled_CV, group)
@@ -185,7 +184,7 @@ def _forward_chunk(
 
 
 def _normalizer(scaled_CV: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return [C]: the logarithm of the sum of exponentials over the whole vocabulary."""
+    """Return [C]: logsumexp over the whole vocabulary."""
     if group is None:
         return scaled_CV.logsumexp(dim=1)
     top_C = scaled_CV.amax(dim=1)
@@ -222,8 +221,7 @@ def _reverse_kl(
 
 
 def _expected(scaled_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tensor:
-    """Return [C]: the sum over the vocabulary of probability x logit. The entropy is the normalizer
-    minus this."""
+    """Return [C]: sum over the vocabulary of probability x logit (normalizer - entropy)."""
     probability_CV = (scaled_CV - normalizer_C[:, None]).exp_()
     # For excluded tokens, 0 x -inf would be NaN.
     return probability_CV.mul_(scaled_CV.clamp_min(-1e30)).sum(dim=1)
@@ -232,8 +230,8 @@ def _expected(scaled_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tens
 def _held(
     targets_F: torch.Tensor, rows_F: torch.Tensor, values_CV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index [F] of each target in the flattened values, and [F] whether this rank holds
-    the target."""
+    """Return each target's index in the flattened values, and whether this rank holds it, both
+    [F]."""
     size = values_CV.shape[1]
     held_F = (targets_F >= 0) & (targets_F < size)
     return rows_F * size + targets_F.clamp(0, size - 1), held_F

@@ -70,11 +70,9 @@ def sum_of_shares(shares: Sequence[Share]) -> Share:
 def minibatches(
     batch: TrainingBatch, selected_N: npt.NDArray[np.bool_], number: int, *, seed: tuple[int, int]
 ) -> list[npt.NDArray[np.bool_]]:
-    """Split the selected tokens into ``number`` minibatches of whole groups, in a random order.
-
-    The numbers of groups in two minibatches differ by at most one. There are fewer minibatches if
-    fewer groups have a selected token. The result is the same on every rank.
-    """
+    """Split the selected tokens into ``number`` minibatches of whole groups, in a random order that
+    is the same on every rank. Their numbers of groups differ by at most one. There are fewer
+    minibatches if fewer groups have a selected token."""
     if number == 1:
         return [selected_N]
     group_N = batch.groups[batch.episode_ids]
@@ -93,12 +91,9 @@ def rank_share(
     rank: int,
     num_ranks: int,
 ) -> Share:
-    """Compute the microbatches of ``rank``. Their entries are the tokens in ``selected_N`` (never
-    an episode's first token).
-
-    Each microbatch computes at most ``max_tokens`` tokens and at most as many rows of logits, and
-    is padded to a multiple of ``padding_multiple`` tokens.
-    """
+    """Compute the microbatches of ``rank``, whose entries are the tokens in ``selected_N``. Each
+    computes at most ``max_tokens`` tokens and at most as many rows of logits, and is padded to a
+    multiple of ``padding_multiple`` tokens."""
     episodes = sort_episodes(batch, selected_N, share_prefixes=share_prefixes)
     bins = split_evenly(episodes, max_tokens, num_ranks)
     sizes = [episodes.num_computed(members) for members in bins]
@@ -115,11 +110,10 @@ def split_evenly(episodes: SortedEpisodes, max_tokens: int, num_ranks: int) -> l
     """Split the members of ``episodes`` (positions in their order) into bins, the largest bin
     first.
 
-    Each bin has at most ``max_tokens`` computed tokens and at most as many rows of logits. The
-    number of bins is a multiple of ``num_ranks``, at least one per rank; rank r takes the bins ``r,
-    r + num_ranks, ...``. For one rank, the bins are those of first-fit-decreasing. For several
-    ranks, the limit is then lowered as far as possible without an additional bin, so that the bins
-    have similar sizes.
+    Each bin has at most ``max_tokens`` computed tokens and rows of logits. The number of bins is a
+    multiple of ``num_ranks``; rank r takes the bins ``r, r + num_ranks, ...``. For one rank, the
+    bins are those of first-fit-decreasing. For several, the limit is then lowered as far as
+    possible without an additional bin, so that the bins have similar sizes.
     """
     bins = _bins(episodes, max_tokens)
     num_bins = max(len(bins) + -len(bins) % num_ranks, num_ranks)
@@ -138,8 +132,8 @@ def split_evenly(episodes: SortedEpisodes, max_tokens: int, num_ranks: int) -> l
 
 
 def _bins(episodes: SortedEpisodes, limit: int) -> list[list[int]]:
-    """Pack pieces of trees by first-fit-decreasing into bins of at most ``limit`` tokens and at
-    most ``limit`` rows of logits."""
+    """Pack pieces of trees by first-fit-decreasing into bins of at most ``limit`` tokens and
+    rows."""
     pieces = cut(episodes, limit)
     sizes = [max(episodes.num_computed(piece), num_rows(episodes, piece)) for piece in pieces]
     return [
@@ -149,18 +143,15 @@ def _bins(episodes: SortedEpisodes, limit: int) -> list[list[int]]:
 
 
 def num_rows(episodes: SortedEpisodes, piece: range) -> int:
-    """Return the number of rows of logits that the members in ``piece`` read. Return 0 if
-    `SortedEpisodes.rows_before` is None: then there are no more rows than computed tokens."""
+    """Return the number of rows of logits that the members in ``piece`` read; see
+    `num_new_rows`."""
     return sum(episodes.num_new_rows(member, piece.start) for member in piece)
 
 
 def cut(episodes: SortedEpisodes, limit: int) -> list[range]:
-    """Split the members of ``episodes`` into pieces of consecutive members. Each piece computes at
-    most ``limit`` tokens and at most ``limit`` rows of logits.
-
-    Trees that fit stay whole. A larger tree is cut at the position with the fewest repeated tokens
-    per token before the cut.
-    """
+    """Split the members into pieces of consecutive ones, each of at most ``limit`` computed tokens
+    and rows of logits. Trees that fit stay whole. A larger tree is cut at the position with the
+    fewest repeated tokens per token before the cut."""
     pieces = []
     start, num_members = 0, len(episodes.lengths)
     while start < num_members:
@@ -183,8 +174,8 @@ def cut(episodes: SortedEpisodes, limit: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """The result of `pack_episodes`. ``batch`` is None if every episode is longer than ``row_len``.
-    ``oversized`` has the indices of the longer episodes, which the caller counts as discarded."""
+    """The result of `pack_episodes`. ``oversized`` has the indices of episodes that are longer than
+    ``row_len``, which the caller counts as discarded. ``batch`` is None if all are."""
 
     batch: TrainingBatch | None
     oversized: tuple[int, ...]

@@ -81,13 +81,12 @@ class SortedEpisodes:
     rows_before: tuple[npt.NDArray[np.int64], ...] | None = None
 
     def num_computed(self, members: Sequence[int]) -> int:
-        """Return the number of distinct tokens of these members, which must be in ascending
-        order."""
+        """Return the number of distinct tokens of these members (ascending)."""
         return sum(self.lengths[m] for m in members) - sum(self.shared_by(members))
 
     def num_new_rows(self, member: int, first: int) -> int:
-        """Return the number of rows of logits that ``member`` reads and that no earlier member from
-        ``first`` on reads. Return 0 if ``rows_before`` is None."""
+        """Return the number of rows of logits that ``member`` reads and no earlier one from
+        ``first`` on; 0 if ``rows_before`` is None: then there are no more rows than tokens."""
         if self.rows_before is None:
             return 0
         return int((self.rows_before[member] < first).sum())
@@ -134,7 +133,6 @@ def _rows_before(
     selected_N: npt.NDArray[np.bool_],
     episodes: SortedEpisodes,
 ) -> tuple[npt.NDArray[np.int64], ...]:
-    """Compute `SortedEpisodes.rows_before`."""
     members = range(len(episodes.lengths))
     part = lay_out(batch, selected_N, episodes, members)
     member_of_episode = np.zeros(batch.num_episodes, dtype=np.int64)
@@ -193,8 +191,8 @@ def lay_out(
 
 
 def padded(part: Microbatch, multiple: int) -> Microbatch:
-    """Pad a microbatch to a multiple of ``multiple`` tokens, at least one. Each padding token is a
-    separate tree, so that its attention costs almost nothing."""
+    """Pad to a multiple of ``multiple`` tokens, at least one. Each padding token is a tree of its
+    own, so that its attention costs almost nothing."""
     size = len(part.token_ids_T)
     missing = num_padding(size, multiple)
 
@@ -215,7 +213,6 @@ def padded(part: Microbatch, multiple: int) -> Microbatch:
 
 
 def num_padding(size: int, multiple: int) -> int:
-    """Return the number of padding tokens after ``size`` tokens."""
     return -size % multiple if size else multiple
 
 
@@ -233,7 +230,6 @@ def _symbols(batch: TrainingBatch) -> npt.NDArray[np.uint8]:
 
 
 def _num_common(a_TW: npt.NDArray[np.uint8], b_TW: npt.NDArray[np.uint8]) -> int:
-    """Return the number of equal tokens at the beginning of both."""
     size = min(len(a_TW), len(b_TW))
     differs = (a_TW[:size] != b_TW[:size]).any(axis=1)
     return int(differs.argmax()) if differs.any() else size

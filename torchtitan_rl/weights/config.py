@@ -68,11 +68,8 @@ def choose_transport(
     replica_hosts: Collection[int],
 ) -> Transport:
     """Choose the transport: shared memory within one host and RDMA between hosts, unless one is
-    ``configured``.
-
-    ``trainer_hosts`` and ``replica_hosts`` have the host index of every rank. `config/room.py` has
-    checked that all ranks are on one host if shared memory is configured.
-    """
+    ``configured`` (`config/room.py` has checked it). The others are the host indices of every
+    rank."""
     others = set(replica_hosts) - set(trainer_hosts)
     is_on_one_host = len(set(trainer_hosts)) == 1
     if configured == "shared_memory" or (configured == "auto" and is_on_one_host and not others):

@@ -1,11 +1,8 @@
 """References to published weights, and their distribution to hosts.
 
-Messages contain a `WeightHandle` instead of the bytes. `WeightDistribution` fetches each version to
-each host once, for all replicas there.
-
-The first replica of a host that needs a version starts the fetch; the others wait for the same
-fetch. At most ``fan_out`` hosts read from one source at the same time. A host that has a whole
-version is a source for other hosts, so many hosts fetch in a tree whose root is the trainer.
+The first replica of a host that needs a version starts the fetch; the others wait for it. At most
+``fan_out`` hosts read from one source at the same time. A host that has a whole version is a source
+for other hosts, so many hosts fetch in a tree whose root is the trainer.
 
 Invariants
 - A host fetches a version at most once, unless the fetch failed.
@@ -59,8 +56,7 @@ class RemoteSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteMemoryHandle:
-    """The parts of a version in the memory of the trainer's ranks. Together they are the whole
-    version.
+    """The parts of a version in the memory of the trainer's ranks.
 
     ``keep``: versions that are still needed, besides this version and the previous one. ``shared``:
     the same version in shared memory, if there are replicas on the trainer's host.
@@ -82,8 +78,7 @@ class RemoteMemoryHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """A version in a host's shared memory. ``num_bytes``: number of bytes read from other hosts for
-    this version."""
+    """A version in a host's shared memory, with the number of bytes read from other hosts."""
 
     handle: SharedMemoryHandle
     num_bytes: int
@@ -95,7 +90,7 @@ WeightHandle = SharedMemoryHandle | RemoteMemoryHandle
 
 def versions_to_free(held: list[int], keep: frozenset[int]) -> list[int]:
     """Return which of the versions ``held`` (oldest first) to release before another version is
-    published: all but the newest and those in ``keep``.
+    published.
 
     >>> versions_to_free([3, 4, 5], keep=frozenset({3}))
     [4]
@@ -130,8 +125,7 @@ class WeightDistribution:
     """Fetches weights for all replicas of a run.
 
     Args:
-        fetchers: the fetchers by host. Replicas on hosts without a fetcher use the trainer's shared
-            memory.
+        fetchers: the fetchers by host. Replicas on other hosts use the trainer's shared memory.
         fan_out: number of hosts that read from one source at the same time; 0: all read from the
             trainer.
     """
@@ -190,7 +184,6 @@ class WeightDistribution:
             raise
 
     def _want(self, version: int, renewed: asyncio.Event) -> SourceLostError:
-        """Say that a version is wanted, unless another trainer has published it."""
         if self._on_wanted is not None and not renewed.is_set():
             self._on_wanted()
         return SourceLostError(version, renewed)
@@ -281,7 +274,6 @@ class WeightDistribution:
         return await fetcher.fetch(handle, None)
 
     async def _read(self, source: int, fetcher: HostFetcher, handle: RemoteMemoryHandle) -> Fetched:
-        """Fetch from another host, until that host is lost."""
         reads = self._reads.setdefault(source, set())
         try:
             async with asyncio.timeout(None) as read:
@@ -317,8 +309,7 @@ class WeightDistribution:
         self._changed = asyncio.Event()
 
     def _forget_released(self, host: int, handle: RemoteMemoryHandle) -> None:
-        """Forget the versions that the host is about to remove: all but the newest and the versions
-        to keep."""
+        """Forget the versions that the host is about to remove."""
         held = [v for at, v in self._fetches if at == host and self._fetches[at, v].done()]
         for version in versions_to_free(held, handle.keep):
             del self._fetches[host, version]

@@ -1,8 +1,7 @@
 """A set of weights as one byte image in the safetensors layout, written and read in place.
 
 The image is written directly into memory of the caller (a mapped file, a buffer for remote reads),
-and its tensors are views of this memory. So each byte is copied only once; the safetensors library
-would create a second image. Any safetensors reader can open the image.
+and its tensors are views of this memory, so each byte is copied only once.
 
 Invariants: tensors start at multiples of their item size, without gaps; the metadata contains the
 policy version, and reading checks it.
@@ -42,8 +41,7 @@ _VERSION_DIGITS = 20  # reserved, so that images of all versions have the same s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
-    """The header, and the position of each tensor. ``offsets`` count from the start of the
-    image."""
+    """The header, and where each tensor begins in the image."""
 
     version: int
     header: bytes
@@ -52,8 +50,8 @@ class ImageLayout:
 
 
 class Box(NamedTuple):
-    """A box in the tensor ``name`` of shape ``shape``: it begins at the indices ``offset``, and its
-    own shape is ``size``."""
+    """A box in the tensor ``name`` of shape ``shape``: it begins at ``offset`` and has the shape
+    ``size``."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,15 +82,12 @@ class TensorPart:
     local: torch.Tensor | None
 
     def whole(self) -> torch.Tensor:
-        """Return an empty tensor with the shape and dtype of the whole tensor, for `plan_image`."""
+        """Return an empty tensor like the whole tensor, for `plan_image`."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def elements(self) -> torch.Tensor:
-        """Return the local elements in ``dtype``; ``local`` must not be None.
-
-        They are converted on their device. A copy that also converts would move the elements in
-        their old dtype, and convert them on the CPU.
-        """
+        """Return the local elements in ``dtype``; ``local`` must not be None. They are converted on
+        their device: a copy that also converts would move them in their old dtype."""
         assert self.local is not None
         return self.local.detach().to(self.dtype)
 
@@ -156,7 +151,7 @@ def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorPart]:
 
 
 def write_parts(layout: ImageLayout, parts: Mapping[str, TensorPart], image: torch.Tensor) -> None:
-    """Copy one process's parts into ``image``, uint8 [num_bytes]; one of the processes also calls
+    """Copy one process's parts into ``image``, uint8 [num_bytes]; one process also calls
     `write_header`."""
     for name, part in parts.items():
         if part.local is not None and part.local.numel():
@@ -181,8 +176,7 @@ def write_header(layout: ImageLayout, image: torch.Tensor) -> None:
 
 
 def read_image(image: torch.Tensor, version: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``image``, uint8 [num_bytes], as views that keep the image's memory
-    alive.
+    """Return the tensors of ``image``, uint8 [num_bytes], as views that keep its memory alive.
 
     Raises:
         WeightSyncError: the image is incomplete, or has another version.

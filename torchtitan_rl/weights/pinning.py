@@ -2,12 +2,10 @@
 
 A copy from or to other memory passes through a small buffer of the driver, which is slower.
 Registering takes time too, so memory is registered once and reused for many versions. (None of this
-was measured on a GPU.)
+was measured on a GPU.) Memory that CUDA refuses to register is used all the same.
 
-Invariants
-- Each registration is released exactly once: by `HostPins.unpin`, before the memory is unmapped, or
-  by `HostPins.close`.
-- Memory that CUDA refuses to register is used all the same.
+Invariant: each registration is released exactly once: by `HostPins.unpin`, before the memory is
+unmapped, or by `HostPins.close`.
 """
 
 from __future__ import annotations
@@ -27,11 +25,8 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for the contexts of all devices
 
 
 class HostPins:
-    """The registered memory of this process. All methods may be called from any thread.
-
-    ``device``: index of the CUDA device that this process computes on; None: there is no such
-    device, and nothing is registered.
-    """
+    """The registered memory of this process, which computes on the CUDA device ``device``; None:
+    nothing is registered. All methods may be called from any thread."""
 
     def __init__(self, device: int | None = None) -> None:
         self._device = device
@@ -43,7 +38,6 @@ class HostPins:
         return self._device is not None
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Register ``memory``, uint8 on the CPU, unless it is registered."""
         if self._device is None:
             return
         address, num_bytes = memory.data_ptr(), memory.nbytes
@@ -83,11 +77,9 @@ class HostPins:
             raise WeightSyncError(f"pinned memory cannot be released (CUDA error {error})")
 
     def _call(self, name: str, *arguments: int) -> int:
-        """Call a function of CUDA's runtime. Returns its error code, 0 for success.
-
-        It is called in a new thread, for two reasons: a thread's device is 0 until another is set,
-        and an error would be reported once more by the thread's next kernel.
-        """
+        """Call a function of CUDA's runtime, and return its error code: in a new thread, because a
+        thread's device is 0 until another is set, and its next kernel would report the error once
+        more."""
 
         def call() -> int:
             torch.cuda.set_device(self._device)

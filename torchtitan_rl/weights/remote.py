@@ -2,10 +2,9 @@
 read and assemble them.
 
 Each trainer rank packs the parts of tensors that it holds into one block of bytes, with a checksum
-for each part; nothing is gathered. A receiver reads the blocks of all ranks, compares the
-checksums, and copies each part to its place in an image in its host's shared memory, for all
-replicas there. If a part of a block is damaged, the block is read once more. The finished image can
-be offered to further hosts.
+for each part; nothing is gathered. A receiver reads the blocks of all ranks, compares the checksums
+(a damaged block is read once more), and copies each part to its place in an image in its host's
+shared memory. The finished image can be offered to further hosts.
 
 Invariants
 - Packed parts start at multiples of their item size, largest item size first.
@@ -70,12 +69,8 @@ WeightSyncError if they could not be read."""
 
 
 class PartPublisher:
-    """Packs and offers one process's parts of one version after another. Not thread-safe.
-
-    Args:
-        owner: name of this process in readers' errors.
-        pins: pins the memory of the versions.
-    """
+    """Packs and offers one process's parts of one version after another. Not thread-safe. ``owner``
+    is this process's name in readers' errors."""
 
     def __init__(self, offers: MemoryOffers, *, owner: str, pins: HostPins | None = None) -> None:
         self._offers = offers
@@ -124,7 +119,6 @@ class PartPublisher:
                 self._spare.append(offered)
 
     def _memory(self, num_bytes: int) -> _Offered:
-        """Return memory of a released version, or new memory."""
         if self._spare and self._spare[-1].memory.numel() == num_bytes:
             return self._spare.pop()
         self._forget_spare()  # of other sizes
@@ -149,8 +143,8 @@ class _Offered(NamedTuple):
 
 
 def checksum(content: torch.Tensor) -> int:
-    """Compute the XXH3 of ``content``, uint8 on the CPU: 5.5 GB/s on one core; zlib's CRC-32
-    reaches 1.2 GB/s."""
+    """Compute the XXH3 of ``content``, uint8 on the CPU: 5.5 GB/s on one core (zlib's CRC-32: 1.2
+    GB/s)."""
     return xxhash.xxh3_64_intdigest(content.numpy().data)
 
 
@@ -195,8 +189,8 @@ def damaged(parts: Sequence[PackedPart], packed: torch.Tensor) -> list[str]:
 
 
 def start_in_image(boxes: Sequence[Box], layout: ImageLayout) -> int | None:
-    """Return where the slice of the image begins that has the same bytes as the packed boxes; None
-    if there is no such slice."""
+    """Return where the slice of the image begins that has the bytes of the packed boxes; None if
+    there is none."""
     end = start = layout.offsets[boxes[0].name]
     for box in boxes:
         if box.size != box.shape or layout.offsets[box.name] != end:
@@ -224,11 +218,7 @@ class _Version:
 
 
 class WeightReceiver:
-    """The versions of one host. Not thread-safe.
-
-    Args:
-        host: name of this host in errors.
-    """
+    """The versions of one host, whose name in errors is ``host``. Not thread-safe."""
 
     def __init__(
         self,
@@ -298,7 +288,6 @@ class WeightReceiver:
         self._shared.close()
 
     def _forget_removed(self) -> None:
-        """Forget the versions whose memory is gone, or will be written again."""
         for version in set(self._held) - set(self._shared.versions):
             del self._held[version]
             offered = self._offered.pop(version, None)
@@ -359,8 +348,7 @@ def _check_complete(layout: ImageLayout, sources: Sequence[RemoteSource]) -> Non
 
 
 def _whole_tensors(held: _Version, content: torch.Tensor) -> tuple[PackedPart, ...]:
-    """Return each tensor of an image as one part, in the image's order. ``content`` is the image
-    without its header."""
+    """Return each tensor of an image, whose ``content`` has no header, as one part."""
     by_name = {part.box.name: part for source in held.sources for part in source.parts}
     whole = [
         box._replace(offset=(0,) * len(box.shape), size=box.shape)

@@ -3,10 +3,10 @@ same host.
 
 These are plain files, because the tracker of ``multiprocessing.SharedMemory`` unlinks a block when
 another process ends. Allocating memory costs the kernel more time than copying into it, and mapping
-memory costs about half as much time as allocating it. So both sides reuse memory: the publisher
-writes a later version into the file of a released version that no reader uses, and readers keep
-their maps of this file. A reader locks the file (flock(2), shared) while it uses the bytes; the
-lock ends with the reader's process. The publisher reuses a file only if it gets an exclusive lock.
+it about half as much. So both sides reuse memory: the publisher writes a later version into the
+file of a released version that no reader uses, and readers keep their maps of this file. A reader
+locks the file (flock(2), shared) while it uses the bytes; the lock ends with the reader's process.
+The publisher reuses a file only if it gets an exclusive lock.
 
 Invariants
 - A file has its final name only while its bytes are complete and do not change. Bytes in use by a
@@ -58,10 +58,8 @@ class SharedMemoryPublisher:
 
     Args:
         run_id: readable part of the folder's name; need not be unique.
-        fallback_dir: folder to use if the shared-memory file system has no room (containers often
-            give it 64 MB); must be visible to the readers, as the run's folder is.
-        root: the shared-memory file system.
-        pins: pins the memory of the versions.
+        fallback_dir: used if the shared-memory file system ``root`` has no room (containers often
+            give it 64 MB); must be visible to the readers.
     """
 
     def __init__(
@@ -112,8 +110,8 @@ class SharedMemoryPublisher:
             raise
 
     def begin(self, layout: ImageLayout, keep: frozenset[int]) -> Segment:
-        """Do the first half of `publish`: return memory that no reader uses, for the next version.
-        After writing the whole version, call `finish`; after an error, call the segment's `remove`.
+        """Return memory that no reader uses, for the next version. After writing the whole version,
+        call `finish`; after an error, call the segment's `remove`.
 
         Raises:
             WeightSyncError: there is no room for the version.
@@ -162,8 +160,7 @@ class SharedMemoryPublisher:
             self._locks[folder] = make_folder(folder)
 
     def _used_segment(self, layout: ImageLayout, keep: frozenset[int]) -> Segment | None:
-        """Release versions. Returns the segment of a released version that has the right size and
-        no reader."""
+        """Release versions. Returns a released segment of the right size and without reader."""
         found: Segment | None = None
         for old in versions_to_free(list(self._held), keep):
             segment = self._held.pop(old)
@@ -254,11 +251,11 @@ class Segment:
         self.path = self.path.replace(path)
 
     def take_back(self, path: Path) -> bool:
-        """Rename the file, so that this process can write it again. Returns False if a reader has
-        locked the file.
+        """Rename the file, so that this process can write it again; False if a reader has locked
+        it.
 
-        The file is renamed first and locked afterwards. So a reader that opened the file earlier,
-        but locks it later, sees that the name has changed.
+        It is renamed first and locked afterwards, so a reader that opened it earlier, but locks it
+        later, sees that the name has changed.
         """
         try:
             self.path = self.path.replace(path)
@@ -279,9 +276,7 @@ class Segment:
 
 class SegmentWriter:
     """Maps segments of another process, to write a part of their bytes before they are offered.
-
-    Maps are kept as long as their files exist, because mapping takes as long as the copy.
-    """
+    Maps are kept as long as their files exist, because mapping takes as long as the copy."""
 
     def __init__(self, pins: HostPins | None = None) -> None:
         self._pins = pins or HostPins()
@@ -322,10 +317,8 @@ class SegmentReader:
 
     def image(self, path: Path) -> torch.Tensor:
         """Return all bytes of a published file, uint8. The file is locked while the tensor or a
-        view of it exists.
-
-        All pages are mapped, so that later reads cause no page fault. Writing to the tensor changes
-        only this reader's copy.
+        view of it exists. All pages are mapped, so that later reads cause no page fault. Writing to
+        the tensor changes only this reader's copy.
 
         Raises:
             OSError: the file is gone, or will be written again.
@@ -351,11 +344,8 @@ class SegmentReader:
 
     def examine(self) -> int:
         """Find the unused maps that can be reused, and drop the others. Returns the number of
-        reusable maps.
-
-        `image` does this too, but then the caller of `image` has to wait for a third of the time
-        that mapping takes.
-        """
+        reusable maps. `image` does this too, but then its caller waits for a third of the time that
+        mapping takes."""
         with self._lock:
             while self._unused:
                 found = self._unused.popleft()
@@ -417,9 +407,8 @@ class WeightStaging:
     """The versions that a generator rank has mapped and not yet copied into its model.
 
     A thread maps a version, and pins it for CUDA, while decoding continues; the swap, between two
-    steps, only copies it. All methods may be called from any thread. A version is available only
-    after all its bytes are mapped. The tensors of a discarded version stay valid, because they keep
-    the memory alive.
+    steps, only copies it. All methods may be called from any thread. The tensors of a discarded
+    version stay valid, because they keep the memory alive.
     """
 
     def __init__(self, pins: HostPins | None = None) -> None:

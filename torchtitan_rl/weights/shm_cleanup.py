@@ -1,10 +1,10 @@
 """Names, locks and removes the folders of published weights.
 
-A folder's name identifies its process, which holds a lock (flock(2)) on the folder. The name also
-has a random part, so that no other user can create the folder first. The publisher removes the
-folder when it closes. If the process dies, its *guard* removes the folder. The guard is a shell
-that waits until a pipe from the process is closed. If the guard was killed too (for example because
-its container ended), the next ``torchtitan-rl`` command on this host removes the folder.
+A folder's name identifies its process, which holds a lock (flock(2)) on the folder, and has a
+random part, so that no other user can create the folder first. The publisher removes the folder
+when it closes. If the process dies, its *guard* does: a shell that waits until a pipe from the
+process is closed. If the guard was killed too (for example because its container ended), the next
+``torchtitan-rl`` command on this host removes the folder.
 
 Invariant: other processes do not touch the folder of a live process.
 """
@@ -41,8 +41,8 @@ def folder_name(run_id: str) -> str:
 
 
 def make_folder(folder: Path) -> int | None:
-    """Create and lock a folder of this process. Returns a descriptor that holds the lock while it
-    is open; None if the file system has no locks.
+    """Create a folder of this process. Returns a descriptor that holds its lock while it is open;
+    None if the file system has no locks.
 
     Raises:
         OSError: the folder cannot be created.
@@ -121,8 +121,8 @@ def _is_unlocked(folder: Path) -> bool:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder. Returns a descriptor that holds the lock; None if another process holds it, or
-    if the file system has no locks."""
+    """Return a descriptor that holds the folder's lock; None if another process holds it, or if the
+    file system has no locks."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

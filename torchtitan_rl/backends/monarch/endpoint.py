@@ -1,9 +1,8 @@
 """Runs the OpenAI-compatible endpoint in a separate process: one actor, and the HTTP server in a
 second thread.
 
-The actor connects its `ControllerLink` with the controller. The controller opens the listening
-socket, and each process gets a copy of it. So the port stays the run's, and clients that connect
-while no process serves wait for the next one.
+The controller opens the listening socket, and each process gets a copy of it. So the port stays the
+run's, and clients that connect while no process serves wait for the next one.
 """
 
 from __future__ import annotations
@@ -232,7 +231,6 @@ class MonarchEndpoint:
         await self._call(self._actor.close.call_one(grace_s), "close", grace_s + _CLOSE_GRACE_S)
 
     async def close(self) -> None:
-        """End the process, in any state."""
         self._listening.close()
         await self._end_process()
 

@@ -1,9 +1,8 @@
 """Runs a generator replica in separate processes: one actor per rank, each with its engine loop.
 
 Rank 0 receives requests and commands from the router's channel, and sends back how each of them
-ended. The other ranks apply the decisions that rank 0 broadcasts. Every rank stages weights. All
-endpoints (Monarch's word for an actor's methods) are concurrent, because an ordinary endpoint would
-block all other calls of its actor.
+ended. Every rank stages weights. All endpoints (Monarch's word for an actor's methods) are
+concurrent, because an ordinary endpoint would block all other calls of its actor.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ class GeneratorActor(Actor):
 
 
 class _Rank:
-    """One rank's engine, loop and staged weights. Create it on all ranks together, in a thread of
-    the actor."""
+    """One rank's engine, loop and staged weights, created on all ranks together."""
 
     def __init__(self, spec: GeneratorSpec, rank: int) -> None:
         from torchtitan_rl.backends.vllm.engine import start_engine_loop  # both import torch
@@ -113,7 +111,6 @@ class _Rank:
             os._exit(1)
 
     async def stage(self, handle: SharedMemoryHandle) -> None:
-        """Map a version while decoding continues. Called on every rank."""
         with self._tracer.span("fetch weights", track="fetch", version=handle.version):
             await asyncio.to_thread(self._staging.stage, handle)
 
@@ -124,8 +121,7 @@ class _Rank:
 
 
 class GeneratorProcesses:
-    """The processes of one replica; see `ReplicaPeer`. Errors are converted to this package's
-    errors."""
+    """The processes of one replica; see `ReplicaPeer`."""
 
     def __init__(
         self, mesh: ProcessMesh, spec: GeneratorSpec, *, weights: WeightDistribution, host: int

@@ -1,7 +1,5 @@
 """The agent of a run on another host: an actor in a separate process, which is started first and
-ended last. The agent describes the host, ends processes that do not end by themselves, passes the
-controller's heartbeats to the worker, and returns the processes' log and trace files.
-"""
+ended last."""
 
 from __future__ import annotations
 
@@ -68,12 +66,9 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def end_run(self) -> bool:
-        """End the run on this host: the worker ends all processes that remain of the run, including
-        this one.
-
-        If the worker serves another run, or is not ours, only this process ends, and the result is
-        False.
-        """
+        """End the run on this host: the worker ends all processes that remain of the run. If the
+        worker serves another run, or is not ours, only this process ends, and the result is
+        False."""
         is_ending = self._has_claim and record_run_end()
         if not is_ending:
             asyncio.get_running_loop().call_later(_LAST_ANSWER_S, os._exit, 0)
@@ -83,8 +78,8 @@ class HostAgent(Actor):
     async def files_there(
         self, folder: Path, patterns: Sequence[str], sign: str
     ) -> dict[str, int] | None:
-        """Return the sizes of the files in ``folder``. None if the folder is the controller's own
-        folder, in which the controller has created the file ``sign``."""
+        """Return the sizes of the files in ``folder``; None if it is the controller's own folder,
+        in which the controller has created the file ``sign``."""
         if (folder / sign).exists():
             return None
         return file_sizes(folder, patterns)
@@ -93,8 +88,8 @@ class HostAgent(Actor):
     async def read_new(
         self, folder: Path, patterns: Sequence[str], offsets: dict[str, int], sign: str
     ) -> list[FilePiece]:
-        """See `files.read_new`. Returns nothing from the controller's own folder (see
-        `files_there`), because the copies would overwrite the originals."""
+        """See `files.read_new`. Returns nothing from the controller's own folder, because the
+        copies would overwrite the originals."""
         if (folder / sign).exists():
             return []
         return await asyncio.to_thread(read_new, folder, offsets, patterns=patterns)
@@ -106,7 +101,6 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def sees(self, file: Path, content: bytes) -> bool:
-        """Whether a file that the controller has just written has the same content here."""
         try:
             return await asyncio.to_thread(file.read_bytes) == content
         except OSError:
@@ -119,7 +113,6 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def hold(self, pids: tuple[int, ...]) -> None:
-        """Keep handles of processes of this host, to end them later."""
         self._held[pids] = Processes(pids)
 
     @concurrent_endpoint

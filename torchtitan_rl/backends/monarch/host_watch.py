@@ -44,7 +44,7 @@ OnHostLeaving = Callable[[int], Awaitable[None]]
 class HostWatch:
     """Watches the other hosts of a run.
 
-    - Sends each host a heartbeat every ``BEAT_S``, which shows the host that the run continues.
+    - Sends each host a heartbeat every ``BEAT_S``.
     - A host that does not answer is lost: ``on_lost`` is called once with its index and the cause.
       Then the watch tries to attach the host again until it is back (`wait_until_there`).
     - If a host is about to end, ``on_leaving`` is called with its index, and has to move away what
@@ -109,8 +109,8 @@ class HostWatch:
         return task
 
     async def wait_until_there(self, index: int) -> None:
-        """Return when the host answers its next heartbeat and is not about to end; at once for
-        this machine.
+        """Return when the host answers its next heartbeat and is not about to end; at once for this
+        machine.
 
         Raises:
             HostLostError: the host is lost, and cannot be used again.
@@ -123,11 +123,9 @@ class HostWatch:
             await answered
 
     async def answers(self, index: int) -> bool:
-        """Whether the host still answers: True after two answers, False if the host is lost first.
-
-        Two answers are needed, because the first may have been sent before a process of the host
-        was lost. Returns at once for this machine.
-        """
+        """Whether the host still answers: True after two answers (the first may have been sent
+        before a process of the host was lost), False if the host is lost first. Returns at once for
+        this machine."""
         if index not in self._files or self.is_lost(index):
             return index not in self._files
 
@@ -139,7 +137,6 @@ class HostWatch:
         return not self.is_lost(index)
 
     def is_far(self, index: int) -> bool:
-        """Whether the host is another machine."""
         return index in self._files
 
     def is_lost(self, index: int) -> bool:
@@ -147,7 +144,6 @@ class HostWatch:
         return index in self._lost and self._lost[index].is_set()
 
     def is_leaving(self, index: int) -> bool:
-        """Whether the host is about to end."""
         return index in self._leaving
 
     async def bring_now(self, index: int) -> None:
@@ -220,7 +216,6 @@ class HostWatch:
                 beat.cancel()
 
     async def _leave(self, host: Host) -> None:
-        """Leave a host that is about to end, so that its worker ends."""
         name = host_name(host.index)
         self._say(f"{name} ({host.name}) is about to end (SIGTERM): the run leaves it")
         await self._on_leaving(host.index)
@@ -288,8 +283,7 @@ class _Files:
         self._bringing = asyncio.Lock()
 
     async def begin(self, host: Host) -> None:
-        """Note the sizes of existing files, which are of earlier runs. No files are copied from a
-        folder that the host shares with this machine."""
+        """Note the sizes of existing files, which are of earlier runs."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sign.touch()
         try:
@@ -352,7 +346,6 @@ def _now() -> float:
 
 
 async def _beat(host: Host) -> tuple[RoundTrip, bool]:
-    """Send a heartbeat. Returns also whether the host is about to end."""
     sent_ns = time.time_ns()
     there_ns, is_leaving = await host.agent.beat.call_one()
     return RoundTrip(sent_ns=sent_ns, there_ns=there_ns, received_ns=time.time_ns()), is_leaving

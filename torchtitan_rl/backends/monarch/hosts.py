@@ -2,8 +2,7 @@
 
 `attach` contacts the workers of ``launch.attach`` before the run is planned, `attach_job` those of
 a Monarch job. Each host is used separately, so that the loss of one host does not affect the
-others. Each host has a `HostAgent` in a separate process. Otherwise all processes are on this
-machine.
+others, and has a `HostAgent`. Otherwise all processes are on this machine.
 
 `launch.monarch_environment` must be set before this module is imported.
 """
@@ -85,7 +84,6 @@ class Host:
     lost: Event = field(default_factory=Event)  # set once, when the host is given up
 
     async def hold(self, pids: tuple[int, ...]) -> HeldProcesses:
-        """Return a handle with which processes of this host can be ended."""
         if self.agent is None:
             return Processes(pids)
         await asyncio.wait_for(self.agent.hold.call_one(pids), _AGENT_TIMEOUT_S)
@@ -120,7 +118,7 @@ class _Lost:
     num_failures: int = 0  # consecutive ones
 
     def pause(self) -> float:
-        """Record a failed attempt. Returns the number of seconds until the next one."""
+        """Record a failed attempt. Returns the seconds until the next one."""
         pause_s = min(_PAUSE_S * 2.0 ** min(self.num_failures, 8), _MAX_PAUSE_S)
         self.num_failures += 1
         self.due_s = time.monotonic() + pause_s
@@ -128,8 +126,8 @@ class _Lost:
 
 
 class Hosts:
-    """The hosts of a run, by their index in the run's plan. If the configuration names no hosts,
-    every index is this machine. A lost host that comes back is a new `Host` with the same index."""
+    """The hosts of a run, by their index in the run's plan; without ``hosts``, every index is this
+    machine. A lost host that comes back is a new `Host` with the same index."""
 
     def __init__(
         self,
@@ -154,7 +152,7 @@ class Hosts:
         return self._hosts[index]
 
     def without_folder(self, indices: Iterable[int], folder: Path) -> list[str]:
-        """Return the names of those hosts on which ``folder`` is not this machine's folder."""
+        """Return the names of those hosts on which ``folder`` is not this machine's."""
         far = {self[index].name: self[index].agent for index in indices if self[index].agent}
         with tempfile.NamedTemporaryFile(prefix=".torchtitan-rl-", dir=folder) as file:
             content = uuid.uuid4().bytes
@@ -168,15 +166,14 @@ class Hosts:
             return [name for name, sees in answers.items() if not sees]
 
     def cannot_write(self, indices: Iterable[int], folder: Path) -> dict[str, str]:
-        """Return by name the hosts on which files cannot be written to ``folder``, each with the
-        reason."""
+        """Return by name why files cannot be written to ``folder``, of those hosts on which it is
+        so."""
         far = [self[index] for index in indices if self[index].agent is not None]
         asked = {host.name: host.agent.cannot_write.call_one(folder) for host in far}
         answers = _wait_for_all(asked, time.monotonic() + _AGENT_TIMEOUT_S, self._field)
         return {name: why for name, why in answers.items() if why}
 
     def far(self) -> list[Host]:
-        """Return all hosts except this machine."""
         return [host for host in self._hosts if host.agent is not None]
 
     def lose(self, host: Host) -> None:
@@ -239,8 +236,7 @@ class Hosts:
         return _far_host(index, name, mesh, agent, answer)
 
     def detach(self) -> None:
-        """End the run's processes on the other hosts. The workers stay, for the next run. Blocks
-        until the processes have ended."""
+        """End the run's processes on the other hosts, and wait for that. The workers stay."""
         leave({host.name: host.agent for host in self.far() if not host.lost.is_set()})
 
 
@@ -263,10 +259,9 @@ def _is_address(name: str) -> bool:
 
 
 async def _contact_again(address: str) -> HostMesh:
-    """Attach a worker again after its process was replaced. This process had a channel to the
-    former process of the worker. The new process rejects that channel, and Monarch opens another
-    one, but loses what it sent on the first. So attaching may take several tries. Await
-    ``initialized`` of the result."""
+    """Attach a worker again after its process was replaced. The new process rejects this process's
+    channel to the former one, and Monarch opens another channel, but loses what it sent on the
+    first: so it may take several tries. Await ``initialized`` of the result."""
     await asyncio.to_thread(close_connections, Address.parse(address))
     for _ in range(_NUM_TRIES):
         await asyncio.sleep(_RESET_S)
@@ -284,7 +279,6 @@ async def _contact_all_again(addresses: Sequence[str]) -> dict[str, HostMesh]:
 
 
 def local_host(index: int = CONTROLLER_HOST, *, ip: str = "127.0.0.1") -> Host:
-    """Return the controller's machine as a `Host`."""
     return Host(index=index, name=socket.gethostname(), ip=ip, mesh=this_host())
 
 
@@ -301,8 +295,7 @@ def attach(
 
     Args:
         own: the address at which this controller listens; None if all hosts are this machine.
-        checkpoint: the policy, as for `resolve_checkpoint`; a directory has the same path on all
-            hosts.
+        checkpoint: the policy, as for `resolve_checkpoint`.
         is_again: whether this process has tried to attach these workers before.
 
     Raises:
@@ -412,8 +405,7 @@ def _far_host(index: int, name: str, mesh: HostMesh, agent: Any, answer: HostAns
 def refusal(
     here: HostAnswer, answers: Mapping[str, HostAnswer], field: str = _ATTACH
 ) -> ConfigError | None:
-    """Return the error if some hosts cannot be used; None if all can. The keys of ``answers`` are
-    the names of the hosts in ``field``."""
+    """Return the error if some hosts, named in ``field``, cannot be used."""
     errors = {text: answer_errors(text, here, there, field) for text, there in answers.items()}
     texts = [text for of_one in errors.values() for text in of_one]
     if not texts:
@@ -427,8 +419,7 @@ def refusal(
 def answer_errors(
     address: str, here: HostAnswer, there: HostAnswer, field: str = _ATTACH
 ) -> list[str]:
-    """Return one message for each forbidden difference between a host and the controller's
-    machine."""
+    """Return one message for each forbidden difference between a host and ``here``."""
     if there.is_busy:
         other = "start a worker" if field == _ATTACH else "apply another job"
         return [f"{field}: {address} serves another run; wait for its end, or {other}"]
@@ -487,11 +478,8 @@ def _spawn_agent(mesh: HostMesh, address: str) -> Any:
 
 
 def _wait_for_all(answers: Mapping[str, Any], deadline_s: float, field: str) -> dict[str, Any]:
-    """Wait for the answer of each host in ``field``.
-
-    Raises:
-        ConfigError: some hosts do not answer. The message says which, and why.
-    """
+    """Wait for the answer of each host in ``field``; raise one ConfigError for all that do not
+    answer."""
     found, errors = {}, []
     for address, answer in answers.items():
         try:

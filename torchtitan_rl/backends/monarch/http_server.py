@@ -44,9 +44,9 @@ class HttpServer:
 
     ``build`` creates the application, on the event loop that then serves it. ``at_end`` is called
     on the same loop exactly once: at the end of the grace period of `close`, or before the loop
-    ends. ``counts`` is `Connections.counts`. If the process may open only few files, the server
-    accepts fewer connections than ``limits`` allows. The application must refuse more than
-    ``max_requests`` simultaneous requests, so that other clients can connect.
+    ends. If the process may open only few files, the server accepts fewer connections than
+    ``limits`` allows. The application must refuse more than ``max_requests`` simultaneous requests,
+    so that other clients can connect.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class HttpServer:
 
 
 def _within_descriptors(limits: ConnectionLimits) -> ConnectionLimits:
-    """Raise this process's limit on open files if ``limits`` need more. If the limit stays too low,
-    return lower ``limits``."""
+    """Raise this process's limit on open files for ``limits``; return lower ones if that is
+    impossible."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in (now, most))
     num_others = psutil.Process().num_fds() + _OTHER_FILES

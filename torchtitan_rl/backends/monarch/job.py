@@ -1,9 +1,6 @@
-"""The Monarch job of ``launch.job``: its hosts, from ``monarch apply`` or for one run.
-
-`applied_job` uses the job that ``monarch apply`` started in this folder, as Monarch's own
-``job.state()`` does, and such a job stays. A job that is not applied yet is applied for this run,
-and killed at its end.
-"""
+"""The Monarch job of ``launch.job``: its hosts, from ``monarch apply`` or for one run. A job that
+``monarch apply`` started in this folder is used, as Monarch's own ``job.state()`` does, and stays.
+A job that is not applied yet is applied for this run, and killed at its end."""
 
 from __future__ import annotations
 

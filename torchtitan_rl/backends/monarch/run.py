@@ -1,5 +1,4 @@
-"""Starts all processes of a run or of ``torchtitan-rl serve`` together. All of them are ended when
-the run ends, even after an error."""
+"""Starts all processes of a run or of ``torchtitan-rl serve`` together, and ends all of them."""
 
 from __future__ import annotations
 
@@ -50,11 +49,10 @@ ServedReplica = ConnectedReplica[ServedPeer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProcesses:
-    """The processes of a run. ``replicas`` grows when lost replicas are started again; it is empty
-    in a run that only trains. ``teachers`` are the replicas of each teacher's checkpoint; they grow
-    in the same way, and so do ``trainers``, which are empty in a run that only generates.
-    ``groups`` are the planned and the added replicas, and those of teachers, by first name.
-    ``weights`` fetches the trainer's weights to the replicas' hosts, by ``transport``."""
+    """The processes of a run. ``replicas``, ``teachers`` (by checkpoint) and ``trainers`` grow when
+    lost ones are started again. ``groups`` are the planned and the added replicas, and those of
+    teachers, by first name. ``weights`` fetches the trainer's weights to the replicas' hosts, by
+    ``transport``."""
 
     trainers: list[MonarchTrainer]
     replicas: list[MonarchReplica | ServedReplica]
@@ -120,8 +118,8 @@ class RunProcesses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeProcesses:
-    """The processes of ``torchtitan-rl serve``. ``replicas`` grows when lost replicas are started
-    again. ``endpoint`` is None if the plan has none."""
+    """The processes of ``torchtitan-rl serve``. ``replicas`` grows when lost ones are started
+    again."""
 
     replicas: list[MonarchReplica]
     endpoint: MonarchEndpoint | None
@@ -141,12 +139,11 @@ class ServeProcesses:
 async def run_processes(
     prepared: PreparedRun, *, trace_dir: Path | None, hosts: Hosts | None = None
 ) -> AsyncIterator[RunProcesses]:
-    """Start trainer, replicas and endpoint, and end them when the block ends. ``hosts`` are the
-    hosts for which the plan was made.
+    """Start trainer, replicas and endpoint on the ``hosts`` of the plan, and end them when the
+    block ends.
 
     Raises:
-        ReplicaError, EndpointLostError, DeadlineError: one of them did not start; the others are
-            ended.
+        ReplicaError, EndpointLostError, DeadlineError: one of them did not start.
         ConfigError: the configured transport does not reach from the trainer to a replica.
     """
     plan = prepared.plan
@@ -207,8 +204,7 @@ async def serve_processes(
     """Start the replicas and the plan's endpoint, and end them when the block ends.
 
     Raises:
-        EndpointLostError, ReplicaError, DeadlineError: a process did not start; the others are
-            ended.
+        EndpointLostError, ReplicaError, DeadlineError: a process did not start.
     """
     plan = prepared.plan
     supervise()
@@ -245,8 +241,8 @@ async def _start(
     *,
     is_shared: bool,
 ) -> None:
-    """Start trainer and replicas. On shared devices the engines start last, because they use all
-    free memory."""
+    """Start trainer and replicas; on shared devices the engines last, because they use all free
+    memory."""
     starts = [trainer.start(transport) for trainer in trainers]
     if is_shared:
         await all_of(*starts)
@@ -364,12 +360,6 @@ def _generator(prepared: PreparedRun | PreparedServe) -> GeneratorConfig:
 async def _served_replica(
     prepared: PreparedRun, name: str, *, patience_s: float = 0.0
 ) -> ServedReplica:
-    """Register the run with the server whose engines it uses.
-
-    Raises:
-        ReplicaError: see `ServedPeer.start`.
-        OutputError: see `owner_of`.
-    """
     config = prepared.config
     assert config.adapters is not None
     peer = ServedPeer(
@@ -390,7 +380,6 @@ async def _served_replica(
 
 
 def _teachers_in_trainer(prepared: PreparedRun) -> tuple[Path, ...]:
-    """Their directories, in the order of `TeacherConfig.sources`."""
     if not prepared.config.teacher.is_in_trainer:
         return ()
     directories = [prepared.teachers[one].directory for one in prepared.config.teacher.sources]

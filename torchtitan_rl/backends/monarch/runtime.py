@@ -4,11 +4,10 @@ them.
 By default Monarch ends the controller at an unhandled fault. This module only logs the fault,
 because every caller of a lost process gets its own error.
 
-An `ActorChannel` carries batches of messages between the controller and one actor, in both
-directions, without answers. A message costs 0.1 ms of CPU time (in both processes together). A
-call, which has an answer, costs 0.7 ms. Invariants: batches arrive in order, each once. One call of
-`serve_channel` lasts as long as the channel: an error of this call, or the end of the actor's
-process, ends the channel.
+An `ActorChannel` carries batches of messages between the controller and one actor, without answers:
+0.1 ms of CPU time a message (in both processes together), where a call, which has an answer, costs
+0.7 ms. Invariants: batches arrive in order, each once. One call of `serve_channel` lasts as long as
+the channel: an error of this call, or the end of the actor's process, ends the channel.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ def _note_fault(failure: Any) -> None:
 
 
 def process_environment(group: ProcessGroup) -> dict[str, str]:
-    """Return environment variables for a group's processes, which override those of the user's
-    shell."""
+    """Return a group's environment variables, which override those of the user's shell."""
     environment = {
         "OMP_NUM_THREADS": str(group.threads),
         "MKL_NUM_THREADS": str(group.threads),
@@ -90,8 +88,8 @@ def process_environment(group: ProcessGroup) -> dict[str, str]:
 
 
 def _host_environment(host: Host) -> dict[str, str]:
-    """Return the variable that names the host whose clock a process uses; see
-    `observability.trace`."""
+    """Return the variable that names the host whose clock a process uses
+    (`observability.trace`)."""
     return {HOST_VARIABLE: host_name(host.index)} if host.agent is not None else {}
 
 
@@ -159,12 +157,10 @@ async def spawn_on_hosts(
     hosts: Hosts | None = None,
 ) -> tuple[ProcessMesh, ...]:
     """Start new processes: one mesh for each host of the group, in the order of their ranks. With
-    several ranks, torchrun's variables (RANK, WORLD_SIZE, MASTER_*) are set. Without ``hosts`` all
-    processes are on this machine.
+    several ranks, torchrun's variables (RANK, WORLD_SIZE, MASTER_*) are set.
 
-    Each process prints to a file in ``log_dir`` on its host. The group's environment variables and
-    ``environment`` are set from the first instruction on, because a preloaded OpenMP library reads
-    its variables before Python starts.
+    Each process prints to a file in ``log_dir`` on its host. The environment is set from the first
+    instruction on, because a preloaded OpenMP library reads its variables before Python starts.
 
     Raises:
         ProcessLostError, DeadlineError: some processes did not start; the others are ended.
@@ -188,7 +184,6 @@ async def spawn_on_hosts(
 
 
 async def _introduce(group: ProcessGroup, meshes: Sequence[ProcessMesh], ip: str) -> None:
-    """Set torchrun's variables on all ranks; rank 0 listens at ``ip``."""
     what = f"start of the processes of {group.name}"
     first = meshes[0].actors.slice(ranks=0)
     port = await call(first.take_port.call_one(ip), what=what, timeout_s=_ASK_TIMEOUT_S)
@@ -217,8 +212,8 @@ async def _spawn(
 
 
 def _prepare_process(log_file: str, first_rank: int, cores: tuple[int, ...]) -> None:
-    """Prepare a new process; runs first in it. The process gets its own process group, so that it
-    does not get a terminal's Ctrl-C: the controller decides how the run ends."""
+    """Prepare a new process. It gets its own process group, so that it does not get a terminal's
+    Ctrl-C: the controller decides how the run ends."""
     stay_on_cores(cores)
     os.setpgid(0, 0)
     path = Path(log_file.format(rank=first_rank + current_rank().rank))
@@ -261,14 +256,13 @@ class ActorThread:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Run a function in the thread and return its result. Calls run one after another."""
+        """Run a function in the thread and return its result."""
         # Monarch finds the current actor in a context variable.
         work = functools.partial(contextvars.copy_context().run, function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 async def all_of(*work: Coroutine[Any, Any, None]) -> None:
-    """Run all coroutines. At the first error, cancel the others and raise the error."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.gather(*tasks)
@@ -278,11 +272,8 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
 
 
 async def stop_processes(mesh: ProcessMesh) -> None:
-    """End a mesh's processes, and kill those that do not end by themselves.
-
-    Processes that are already dead cause no error. Problems are described by a warning of one line.
-    On a lost host, nothing is done: the host's worker ends the processes when heartbeats stop.
-    """
+    """End a mesh's processes, and kill those that do not end by themselves. Problems are a warning
+    of one line. On a lost host, its worker ends the processes when heartbeats stop."""
     if mesh.processes.are_lost:
         return
     complaint = ""
@@ -302,7 +293,7 @@ async def stop_processes(mesh: ProcessMesh) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's type if the message is empty."""
+    """Return the first line of an error's message, or the error's type."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -345,11 +336,8 @@ class ActorChannel(Generic[ToActor, FromActor]):
     async def open(
         self, serve: Callable[[Port[Any]], Awaitable[None]], *, timeout_s: float
     ) -> None:
-        """Connect to the actor, whose endpoint ``serve`` calls `serve_channel`.
-
-        Raises:
-            Exception: see `receive`.
-        """
+        """Connect to the actor, whose endpoint ``serve`` calls `serve_channel`. Raises as
+        `receive`."""
         port, self._receiver = Channel[Any].open()
         serving = call(serve(port), what=f"{self._name}: channel")
         self._serving = asyncio.ensure_future(
@@ -373,7 +361,6 @@ class ActorChannel(Generic[ToActor, FromActor]):
         return batch
 
     async def close(self) -> None:
-        """Stop waiting for the actor."""
         if self._serving is not None:
             await cancel_all([self._serving])
 

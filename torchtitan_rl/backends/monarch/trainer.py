@@ -1,5 +1,4 @@
-"""Runs the policy trainer in separate processes, on one or more hosts: one actor per rank. All
-ranks are called together.
+"""Runs the policy trainer in separate processes, on one or more hosts: one actor per rank.
 
 Every rank gets the whole batch and computes its share. The controller makes one call after another,
 so that the ranks' collectives match. A call goes from `MonarchTrainer` to `TrainerActor`,
@@ -44,11 +43,8 @@ _LAST_WRITE_TIMEOUT_S = 300.0
 
 
 class TrainerActor(Actor):
-    """One rank of the trainer, see `TrainerRank`.
-
-    Work runs in a separate thread, so that the actor always answers. It is only one thread, because
-    each computing thread would have its own OMP threads.
-    """
+    """One rank of the trainer. Work runs in a separate thread, so that the actor always answers; in
+    only one, because each computing thread would have its own OMP threads."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
@@ -110,8 +106,8 @@ class MonarchTrainer:
     async def spawn(
         cls, group: ProcessGroup, spec: TrainerSpec, hosts: Hosts | None = None
     ) -> MonarchTrainer:
-        """Start the processes; `start` then builds the model in them. ``spec.checkpoint`` is the
-        checkpoint's path on the controller's host."""
+        """Start the processes; `start` then builds the model in them. ``spec.checkpoint`` is its
+        path on the controller's host."""
         hosts = hosts or Hosts()
         meshes = await spawn_on_hosts(group, log_dir=spec.log_dir, hosts=hosts)
         there = [hosts[part.host].policy_dir for part in group.on_each_host()]
@@ -180,8 +176,8 @@ class MonarchTrainer:
         await self._run(f"export to {path}", "export_hf", path)
 
     async def close(self) -> None:
-        """Let the ranks finish a checkpoint and clean up (mainly published weights), unless the
-        trainer is lost. Then end their processes, even if they hang."""
+        """Let the ranks finish a checkpoint and clean up, unless the trainer is lost. Then end
+        their processes, even if they hang."""
         try:
             async with asyncio.timeout(_LAST_WRITE_TIMEOUT_S):
                 await self.finish_checkpoint()
@@ -198,13 +194,11 @@ class MonarchTrainer:
             await asyncio.gather(*map(stop_processes, self._meshes))
 
     def lose(self, cause: BaseException) -> None:
-        """Record that a process or host of the trainer is lost, or does not answer: all running and
-        later calls fail."""
+        """Let all running and later calls fail: a process or host is lost, or does not answer."""
         if not self._lost.done():
             self._lost.set_result(cause)
 
     async def _watch(self, part: Any, mesh: ProcessMesh) -> None:
-        """Detect that a process dies or is stopped, even if no call runs."""
         try:
             await first_of(
                 call(part.stay.call(), what="trainer"), mesh.processes.wait_until_lost(mesh.name)
@@ -216,9 +210,8 @@ class MonarchTrainer:
         return await self._ask(what, lambda rank: rank.run.call(method, *arguments))
 
     async def _ask(self, what: str, ask: Callable[[Any], Any]) -> Any:
-        """Return rank 0's answer, once all ranks have answered; the other answers are the same, or
-        None. ``ask`` calls the actors of one host. Raises the error of the first rank that
-        fails."""
+        """Return rank 0's answer, once all ranks have answered. ``ask`` calls the actors of one
+        host. Raises the error of the first rank that fails."""
         return await self._wait(self._answer(ask), what)
 
     async def _answer(self, ask: Callable[[Any], Any]) -> Any:

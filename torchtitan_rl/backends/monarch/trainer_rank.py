@@ -1,10 +1,9 @@
 """Runs in a trainer process: the policy trainer, and the publishers of its weights.
 
-All ranks publish together. Each rank copies its shards; nothing is gathered.
-
-On the trainer's host the ranks write into the same shared memory: rank 0 first allocates it, and
-makes the version visible after all ranks have written. To other hosts, each rank offers its own
-parts; only the references to these parts are gathered on rank 0.
+All ranks publish together. Each rank copies its shards; nothing is gathered. On the trainer's host
+the ranks write into the same shared memory: rank 0 first allocates it, and makes the version
+visible after all ranks have written. To other hosts, each rank offers its own parts; only the
+references to these parts are gathered on rank 0.
 
 Invariant: if a rank cannot write or offer a version, the version never becomes visible, and every
 rank returns.
@@ -113,8 +112,7 @@ class TrainerRank:
             return self._trainer.logprobs(batch)
 
     def publish(self, keep: frozenset[int]) -> WeightHandle | None:
-        """Publish the current weights. Collective. Returns the handle on rank 0, None on other
-        ranks."""
+        """Publish the current weights. Collective. Returns the handle on rank 0."""
         version = self._trainer.version
         with self._tracer.span("publish", version=version):
             parts = self._trainer.hf_parts()
@@ -166,8 +164,7 @@ class TrainerRank:
             self._trainer.save_checkpoint(path, attachments)
 
     def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint is written. Called in another thread, while other methods may
-        run."""
+        """Wait until the checkpoint is written; in a thread of its own."""
         with self._tracer.span("write checkpoint", track="checkpoint"):
             self._trainer.finish_checkpoint()
 
@@ -236,8 +233,7 @@ class JointPublisher:
     def _begin(
         self, layout: ImageLayout, keep: frozenset[int]
     ) -> tuple[Segment | None, Exception | None]:
-        """On rank 0, return memory for the version, or an error that is raised after all ranks know
-        of it."""
+        """On rank 0, return memory, or an error that is raised after all ranks know of it."""
         if self._publisher is None:
             return None, None
         try:
@@ -252,8 +248,8 @@ class JointPublisher:
         parts: Mapping[str, TensorPart],
         segment: Segment | None,
     ) -> str | None:
-        """Write this rank's parts. Returns the error or None. Does not raise, because the other
-        ranks wait for the result."""
+        """Write this rank's parts; return the error, because the other ranks wait for the
+        result."""
         try:
             if segment is not None:
                 write_header(layout, segment.image)
@@ -267,7 +263,6 @@ class JointPublisher:
 # Both functions run at each publishing. They send tensors, because `broadcast_object_list` and
 # `all_gather_object` first send the sizes of the pickles, which doubles the time.
 def _path_of_first_rank(path: Path | None) -> Path | None:
-    """Return rank 0's ``path`` on all ranks. Collective."""
     if dist.get_world_size() == 1:
         return path
     encoded = b"" if path is None else os.fsencode(path)
@@ -278,7 +273,6 @@ def _path_of_first_rank(path: Path | None) -> Path | None:
 
 
 def _errors_of_all_ranks(message: str | None) -> list[str]:
-    """Return all ranks' messages that are not None, each with its rank. Collective."""
     are_any = torch.tensor([message is not None], dtype=torch.int32)
     if dist.get_world_size() > 1:
         dist.all_reduce(are_any, dist.ReduceOp.MAX)
@@ -331,8 +325,7 @@ class RemotePublisher:
     def _offer(
         self, version: int, parts: Mapping[str, TensorPart], keep: frozenset[int]
     ) -> RemoteSource | str | None:
-        """Offer this rank's parts. Returns the source or the error. Does not raise, because rank 0
-        waits for the answer."""
+        """Offer this rank's parts; return an error, because rank 0 waits for the answer."""
         try:
             return self._publisher.publish(version, parts, keep=keep)
         except Exception as error:

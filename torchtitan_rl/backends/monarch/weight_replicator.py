@@ -3,11 +3,10 @@
 A process that died, or whose fetch from another host was cancelled, is replaced at the next fetch.
 The versions that it had fetched are then lost, except where a replica has mapped them already.
 
-`RdmaOffers` and `RdmaReader` transfer weights from one process's memory to another's with Monarch's
-``RDMABuffer``, without files. Without RDMA hardware, Monarch sends the bytes over its own channels,
-which are encrypted if the run's channels are. Both classes block: call them from threads, not from
-an actor's event loop. The thread needs a copy of the endpoint's context (`asyncio.to_thread` makes
-one), because Monarch finds the current actor in a context variable.
+`RdmaOffers` and `RdmaReader` transfer memory with Monarch's ``RDMABuffer``. Without RDMA hardware,
+Monarch sends the bytes over its own channels, which are encrypted if the run's channels are. Both
+classes block: call them from threads with a copy of the endpoint's context (`asyncio.to_thread`
+makes one), because Monarch finds the current actor in a context variable.
 """
 
 from __future__ import annotations
@@ -152,8 +151,7 @@ class WeightReplicator:
 def weight_replicator(
     group: ProcessGroup, spec: WeightHostSpec, hosts: Hosts | None = None
 ) -> WeightReplicator:
-    """Create a `WeightReplicator` for the group's host. `WeightReplicator.start` starts its
-    process."""
+    """Create a `WeightReplicator` for the group's host."""
     spawn = functools.partial(spawn_processes, group, log_dir=spec.log_dir, hosts=hosts)
     return WeightReplicator(spec, spawn)
 

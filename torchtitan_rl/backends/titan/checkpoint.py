@@ -61,13 +61,9 @@ _FULL_BYTES = 1 << 20  # a disk with less room is full
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background. Each trainer rank has one writer. The creation of the
-    writers, `save` and `finish` are collective.
-
-    Args:
-        timeout: how long one rank's thread waits for the threads of other ranks.
-        lora: the model's adapters.
-    """
+    """Writes checkpoints, with the adapters of ``lora``, in the background. The creation of the
+    ranks' writers, `save` and `finish` are collective. ``timeout``: how long their threads wait for
+    others."""
 
     def __init__(self, *, timeout: timedelta, lora: LoraConfig) -> None:
         self._lora = lora
@@ -89,8 +85,7 @@ class CheckpointWriter:
         First waits for a checkpoint that is still being written. Only rank 0 passes attachments.
 
         Raises:
-            CheckpointError: ``path`` cannot be written to, or the previous checkpoint failed and
-                `finish` has not raised that error yet.
+            CheckpointError: ``path`` cannot be written to, or the previous checkpoint failed.
         """
         self.finish()
         temporary, random = temporary_path(path), _random_state()
@@ -115,7 +110,7 @@ class CheckpointWriter:
             )
 
     def finish(self) -> None:
-        """Wait until the last saved checkpoint is on disk under its name. Any thread may call it.
+        """Wait until the last saved checkpoint is on disk. Any thread may call it.
 
         Raises:
             CheckpointError: the checkpoint could not be written. This is raised only once.
@@ -131,7 +126,7 @@ class CheckpointWriter:
                     self._pending = None
 
     def close(self) -> None:
-        """Finish writing; the writer cannot be used afterwards.
+        """Finish writing, for good.
 
         Raises:
             CheckpointError: as `finish`.
@@ -147,8 +142,7 @@ class CheckpointWriter:
         attachments: Mapping[str, bytes],
         document: dict[str, Any],
     ) -> None:
-        """Write one checkpoint, in the writer's thread. A failed checkpoint is removed from the
-        disk."""
+        """Write one checkpoint, in the writer's thread; remove it if that fails."""
         temporary, rank = temporary_path(path), dist.get_rank()
 
         def write() -> None:
@@ -214,8 +208,8 @@ def load_state(path: Path, model: Any, optimizer: PolicyOptimizer, lora: LoraCon
 
 
 def _check(path: Path) -> dict[str, torch.Tensor] | None:
-    """Check this rank's share of the files. Return the rank's random state; None if the number of
-    ranks has changed."""
+    """Check this rank's share of the files. Return its random state, of the same number of
+    ranks."""
     check_contents(path, _share(sorted(recorded_files(path))))
     check_metadata(path)
     if read_document(path)["ranks"] != dist.get_world_size():
@@ -260,19 +254,14 @@ def _random_state() -> bytes:
 
 
 def _share(names: list[str]) -> list[str]:
-    """Return this rank's part of the files to read."""
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
 def _together(
     phase: Callable[[], _T], what: str, group: dist.ProcessGroup | None = None
 ) -> list[_T]:
-    """Run ``phase`` on every rank, and return the results of all ranks. Collective.
-
-    Raises:
-        CheckpointError: ``phase`` failed on any rank. Every rank raises; the message has ``what``
-            and the causes.
-    """
+    """Run ``phase`` on every rank, and return the results of all ranks. Collective. If it fails on
+    any, every rank raises a CheckpointError with ``what`` and the causes."""
     own: tuple[str | None, Any] = None, None
     try:
         own = None, phase()
@@ -335,11 +324,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     """Loads values that are not tensors only if `torch.load` accepts them as plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load one value that is not a tensor.
-
-        Raises:
-            pickle.UnpicklingError: the value is not plain data.
-        """
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)

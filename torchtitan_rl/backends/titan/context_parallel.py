@@ -51,7 +51,6 @@ def exchange_heads(
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send the i-th part to rank i; return the parts that the ranks sent to this one."""
     return all_to_all_single_autograd(parts.contiguous(), None, None, group)
 
 

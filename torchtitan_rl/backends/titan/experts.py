@@ -110,12 +110,9 @@ class FloatGate(Linear):
 
 class ReplayRouter(TokenChoiceTopKRouter):
     """Chooses the experts of each token by the softmax of the gate's scores (DeepSeek-V3: by their
-    sigmoids and a bias, from the best groups), or takes them from ``replayed_BLK``. The experts'
-    weights are always those of this gate, so it gets gradients either way.
-
-    The counts are of the local tokens since `reset_counts`. With recomputed activations each token
-    counts twice.
-    """
+    sigmoids and a bias, from the best groups), or takes them from ``replayed_BLK``. Their weights
+    are always those of this gate, so it gets gradients either way. The counts are of the local
+    tokens since `reset_counts`; with recomputed activations each token counts twice."""
 
     replayed_BLK: torch.Tensor | None
     """Experts [B, L, K] of the next passes' tokens, as uint8. The router chooses for tokens with
@@ -177,7 +174,7 @@ def _local(values: torch.Tensor) -> torch.Tensor:
 
 
 def _split_like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Split ``values``, which every rank has whole, over the ranks as ``other`` is."""
+    """Split ``values``, which every rank has whole, as ``other`` is."""
     if not isinstance(other, DTensor):
         return values
     mesh = other.device_mesh
@@ -186,9 +183,8 @@ def _split_like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def routing_metrics(routers: Iterable[ReplayRouter], *, first_layer: int = 0) -> dict[str, float]:
-    """The metrics of the tokens of all ranks that were routed since `reset_counts`.
-    ``first_layer``: the number of the first layer with experts. Every rank has forwarded tokens.
-    Collective."""
+    """The metrics of the tokens of all ranks since `reset_counts`. ``first_layer``: the number of
+    the first layer with experts. Every rank has forwarded tokens. Collective."""
     counts = []
     for router in routers:
         assert router.load_E is not None

@@ -1,8 +1,4 @@
-"""The forward pass of one microbatch, and the policy loss of one update.
-
-`forward` returns the logprobs of the microbatch's entries. `PolicyObjective` computes the loss of
-each microbatch; `StepSums` adds up the metrics over microbatches and ranks.
-"""
+"""The forward pass of one microbatch, and the policy loss of one update."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ from torchtitan_rl.training.trees import Microbatch
 class ForwardOutput:
     """The E entries of a microbatch, in any order. ``sources_E`` are the entries' tokens, as
     indices into the batch. Every rank must run the forward pass, so a microbatch without entries
-    gets one placeholder, whose ``is_entry_E`` is False. ``taught_EK`` are the logprobs of
+    gets a placeholder, whose ``is_entry_E`` is False. ``taught_EK`` are the logprobs of
     `TrainingBatch.teacher_ids`, and ``teachers_kl_E`` is the KL to `TrainingBatch.teachers`; None
     if they were not requested."""
 
@@ -55,9 +51,9 @@ def forward(
     is_taught: bool = False,
     teachers: Sequence[PolicyModel] = (),
 ) -> ForwardOutput:
-    """Compute logprobs of the part's entries, at the batch's temperature; with ``is_taught``, also
-    those of the teacher's most likely tokens, if the batch has them; with ``teachers``, also the KL
-    to the batch's. Collective."""
+    """Compute logprobs of the part's entries, at the batch's temperature; with ``is_taught``,
+    also those of `TrainingBatch.teacher_ids`; with ``teachers``, also the KL to the batch's.
+    Collective."""
     sources_E, predecessors_E = part.sources_E, part.predecessors_E
     is_empty = len(sources_E) == 0
     if is_empty:
@@ -155,8 +151,8 @@ def _rows(
 
 def _own(rows: _Rows, num_tokens: int, layout: Layout) -> tuple[slice, _Rows, slice]:
     """Return this rank's part of a pass of ``num_tokens``: its tokens, the rows that it computes
-    (with indices into its tokens), and the entries that read its tokens. Without such entries, the
-    rows are a placeholder with one entry, because every rank must run the head."""
+    (with indices into its tokens), and the entries that read them. Without entries, the rows are a
+    placeholder with one entry, because every rank must run the head."""
     if layout.context_ranks == 1:
         return slice(0, num_tokens), rows, slice(0, len(rows.rows_E))
     size = num_tokens // layout.context_ranks
@@ -178,7 +174,6 @@ def _own(rows: _Rows, num_tokens: int, layout: Layout) -> tuple[slice, _Rows, sl
 def _bits(
     batch: TrainingBatch, kept_S: npt.NDArray[np.int32], vocab_size: int, layout: Layout
 ) -> torch.Tensor:
-    """Build the argument ``kept_SB`` of `selected_logprobs`."""
     numbers_D, sets_S = np.unique(kept_S, return_inverse=True)
     sets = [WHOLE_VOCABULARY if number < 0 else batch.kept_sets[number] for number in numbers_D]
     return to_device(kept_bits(sets, vocab_size)[sets_S], layout)
@@ -308,8 +303,7 @@ class StepSums:
         self.add(StepSums(sums, output.maxima))
 
     def of_all_ranks(self, group: dist.ProcessGroup | None) -> StepSums:
-        """Reduce over the data-parallel ranks of ``group``. Tensor-parallel ranks have equal
-        values. Collective."""
+        """Reduce over the data-parallel ranks of ``group``. Collective."""
         return StepSums(
             _reduced(self.sums, dist.ReduceOp.SUM, group),
             _reduced(self.maxima, dist.ReduceOp.MAX, group),
@@ -319,7 +313,6 @@ class StepSums:
 def _reduced(
     values: dict[str, torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> dict[str, torch.Tensor]:
-    """Reduce all values in one message; every rank has the same names and shapes."""
     if not values:
         return {}
     flat = torch.cat([value.double().flatten() for value in values.values()])

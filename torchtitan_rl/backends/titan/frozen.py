@@ -52,8 +52,8 @@ def taught_rows(
     layout: Layout,
 ) -> Iterator[TaughtRows]:
     """Run the teachers, up to their heads, which then compute the logits of parts of the rows.
-    ``teachers_S`` are the numbers of the rows' teachers, in ascending order. Collective: all ranks
-    run all teachers, also on parts without a row of theirs. The caller reshards the heads."""
+    ``teachers_S`` are the numbers of the rows' teachers, ascending. Collective: all ranks run all
+    teachers. The caller reshards the heads."""
     positions_1T = to_device(part.position_ids_T, layout)[None]
     subtree_end_T = to_device(part.subtree_end_T, layout)
     for number, teacher in enumerate(teachers):

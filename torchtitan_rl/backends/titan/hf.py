@@ -1,7 +1,4 @@
-"""Converts weights between torchtitan's sharded model and Hugging Face directories.
-
-`export_checkpoint` converts a run's checkpoint; it needs no trainer.
-"""
+"""Converts weights between torchtitan's sharded model and Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -140,8 +137,7 @@ def load_hf(model: PolicyModel, checkpoint_dir: Path) -> set[str]:
 
 
 def _read_experts(name: str, value: torch.Tensor, where: Mapping[str, Any]) -> None:
-    """Read this rank's shard of the experts in one tensor. ``where``: the open file of each
-    tensor."""
+    """Read this rank's shard of the experts in one tensor, from the open file of each."""
     shard, names = _shard(value), expert_names(name, value.shape[0])
     assert names is not None
     if shard is None:
@@ -165,13 +161,13 @@ def published(model: PolicyModel) -> dict[str, torch.Tensor]:
 
 
 def _frozen(model: PolicyModel) -> set[str]:
-    """Return the names of the vision tower's tensors if it is not trained."""
+    """Return the names of the vision tower's tensors that are not trained."""
     named = model.named_parameters()
     return {n for n, one in named if n.startswith(VISION_TOWER) and not one.requires_grad}
 
 
 def whole_weights(model: PolicyModel) -> dict[str, torch.Tensor]:
-    """Return all weights under Hugging Face names, without adapters. Nothing is copied."""
+    """Return all weights under Hugging Face names, without adapters; no copies."""
     state: dict[str, torch.Tensor] = PolicyStateDictAdapter(model.config).to_hf(model.state_dict())
     return state
 
@@ -195,10 +191,7 @@ def _is_of_adapter(name: str) -> bool:
 
 def hf_state(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return whole tensors in ``dtype`` on the CPU of rank 0, and nothing on other ranks.
-    Collective.
-
-    Tensors may share memory with the model, so they are valid only until the model's next step.
-    """
+    Collective. They may share memory with the model, so they are valid only until its next step."""
     state: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
         # Before the ranks exchange it, and on its device.
@@ -216,13 +209,12 @@ def _written_as(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def hf_names(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names of the tensors of `hf_state`, on every rank. Not collective."""
+    """Return the names of the tensors of `hf_state`, on every rank."""
     named = (expert_names(name, value.shape[0]) or [name] for name, value in tensors.items())
     return {name for names in named for name in names}
 
 
 def _named(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a tensor by its name, or the experts that it holds by their names."""
     names = expert_names(name, len(whole))
     return {name: whole} if names is None else dict(zip(names, whole.unbind(), strict=True))
 
@@ -230,13 +222,10 @@ def _named(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
 def hf_parts(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, TensorPart] | None:
-    """Return the part of each tensor that this rank writes, in ``dtype``. All ranks together write
-    every element once. Not collective. Nothing is copied, so the parts are valid only until the
-    model's next step.
-
-    The result is None if a rank's shard is not a box (data and tensor parallelism split the same
-    dimension into uneven parts).
-    """
+    """Return the part of each tensor that this rank writes, in ``dtype``; all ranks together write
+    every element once. Nothing is copied, so the parts are valid only until the model's next step.
+    None if a rank's shard is not a box (data and tensor parallelism split the same dimension into
+    uneven parts)."""
     parts: dict[str, TensorPart] = {}
     for index, (name, value) in enumerate(tensors.items()):
         shard = _shard(value)
@@ -262,21 +251,20 @@ def hf_parts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """This rank's shard of a tensor, which is a box. ``copies`` has, for each dimension of the mesh
-    that copies shards instead of splitting the tensor, this rank's place in it and its size."""
+    """This rank's shard of a tensor, a box. ``copies``: for each dimension of the mesh that copies
+    shards, this rank's place in it and its size."""
 
     local: torch.Tensor
     offset: tuple[int, ...]
     copies: tuple[tuple[int, int], ...]
 
     def is_written_by(self, index: int) -> bool:
-        """Whether this rank writes its shard. If several ranks hold the same shard, the tensor's
-        ``index`` selects one, so that the ranks share the work."""
+        """Whether this rank writes its shard. Of the ranks with the same shard, the tensor's
+        ``index`` selects one, so that they share the work."""
         return all(place == index % size for place, size in self.copies)
 
 
 def _shard(value: torch.Tensor) -> _Shard | None:
-    """Return this rank's shard; None if it is not a box."""
     if not isinstance(value, DTensor):
         of_rank_0 = ((dist.get_rank(), 1),)
         return _Shard(local=value, offset=(0,) * value.dim(), copies=of_rank_0)
@@ -359,7 +347,7 @@ def export(
     model: PolicyModel, path: Path, lora: LoraConfig, *, source: Path, dtype: torch.dtype
 ) -> None:
     """Write the model's weights, in ``dtype``, by `write_hf`. Adapters are merged into them, and
-    are also written by themselves, in float32, to the folder ``adapter`` next to it. Collective."""
+    are also written to the folder ``adapter`` next to it, in float32. Collective."""
     state = hf_state(whole_weights(model), dtype)
     adapters = hf_state(published(model), torch.float32) if lora.rank else {}
     try:
@@ -375,7 +363,7 @@ def export(
 def write_adapter_folder(
     path: Path, lora: LoraConfig, adapters: Mapping[str, torch.Tensor], *, source: Path
 ) -> None:
-    """Write an adapter's folder. An existing one is replaced after the new one is complete."""
+    """Write an adapter's folder, in place of an existing one."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -435,7 +423,6 @@ def export_checkpoint(
 
 
 def _weights(source: Path, architecture: PolicyArchitecture) -> dict[str, torch.Tensor]:
-    """Return all weights of a Hugging Face directory, without a tied head."""
     from safetensors.torch import load_file
 
     state = {

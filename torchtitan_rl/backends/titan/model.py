@@ -146,7 +146,6 @@ class PolicyModel(Qwen3Model):
         return self.lm_head(h_1SD) if has_head else h_1SD
 
     def routers(self) -> list[ReplayRouter]:
-        """The routers of all layers; none, if the policy is dense."""
         return [one for one in self.layers.modules() if isinstance(one, ReplayRouter)]
 
     def get_attention_masks(self, positions_1T: torch.Tensor, subtree_end_T: torch.Tensor) -> Any:
@@ -173,9 +172,9 @@ def build_policy(
     dtype: str,
     lora: LoraConfig = _WITHOUT_ADAPTERS,
 ) -> PolicyModel:
-    """Build a parallelized model, on its device, that computes in ``dtype``. Its weights are *not
-    initialized*. They are float32. With ``lora`` only its adapters require gradients, and the
-    others are ``dtype``."""
+    """Build a parallelized model, on its device, that computes in ``dtype``. Its float32 weights
+    are *not initialized*. With ``lora`` only its adapters require gradients, and the others are
+    ``dtype``."""
     model_config = policy_config(architecture, config, layout, dtype, lora)
     return build_model(model_config, config, layout, dtype)
 
@@ -183,7 +182,7 @@ def build_policy(
 def build_model(
     model_config: Any, config: TrainerConfig, layout: Layout, dtype: str
 ) -> PolicyModel:
-    """Build a model as `build_policy` does, but from a configuration of torchtitan's."""
+    """Build a model from a configuration of torchtitan's; see `build_policy`."""
     if config.compile and layout.device.type == "cpu":
         # Forward passes differ in their number of tokens; one compilation serves all lengths.
         torch._dynamo.config.assume_static_by_default = False
@@ -287,8 +286,7 @@ def policy_config(
 
 
 def _feed_forward(dim: int, hidden_dim: int, *, is_fused: bool) -> Any:
-    """``is_fused``: by `CpuFeedForward`, which reads the weights of its linear layers, and would
-    not call their adapters."""
+    """``is_fused``: by `CpuFeedForward`, which would not call adapters of its linear layers."""
     linear = partial(Linear.Config, param_init=_NO_INIT)
     return (CpuFeedForward if is_fused else FeedForward).Config(
         w1=linear(in_features=dim, out_features=hidden_dim),

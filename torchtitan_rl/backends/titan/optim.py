@@ -62,28 +62,23 @@ class PolicyOptimizer:
         )
 
     def step(self) -> None:
-        """Apply one update."""
         self.container.step()
         self.container.zero_grad()
 
     def end_step(self) -> None:
-        """Advance the learning-rate schedule by one training step."""
         self._scheduler.step()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors of the optimizer state."""
         for optimizer in self.container:
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def forget_steps(self) -> None:
-        """Set the number of steps that the optimizer has counted to 0."""
         for optimizer in self.container:
             for state in optimizer.state.values():
                 state["step"].zero_()
 
     def discard(self) -> None:
-        """Discard the gradients."""
         self.container.zero_grad()
 
     def restore_schedule(self, step: int) -> None:

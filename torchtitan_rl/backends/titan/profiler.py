@@ -27,7 +27,6 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the block if this step was chosen."""
         if number not in self._steps:
             yield
             return

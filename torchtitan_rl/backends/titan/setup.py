@@ -120,17 +120,16 @@ def set_up(config: TrainerConfig) -> Layout:
 
 
 def tear_down(layout: Layout) -> None:
-    """Leave the process group if `set_up` created it."""
     if layout.owns_process_group and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def check_device(planned: Literal["cpu", "cuda"]) -> None:
-    """Raise an error if torch would compute on another type of device than planned. A driver that
-    is too old leaves torch with the CPU, although the devices were counted.
+    """Check that torch computes on the planned type of device. A driver that is too old leaves
+    torch with the CPU, although the devices were counted.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: it computes on another.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     name = "cpu" if found is None else found.type

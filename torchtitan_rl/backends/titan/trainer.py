@@ -190,7 +190,7 @@ class PolicyTrainer:
 
     @property
     def version(self) -> int:
-        """The version of the weights: the number of training steps that made them."""
+        """The number of training steps that made the weights."""
         return self._version
 
     @property
@@ -347,8 +347,7 @@ class PolicyTrainer:
         selected_N: npt.NDArray[np.bool_],
         model: PolicyModel | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Compute logprobs [N] under ``model`` (default: the policy); 0 for tokens that are not
-        selected."""
+        """Compute logprobs [N] under ``model`` (default: the policy); 0 if not selected."""
         columns = TokenColumns(1, batch.num_tokens, self._layout)
         for part in self._share(batch, selected_N).parts:
             with torch.no_grad():
@@ -359,9 +358,9 @@ class PolicyTrainer:
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """Return what a version consists of on rank 0, and nothing on other ranks: the whole
-        weights under Hugging Face names, or the adapters under PEFT's. The tensors have the type
-        that the policy computes in. They may share memory with the model, so they are valid only
-        until the next step."""
+        weights under Hugging Face names, or the adapters under PEFT's, in the type that the policy
+        computes in. They may share memory with the model, so they are valid only until the next
+        step."""
         self._require()
         return hf_state(self._published(), getattr(torch, self._dtype))
 
@@ -380,16 +379,15 @@ class PolicyTrainer:
         return tensors
 
     def export_hf(self, path: Path, *, dtype: str | None = None) -> None:
-        """Write a Hugging Face directory, in ``dtype`` (default: the source checkpoint's type).
-        Adapters are merged into it, and are also written by themselves, in float32, to the folder
-        ``adapter`` next to it."""
+        """Write a Hugging Face directory, in ``dtype`` (default: the source checkpoint's); see
+        `hf.export`."""
         self._require()
         kind = getattr(torch, dtype or self._architecture.dtype)
         export(self._model, Path(path), self._lora, source=self._source, dtype=kind)
 
     def save_checkpoint(self, path: Path, attachments: Mapping[str, bytes] | None = None) -> None:
-        """Copy model, optimizer, schedule, random state, version and the ``attachments`` of rank 0,
-        and write the copy to ``path`` in the background: see `CheckpointWriter.save`."""
+        """Save with the ``attachments`` of rank 0, in the background: see
+        `CheckpointWriter.save`."""
         self._require()
         self._writer.save(
             Path(path),
@@ -400,11 +398,7 @@ class PolicyTrainer:
         )
 
     def finish_checkpoint(self) -> None:
-        """Wait until the last saved checkpoint is on disk. Any thread may call this at any time.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written.
-        """
+        """See `CheckpointWriter.finish`."""
         self._writer.finish()
 
     def load_checkpoint(self, path: Path) -> None:
@@ -419,13 +413,12 @@ class PolicyTrainer:
         self._is_between_updates = False
 
     def offload(self) -> None:
-        """Move all state to host memory and free the device memory until `onload`. Until then, only
-        `finish_checkpoint`, `onload` and `close` may be called. This has no effect on the CPU."""
+        """Move all state to host memory and free the device memory; only `finish_checkpoint`,
+        `onload` and `close` may follow. No effect on the CPU."""
         if self._layout.device.type != "cpu":
             self._memory.offload()
 
     def onload(self) -> None:
-        """Move all state back to the device, bit for bit."""
         self._memory.onload()
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
@@ -437,11 +430,8 @@ class PolicyTrainer:
         yield from self._optimizer.tensors()
 
     def close(self) -> None:
-        """Finish writing and leave the process group; the trainer cannot be used afterwards.
-
-        Raises:
-            CheckpointError: the last saved checkpoint could not be written.
-        """
+        """Finish writing (raises as `CheckpointWriter.close`) and leave the process group, for
+        good."""
         try:
             self._writer.close()
         finally:
@@ -453,11 +443,8 @@ class PolicyTrainer:
         updates: Sequence[_Update],
         examples: TrainingBatch | None = None,
     ) -> StepOutput:
-        """Take a step, as `_updated_step` does.
-
-        Raises:
-            DeviceMemoryError: the device has too little memory. Only this rank raises.
-        """
+        """Take a step, as `_updated_step` does. Only a rank whose memory is too small raises its
+        error."""
         on_cuda = self._layout.device.type == "cuda"
         try:
             if on_cuda:
@@ -477,7 +464,6 @@ class PolicyTrainer:
         updates: Sequence[_Update],
         examples: TrainingBatch | None,
     ) -> StepOutput:
-        """Take a step of one or more updates."""
         self._require()
         started = time.perf_counter()
         num_trained = sum(int(selected_N.sum()) for selected_N, _ in updates)
@@ -567,8 +553,7 @@ class PolicyTrainer:
     def _imitations(
         self, examples: TrainingBatch | None, num_updates: int
     ) -> list[tuple[TrainingBatch, npt.NDArray[np.bool_]]]:
-        """Split demonstrations into one part for each of the first updates (all, unless there are
-        fewer demonstrations)."""
+        """Split demonstrations into one part for each of the first updates."""
         if examples is None:
             return []
         selected_N, seed = imitated_mask(examples), (self._seed, self._version)
@@ -593,7 +578,6 @@ class PolicyTrainer:
         return share
 
     def _arithmetic(self, parts: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
-        """Count what the FLOPs of this rank's microbatches follow from."""
         counts = {"num_logits": num_logits(parts), "num_pairs": num_visible_pairs(parts)}
         device = self._layout.device
         return {
@@ -602,7 +586,6 @@ class PolicyTrainer:
         }
 
     def _share(self, batch: TrainingBatch, selected_N: npt.NDArray[np.bool_]) -> Share:
-        """Return this rank's microbatches. All ranks have the same number of microbatches."""
         config, longest = self._config, int(batch.episode_lengths.max())
         if longest > config.max_episode_tokens:
             raise ValueError(
@@ -649,19 +632,14 @@ class PolicyTrainer:
                 )
 
     def _require(self) -> None:
-        """Check that the trainer can be used.
-
-        Raises:
-            RuntimeError: the trainer is offloaded.
-            DivergedError: a step failed between its updates.
-        """
+        """Raise if the trainer is offloaded (RuntimeError), or a step failed between its
+        updates."""
         self._memory.require()
         if self._is_between_updates:
             raise DivergedError(f"{_TORN}; resume from a checkpoint")
 
 
 def _sums(halves_E: npt.NDArray[np.int64], values_E: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    """Return the sum of the values of each half."""
     is_in_E = halves_E >= 0
     return np.bincount(halves_E[is_in_E], weights=values_E[is_in_E])
 
@@ -696,12 +674,10 @@ def _memory_advice(config: TrainerConfig, version: int) -> str:
 class DeviceMemory:
     """Moves the trainer's state between device and host memory without creating new tensors.
 
-    The storages of the tensors are emptied and refilled. Parameters, optimizer states, FSDP's
-    shards and their views stay the same objects, so other code is not affected. ``tensors`` returns
-    all current tensors; several tensors may share a storage.
-
-    `onload` restores every byte that `offload` copied. A second call of either method has no
-    effect. After `offload` and before `onload` the tensors have no memory and must not be read.
+    The storages of the tensors are emptied and refilled, bit for bit. Parameters, optimizer states,
+    FSDP's shards and their views stay the same objects, so other code is not affected. ``tensors``
+    returns all current tensors; several may share a storage. Between `offload` and `onload` they
+    have no memory and must not be read.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -710,7 +686,6 @@ class DeviceMemory:
         self._buffers: dict[int, torch.Tensor] = {}  # host memory by storage, kept for reuse
 
     def offload(self) -> None:
-        """Copy all storages to the host and free them."""
         if self._offloaded:
             return
         storages = _storages(self._tensors())
@@ -726,7 +701,6 @@ class DeviceMemory:
             torch.accelerator.empty_cache()  # for other processes on the device
 
     def onload(self) -> None:
-        """Allocate the storages again and copy everything back."""
         for storage, buffer in self._offloaded:
             storage.resize_(buffer.numel())
             _bytes(storage).copy_(buffer, non_blocking=True)
@@ -747,7 +721,7 @@ class DeviceMemory:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return each storage once. The keys do not change when a storage is resized."""
+    """Return each storage once, by a key that resizing does not change."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -64,8 +64,8 @@ def tree_nodes(subtree_end_T: torch.Tensor) -> torch.Tensor:
 
 
 class TreeAttention(Module):
-    """Attention over the nodes of `tree_nodes`, on the CPU. Parameters have torchtitan's names,
-    because tensor parallelism shards by name."""
+    """Attention over `tree_nodes`, on the CPU. Tensor parallelism shards by torchtitan's parameter
+    names."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -144,7 +144,6 @@ def _attend_backward(
     nodes_M4: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the gradients of q, k and v."""
     num_keys = k_TKH.shape[1]
     grad_q_TNH, grad_k_TKH, grad_v_TKH = (x.new_empty(x.shape) for x in (q_TNH, k_TKH, v_TKH))
     grad, q, k, v, out, grad_q, grad_k, grad_v = (

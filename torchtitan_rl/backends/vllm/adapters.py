@@ -61,7 +61,7 @@ def adapter_arguments(
     adapters: LoraConfig | TenantSlots | Sequence[AdapterFolder],
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's ``EngineArgs`` for an engine with the adapter of a run, with
-    slots for those of several runs, or with several adapters; none if there are no adapters."""
+    slots for those of several runs, or with several adapters."""
     if isinstance(adapters, LoraConfig):
         number, rank, targets = 1, engine_rank(adapters.rank), set[str](adapters.target_modules)
     elif isinstance(adapters, TenantSlots):
@@ -83,8 +83,8 @@ def adapter_arguments(
 
 
 def adapter_requests(adapters: Sequence[AdapterFolder]) -> dict[str, LoRARequest]:
-    """Return what vLLM's requests with these adapters have, by name. The path in it is shown to
-    clients, and is therefore the name: an engine has loaded the adapters before."""
+    """Return what vLLM's requests with these adapters have, by name. Clients see the path in it,
+    which is therefore the name: an engine has loaded the adapters before."""
     from vllm.lora.request import LoRARequest
 
     return {
@@ -94,11 +94,7 @@ def adapter_requests(adapters: Sequence[AdapterFolder]) -> dict[str, LoRARequest
 
 
 class EngineAdapters:
-    """The adapters of one engine.
-
-    Args:
-        engine: vLLM's ``LLMEngine``, built with `adapter_arguments`.
-    """
+    """The adapters of vLLM's ``LLMEngine``, built with `adapter_arguments`."""
 
     def __init__(self, engine: Any, spec: GeneratorSpec) -> None:
         from vllm.lora.request import LoRARequest
@@ -174,7 +170,6 @@ class EngineAdapters:
     def _load(
         self, request: LoRARequest, lora: LoraConfig, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Load tensors under a request's name and number, in place of what has that number."""
         from vllm.lora.request import LoRARequest
 
         folder, lock = _private_folder(sum(tensor.nbytes for tensor in tensors.values()))
@@ -192,8 +187,7 @@ class EngineAdapters:
 
 def _private_folder(num_bytes: int) -> tuple[Path, int | None]:
     """Make a folder that only this user can read. Returns it, and its lock. It is in shared memory,
-    where a later command removes it if this process is killed, or, without room there, on the disk
-    of temporary files."""
+    where a later command removes it if this process is killed; without room there, on the disk."""
     try:
         if shutil.disk_usage(SHARED_MEMORY_ROOT).free - HEADROOM_BYTES > num_bytes:
             folder = SHARED_MEMORY_ROOT / folder_name("adapter")

@@ -16,7 +16,6 @@ _PROFILED_STEPS = 20
 
 
 def engine_arguments(spec: GeneratorSpec) -> dict[str, Any]:
-    """Return the arguments of vLLM's ``EngineArgs`` for a replica."""
     is_cpu, generator = spec.device == "cpu", spec.generator
     args: dict[str, Any] = {
         "model": str(spec.model),

@@ -39,14 +39,13 @@ def engine_environment(
 ) -> dict[str, str]:
     """Return the variables that must be set before an engine process imports torch or vLLM.
 
-    ``threads``: OMP threads of the process. Compilation is off on a CPU, because compiling takes
-    47 s at the start and makes nothing faster. So is vLLM's latent attention (MLA), which has no
-    prefix cache there, and only a kernel for vectors of 512 + 64 elements: keys and values of all
-    heads are kept instead.
+    On a CPU, compilation is off, because it takes 47 s at the start and makes nothing faster. So is
+    vLLM's latent attention (MLA), which has no prefix cache there, and only a kernel for vectors of
+    512 + 64 elements: keys and values of all heads are kept instead.
 
     On CUDA, FlashInfer's sampler is off, because its package has no compiled kernels: the first
     request with a top_p or top_k but without logprobs would run nvcc inside a step, which fails or
-    takes a minute. A user who has compiled kernels may set the variable. vLLM's own messages are
+    takes a minute. A user who has compiled kernels may set the variable. vLLM's messages are
     written to the log, because a start takes minutes.
     """
     environment = {
@@ -129,8 +128,7 @@ def keep_expert_weights() -> None:
 
 
 def repack(model: Any) -> None:
-    """Pack every linear of the model again from its parameter, including a tied head, and all
-    experts."""
+    """Pack every linear of the model again, including a tied head, and all experts."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -144,12 +142,12 @@ def repack(model: Any) -> None:
 
 @contextlib.contextmanager
 def unique_shared_memory(rank: int) -> Iterator[None]:
-    """Give the engine that is built in this block its own names in /dev/shm.
+    """Give the engine that is built in this block its own names in /dev/shm; all tensor-parallel
+    engines on a host would have the same.
 
-    Without this, all tensor-parallel engines on a host have the same names. The torch.distributed
-    environment variables must be set; the default gloo group is created here. At the end of the
-    block the names are removed, but the memory stays mapped. So a process that is killed later
-    leaks no memory.
+    The torch.distributed environment variables must be set; the default gloo group is created here.
+    At the end of the block the names are removed, but the memory stays mapped: a process that is
+    killed later leaks none.
     """
     import torch.distributed as dist
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed

@@ -40,13 +40,9 @@ def _expand(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """Repeat each request's parameter for its drafted tokens, as vLLM's GPU kernel does.
-
-    vLLM's CPU kernel writes the result into a converted copy, unless it has 64-bit integers.
-    Temperatures of drafted tokens would be arbitrary memory.
-
-    Shapes: R requests. ``ends_R`` are the cumulative numbers of drafted tokens.
-    """
+    """Repeat each request's parameter for its drafted tokens, as vLLM's GPU kernel does. ``ends_R``
+    are the cumulative numbers of these. vLLM's CPU kernel writes the result into a converted copy,
+    unless it has 64-bit integers: temperatures of drafted tokens would be arbitrary memory."""
     counts_R = ends_R.diff(prepend=ends_R.new_zeros(1))
     x_R = torch.where(x_R == replace_from, replace_to, x_R)
     return x_R.repeat_interleave(counts_R, output_size=num_tokens)
@@ -85,8 +81,8 @@ class FlatRotaryEmbedding(RotaryEmbedding):
     def forward_cpu(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Give vLLM's CPU kernel all heads of a token in one row. Of tensors [T, heads, size], as
-        DeepSeek-V3 has them, it takes each head for a token, and rotates by wrong positions."""
+        """Give vLLM's CPU kernel all heads of a token in one row. Of tensors [T, heads, size]
+        (DeepSeek-V3) it takes each head for a token, and rotates by wrong positions."""
         of_query, of_key = super().forward_cpu(
             positions, query.flatten(1), None if key is None else key.flatten(1)
         )

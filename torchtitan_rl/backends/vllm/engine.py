@@ -292,7 +292,6 @@ class VllmEngine:
         self._engine.engine_core.shutdown()
 
     def _profile(self, version: int) -> None:
-        """Profile the first steps under a chosen version. vLLM's profiler ends by itself."""
         if self._is_profiled:
             self._engine.stop_profile()
         self._is_profiled = version in self._spec.profiled_versions
@@ -303,8 +302,8 @@ class VllmEngine:
         self, sampling: SamplingParams, core_request: Any
     ) -> Callable[[], KeptTokens] | None:
         """Return a function that reads the set of tokens from which the newest token was sampled;
-        None if the request is not trained on or no token was excluded. With speculative decoding
-        the set is unknown, unless it follows from a grammar."""
+        None if it is not trained on or no token was excluded. With speculative decoding the set is
+        unknown, unless it follows from a grammar."""
         has_grammar = core_request.structured_output_request is not None
         if not sampling.with_logprobs or not (sampling.truncates or has_grammar):
             return None
@@ -325,9 +324,8 @@ class VllmEngine:
 
     def _read_routing(self) -> None:
         """Copy the experts of the tokens that a step computed; those of a prompt when its first
-        token has been sampled, because a pull between two chunks may have it computed again. Of a
-        request that ended, these are all tokens but the last one; the scheduler has forgotten
-        it."""
+        token has been sampled, because a pull between two chunks may have it computed again. The
+        scheduler has forgotten requests that ended; theirs are all tokens but the last one."""
         if self._routing is None:
             return
         scheduled = self._core.scheduler.requests
@@ -417,12 +415,9 @@ class _EngineRequest:
 
 
 class _Counters:
-    """Replaces vLLM's stat loggers with counters.
-
-    Recomputations after a pull count as preemptions. ``generated_tokens`` counts every sampled
-    token, because the scheduler reports all tokens of a step, and no request is aborted during a
-    step.
-    """
+    """Replaces vLLM's stat loggers with counters. Recomputations after a pull count as preemptions.
+    ``generated_tokens`` counts every sampled token: the scheduler reports all tokens of a step, and
+    no request is aborted during a step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -435,11 +430,10 @@ class _Counters:
             self.generated_tokens += iteration_stats.num_generation_tokens
 
     def log(self) -> None:
-        """Called by vLLM every 10 s. Does nothing, because the loop's stats are read instead."""
+        """vLLM calls this every 10 s; the loop's stats are read instead."""
 
     def record_sleep_state(self, sleep: int, level: int) -> None:
-        """Called by vLLM after `sleep` and `wake_up`. Does nothing, because the controller itself
-        requested them."""
+        """vLLM calls this; the controller itself requested the sleep."""
 
 
 def _finish_reason(request_id: str, reason: str | None) -> FinishReason:
@@ -495,11 +489,8 @@ HEADER_BYTES = 2048  # 8 bytes of length, then the payload's first bytes: enough
 
 class GlooLockstep:
     """A `LockstepChannel` from rank 0 of the default process group to all its ranks, over a gloo
-    group separate from the model's collectives.
-
-    It must be created on all ranks in the same order. A broadcast that waits for longer than
-    ``timeout_s`` raises on the waiting ranks.
-    """
+    group separate from the model's collectives, created on all ranks in the same order. A broadcast
+    that waits for longer than ``timeout_s`` raises on the waiting ranks."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -36,13 +36,12 @@ def option_errors(kind: Any, options: Mapping[str, Any], prefix: str) -> list[st
 
 
 def _shown(value: object) -> str:
-    """A value as JSON, which escapes control characters, with only the beginning of a long one."""
+    """A value as JSON, which escapes control characters, cut off."""
     text = json.dumps(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _bounded(field: dataclasses.Field[Any], kind: Any) -> Any:
-    """The type of a field of ``kind``, with the bounds that its default states."""
     hint = _resolved(field.type, kind)
     bounds = field.default.metadata if isinstance(field.default, FieldInfo) else ()
     return Annotated[hint, *bounds] if bounds else hint

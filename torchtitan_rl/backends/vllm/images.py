@@ -52,7 +52,6 @@ def make_prompt(renderer: Any, request: GenerationRequest, salt: str | None) -> 
 
 @lru_cache(maxsize=8)  # siblings have the same images; pixels take 24 bytes each
 def _computed(renderer: Any, placeholder: int, data: bytes, num_tokens: int) -> Any:
-    """Return vLLM's input of the vision tower for an image."""
     from PIL import Image
 
     prompt = {

@@ -160,8 +160,7 @@ class RouterLLM(AsyncLLM):
         """Generate as AsyncLLM does.
 
         Raises:
-            VLLMValidationError: the request has an option that is not served, or an invalid
-                session.
+            VLLMValidationError: an option is not served, or the session is invalid.
         """
         refuse_unserved(sampling_params, scores_prompts=self._scores_prompts)
         self.constraints.free(sampling_params)
@@ -172,9 +171,8 @@ class RouterLLM(AsyncLLM):
         return super().generate(prompt, sampling_params, request_id, **options)
 
     def start(self) -> None:
-        """Start the task that processes outputs, on the event loop. If that task ends before
-        `shutdown`, no request can be answered any more: all requests get an error and the link
-        fails."""
+        """Start the task that processes outputs, on the event loop. If it ends before `shutdown`,
+        no request can be answered any more: all requests get an error and the link fails."""
         self._run_output_handler()
         self.output_handler.add_done_callback(self._on_outputs_end)
 
@@ -191,7 +189,6 @@ class RouterLLM(AsyncLLM):
         self._link.fail(f"outputs are no longer taken: {error or 'see the endpoint log'}")
 
     def _fail(self, request_id: str, error: RefusedRequest) -> None:
-        """End a request, and the other choices of its ``n``, with an error."""
         state = self.output_processor.request_states.get(request_id)
         if state is None:
             return
@@ -203,8 +200,8 @@ class RouterLLM(AsyncLLM):
 
 @contextlib.contextmanager
 def _core_client(core: RouterCore) -> Iterator[None]:
-    """Make `AsyncLLM` use ``core``. `AsyncLLM` has no argument for this, so the factory that it
-    calls is replaced."""
+    """Make `AsyncLLM` use ``core``: it has no argument for this, so the factory that it calls is
+    replaced."""
     factory = EngineCoreClient.make_async_mp_client
     EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
     try:
@@ -242,7 +239,6 @@ def _vllm_config(spec: EndpointSpec) -> Any:
 def _serve_model(
     app: FastAPI, llm: RouterLLM, endpoint: EndpointConfig, adapters: Sequence[AdapterFolder]
 ) -> None:
-    """Set the attributes of the application's state that vLLM's routes use."""
     template: dict[str, Any] = {
         "chat_template": load_chat_template(endpoint.chat_template or None),
         "chat_template_content_format": "auto",
@@ -307,8 +303,8 @@ def _add_health_and_metrics(app: FastAPI, llm: RouterLLM, link: ControllerLink) 
 
 
 def _gauges(status: SystemStatus) -> bytes:
-    """Return the gauges in Prometheus's text format. Names may have labels; the names of counters
-    end in "_total"."""
+    """Return the gauges in Prometheus's text format. Names may have labels; those of counters end
+    in "_total"."""
     gauges = {"torchtitan_rl_healthy": float(status.is_healthy), **status.gauges}
     families: defaultdict[str, list[str]] = defaultdict(list)  # lines of a family must be adjacent
     for name, value in sorted(gauges.items()):

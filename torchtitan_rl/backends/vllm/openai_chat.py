@@ -60,8 +60,7 @@ class AnswerStream:
         self._first: list[Any] = []
 
     async def begin(self) -> AsyncIterator[str]:
-        """Wait for the first output and return the chunks. An error before that output is
-        raised."""
+        """Return the chunks after the first output; raise an error that comes before it."""
         close_at_end(self._close)
         async for output in self._outputs:
             self._first.append(output)
@@ -69,7 +68,6 @@ class AnswerStream:
         return self.chunks
 
     async def _close(self) -> None:
-        """Abort the requests of this answer that are still running."""
         for stream in (self.chunks, self._outputs):
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
@@ -86,7 +84,7 @@ class _Versions:
     last token."""
 
     def __init__(self, num_choices: int = 1) -> None:
-        """``num_choices``: the number of choices per prompt."""
+        """``num_choices``: of each prompt."""
         self._num_choices = num_choices
         self._runs: dict[int, list[list[int]]] = {}
 
@@ -96,8 +94,7 @@ class _Versions:
             self._runs[prompt * self._num_choices + output.index] = runs
 
     async def noted(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        """Pass on ``outputs`` (request outputs, or pairs of prompt index and request output), and
-        collect their versions."""
+        """Pass on request outputs (or pairs with a prompt's index), and collect their versions."""
         async for item in outputs:
             prompt, result = item if isinstance(item, tuple) else (0, item)
             for output in result.outputs:
@@ -297,11 +294,8 @@ class Messages(Chat, AnthropicServingMessages):
 
 
 def _check_tool_choice(request: ChatCompletionRequest) -> None:
-    """Check that a required tool exists. vLLM checks this only in chat requests that it parses.
-
-    Raises:
-        VLLMValidationError: the request requires a call, and the tool does not exist.
-    """
+    """Raise a VLLMValidationError if a required tool does not exist. vLLM checks this only in chat
+    requests that it parses."""
     names = [tool.function.name for tool in request.tools or ()]
     choice = request.tool_choice
     named = getattr(getattr(choice, "function", None), "name", None)
@@ -326,7 +320,6 @@ async def _with_whole_calls(chunks: AsyncIterator[str]) -> AsyncGenerator[str, N
 
 
 def _add(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
-    """Add a streamed part of a call to ``calls``, which are keyed by index."""
     call = calls.setdefault(part["index"], {**part, "function": {"arguments": ""}})
     function = part.get("function") or {}
     call["function"]["arguments"] += function.get("arguments") or ""
@@ -335,7 +328,7 @@ def _add(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
 
 
 def _finish(choice: dict[str, Any], calls: list[dict[str, Any]]) -> None:
-    """Add all calls of a stream to ``choice``, which belongs to the stream's last chunk."""
+    """Add all calls of a stream to a choice of its last chunk."""
     delta = choice["delta"]
     for call in calls:
         call["function"]["arguments"] = call["function"]["arguments"] or "{}"
@@ -349,12 +342,9 @@ def _finish(choice: dict[str, Any], calls: list[dict[str, Any]]) -> None:
 def _split(
     calls: Sequence[Any], arguments: Sequence[str], *, is_cut: bool = False
 ) -> tuple[list[Any], list[str]]:
-    """Return the calls that Anthropic's API can express, and the arguments of the other calls as
-    texts.
-
-    ``is_cut``: the length limit cut the answer, so the arguments of the last call may be only the
-    beginning of an object. Clients accept this in streams.
-    """
+    """Return the calls that Anthropic's API can express, and the arguments of the others.
+    ``is_cut``: by the length limit, so the last call's may be only the beginning of an object,
+    which clients accept in streams."""
     fits = [is_json_object(text) for text in arguments]
     if is_cut and calls:
         fits[-1] = fits[-1] or _begins_object(arguments[-1])
@@ -370,8 +360,7 @@ def _begins_object(text: str) -> bool:
 
 
 def _reason(reason: str | None, calls: Sequence[Any]) -> str | None:
-    """Return the finish reason of a choice. If a call was required, vLLM reports "tool_calls" even
-    for an answer without a call."""
+    """If a call was required, vLLM reports "tool_calls" even for an answer without one."""
     return "stop" if reason == "tool_calls" and not calls else reason
 
 

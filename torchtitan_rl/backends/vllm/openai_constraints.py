@@ -42,11 +42,8 @@ _DEFAULTS = VllmSamplingParams()
 
 
 class ConstraintPolicy:
-    """Applies `EndpointConfig.constraints` to incoming requests and to the sampling parameters for
-    the engine.
-
-    ``count`` is called with the name of a counter, to increment it.
-    """
+    """Applies `EndpointConfig.constraints` to requests and to the sampling parameters for the
+    engine. ``count`` increments a counter, given its name."""
 
     def __init__(self, option: Constraints, count: Callable[[str], None]) -> None:
         self._option = option
@@ -81,8 +78,8 @@ class ConstraintPolicy:
     def note_answer(
         self, request: Any, *, arguments: Sequence[str], text: str = "", mark: str | None = None
     ) -> None:
-        """Count an answer without a required call, and an answer with a broken call. This does not
-        depend on the option. The request must have been admitted.
+        """Count an answer without a required call, and one with a broken call, with any option. The
+        request must have been admitted.
 
         Args:
             arguments: the arguments of each call that the tool parser found.
@@ -99,8 +96,8 @@ class ConstraintPolicy:
 
 
 def refuse_unsupported_schema(params: VllmSamplingParams) -> None:
-    """Raise `VLLMValidationError` for a JSON schema that xgrammar does not support. The message
-    names the keywords; vLLM's own message does not."""
+    """Raise `VLLMValidationError`, with the keywords, for a JSON schema that xgrammar does not
+    support."""
     schema = params.structured_outputs and params.structured_outputs.json
     if not schema:
         return
@@ -118,8 +115,8 @@ def refuse_unsupported_schema(params: VllmSamplingParams) -> None:
 
 
 def _unsupported_keywords(schema: dict[str, Any]) -> list[str]:
-    """Find the innermost unsupported part of the schema, and return the smallest set of keywords in
-    this part that xgrammar does not support together."""
+    """Return the smallest set of keywords in the innermost unsupported part of the schema that
+    xgrammar does not support together."""
     for value in schema.values():
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, dict) and has_xgrammar_unsupported_json_features(part):
@@ -133,8 +130,7 @@ def _unsupported_keywords(schema: dict[str, Any]) -> list[str]:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether ``text`` is a JSON object that an answer can contain: one without NaN, infinity or
-    unpaired surrogates."""
+    """Whether ``text`` is a JSON object without NaN, infinity or unpaired surrogates."""
     try:
         found = json.loads(text)
         json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
@@ -144,13 +140,12 @@ def is_json_object(text: str) -> bool:
 
 
 def readable_calls(parser_class: Any) -> Any:
-    """Return a subclass of a vLLM parser. Unlike the parser, it does not change what the policy
-    wrote.
+    """Return a subclass of a vLLM parser that does not change what the policy wrote.
 
-    - If UTF-8 cannot encode a call, all calls stay text. This happens if a policy writes the escape
-      ``"\\ud800"``, which parsers replace by an unpaired surrogate.
-    - If a stream ends in the chunk that names the function, the call has no arguments, and none
-      are added. vLLM would add ``{}``.
+    - If UTF-8 cannot encode a call, all calls stay text: parsers replace the escape ``"\\ud800"``
+      by an unpaired surrogate.
+    - If a stream ends in the chunk that names the function, the call has no arguments; vLLM would
+      add ``{}``.
     """
     if parser_class is None:
         return None
@@ -191,7 +186,6 @@ def call_mark(parser: Any) -> str | None:
 
 
 def constraining_fields(request: Any) -> Iterator[str]:
-    """Yield the names of a request's fields that constrain its sampling."""
     for name in _SAMPLING_FIELDS:
         if getattr(request, name, None):
             yield name

@@ -102,8 +102,7 @@ def refuse_unserved(params: VllmSamplingParams, *, scores_prompts: bool) -> None
 
 
 def session_of_request(named: str | None) -> str | None:
-    """Return the session of the current HTTP request, from the headers or else from ``named``, the
-    session id in the body. None if neither has one.
+    """Return the session of the current HTTP request, from the headers or ``named`` in the body.
 
     Raises:
         VLLMValidationError: ``named`` is not a valid session id, or the headers have another one.
@@ -123,8 +122,8 @@ def session_of_request(named: str | None) -> str | None:
 def generation_request(
     request: EngineCoreRequest, *, model_reasons: bool = False
 ) -> GenerationRequest:
-    """Convert vLLM's request to a request for the router. ``model_reasons``: the model may reason
-    before a structured output."""
+    """Convert vLLM's request to one for the router. ``model_reasons``: perhaps before a structured
+    output."""
     session = session_of_request(request.session_id)
     sampling = _sampling(request, model_reasons=model_reasons)
     if session is None and request.sampling_params.num_logprobs is None:
@@ -163,7 +162,6 @@ def _sampling(request: EngineCoreRequest, *, model_reasons: bool) -> SamplingPar
 
 
 def _engine_options(params: VllmSamplingParams) -> dict[str, Any]:
-    """Return the options that differ from vLLM's defaults, as JSON types."""
     names = (*_OPTIONS, *_TEXT_OPTIONS) if params.stop else _OPTIONS
     options = {
         name: value
@@ -196,10 +194,7 @@ Piece = tuple[int | None, EngineCoreOutput]  # a policy version, and tokens samp
 
 class RouterCore(EngineCoreClient):
     """The engine core client of an `AsyncLLM`; it reaches the engines through a `ControllerLink`.
-
-    ``fail`` is called for each refused request. The caller sets ``fail`` after vLLM's output
-    processor exists.
-    """
+    ``fail`` is called for each refused request; it is set after vLLM's output processor exists."""
 
     def __init__(self, link: ControllerLink, *, model_reasons: bool = False) -> None:
         self.fail: Callable[[str, RefusedRequest], None]
@@ -230,7 +225,6 @@ class RouterCore(EngineCoreClient):
         self.abort(request_ids)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Abort requests. vLLM also calls this for requests that it ended at a stop string."""
         running = [name for name in request_ids if self._running.pop(name, None) is not None]
         if running:
             self._link.abort(running)
@@ -298,8 +292,8 @@ def _new_tokens(
     *,
     metrics: CompletionMetrics | None,
 ) -> Iterator[Piece]:
-    """Yield the tokens of ``part`` that were not delivered yet, one piece per policy version. The
-    first token of ``part`` has index ``start`` in the completion."""
+    """Yield the tokens of ``part``, of which the first has index ``start`` in the completion, that
+    were not delivered yet, one piece per policy version."""
     end = start + len(part.token_ids)
     for version, first, last in _spans(part.version_runs, running.num_delivered, end):
         tokens = slice(first - start, last - start)
@@ -316,8 +310,7 @@ def _new_tokens(
 
 
 def _spans(runs: Sequence[VersionRun], start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (version, first index, index after the last) for the tokens from ``start`` to
-    ``end``."""
+    """Yield (version, first, end) for the tokens from ``start`` to ``end``."""
     run_ends = [run.start for run in runs[1:]] + [end]
     for run, run_end in zip(runs, run_ends, strict=False):  # without tokens there are no runs
         first, last = max(run.start, start), min(run_end, end)
@@ -327,7 +320,7 @@ def _spans(runs: Sequence[VersionRun], start: int, end: int) -> Iterator[tuple[i
 
 def _logprobs(part: Progress | Completion, tokens: slice) -> LogprobsLists:
     """Return one row per token: the sampled token, then the most likely ones. The ranks of tokens
-    are dummy values, because no OpenAI answer has ranks."""
+    are dummy values, because no OpenAI answer has them."""
     if part.top_logprobs:
         rows = part.top_logprobs[tokens]
     else:
@@ -357,9 +350,8 @@ def _prompt_logprobs(running: _SentRequest, scores: TokenScores) -> LogprobsTens
 
 
 def _events(running: _SentRequest, metrics: CompletionMetrics | None) -> list[EngineCoreEvent]:
-    """Return the times when the request was queued and scheduled, on this process's clock. While a
-    request is streamed the second time is estimated, because ``metrics`` arrive with the request's
-    end."""
+    """Return when the request was queued and scheduled, on this process's clock; the latter is
+    estimated while it is streamed, because ``metrics`` arrive with its end."""
     scheduled_s = running.submitted_s + metrics.queue_s if metrics else time.monotonic()
     return [
         EngineCoreEvent.new_event(EngineCoreEventType.QUEUED, running.submitted_s),
@@ -376,8 +368,8 @@ def _prefill_stats(running: _SentRequest, metrics: CompletionMetrics | None) -> 
 
 
 def _batches(requests: list[list[Piece]]) -> Iterator[EngineCoreOutputs]:
-    """Yield batches as vLLM's engine core does. All pieces of a batch have one version. First come
-    the first pieces of all requests, grouped by version, then the second pieces, and so on."""
+    """Yield batches of one version: first the first pieces of all requests, then the second, and so
+    on."""
     for index in range(max(map(len, requests), default=0)):
         by_version: dict[int | None, list[EngineCoreOutput]] = {}
         for pieces in requests:

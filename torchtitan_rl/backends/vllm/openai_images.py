@@ -81,7 +81,7 @@ def taken_images(features: Sequence[Any] | None) -> tuple[PromptImage, ...]:
     """Return the images of the current HTTP request, at the places of vLLM's ``features``.
 
     Raises:
-        VLLMValidationError: there are other inputs than the images that were read.
+        VLLMValidationError: there are other inputs than these images.
     """
     if not features:
         return ()

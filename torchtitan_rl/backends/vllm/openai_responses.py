@@ -2,10 +2,8 @@
 
 vLLM's own store is never freed, and vLLM leaves the tool calls of earlier answers out of a
 continued conversation. So this module replaces `previous_response_id` by the whole earlier
-conversation, and vLLM gets a request that contains all of its input.
-
-Each response is stored as JSON, with its own input and the id of the previous response; a
-conversation is a chain of responses. Only the session that created a response can read it.
+conversation, a chain of responses. Each is stored as JSON, with its own input and the id of the
+previous one. Only the session that created a response can read it.
 
 Invariant: at most ``max_responses`` responses are stored, and together they have at most
 ``max_bytes`` of JSON. The least recently used response is dropped first. Continuing a conversation
@@ -39,8 +37,7 @@ _UNSERVED = ("background", "conversation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """The part of a request that is stored with its response. ``items`` is the request's own
-    input."""
+    """What is stored with a request's response. ``items`` is the request's own input."""
 
     session: str | None
     items: list[Any]
@@ -138,8 +135,8 @@ class Responses(RefusalErrors, OpenAIServingResponses):
 
 
 def _with_one_text(item: Any) -> Any:
-    """Join the parts of an assistant's message to one text. vLLM reads only the first part, and
-    fails if there is none."""
+    """Join the parts of an assistant's message. vLLM reads only the first, and fails if there is
+    none."""
     if not (isinstance(item, dict) and item.get("role") == "assistant"):
         return item
     parts = item.get("content")
@@ -218,7 +215,6 @@ class ResponseStore:
     def keep(
         self, owner: Owner, response: Mapping[str, Any], items: Sequence[Any], previous: str | None
     ) -> None:
-        """Store a response, with the input items of its request."""
         stored = _Stored(
             response=json.dumps(response).encode(),
             items=json.dumps(items).encode(),
@@ -251,19 +247,11 @@ class ResponseStore:
         ]
 
     def read(self, owner: Owner, response_id: str) -> bytes:
-        """Return a response as JSON.
-
-        Raises:
-            RefusedError: 404 or 410, the response is not stored.
-        """
+        """Return a response as JSON; raises as `conversation`."""
         return self._find(owner, response_id).response
 
     def delete(self, owner: Owner, response_id: str) -> None:
-        """Delete a response.
-
-        Raises:
-            RefusedError: 404 or 410, the response is not stored.
-        """
+        """Delete a response; raises as `conversation`."""
         self.num_bytes -= self._find(owner, response_id).num_bytes
         del self._stored[owner, response_id]
 

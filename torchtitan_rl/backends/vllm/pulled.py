@@ -166,8 +166,8 @@ def _head(module: Any, path: str, tensors: Tensors, number: int) -> bool:
 
 def latent_products(model: Any) -> dict[str, Any]:
     """The parameters that layers with latent attention (MLA) make of their ``kv_b_proj``, by name,
-    with the layer. They multiply queries and outputs. Some of vLLM's backends make views, which a
-    pull changes, too; others make copies, which have to be made again."""
+    with the layer. Some of vLLM's backends make views, which a pull changes, too; others copies,
+    which have to be made again."""
     from vllm.model_executor.layers.attention import MLAAttention
 
     return {
@@ -179,7 +179,6 @@ def latent_products(model: Any) -> dict[str, Any]:
 
 
 def _latent(module: Any, path: str, tensors: Tensors, number: int) -> bool:
-    """Compares columns of both products, of all heads of this rank."""
     projection = module.kv_b_proj
     whole = tensors[f"{path}.kv_b_proj.weight"].chunk(projection.tp_size)[projection.tp_rank]
     units = _units(whole.shape[1], number)
@@ -191,8 +190,8 @@ def _latent(module: Any, path: str, tensors: Tensors, number: int) -> bool:
 
 
 def _experts(module: Any, path: str, tensors: Tensors, number: int) -> bool:
-    """The N probes go to different experts of this rank, which are all without expert parallelism;
-    the other experts of each have the weight 0."""
+    """The N probes go to different experts of this rank; the other experts of each have the weight
+    0."""
     rank, ranks = module.moe_config.tp_rank, module.moe_config.tp_size
     experts, top_k = module.global_num_experts, module.top_k
     weight = tensors[f"{path}.0.gate_proj.weight"]

@@ -74,9 +74,7 @@ MAX_TOKENS_OF = {
 
 def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
     """Return a new `vllm.SamplingParams` for a completion that resumes after ``num_resumed``
-    tokens. vLLM's limits also count the resumed tokens.
-
-    vLLM decodes text only for requests with stop strings.
+    tokens, which vLLM's limits also count. vLLM decodes text only for requests with stop strings.
 
     Raises:
         ValueError, TypeError, VLLMValidationError, msgspec.ValidationError: an engine option is
@@ -109,13 +107,12 @@ def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
 
 
 def reasoning_of(sampling: SamplingParams) -> tuple[bool | None, dict[str, Any] | None]:
-    """Return whether reasoning has ended before the completion, and the arguments of vLLM's
-    reasoning parser.
+    """Return whether reasoning has ended before the completion, and the arguments of vLLM's parser
+    of it.
 
-    A structured output constrains only the tokens after the reasoning. With True, the default, the
-    constraint applies from the first token of the completion. With False, it applies after the
-    reasoning in the completion. With None, vLLM looks into the prompt to find out whether reasoning
-    has ended.
+    A structured output constrains only the tokens after the reasoning. With True, the default, that
+    is from the first token of the completion; with False, after the reasoning in the completion;
+    with None, vLLM looks into the prompt to find out.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -154,10 +151,8 @@ def _checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_numbers_of_tokens(params: Any) -> None:
-    """Check `MAX_TOKENS_OF` for a `vllm.SamplingParams` that vLLM's input processor has completed.
-
-    Stop tokens include the model's own. vLLM limits them only for requests with a minimum length,
-    which every resumed request has, so they are always limited here.
+    """Check `MAX_TOKENS_OF` for a `vllm.SamplingParams` that vLLM's input processor has completed,
+    with the model's own stop tokens.
 
     Raises:
         ValueError: an option has too many tokens.
@@ -222,8 +217,6 @@ class SampledLogprobs:
 
 
 def _scores_of(tensors: Any) -> TokenScores:
-    """Convert vLLM's ``LogprobsTensors`` of a prompt: a column for the prompt's own tokens, then
-    one for each of the most likely tokens."""
     ids, logprobs = tensors.logprob_token_ids.numpy(), tensors.logprobs.numpy()
     return TokenScores(
         logprobs=tuple(logprobs[:, 0].tolist()),
@@ -234,12 +227,10 @@ def _scores_of(tensors: Any) -> TokenScores:
 
 def build_core_request(core: Any, engine_request: Any, num_resumed: int) -> Any:
     """Build a `Request` of vLLM's core from an `EngineCoreRequest` whose last ``num_resumed``
-    prompt tokens were sampled earlier (0 for a request that is not resumed).
+    prompt tokens were sampled earlier, and are removed from its prompt.
 
-    The grammar is compiled and the reasoning parser created here, not in the background, for two
-    reasons. An error then refuses only this request. And ranks that compile in the background would
-    start the request at different steps. The resumed tokens are removed from the prompt of
-    ``engine_request``.
+    The grammar is compiled and the reasoning parser created here, not in the background: an error
+    then refuses only this request, and all ranks start the request at the same step.
 
     Raises:
         ValueError: the grammar rejects the resumed tokens.
@@ -261,12 +252,11 @@ def build_core_request(core: Any, engine_request: Any, num_resumed: int) -> Any:
 
 
 def resumed_detokenizer(tokenizer: Any, engine_request: Any, request: Any) -> Any:
-    """Return a detokenizer that has read the resumed tokens. ``tokenizer`` is None for a request
-    without stop strings.
+    """Return a detokenizer that has read the resumed tokens. ``tokenizer`` is None without stop
+    strings.
 
-    vLLM searches for stop strings only after ``min_tokens`` output tokens. `vllm_sampling_params`
-    adds ``num_resumed`` to ``min_tokens``, so a stop string that lies within the resumed tokens
-    does not end the request.
+    vLLM searches for these only after ``min_tokens`` output tokens, to which `vllm_sampling_params`
+    adds ``num_resumed``: a stop string within the resumed tokens does not end the request.
     """
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -279,8 +269,7 @@ def let_runner_resume(core: Any, runner: Any) -> None:
     """Make vLLM's V1 model runner treat resumed tokens as output, as its V2 runner does.
 
     The V2 runner (on CUDA) gets prompt and output tokens separately, as after a preemption. The V1
-    runner gets only the prompt. Here the output is added when the V1 runner adds the request to its
-    batch.
+    runner gets only the prompt; the output is added when it adds the request to its batch.
     """
     if core.vllm_config.use_v2_model_runner:
         return
@@ -299,12 +288,9 @@ _MAX_GRAMMARS = 64  # serialized grammars in the cache
 
 
 class KeptSets:
-    """Stores, for each recorded request, the set of candidates of its newest token. Keys are vLLM's
-    internal request ids.
-
-    A set is None if its shortest encoding takes more than ``4 * max_tokens`` bytes. A token whose
-    set is None is not trained on.
-    """
+    """The set of candidates of the newest token of each recorded request, by vLLM's internal
+    request ids. A set is None if its shortest encoding takes more than ``4 * max_tokens`` bytes;
+    its token is not trained on."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_bytes = 4 * max_tokens
@@ -334,8 +320,7 @@ class KeptSets:
         runner.sampler.sample = draw_and_read
 
     def _read(self, names: Sequence[str], processed_RV: Any) -> None:
-        """Record the sets of ``processed_RV``: logits or logprobs, one row per request, -inf for
-        each excluded token."""
+        """Record the sets of ``processed_RV``: a row per request, -inf for each excluded token."""
         rows = [row for row, name in enumerate(names) if name in self._sets]
         if not rows:
             return
@@ -348,16 +333,14 @@ class KeptSets:
 
 
 class Grammars:
-    """Serializes the grammars of requests. A grammar that several requests share is serialized
-    once."""
+    """Serializes the grammars of requests, each once."""
 
     def __init__(self) -> None:
         self._data: dict[Any, bytes] = {}  # keyed by the specification that vLLM compiled
 
     def replayable(self, core: Any, request: Any) -> Grammar | None:
-        """Return the grammar of ``request`` if the grammar applies to each of its tokens and
-        `orchestration/batching.py` can replay it; otherwise None. ``core`` and ``request`` are
-        vLLM's own objects."""
+        """Return the grammar of vLLM's ``request`` if it applies to each of its tokens and
+        `orchestration/batching.py` can replay it; otherwise None."""
         from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
         structured = request.structured_output_request
@@ -377,8 +360,7 @@ class Grammars:
 
 
 def _v2_names(runner: Any) -> Callable[..., Sequence[str]]:
-    """Return a function that maps the arguments of the V2 runner's ``Sampler.sample`` to the
-    request id of each row."""
+    """Map the arguments of the V2 runner's ``Sampler.sample`` to each row's request id."""
 
     def names(_logits: Any, _expanded: Any, _mapping: Any, rows: Any, *_: Any) -> Sequence[str]:
         return [runner.req_states.index_to_req_id[row] for row in rows.tolist()]

@@ -170,8 +170,7 @@ def _is_sum(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
 
 
 def _made_tokens(config: LossConfig, updates: int) -> LossTokens:
-    """Make eight tokens of four sequences, two of them untrained, with the fields that a run would
-    set."""
+    """Make eight tokens of four sequences, two of them untrained, as a run would."""
     generator = torch.Generator().manual_seed(0)
     logprobs_T = -3 * torch.rand(8, generator=generator)
     trained_T = torch.tensor([True, True, False, True, True, True, True, False])

@@ -104,9 +104,8 @@ def _sums_by_age(
     kl_T: torch.Tensor,
     distance_T: torch.Tensor,
 ) -> torch.Tensor:
-    """Return [7, A]: for each bucket the number of trained tokens, and their sums of ratio, squared
-    ratio, clipped, masked, KL and distance of logprobs. Float64, because squared ratios are
-    large."""
+    """Return [7, A] in float64: each bucket's number of trained tokens, and their sums of ratio,
+    squared ratio, clipped, masked, KL and distance of logprobs."""
     ratios_T = ratios_T.double()
     columns = [tokens.trained_T, ratios_T, ratios_T.square(), clipped_T, masked_T, kl_T, distance_T]
     columns_7T = torch.stack([column.double() for column in columns])
@@ -116,8 +115,6 @@ def _sums_by_age(
 def _metrics_by_age(
     totals_7A: Sequence[Sequence[float]], maxima_2A: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """Compute the metrics of the buckets that have tokens, and the effective share of all
-    tokens."""
     metrics: dict[str, float] = {}
     columns = zip(AGE_BUCKETS, *totals_7A, *maxima_2A, strict=True)
     for bucket, num_tokens, ratio, square, clipped, masked, kl, distance, *largest in columns:
@@ -145,7 +142,7 @@ def _effective_share(num_tokens: float, ratio_sum: float, square_sum: float) -> 
 
 
 def _buckets(tokens: LossTokens) -> torch.Tensor:
-    """Return [T]: each token's bucket. The last bucket contains all older tokens."""
+    """Return [T]: each token's bucket; the last one has all older tokens."""
     return tokens.ages_T.clamp(0, len(AGE_BUCKETS) - 1)
 
 
