@@ -60,7 +60,9 @@ class ReplicaError(GenerationError):
     ``silent_s``: the seconds from the last sign of life until the loss was seen, if known.
     """
 
-    silent_s: float | None = None
+    def __init__(self, *args: object, silent_s: float | None = None) -> None:
+        super().__init__(*args)
+        self.silent_s = silent_s
 
 
 class ProcessLostError(ReplicaError):

@@ -22,12 +22,7 @@ import psutil
 
 from torchtitan_rl import shim
 from torchtitan_rl.aio import uninterrupted
-from torchtitan_rl.errors import (
-    ProcessEndedError,
-    ProcessLostError,
-    ProcessStoppedError,
-    TorchtitanRLError,
-)
+from torchtitan_rl.errors import ProcessEndedError, ProcessStoppedError, TorchtitanRLError
 from torchtitan_rl.shim import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 _POLL_S = 0.05
@@ -69,14 +64,14 @@ class Processes:
             gap_s, looked_s = now() - looked_s, now()
             for pid, handle in self._handles.items():
                 if _has_exited(handle):
-                    raise _lost(ProcessEndedError(f"{name}: process {pid} has ended"), gap_s)
+                    raise ProcessEndedError(f"{name}: process {pid} has ended", silent_s=gap_s)
                 stop = _stop_of(pid)
                 is_same = stop is not None and stops[pid] in (None, stop)
                 stops[pid] = stop
                 stopped_s[pid] = (stopped_s[pid] + min(gap_s, 2 * LOOK_S)) * is_same
                 if stopped_s[pid] >= STOPPED_S:
-                    stopped = ProcessStoppedError(f"{name}: process {pid} is stopped (SIGSTOP)")
-                    raise _lost(stopped, stopped_s[pid])
+                    message = f"{name}: process {pid} is stopped (SIGSTOP)"
+                    raise ProcessStoppedError(message, silent_s=stopped_s[pid])
 
     async def end(self, timeout_s: float) -> list[int]:
         """Wait ``timeout_s`` for the processes to exit, then kill the others with their process
@@ -116,11 +111,6 @@ def _has_exited(handle: int) -> bool:
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _lost(error: ProcessLostError, silent_s: float) -> ProcessLostError:
-    error.silent_s = silent_s
-    return error
 
 
 def _stop_of(pid: int) -> bytes | None:

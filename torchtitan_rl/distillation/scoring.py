@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -79,28 +79,21 @@ class ReplicaTeacher:
         return sum(phase is Phase.DEAD for phase in self._router.states().values())
 
 
+@dataclass(slots=True)
 class Teachers:
     """Scores rollouts by ``teachers``, which are keyed by their source. ``source_for`` names that
     of a part of a mixture, or "". ``num_top`` most likely tokens of each position are needed, of a
     policy with ``vocab_size`` tokens."""
 
-    def __init__(
-        self,
-        teachers: Mapping[str, Teacher],
-        source_for: Callable[[str], str],
-        *,
-        vocab_size: int,
-        num_top: int = 0,
-    ) -> None:
-        self._teachers = teachers
-        self._source_for = source_for
-        self._num_top = num_top
-        self._vocab_size = vocab_size
-        self._num_failures = 0  # as of the last `take`
+    teachers: Mapping[str, Teacher]
+    source_for: Callable[[str], str]
+    vocab_size: int
+    num_top: int = 0
+    _num_failures: int = 0  # as of the last `take`
 
     def teach(self, problem: Problem) -> bool:
         """Whether rollouts of the problem have a teacher."""
-        return bool(self._source_for(problem.task))
+        return bool(self.source_for(problem.task))
 
     async def score(self, rollout: Rollout, problem: Problem) -> Rollout:
         """Return the rollout with the scores of its turns. Turns that are in no episode have none.
@@ -108,7 +101,7 @@ class Teachers:
         Raises:
             TeacherError: see `Teacher.score`; or a score is not a finite number.
         """
-        source = self._source_for(problem.task)
+        source = self.source_for(problem.task)
         episodes = turns_by_episode(rollout)
         async with asyncio.TaskGroup() as scoring:
             tasks = [
@@ -128,7 +121,7 @@ class Teachers:
         return replace(rollout, turns=tuple(turns))
 
     async def _score(self, source: str, name: str, token_ids: tuple[int, ...]) -> TokenScores:
-        scores = await self._teachers[source].score(name, token_ids)
+        scores = await self.teachers[source].score(name, token_ids)
         wrong = [one for one in scores.logprobs if not math.isfinite(one)]
         if wrong or len(scores.logprobs) != len(token_ids) - 1:
             raise TeacherError(
@@ -136,17 +129,17 @@ class Teachers:
                 f"{len(token_ids)} tokens, {len(wrong)} of which are not finite; the teacher is "
                 "damaged, or computes in a type that its weights exceed"
             )
-        num_bytes = 4 * self._num_top * len(scores.logprobs)
+        num_bytes = 4 * self.num_top * len(scores.logprobs)
         if not len(scores.top_ids) == len(scores.top_logprobs) == num_bytes:
             raise TeacherError(
-                f"teacher {source}, {name}: the answer has not the {self._num_top} most likely "
+                f"teacher {source}, {name}: the answer has not the {self.num_top} most likely "
                 "tokens of each position (teacher.top_k)"
             )
-        return _without_unknown(scores, self._vocab_size) if num_bytes else scores
+        return _without_unknown(scores, self.vocab_size) if num_bytes else scores
 
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call of `take`."""
-        total = sum(teacher.num_failures() for teacher in self._teachers.values())
+        total = sum(teacher.num_failures() for teacher in self.teachers.values())
         new, self._num_failures = total - self._num_failures, total
         return {"teacher/failures": float(new)}
 

@@ -20,7 +20,6 @@ Invariants
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections import defaultdict
@@ -131,14 +130,6 @@ class LoopDecision:
     version: int = 0
     kv_policy: KvPolicy | None = None
     aborts_all: bool = False
-
-    def to_bytes(self) -> bytes:
-        return pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL)
-
-    @staticmethod
-    def from_bytes(data: bytes) -> LoopDecision:
-        decision: LoopDecision = pickle.loads(data)
-        return decision
 
 
 class LockstepChannel(Protocol):

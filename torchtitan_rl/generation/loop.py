@@ -17,6 +17,7 @@ Invariants
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -96,7 +97,7 @@ class EngineLoop:
         self._inbox = Inbox()
         self._lock = threading.Lock()  # guards the two below
         self._requests = OutstandingRequests(
-            self._config.version,
+            version=self._config.version,
             replica=self._config.name,
             stream_interval_s=self._config.stream_interval_s,
             interval_s=self._config.progress_interval_s,
@@ -218,7 +219,8 @@ class EngineLoop:
 
     def _next_decision(self) -> LoopDecision:
         if self._channel is not None and not self._is_leader:
-            return LoopDecision.from_bytes(self._channel.broadcast(None))
+            received: LoopDecision = pickle.loads(self._channel.broadcast(None))
+            return received
         if self._inbox.take_readings():
             self._answer_reading()
         is_idle = self._engine.num_unfinished() == 0
@@ -233,7 +235,7 @@ class EngineLoop:
             stats=self._stats,
         )
         if self._channel is not None:
-            self._channel.broadcast(decision.to_bytes())
+            self._channel.broadcast(pickle.dumps(decision, protocol=pickle.HIGHEST_PROTOCOL))
         return decision
 
     def _apply(self, decision: LoopDecision) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torchtitan_rl.errors import RequestGivenUpError
 from torchtitan_rl.generation.commands import uncancellable_future
@@ -38,6 +38,7 @@ class _Request:
     num_reported: int = 0  # number of tokens that the sink got
 
 
+@dataclass(kw_only=True, slots=True)
 class OutstandingRequests:
     """All outstanding requests. ``id in requests`` is True while an id may not be used again.
 
@@ -46,23 +47,16 @@ class OutstandingRequests:
     costs few tokens. ``clock`` gives monotonic seconds.
     """
 
-    def __init__(
-        self,
-        version: int,
-        *,
-        replica: str,
-        stream_interval_s: float,
-        interval_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._version = version
-        self._replica = replica
-        self._stream_interval_s = stream_interval_s
-        self._interval_s = interval_s
-        self._clock = clock
-        self._requests: dict[str, _Request] = {}
-        self._num_reporting = {True: 0, False: 0}  # admitted requests with a sink, by `streams`
-        self._streamed_s = self._reported_all_s = 0.0  # the time of the last report
+    version: int
+    replica: str
+    stream_interval_s: float
+    interval_s: float
+    clock: Callable[[], float] = time.monotonic
+    _requests: dict[str, _Request] = field(default_factory=dict, init=False)
+    # Admitted requests with a sink, by `streams`.
+    _num_reporting: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0}, init=False)
+    _streamed_s: float = field(default=0.0, init=False)  # the time of the last report
+    _reported_all_s: float = field(default=0.0, init=False)
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
@@ -71,7 +65,7 @@ class OutstandingRequests:
         self, request_id: str, sink: ProgressSink | None = None, *, streams: bool = False
     ) -> Future[Completion]:
         future = uncancellable_future()
-        self._requests[request_id] = _Request(future, self._clock(), sink, streams)
+        self._requests[request_id] = _Request(future, self.clock(), sink, streams)
         return future
 
     def admit(self, request_id: str) -> None:
@@ -79,17 +73,17 @@ class OutstandingRequests:
         request = self._requests.get(request_id)
         if request is None:
             return
-        request.runs = (VersionRun(0, self._version),)
-        request.inbox_s = self._clock() - request.submitted_s
+        request.runs = (VersionRun(0, self.version),)
+        request.inbox_s = self.clock() - request.submitted_s
         if request.sink is not None:
             if not self._num_reporting[False]:
-                self._reported_all_s = self._clock()  # the first interval begins
+                self._reported_all_s = self.clock()  # the first interval begins
             self._num_reporting[request.streams] += 1
 
     def pull(self, version: int, lengths: Mapping[str, int]) -> None:
         """Record new weights. ``lengths``: number of tokens sampled so far, by id of each
         unfinished request."""
-        self._version = version
+        self.version = version
         for request_id, length in lengths.items():
             if (request := self._requests.get(request_id)) is not None:
                 request.runs = add_run(request.runs, length=length, version=version)
@@ -97,13 +91,13 @@ class OutstandingRequests:
     def due(self, *, at_once: bool = False) -> dict[str, int]:
         """Return the requests whose progress is to be read now, each with its first unreported
         token's index; with ``at_once`` all requests with a sink."""
-        now_s = self._clock()
+        now_s = self.clock()
         if not any(self._num_reporting.values()):
             return {}
-        if at_once or now_s - self._reported_all_s >= self._interval_s:
+        if at_once or now_s - self._reported_all_s >= self.interval_s:
             self._reported_all_s = now_s
             return self._unreported(streaming_only=False)
-        if self._num_reporting[True] and now_s - self._streamed_s >= self._stream_interval_s:
+        if self._num_reporting[True] and now_s - self._streamed_s >= self.stream_interval_s:
             return self._unreported(streaming_only=True)
         return {}
 
@@ -122,7 +116,7 @@ class OutstandingRequests:
             progress = replace(output, version_runs=runs)
             batches.setdefault(request.sink, []).append(progress)
             if request.streams:
-                self._streamed_s = self._clock()
+                self._streamed_s = self.clock()
         return [(sink, tuple(batch)) for sink, batch in batches.items()]
 
     def finish(
@@ -168,7 +162,7 @@ class OutstandingRequests:
             output,
             version_runs=runs_before(request.runs, len(output.token_ids)),
             metrics=metrics,
-            replica=self._replica,
+            replica=self.replica,
         )
         if output.finish_reason is FinishReason.ABORT and output.stop_reason:
             message = f"request {output.request_id!r} given up: {output.stop_reason}"

@@ -144,7 +144,8 @@ class SandboxConfig:
 
     def errors(self, name: str) -> list[str]:
         """Errors in the fields, or the reasons why this machine does not allow them."""
-        found = [f"{name}.readable: there is no {path}" for path in self._missing()]
+        missing = [path for path in self.readable if not os.path.exists(path)]
+        found = [f"{name}.readable: there is no {path}" for path in missing]
         found += [
             f"{name}.readable: {path} would be hidden by the /tmp that each snippet has for itself"
             for path in self.readable
@@ -153,9 +154,6 @@ class SandboxConfig:
         if not found:
             found += [f"{name}{error}" for error in _start_errors(self)]
         return found
-
-    def _missing(self) -> list[str]:
-        return [path for path in self.readable if not os.path.exists(path)]
 
 
 class Sandbox:

@@ -142,16 +142,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the marker is missing or damaged.
     """
-    return _read_marker(folder)[0]
-
-
-def recorded_files(folder: Path) -> dict[str, FileRecord]:
-    """Read the list of files from the marker.
-
-    Raises:
-        CheckpointError: the marker is missing or damaged.
-    """
-    return _read_marker(folder)[1]
+    return read_marker(folder)[0]
 
 
 def check_sizes(folder: Path) -> dict[str, FileRecord]:
@@ -162,7 +153,7 @@ def check_sizes(folder: Path) -> dict[str, FileRecord]:
         CheckpointError: a file is missing or has another size, or the marker is missing or damaged.
         CheckpointUnreadableError: the operating system reports an error.
     """
-    records = recorded_files(folder)
+    _, records = read_marker(folder)
     for name, record in records.items():
         found = _size(folder, name)
         if found != record.num_bytes:
@@ -195,7 +186,7 @@ def attachments_of(folder: Path) -> list[str]:
         CheckpointError: the marker is missing or damaged.
     """
     prefix = f"{_ATTACHMENTS}/"
-    return [name[len(prefix) :] for name in recorded_files(folder) if name.startswith(prefix)]
+    return [name[len(prefix) :] for name in read_marker(folder)[1] if name.startswith(prefix)]
 
 
 def load_attachment(folder: Path, name: str) -> bytes:
@@ -206,7 +197,7 @@ def load_attachment(folder: Path, name: str) -> bytes:
         CheckpointUnreadableError: the attachment cannot be read.
     """
     key = f"{_ATTACHMENTS}/{name}"
-    record = recorded_files(folder).get(key)
+    record = read_marker(folder)[1].get(key)
     if record is None or _size(folder, key) is None:
         raise CheckpointError(f"checkpoint {folder} has no attachment {name}")
     with _reading(folder, key):
@@ -216,7 +207,8 @@ def load_attachment(folder: Path, name: str) -> bytes:
     return content
 
 
-def _read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+def read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+    """Read the document that was given to `seal`, and the list of files; raises CheckpointError."""
     with _reading(folder, MARKER):
         try:
             content = (folder / MARKER).read_bytes()

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -217,25 +217,18 @@ class _Version:
     image: torch.Tensor
 
 
+@dataclass(slots=True)
 class WeightReceiver:
     """The versions of one host, whose name in errors is ``host``. Not thread-safe."""
 
-    def __init__(
-        self,
-        shared: SharedMemoryPublisher,
-        read: BufferReader,
-        offers: MemoryOffers,
-        *,
-        host: str,
-    ) -> None:
-        self._shared = shared
-        self._read = read
-        self._offers = offers
-        self._host = host
-        self._held: dict[int, _Version] = {}
-        self._offered: dict[int, RemoteSource] = {}
-        # Reused memory for packed bytes: allocating it costs as much as reading into it.
-        self._spare: deque[torch.Tensor] = deque()
+    shared: SharedMemoryPublisher
+    read: BufferReader
+    offers: MemoryOffers
+    host: str
+    _held: dict[int, _Version] = field(default_factory=dict, init=False)
+    _offered: dict[int, RemoteSource] = field(default_factory=dict, init=False)
+    # Reused memory for packed bytes: allocating it costs as much as reading into it.
+    _spare: deque[torch.Tensor] = field(default_factory=deque, init=False)
 
     def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None) -> Fetched:
         """Read a version from the trainer's ranks, or from ``parent``, a host that has the whole
@@ -247,12 +240,12 @@ class WeightReceiver:
         started = time.perf_counter()
         layout, sources = handle.layout, handle.sources if parent is None else (parent,)
         _check_complete(layout, sources)
-        segment = self._shared.begin(layout, handle.keep)
+        segment = self.shared.begin(layout, handle.keep)
         try:
             self._forget_removed()
             write_header(layout, segment.image)
             num_bytes = self._receive_all(layout, sources, segment.image)
-            shared = self._shared.finish(layout, segment)
+            shared = self.shared.finish(layout, segment)
         except BaseException:
             segment.remove()
             raise
@@ -269,12 +262,12 @@ class WeightReceiver:
         if version not in self._offered:
             held = self._held.get(version)
             if held is None:
-                raise WeightSyncError(f"version {version} is not on {self._host} any more")
+                raise WeightSyncError(f"version {version} is not on {self.host} any more")
             content = held.image[len(held.layout.header) :]
             self._offered[version] = RemoteSource(
-                owner=self._host,
+                owner=self.host,
                 parts=_whole_tensors(held, content),
-                buffers=self._offers.offer(content),
+                buffers=self.offers.offer(content),
                 num_bytes=content.numel(),
             )
         return self._offered[version]
@@ -282,17 +275,17 @@ class WeightReceiver:
     def close(self) -> None:
         """Withdraw and remove all versions. Maps of readers on this host stay valid."""
         for source in self._offered.values():
-            self._offers.withdraw(source.buffers)
+            self.offers.withdraw(source.buffers)
         self._offered.clear()
         self._held.clear()
-        self._shared.close()
+        self.shared.close()
 
     def _forget_removed(self) -> None:
-        for version in set(self._held) - set(self._shared.versions):
+        for version in set(self._held) - set(self.shared.versions):
             del self._held[version]
             offered = self._offered.pop(version, None)
             if offered is not None:
-                self._offers.withdraw(offered.buffers)
+                self.offers.withdraw(offered.buffers)
 
     def _receive_all(
         self, layout: ImageLayout, sources: Sequence[RemoteSource], image: torch.Tensor
@@ -314,15 +307,15 @@ class WeightReceiver:
         else:
             packed = image[start : start + source.num_bytes]
         num_bytes = packed.numel()
-        self._read(source.buffers, packed)
+        self.read(source.buffers, packed)
         if damaged(source.parts, packed):
             num_bytes += packed.numel()
-            self._read(source.buffers, packed)
+            self.read(source.buffers, packed)
             names = damaged(source.parts, packed)
             if names:
                 raise WeightSyncError(
                     f"version {layout.version}: {_listed(names)} arrived damaged twice at "
-                    f"{self._host} from {source.owner} (the checksums differ), or {source.owner} "
+                    f"{self.host} from {source.owner} (the checksums differ), or {source.owner} "
                     "has replaced the version"
                 )
         if start is None:

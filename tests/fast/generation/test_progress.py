@@ -68,7 +68,7 @@ class Clock:
 def outstanding(clock: Clock, **streams: bool) -> OutstandingRequests:
     """With a sink for each of these requests, all of which are admitted."""
     requests = OutstandingRequests(
-        0, replica="r", stream_interval_s=0.02, interval_s=1.0, clock=clock
+        version=0, replica="r", stream_interval_s=0.02, interval_s=1.0, clock=clock
     )
     for name, is_streaming in streams.items():
         requests.add(name, print, streams=is_streaming)

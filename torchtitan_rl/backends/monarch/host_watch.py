@@ -195,7 +195,8 @@ class HostWatch:
                 await asyncio.wait({beat}, timeout=BEAT_S)
                 if beat.done():
                     if (error := beat.exception()) is not None:
-                        return _lost(_cause(error), heartbeat.look(loop.time(), num_answers))
+                        silent_s = heartbeat.look(loop.time(), num_answers)
+                        return HostLostError(_cause(error), silent_s=silent_s)
                     round_trip, is_leaving = beat.result()
                     round_trips.append(round_trip)
                     beat, num_answers = None, num_answers + 1
@@ -207,7 +208,7 @@ class HostWatch:
                     await self._note_clock(host.index, round_trips)
                 silent_s = heartbeat.look(loop.time(), num_answers)
                 if silent_s >= HOST_LOST_S:
-                    return _lost(f"no answer for {silent_s:.0f} s", silent_s)
+                    return HostLostError(f"no answer for {silent_s:.0f} s", silent_s=silent_s)
                 if beat is None:
                     await asyncio.sleep(BEAT_S)
         finally:
@@ -296,28 +297,24 @@ class _Files:
         self._copies.offsets |= found or {}
 
     async def bring(self, host: Host) -> None:
-        """Copy all new data."""
         async with self._bringing:
-            await self._bring(host)
-
-    async def _bring(self, host: Host) -> None:
-        while not self._is_shared:
-            offsets = dict(self._copies.offsets)
-            try:
-                asked = host.agent.read_new.call_one(
-                    self._folder, self._patterns, offsets, self._sign.name
-                )
-                pieces = await asyncio.wait_for(_answer(asked), _FILES_TIMEOUT_S)
-                await asyncio.to_thread(self._copies.write, pieces)
-            except _UNREACHABLE:
-                return  # the heartbeats detect the loss
-            except OSError as error:
-                if not self._has_warned:
-                    self._has_warned = True
-                    logger.warning("files of %s are not all brought here: %s", host.name, error)
-                return
-            if not pieces:
-                return
+            while not self._is_shared:
+                offsets = dict(self._copies.offsets)
+                try:
+                    asked = host.agent.read_new.call_one(
+                        self._folder, self._patterns, offsets, self._sign.name
+                    )
+                    pieces = await asyncio.wait_for(_answer(asked), _FILES_TIMEOUT_S)
+                    await asyncio.to_thread(self._copies.write, pieces)
+                except _UNREACHABLE:
+                    return  # the heartbeats detect the loss
+                except OSError as error:
+                    if not self._has_warned:
+                        self._has_warned = True
+                        logger.warning("files of %s are not all brought here: %s", host.name, error)
+                    return
+                if not pieces:
+                    return
 
     def end(self) -> None:
         self._sign.unlink(missing_ok=True)
@@ -333,12 +330,6 @@ def _cause(error: BaseException) -> str:
     only the reason is returned."""
     status = " ".join(str(error).split()).rpartition("has status: ")[2]
     return f"its agent does not answer ({status or type(error).__name__})"
-
-
-def _lost(cause: str, silent_s: float) -> HostLostError:
-    error = HostLostError(cause)
-    error.silent_s = silent_s
-    return error
 
 
 def _now() -> float:

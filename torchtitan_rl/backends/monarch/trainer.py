@@ -122,7 +122,8 @@ class MonarchTrainer:
         return self._meshes[0].name
 
     async def wait_until_lost(self) -> None:
-        raise _lost_error(await asyncio.shield(self._lost))
+        cause = await asyncio.shield(self._lost)
+        raise TrainerLostError(str(cause)) from cause
 
     async def train_step(
         self,
@@ -226,15 +227,10 @@ class MonarchTrainer:
         try:
             await asyncio.wait({calling, self._lost}, return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():
-                raise _lost_error(self._lost.result())
+                cause = self._lost.result()
+                raise TrainerLostError(str(cause)) from cause
             return calling.result()
         except ProcessLostError as error:
             raise TrainerLostError(str(error)) from error
         finally:
             calling.cancel()
-
-
-def _lost_error(cause: BaseException) -> TrainerLostError:
-    error = TrainerLostError(str(cause))
-    error.__cause__ = cause
-    return error

@@ -49,7 +49,7 @@ from torchtitan_rl.training.checkpoint_files import (
     list_files,
     publish,
     read_document,
-    recorded_files,
+    read_marker,
     seal,
     temporary_path,
     write_attachments,
@@ -210,9 +210,10 @@ def load_state(path: Path, model: Any, optimizer: PolicyOptimizer, lora: LoraCon
 def _check(path: Path) -> dict[str, torch.Tensor] | None:
     """Check this rank's share of the files. Return its random state, of the same number of
     ranks."""
-    check_contents(path, _share(sorted(recorded_files(path))))
+    document, files = read_marker(path)
+    check_contents(path, _share(sorted(files)))
     check_metadata(path)
-    if read_document(path)["ranks"] != dist.get_world_size():
+    if document["ranks"] != dist.get_world_size():
         return None
     random: dict[str, torch.Tensor] = torch.load(
         path / f"random-{dist.get_rank()}.pt", weights_only=True

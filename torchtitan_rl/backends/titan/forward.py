@@ -179,50 +179,35 @@ def _bits(
     return to_device(kept_bits(sets, vocab_size)[sets_S], layout)
 
 
+@dataclass(kw_only=True)
 class PolicyObjective:
-    """The policy loss of one update. Call it with each microbatch.
+    """The policy loss of one update. Call it with each microbatch."""
 
-    Args:
-        function: `policy_loss`, or the user's function.
-        selected_N: True for each token on which this update trains.
-        version: policy version of the weights before the step.
-        before_N: logprobs under the weights before the step; None if these are not needed.
-    """
+    function: LossFunction  # `policy_loss`, or the user's
+    config: LossConfig
+    batch: TrainingBatch
+    selected_N: npt.NDArray[np.bool_]  # True for each token on which this update trains
+    version: int  # of the weights before the step
+    layout: Layout
+    before_N: npt.NDArray[np.float32] | None = None  # logprobs under these weights, if needed
+    reference: PolicyModel | None = None
 
-    def __init__(
-        self,
-        function: LossFunction,
-        config: LossConfig,
-        batch: TrainingBatch,
-        selected_N: npt.NDArray[np.bool_],
-        *,
-        version: int,
-        before_N: npt.NDArray[np.float32] | None,
-        reference: PolicyModel | None,
-        layout: Layout,
-    ) -> None:
-        self._function = function
-        self._config = config
-        self._batch = batch
-        self._version = version
-        self._before_N = before_N
-        self._reference = reference
-        self._layout = layout
-        self._episode_ids_N = batch.episode_ids
+    def __post_init__(self) -> None:
+        self._episode_ids_N = self.batch.episode_ids
         self._totals = StepTotals(
-            num_tokens=int(selected_N.sum()),
-            num_sequences=len(np.unique(self._episode_ids_N[selected_N])),
+            num_tokens=int(self.selected_N.sum()),
+            num_sequences=len(np.unique(self._episode_ids_N[self.selected_N])),
         )
 
     def __call__(self, part: Microbatch, output: ForwardOutput) -> LossOutput:
-        batch, sources_E = self._batch, output.sources_E
+        batch, sources_E = self.batch, output.sources_E
         reference_E = None
-        if self._reference is not None:
-            with torch.no_grad(), without_adapters(self._reference):
-                reference_E = forward(self._reference, batch, part, self._layout).logprobs_E
+        if self.reference is not None:
+            with torch.no_grad(), without_adapters(self.reference):
+                reference_E = forward(self.reference, batch, part, self.layout).logprobs_E
 
         def of_entries(values: npt.NDArray[Any]) -> torch.Tensor:
-            return to_device(values[sources_E], self._layout)
+            return to_device(values[sources_E], self.layout)
 
         _, sequences_E = np.unique(self._episode_ids_N[sources_E], return_inverse=True)
         tokens = LossTokens(
@@ -230,12 +215,12 @@ class PolicyObjective:
             behaviour_T=of_entries(batch.logprobs),
             advantages_T=of_entries(batch.advantages),
             trained_T=output.is_entry_E,
-            ages_T=self._version - of_entries(batch.versions),
-            sequences_T=to_device(sequences_E, self._layout),
+            ages_T=self.version - of_entries(batch.versions),
+            sequences_T=to_device(sequences_E, self.layout),
             reference_T=reference_E,
-            before_T=None if self._before_N is None else of_entries(self._before_N),
+            before_T=None if self.before_N is None else of_entries(self.before_N),
         )
-        loss = self._function(tokens, totals=self._totals, config=self._config)
+        loss = self.function(tokens, totals=self._totals, config=self.config)
         if output.teachers_kl_E is not None:
             zero = torch.zeros_like(output.teachers_kl_E)
             kl_E = torch.where(output.is_entry_E, output.teachers_kl_E, zero)
@@ -246,7 +231,7 @@ class PolicyObjective:
             kl_E = teacher_kl(
                 output.taught_EK,
                 of_entries(batch.teacher_logprobs),
-                output.is_entry_E & to_device(is_whole_E, self._layout),
+                output.is_entry_E & to_device(is_whole_E, self.layout),
             )
         else:
             return loss
@@ -256,7 +241,7 @@ class PolicyObjective:
             kl_E,
             coefficient=batch.teacher_coefficient,
             totals=self._totals,
-            config=self._config,
+            config=self.config,
         )
 
 

@@ -246,10 +246,10 @@ class PolicyTrainer:
 
             def begin(part_N: npt.NDArray[np.bool_]) -> _Objective:
                 return PolicyObjective(
-                    function,
-                    loss,
-                    batch,
-                    part_N,
+                    function=function,
+                    config=loss,
+                    batch=batch,
+                    selected_N=part_N,
                     version=self._version,
                     before_N=before_N,
                     reference=self._reference,
@@ -321,15 +321,12 @@ class PolicyTrainer:
             beta=config.dpo_beta,
         )
         derivative_N = found.weights_P2.reshape(-1)[halves_E][batch.episode_ids]
-        function = partial(preference_loss, mean_loss=float(found.losses_P.mean()))
         objective = PolicyObjective(
-            function,
-            config,
-            replace(batch, advantages=-derivative_N.astype(np.float32)),
-            selected_N,
+            function=partial(preference_loss, mean_loss=float(found.losses_P.mean())),
+            config=config,
+            batch=replace(batch, advantages=-derivative_N.astype(np.float32)),
+            selected_N=selected_N,
             version=self._version,
-            before_N=None,
-            reference=None,
             layout=self._layout,
         )
         return objective, found

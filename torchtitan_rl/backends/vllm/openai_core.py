@@ -38,6 +38,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from torchtitan_rl.backends.vllm.openai_images import taken_images
+from torchtitan_rl.backends.vllm.sampling import ENGINE_OPTIONS
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import ControllerLink, RequestEnd
 from torchtitan_rl.serving.middleware import is_session_id, session_id
@@ -52,18 +53,10 @@ from torchtitan_rl.types import (
     VersionRun,
 )
 
-_OPTIONS = (  # vLLM's sampling parameters that are sent to the engine by name
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "logprob_token_ids",
-    "structured_outputs",
-)
 # These options decide in which text a stop string is searched.
-_TEXT_OPTIONS = ("skip_special_tokens", "spaces_between_special_tokens")
+_TEXT_OPTIONS = {"skip_special_tokens", "spaces_between_special_tokens"}
+_NOT_SENT = {"include_stop_str_in_output", "repetition_detection", "skip_reading_prefix_cache"}
+_OPTIONS = ENGINE_OPTIONS - _TEXT_OPTIONS - _NOT_SENT
 _UNSERVED = (  # they request results or finish reasons that the engine does not have
     "prompt_logprob_token_ids",
     "thinking_token_budget",
@@ -162,10 +155,9 @@ def _sampling(request: EngineCoreRequest, *, model_reasons: bool) -> SamplingPar
 
 
 def _engine_options(params: VllmSamplingParams) -> dict[str, Any]:
-    names = (*_OPTIONS, *_TEXT_OPTIONS) if params.stop else _OPTIONS
     options = {
         name: value
-        for name in names
+        for name in sorted(_OPTIONS | _TEXT_OPTIONS if params.stop else _OPTIONS)
         if (value := getattr(params, name)) != getattr(_DEFAULTS, name) and value is not None
     }
     if "logit_bias" in options:
