@@ -9,6 +9,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -27,34 +28,27 @@ _LOGPROBS = (-1e5, 1e-3)  # rounding may give a little more than 0
 _BASE_BYTES, _ENTRY_BYTES = 1 << 16, 1 << 10  # largest answer, and part of it for one logprob
 
 
+@dataclass(eq=False)
 class ServedTeacher:
     """A `Teacher` behind ``url``, which serves it as ``model``. A request that fails is sent again
     until ``timeout_s`` have passed; one that the server refuses is not."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        model: str,
-        timeout_s: float,
-        say: Callable[[str], None],
-        num_top: int = 0,
-    ) -> None:
-        self._url = url
-        self._model = model
-        self._num_top = num_top
-        self._timeout_s = timeout_s
-        self._say = say
-        self._num_failures = 0
-        self._in_a_row = 0
-        self._http = _client(url)
+    url: str
+    model: str
+    timeout_s: float
+    say: Callable[[str], None]
+    num_top: int = 0
+
+    def __post_init__(self) -> None:
+        self._num_failures = self._in_a_row = 0
+        self._http = _client(self.url)
 
     async def score(self, name: str, token_ids: tuple[int, ...]) -> TokenScores:
         """See `Teacher.score`."""
         last = "it did not answer"
         pause_s = _FIRST_PAUSE_S
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 while True:
                     try:
                         scores = await self._ask(token_ids)
@@ -68,8 +62,8 @@ class ServedTeacher:
                     pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         except TimeoutError as error:
             raise TeacherError(
-                f"teacher {self._url}: no scores of {name} within teacher.timeout_s "
-                f"({self._timeout_s:g} s): {last}"
+                f"teacher {self.url}: no scores of {name} within teacher.timeout_s "
+                f"({self.timeout_s:g} s): {last}"
             ) from error
 
     def num_failures(self) -> int:
@@ -83,22 +77,22 @@ class ServedTeacher:
         self._num_failures += 1
         self._in_a_row += 1
         if self._in_a_row == _REPORTED_FAILURES:
-            self._say(
-                f"teacher {self._url} does not answer, and is asked again: {cause}; its rollouts "
+            self.say(
+                f"teacher {self.url} does not answer, and is asked again: {cause}; its rollouts "
                 "are kept"
             )
 
     async def _ask(self, token_ids: tuple[int, ...]) -> TokenScores:
-        body = request_body(self._model, token_ids, num_top=self._num_top)
+        body = request_body(self.model, token_ids, num_top=self.num_top)
         status, content = await _answer(
             self._http, "POST", "completions", body, most_bytes=_most_bytes(body)
         )
         if status == 200:
-            return read_scores(content, token_ids, num_top=self._num_top)
+            return read_scores(content, token_ids, num_top=self.num_top)
         what = f"HTTP {status}: {_shown(content)}"
         if status in _RETRIED or status >= 500:
             raise _FailedError(what)
-        raise TeacherError(f"teacher {self._url} refuses a request: {what}")
+        raise TeacherError(f"teacher {self.url} refuses a request: {what}")
 
 
 class _FailedError(Exception):

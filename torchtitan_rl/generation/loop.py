@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 from torchtitan_rl.errors import (
@@ -65,6 +65,7 @@ OnWork = Callable[..., None]
 the engine's work (a ``step``, a weight swap), with its times in ``time.perf_counter_ns()``."""
 
 
+@dataclass(eq=False)
 class EngineLoop:
     """Continuous batching on one engine. All methods may be called from any thread. The only rank
     of a replica has no ``channel``.
@@ -75,42 +76,33 @@ class EngineLoop:
     that was swapped in. ``on_pulled`` and ``on_work`` must neither block nor raise.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        channel: LockstepChannel | None,
-        *,
-        is_leader: bool,
-        config: LoopConfig | None = None,
-        on_end: Callable[[LoopFailedError | None], None] | None = None,
-        on_pulled: Callable[[int], None] | None = None,
-        on_work: OnWork | None = None,
-    ) -> None:
-        self._engine = engine
-        self._channel = channel
-        self._is_leader = is_leader
-        self._config = config or LoopConfig()
-        self._on_end = on_end
-        self._on_pulled = on_pulled
-        self._on_work = on_work
-        self._limits = engine.limits
+    engine: Engine
+    channel: LockstepChannel | None
+    _: KW_ONLY
+    is_leader: bool
+    config: LoopConfig = field(default_factory=LoopConfig)
+    on_end: Callable[[LoopFailedError | None], None] | None = None
+    on_pulled: Callable[[int], None] | None = None
+    on_work: OnWork | None = None
+
+    def __post_init__(self) -> None:
         self._inbox = Inbox()
         self._lock = threading.Lock()  # guards the two below
         self._requests = OutstandingRequests(
-            version=self._config.version,
-            replica=self._config.name,
-            stream_interval_s=self._config.stream_interval_s,
-            interval_s=self._config.progress_interval_s,
+            version=self.config.version,
+            replica=self.config.name,
+            stream_interval_s=self.config.stream_interval_s,
+            interval_s=self.config.progress_interval_s,
         )
         self._ended: ReplicaError | None = None
         self._failure: LoopFailedError | None = None
         self._is_asleep = False
         self._num_done = 0  # the count of `Pulse`
         self._is_busy = False
-        self._stats = engine.stats()
+        self._stats = self.engine.stats()
         self._stats_s = time.monotonic()
         self._thread = threading.Thread(
-            target=self._run, name=f"engine-loop-{self._config.name}", daemon=True
+            target=self._run, name=f"engine-loop-{self.config.name}", daemon=True
         )
 
     def start(self) -> None:
@@ -148,7 +140,7 @@ class EngineLoop:
         with self._lock:
             if self._ended is not None:
                 return failed_future(self._ended)
-            validate_request(request, self._limits, self._requests)
+            validate_request(request, self.engine.limits, self._requests)
             future = self._requests.add(request.request_id, sink, streams=streams)
             self._inbox.admit(request)
         return future
@@ -171,7 +163,7 @@ class EngineLoop:
                 waiting = self._stats.waiting + self._inbox.num_admissions()
                 return done_future(replace(self._stats, waiting=waiting))
             case Resume():
-                name = self._config.name
+                name = self.config.name
                 for future in self._inbox.resume():
                     fail_future(future, GenerationError(f"{name}: resumed before it was paused"))
                 return done_future(None)
@@ -191,8 +183,8 @@ class EngineLoop:
         Raises:
             DeadlineError: the loop's thread still runs after ``timeout_s``.
         """
-        name = self._config.name
-        if self._is_leader:
+        name = self.config.name
+        if self.is_leader:
             self._end(LoopClosedError(f"engine loop of {name} was closed"))
             self._inbox.close()
         if self._thread.ident is not None and not self.join(timeout_s):
@@ -204,38 +196,38 @@ class EngineLoop:
         try:
             while self._apply(self._next_decision()):
                 pass
-            self._engine.close()
+            self.engine.close()
         except BaseException as cause:
             # Not busy: a weight swap, a pause or a sleep failed, which is no request's fault.
             failed = StepFailedError if self._is_busy else LoopFailedError
-            failure = failed(f"engine loop of {self._config.name} failed: {cause!r}")
+            failure = failed(f"engine loop of {self.config.name} failed: {cause!r}")
             failure.__cause__ = cause
             self._failure = failure
             self._end(failure)
         else:
-            self._end(LoopClosedError(f"engine loop of {self._config.name} was closed"))
-        if self._on_end is not None:
-            self._on_end(self._failure)
+            self._end(LoopClosedError(f"engine loop of {self.config.name} was closed"))
+        if self.on_end is not None:
+            self.on_end(self._failure)
 
     def _next_decision(self) -> LoopDecision:
-        if self._channel is not None and not self._is_leader:
-            received: LoopDecision = pickle.loads(self._channel.broadcast(None))
+        if self.channel is not None and not self.is_leader:
+            received: LoopDecision = pickle.loads(self.channel.broadcast(None))
             return received
         if self._inbox.take_readings():
             self._answer_reading()
-        is_idle = self._engine.num_unfinished() == 0
+        is_idle = self.engine.num_unfinished() == 0
         self._read_stats(is_due=is_idle or self._inbox.num_admissions() > 0)
         if is_idle or self._inbox.is_stopped():
             self._is_busy = False
         decision = self._inbox.next_decision(
             is_idle=is_idle,
-            sleep_s=None if self._channel is None else self._config.heartbeat_s,
-            max_steps=self._config.max_steps_per_decision,
-            kv_policy=self._config.kv_policy,
+            sleep_s=None if self.channel is None else self.config.heartbeat_s,
+            max_steps=self.config.max_steps_per_decision,
+            kv_policy=self.config.kv_policy,
             stats=self._stats,
         )
-        if self._channel is not None:
-            self._channel.broadcast(pickle.dumps(decision, protocol=pickle.HIGHEST_PROTOCOL))
+        if self.channel is not None:
+            self.channel.broadcast(pickle.dumps(decision, protocol=pickle.HIGHEST_PROTOCOL))
         return decision
 
     def _apply(self, decision: LoopDecision) -> bool:
@@ -247,8 +239,8 @@ class EngineLoop:
             return False
         if decision.action is Action.PULL:
             self._pull(decision)
-            if self._on_pulled is not None:
-                self._on_pulled(decision.version)
+            if self.on_pulled is not None:
+                self.on_pulled(decision.version)
             self._is_busy = decision.num_steps > 0
             self._run_steps(decision.num_steps)
         elif decision.action is Action.STEP:
@@ -260,56 +252,56 @@ class EngineLoop:
     def _step(self, decision: LoopDecision) -> None:
         for request in decision.admissions:
             self._admit(request, decision.arrival_s)
-        in_flight = self._engine.num_unfinished()
+        in_flight = self.engine.num_unfinished()
         if decision.aborts:
-            self._resolve(self._engine.abort(decision.aborts), in_flight)
+            self._resolve(self.engine.abort(decision.aborts), in_flight)
         self._run_steps(decision.num_steps)
 
     def _run_steps(self, at_most: int) -> None:
         for _ in range(at_most):
-            in_flight = self._engine.num_unfinished()
+            in_flight = self.engine.num_unfinished()
             if in_flight == 0:
                 break
             with self._work("step"):
-                outputs = self._engine.step()
+                outputs = self.engine.step()
             self._resolve(outputs, in_flight)
             self._read_stats(is_due=False)
             self._report_progress()
-            if self._channel is None and self._inbox.needs_decision():
+            if self.channel is None and self._inbox.needs_decision():
                 break
 
     def _admit(self, request: GenerationRequest, arrival_s: float) -> None:
         request_id = request.request_id
         try:
-            self._engine.add_request(request, arrival_s=arrival_s)
+            self.engine.add_request(request, arrival_s=arrival_s)
         except InvalidRequestError as error:
             # Every rank raises the same error here, so the ranks stay in step.
-            if self._is_leader:
+            if self.is_leader:
                 with self._lock:
                     future = self._requests.refuse(request_id)
                 if future is not None:
                     fail_future(future, error)
         else:
-            if self._is_leader:
+            if self.is_leader:
                 with self._lock:
                     self._requests.admit(request_id)
 
     def _pull(self, decision: LoopDecision) -> None:
         start_s = time.monotonic()
-        running = self._engine.num_unfinished()
+        running = self.engine.num_unfinished()
         with self._work("swap weights", version=decision.version):
-            self._engine.swap_weights(decision.version)
+            self.engine.swap_weights(decision.version)
         recomputed = False
         if decision.kv_policy is not None:
-            what = f"{self._config.name}: version {decision.version}"
+            what = f"{self.config.name}: version {decision.version}"
             with self._work("reset prefix cache"):
-                recomputed = decision.kv_policy.apply(self._engine, running=running, what=what)
-        if self._channel is not None:
-            self._channel.barrier()  # raises if another rank's swap failed; no request is blamed
-        if not self._is_leader:
+                recomputed = decision.kv_policy.apply(self.engine, running=running, what=what)
+        if self.channel is not None:
+            self.channel.barrier()  # raises if another rank's swap failed; no request is blamed
+        if not self.is_leader:
             return
         with self._lock:
-            self._requests.pull(decision.version, self._engine.generated_lengths())
+            self._requests.pull(decision.version, self.engine.generated_lengths())
         self._read_stats(is_due=True)
         report = PullReport(
             version=decision.version,
@@ -322,19 +314,19 @@ class EngineLoop:
     def _stop(self, decision: LoopDecision) -> None:
         """Apply a PAUSE, SLEEP or WAKE_UP, and wait until the other ranks have done so."""
         if decision.aborts_all:
-            unfinished = self._engine.generated_lengths()
-            self._resolve(self._engine.abort(tuple(unfinished)), len(unfinished))
+            unfinished = self.engine.generated_lengths()
+            self._resolve(self.engine.abort(tuple(unfinished)), len(unfinished))
         if decision.action is Action.SLEEP and not self._is_asleep:
             with self._work("sleep"):
-                self._engine.sleep()
+                self.engine.sleep()
             self._is_asleep = True
         elif decision.action is Action.WAKE_UP and self._is_asleep:
             with self._work("wake up"):
-                self._engine.wake_up()
+                self.engine.wake_up()
             self._is_asleep = False
-        if self._channel is not None:
-            self._channel.barrier()
-        if self._is_leader:
+        if self.channel is not None:
+            self.channel.barrier()
+        if self.is_leader:
             self._report_progress(at_once=True)
             self._read_stats(is_due=True)
             self._inbox.answer(None)
@@ -345,17 +337,17 @@ class EngineLoop:
         try:
             yield
         finally:
-            if self._on_work is not None:
-                self._on_work(work, start_ns, time.perf_counter_ns(), **details)
+            if self.on_work is not None:
+                self.on_work(work, start_ns, time.perf_counter_ns(), **details)
 
     def _report_progress(self, *, at_once: bool = False) -> None:
-        if not self._is_leader:
+        if not self.is_leader:
             return
         with self._lock:
             starts = self._requests.due(at_once=at_once)
         if not starts:
             return
-        outputs = self._engine.sampled_since(starts)
+        outputs = self.engine.sampled_since(starts)
         with self._lock:
             batches = self._requests.report(outputs)
         for sink, progress in batches:
@@ -364,14 +356,14 @@ class EngineLoop:
     def _answer_reading(self) -> None:
         self._report_progress(at_once=True)
         reading = EngineReading(
-            sampled_tokens=self._engine.stats().generated_tokens,
-            running_tokens=sum(self._engine.generated_lengths().values()),
+            sampled_tokens=self.engine.stats().generated_tokens,
+            running_tokens=sum(self.engine.generated_lengths().values()),
         )
         self._inbox.answer(reading)
 
     def _resolve(self, outputs: list[Completion], in_flight: int) -> None:
         self._num_done += any(one.finish_reason is not FinishReason.ABORT for one in outputs)
-        if not outputs or not self._is_leader:
+        if not outputs or not self.is_leader:
             return
         with self._lock:
             ended = self._requests.finish(outputs, in_flight)
@@ -383,9 +375,9 @@ class EngineLoop:
 
     def _read_stats(self, *, is_due: bool) -> None:
         now_s = time.monotonic()
-        if is_due or now_s - self._stats_s >= self._config.stats_interval_s:
+        if is_due or now_s - self._stats_s >= self.config.stats_interval_s:
             before = self._stats.generated_tokens
-            self._stats, self._stats_s = self._engine.stats(), now_s
+            self._stats, self._stats_s = self.engine.stats(), now_s
             self._num_done += self._stats.generated_tokens != before
 
     def _end(self, error: ReplicaError) -> None:
@@ -400,8 +392,8 @@ class EngineLoop:
             fail_future(future, ended)
 
     def _check_leader(self) -> None:
-        if not self._is_leader:
-            raise RuntimeError(f"{self._config.name}: requests and pulls go to rank 0")
+        if not self.is_leader:
+            raise RuntimeError(f"{self.config.name}: requests and pulls go to rank 0")
 
 
 def start_loop(build: Callable[[], EngineLoop], *, name: str) -> EngineLoop:

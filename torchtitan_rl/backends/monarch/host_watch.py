@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,8 @@ _END_TIMEOUT_S = 10.0
 _NUM_ROUND_TRIPS = 64
 _UNREACHABLE = (TimeoutError, ActorError, SupervisionError)
 
-OnHostLost = Callable[[int, str], None]
-OnHostLeaving = Callable[[int], Awaitable[None]]
 
-
+@dataclass(eq=False)
 class HostWatch:
     """Watches the other hosts of a run.
 
@@ -54,38 +53,29 @@ class HostWatch:
     - Records the offsets of the hosts' clocks, for the trace.
     """
 
-    def __init__(
-        self,
-        hosts: Hosts,
-        *,
-        log_dir: Path,
-        trace_dir: Path | None,
-        say: Callable[[str], None],
-        on_lost: OnHostLost,
-        on_leaving: OnHostLeaving,
-        on_failure: Callable[[Failure], None] = lambda failure: None,
-    ) -> None:
-        self._hosts = hosts
-        self._say = say
-        self._on_lost = on_lost
-        self._on_leaving = on_leaving
-        self._on_failure = on_failure
-        self._trace_dir = trace_dir
-        folders = [(log_dir, ".log")]
-        if trace_dir is not None:
-            folders.append((trace_dir, ".jsonl"))
-        self._files = {
-            host.index: [_Files(host.index, *one) for one in folders] for host in hosts.far()
-        }
-        self._clocks = {} if trace_dir is None else clocks_of_files(trace_dir)
-        self._asking: dict[int, list[asyncio.Future[None]]] = {h.index: [] for h in hosts.far()}
-        self._lost = {host.index: asyncio.Event() for host in hosts.far()}  # set while lost
+    hosts: Hosts
+    log_dir: Path
+    trace_dir: Path | None
+    say: Callable[[str], None]
+    on_lost: Callable[[int, str], None]
+    on_leaving: Callable[[int], Awaitable[None]]
+    on_failure: Callable[[Failure], None] = lambda failure: None
+
+    def __post_init__(self) -> None:
+        folders = [(self.log_dir, ".log")]
+        if self.trace_dir is not None:
+            folders.append((self.trace_dir, ".jsonl"))
+        far = [host.index for host in self.hosts.far()]
+        self._files = {index: [_Files(index, *one) for one in folders] for index in far}
+        self._clocks = {} if self.trace_dir is None else clocks_of_files(self.trace_dir)
+        self._asking: dict[int, list[asyncio.Future[None]]] = {index: [] for index in far}
+        self._lost = {index: asyncio.Event() for index in far}  # set while lost
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._gone: dict[int, HostLostError] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> HostWatch:
-        for host in self._hosts.far():
+        for host in self.hosts.far():
             for files in self._files[host.index]:
                 await files.begin(host)
             self._start(self._watch(host), f"beats of {host_name(host.index)}")
@@ -97,7 +87,7 @@ class HostWatch:
         await cancel_all(self._tasks)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_FILES_S):
-                await asyncio.gather(*(self.bring_now(host.index) for host in self._hosts.far()))
+                await asyncio.gather(*(self.bring_now(host.index) for host in self.hosts.far()))
         for files in self._files.values():
             for one in files:
                 one.end()
@@ -148,7 +138,7 @@ class HostWatch:
 
     async def bring_now(self, index: int) -> None:
         """Copy new data in the files of a host, unless the host is lost."""
-        host = self._hosts[index]
+        host = self.hosts[index]
         if index in self._files and not host.lost.is_set():
             for files in self._files[index]:
                 await files.bring(host)
@@ -163,25 +153,25 @@ class HostWatch:
             failure = Failure.of(Part.HOST, name, error, now_s=_now())
             self._note_loss(host)
             how = "has left" if isinstance(error, HostLeftError) else "is lost"
-            self._say(f"{name} ({host.name}) {how}: {error}")
-            self._on_lost(host.index, f"{error}")
+            self.say(f"{name} ({host.name}) {how}: {error}")
+            self.on_lost(host.index, f"{error}")
             try:
-                back = await self._look_for(host.index) if self._hosts.can_return else None
+                back = await self._look_for(host.index) if self.hosts.can_return else None
             except asyncio.CancelledError:
-                self._on_failure(failure.ended("the run ended first"))
+                self.on_failure(failure.ended("the run ended first"))
                 raise
             if back is None:
                 self._gone[host.index] = gone = HostLostError(f"{name} is lost and cannot return")
                 for asking in self._asking[host.index]:
                     if not asking.done():
                         asking.set_exception(gone)
-                self._on_failure(failure.ended("it cannot return"))
+                self.on_failure(failure.ended("it cannot return"))
                 return
             host = back
             self._lost[host.index].clear()
-            self._say(f"{name} is back")
+            self.say(f"{name} is back")
             failure = failure.restarted(name, now_s=_now())
-            self._on_failure(failure.serving(now_s=_now()))
+            self.on_failure(failure.serving(now_s=_now()))
 
     async def _beat_until_lost(self, host: Host) -> HostLostError:
         """Send heartbeats until the host is lost, or the run has left it. Returns the cause."""
@@ -218,14 +208,14 @@ class HostWatch:
 
     async def _leave(self, host: Host) -> None:
         name = host_name(host.index)
-        self._say(f"{name} ({host.name}) is about to end (SIGTERM): the run leaves it")
-        await self._on_leaving(host.index)
+        self.say(f"{name} ({host.name}) is about to end (SIGTERM): the run leaves it")
+        await self.on_leaving(host.index)
         await self.bring_now(host.index)
         with contextlib.suppress(*_UNREACHABLE):
             await asyncio.wait_for(_answer(host.agent.end_run.call_one()), _END_TIMEOUT_S)
 
     def _note_loss(self, host: Host) -> None:
-        self._hosts.lose(host)
+        self.hosts.lose(host)
         self._lost[host.index].set()
 
     def _note_answer(self, index: int) -> None:
@@ -240,28 +230,28 @@ class HostWatch:
         while True:
             await asyncio.sleep(BEAT_S)
             try:
-                host = await self._hosts.attach_again(index)
+                host = await self.hosts.attach_again(index)
             except HostsBusyError:
                 if not is_busy:
-                    self._say(f"{name} serves another run, and is used again once that has ended")
+                    self.say(f"{name} serves another run, and is used again once that has ended")
                 is_busy = True
                 continue
             except ConfigError as error:
-                self._say(f"{name} is back and cannot be used: {error}")
+                self.say(f"{name} is back and cannot be used: {error}")
                 return None
             except NotAttachedError as error:
-                self._say(f"{name} listens again, and {error}")
+                self.say(f"{name} listens again, and {error}")
                 continue
             if host is not None:
                 return host
 
     async def _note_clock(self, index: int, round_trips: Sequence[RoundTrip]) -> None:
         offset, name = estimate_offset(round_trips), host_name(index)
-        if self._trace_dir is None or offset is None or self._clocks.get(name) == offset:
+        if self.trace_dir is None or offset is None or self._clocks.get(name) == offset:
             return
         self._clocks[name] = offset
         try:
-            await asyncio.to_thread(write_clocks, self._trace_dir, dict(self._clocks))
+            await asyncio.to_thread(write_clocks, self.trace_dir, dict(self._clocks))
         except OSError as error:
             logger.warning("clocks of hosts are not noted: %s", error)
 
