@@ -55,7 +55,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Pat
     before = os.umask(0)
     run = Run(words, log=root / "log", module="torchrun")
     os.umask(before)
-    run.wait_until(lambda: len(read_metrics(root / "run")) > 1, "a step")
+    run.wait_until(lambda: len(read_metrics(root / "run")) > 2, "two steps")
     yield run, root / "run"
     run.kill_all()
 
