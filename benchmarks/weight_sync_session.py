@@ -232,7 +232,7 @@ async def _processes(
         devices=tuple(map(str, range(generators, generators + trainers))) if on_cuda else (),
     )
     spec = _generator_spec(setting, work_dir, trace_dir)
-    hosts = {0: _weight_host(spec)} if setting.transport.reaches_others else {}
+    hosts = {0: _weight_host(spec)} if setting.transport is not Transport.SHARED_MEMORY else {}
     weights = WeightDistribution(hosts, fan_out=0)
     replica = await spawn_replica(generator_group, spec, weights=weights)
     try:

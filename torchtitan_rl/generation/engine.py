@@ -173,14 +173,10 @@ class StallWatch:
         self._pulse = Pulse(count=0, is_busy=False)
         self._since_s = 0.0
 
-    def stalled_s(self, pulse: Pulse, now_s: float) -> float:
-        """Return for how many seconds the loop was observed to be busy without progress."""
+    def is_stuck(self, pulse: Pulse, now_s: float) -> bool:
         if not pulse.is_busy or pulse != self._pulse:
             self._pulse, self._since_s = pulse, now_s
-        return now_s - self._since_s
-
-    def is_stuck(self, pulse: Pulse, now_s: float) -> bool:
-        return self.stalled_s(pulse, now_s) >= self.timeout_s
+        return now_s - self._since_s >= self.timeout_s
 
 
 MAX_TEMPERATURE = 2.0  # vLLM's limit

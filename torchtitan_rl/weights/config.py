@@ -52,14 +52,6 @@ class Transport(StrEnum):
     RDMA = "rdma"  # Monarch's RDMABuffer, over its channels without RDMA hardware
     BOTH = "both"  # shared memory on the trainer's host, RDMA to the other hosts
 
-    @property
-    def shares_memory(self) -> bool:
-        return self is not Transport.RDMA
-
-    @property
-    def reaches_others(self) -> bool:
-        return self is not Transport.SHARED_MEMORY
-
 
 def choose_transport(
     configured: Literal["auto", "shared_memory", "rdma"],

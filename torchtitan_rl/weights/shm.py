@@ -429,11 +429,6 @@ class WeightStaging:
         """
         if handle.version in self.versions:
             return
-        tensors = read_image(self._map_file(handle), handle.version)
-        with self._lock:
-            self._staged.setdefault(handle.version, tensors)
-
-    def _map_file(self, handle: SharedMemoryHandle) -> torch.Tensor:
         try:
             image = self._segments.image(Path(handle.path))
         except (OSError, ValueError) as error:
@@ -443,7 +438,9 @@ class WeightStaging:
                 f"version {handle.version}: {handle.path} has {image.numel()} bytes "
                 f"instead of {handle.num_bytes}"
             )
-        return image
+        tensors = read_image(image, handle.version)
+        with self._lock:
+            self._staged.setdefault(handle.version, tensors)
 
     def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
         """Return the tensors of ``version`` by Hugging Face name, for reading only.

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,10 +191,10 @@ async def run_processes(
     finally:
         closes = [one.close() for one in trainers] + [one.close() for one in replicas]
         closes += [one.close() for of_source in teachers.values() for one in of_source]
-        closes += [_close_weights(weights, weight_hosts.values())]
         if endpoint is not None:
             closes.append(endpoint.close())
-        await asyncio.gather(*closes)
+        await weights.close()
+        await asyncio.gather(*closes, *(host.close() for host in weight_hosts.values()))
 
 
 @asynccontextmanager
@@ -283,11 +283,6 @@ def _weight_host(
         ),
         hosts,
     )
-
-
-async def _close_weights(weights: WeightDistribution, hosts: Collection[WeightReplicator]) -> None:
-    await weights.close()
-    await asyncio.gather(*(host.close() for host in hosts))
 
 
 def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:

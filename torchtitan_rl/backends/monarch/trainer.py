@@ -165,16 +165,16 @@ class MonarchTrainer:
                 self._writing = None
 
     async def load_checkpoint(self, path: Path) -> None:
-        await self._run(f"loading of {path}", "load_checkpoint", path)
+        await self._run(f"loading of {path}", "pass_on", "load_checkpoint", path)
 
     async def offload(self) -> None:
-        await self._run("offload", "offload")
+        await self._run("offload", "pass_on", "offload")
 
     async def onload(self) -> None:
-        await self._run("onload", "onload")
+        await self._run("onload", "pass_on", "onload")
 
     async def export_hf(self, path: Path) -> None:
-        await self._run(f"export to {path}", "export_hf", path)
+        await self._run(f"export to {path}", "pass_on", "export_hf", path)
 
     async def close(self) -> None:
         """Let the ranks finish a checkpoint and clean up, unless the trainer is lost. Then end

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,13 +80,13 @@ class TrainerRank:
             self._shared: SharedMemoryPublisher | None = None
             self._joint: JointPublisher | None = None
             self._remote: RemotePublisher | None = None
-            if transport.shares_memory:
+            if transport is not Transport.RDMA:
                 if rank == 0:
                     self._shared = SharedMemoryPublisher(
                         spec.run_dir.name, spec.run_dir, pins=self._pins
                     )
                 self._joint = JointPublisher(self._shared, self._pins)
-            if transport.reaches_others:
+            if transport is not Transport.SHARED_MEMORY:
                 from torchtitan_rl.backends.monarch.weight_replicator import RdmaOffers
 
                 owner = f"trainer rank {rank}"
@@ -168,21 +169,10 @@ class TrainerRank:
         with self._tracer.span("write checkpoint", track="checkpoint"):
             self._trainer.finish_checkpoint()
 
-    def load_checkpoint(self, path: Path) -> None:
-        with self._tracer.span("load checkpoint"):
-            self._trainer.load_checkpoint(path)
-
-    def offload(self) -> None:
-        with self._tracer.span("offload"):
-            self._trainer.offload()
-
-    def onload(self) -> None:
-        with self._tracer.span("onload"):
-            self._trainer.onload()
-
-    def export_hf(self, path: Path) -> None:
-        with self._tracer.span("export"):
-            self._trainer.export_hf(path)
+    def pass_on(self, method: str, *arguments: Any) -> None:
+        """Call a method of the trainer, which is a span of this name in the trace."""
+        with self._tracer.span(method.replace("_", " ")):
+            getattr(self._trainer, method)(*arguments)
 
     def close(self) -> None:
         for publisher in (self._shared, self._remote):
@@ -216,7 +206,12 @@ class JointPublisher:
             WeightSyncError: there is no room, or a rank could not write. Raised only on rank 0.
         """
         layout = plan_image({name: part.whole() for name, part in parts.items()}, version)
-        segment, refusal = self._begin(layout, keep)
+        segment, refusal = None, None
+        if self._publisher is not None:
+            try:
+                segment = self._publisher.begin(layout, keep)
+            except Exception as error:  # raised after all ranks know of it
+                refusal = error
         path = _path_of_first_rank(segment.path if segment is not None else None)
         if path is None:
             if refusal is not None:
@@ -229,17 +224,6 @@ class JointPublisher:
             segment.remove()
             raise WeightSyncError(f"version {version} cannot be written: {'; '.join(errors)}")
         return self._publisher.finish(layout, segment)
-
-    def _begin(
-        self, layout: ImageLayout, keep: frozenset[int]
-    ) -> tuple[Segment | None, Exception | None]:
-        """On rank 0, return memory, or an error that is raised after all ranks know of it."""
-        if self._publisher is None:
-            return None, None
-        try:
-            return self._publisher.begin(layout, keep), None
-        except Exception as refusal:
-            return None, refusal
 
     def _write(
         self,
@@ -306,7 +290,9 @@ class RemotePublisher:
         Raises:
             WeightSyncError: a rank could not offer its parts. Raised only on rank 0.
         """
-        answers = _gathered(self._offer(version, parts, keep))
+        is_first = dist.get_rank() == 0
+        answers: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object(self._offer(version, parts, keep), answers, dst=0)
         if answers is None:
             return None
         errors = [f"rank {rank}: {one}" for rank, one in enumerate(answers) if isinstance(one, str)]
@@ -330,13 +316,3 @@ class RemotePublisher:
             return self._publisher.publish(version, parts, keep=keep)
         except Exception as error:
             return repr(error)
-
-
-def _gathered(answer: RemoteSource | str | None) -> list[RemoteSource | str | None] | None:
-    """Gather the answers of all ranks on rank 0; None on other ranks. Collective."""
-    if dist.get_world_size() == 1:
-        return [answer]
-    answers: list[RemoteSource | str | None] = [None] * dist.get_world_size()
-    is_first = dist.get_rank() == 0
-    dist.gather_object(answer, answers if is_first else None, dst=0)
-    return answers if is_first else None

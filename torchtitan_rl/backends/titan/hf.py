@@ -231,7 +231,8 @@ def hf_parts(
         shard = _shard(value)
         if shard is None:
             return None
-        writes = shard.is_written_by(index)
+        # Of the ranks with the same shard, the index selects one, so that they share the work.
+        writes = all(place == index % size for place, size in shard.copies)
         names = expert_names(name, value.shape[0])
         if names is None:
             local = shard.local if writes else None
@@ -257,11 +258,6 @@ class _Shard:
     local: torch.Tensor
     offset: tuple[int, ...]
     copies: tuple[tuple[int, int], ...]
-
-    def is_written_by(self, index: int) -> bool:
-        """Whether this rank writes its shard. Of the ranks with the same shard, the tensor's
-        ``index`` selects one, so that they share the work."""
-        return all(place == index % size for place, size in self.copies)
 
 
 def _shard(value: torch.Tensor) -> _Shard | None:

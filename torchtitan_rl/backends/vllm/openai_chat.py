@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -87,6 +87,7 @@ class _Versions:
         """``num_choices``: of each prompt."""
         self._num_choices = num_choices
         self._runs: dict[int, list[list[int]]] = {}
+        self.texts: defaultdict[int, str] = defaultdict(str)  # as sampled
 
     def note(self, prompt: int, output: CompletionOutput) -> None:
         if output.weight_versions is not None:
@@ -99,6 +100,7 @@ class _Versions:
             prompt, result = item if isinstance(item, tuple) else (0, item)
             for output in result.outputs:
                 self.note(prompt, output)
+                self.texts[output.index] += output.text
             yield item
 
     def add_to(self, choices: list[Any]) -> None:
@@ -115,19 +117,6 @@ class _Versions:
             if choice.get("finish_reason"):
                 choice["policy_versions"] = self._runs.get(choice["index"], [])
         return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-class _Texts:
-    """Collects the unparsed text of each choice of one answer."""
-
-    def __init__(self) -> None:
-        self.of_choice: defaultdict[int, str] = defaultdict(str)
-
-    async def noted(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        async for result in outputs:
-            for output in result.outputs:
-                self.of_choice[output.index] += output.text
-            yield result
 
 
 class RefusalErrors:
@@ -179,17 +168,15 @@ class Chat(RefusalErrors, OpenAIServingChat):
         self, request: Any, outputs: AsyncIterator[Any], *args: Any, **options: Any
     ) -> AnswerStream:
         stream, versions = AnswerStream(outputs), _Versions()
-        noted, texts = versions.noted(stream.outputs()), _Texts()
-        if request.tools:
-            noted = texts.noted(noted)
+        noted = versions.noted(stream.outputs())
         chunks = super().chat_completion_stream_generator(request, noted, *args, **options)
         if request.tools:
-            chunks = self._noted_calls(request, chunks, texts)
+            chunks = self._noted_calls(request, chunks, versions.texts)
         stream.chunks = versions.added(chunks) if request.return_token_ids else chunks
         return stream
 
     async def _noted_calls(
-        self, request: Any, chunks: AsyncIterator[str], texts: _Texts
+        self, request: Any, chunks: AsyncIterator[str], texts: Mapping[int, str]
     ) -> AsyncGenerator[str, None]:
         calls: defaultdict[int, defaultdict[int, str]] = defaultdict(lambda: defaultdict(str))
         async for chunk in chunks:
@@ -202,7 +189,7 @@ class Chat(RefusalErrors, OpenAIServingChat):
                         self.engine_client.constraints.note_answer(
                             request,
                             arguments=list(arguments.values()),
-                            text=texts.of_choice[choice["index"]],
+                            text=texts[choice["index"]],
                             mark=call_mark(self.parser_cls),
                         )
             yield chunk
