@@ -189,13 +189,12 @@ async def first_of(*works: Coroutine[Any, Any, Any]) -> Any:
 async def uninterrupted(
     work: Coroutine[Any, Any, _T], *, on_cancel: Callable[[], object] | None = None
 ) -> _T:
-    """Return the result of ``work``, which runs to its end even if this call is cancelled.
-
-    ``on_cancel`` is called at each cancellation, for example to make ``work`` end sooner.
+    """Return the result (or raise the error) of ``work``, which runs to its end even if this call
+    is cancelled. ``on_cancel`` is called at each cancellation, for example to make ``work`` end
+    sooner.
 
     Raises:
         asyncio.CancelledError: this call was cancelled; ``work`` has ended.
-        Exception: ``work`` raised it.
     """
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None

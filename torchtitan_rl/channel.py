@@ -1,13 +1,10 @@
-"""The messages between the controller and its actors, and how they are gathered into batches.
-
-Calls and aborts go in one direction, and ends of calls in the other; `generation.server` and
-`serving.link` add their own messages. `backends.monarch.runtime.ActorChannel` transports the
-batches.
+"""The messages between the controller and its actors, and how they are gathered into batches, which
+`backends.monarch.runtime.ActorChannel` transports. Calls and aborts go in one direction, and ends
+of calls in the other; `generation.server` and `serving.link` add their own messages.
 
 Invariants of `Outbox`: each message leaves once, in the order of `Outbox.put`. At most one batch
 leaves per interval, unless an urgent message waits. When no batch left during the last interval,
-the next message leaves at once. The event loop is woken at most twice per batch, whatever the
-batch's size.
+the next message leaves at once. The event loop is woken at most twice per batch.
 """
 
 from __future__ import annotations

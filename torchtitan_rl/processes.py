@@ -47,10 +47,9 @@ class Processes:
         return False
 
     async def wait_until_lost(self, name: str) -> NoReturn:
-        """Watch the processes, of which messages speak as ``name``.
-
-        The kernel says whether a process has ended or is stopped, so neither load nor work that
-        takes long is mistaken for a loss. A process that a debugger has stopped is not lost.
+        """Watch the processes, of which messages speak as ``name``. The kernel says whether a
+        process has ended or is stopped, so neither load nor long work is mistaken for a loss. A
+        process that a debugger has stopped is not lost.
 
         Raises:
             ProcessEndedError: a process has ended.
@@ -198,10 +197,7 @@ _NEW_OBJECTS = 10_000  # allocations between two collections; Python's default i
 
 def collect_less(*, full_after: int = 10) -> None:
     """Exclude all objects alive now (mainly imports) from garbage collection, and collect less
-    often.
-
-    For processes that import much and create many short-lived objects. In the controller,
-    collections took 30 % of the CPU time of its Python code.
+    often: in the controller, collections took 30 % of the CPU time of its Python code.
 
     Args:
         full_after: how many collections of young objects come before one of all objects. The latter
@@ -214,9 +210,8 @@ def collect_less(*, full_after: int = 10) -> None:
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """Turn garbage collection off while the block runs, and collect less often afterwards. For
-    blocks that import much and build objects that stay alive: collections took a fifth of the CPU
-    time of importing vLLM or torchtitan."""
+    """Turn garbage collection off while the block runs (a fifth of the CPU time of importing vLLM
+    or torchtitan), and collect less often afterwards."""
     gc.disable()
     try:
         yield

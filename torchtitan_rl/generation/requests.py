@@ -1,7 +1,6 @@
 """The outstanding requests of rank 0: one record for each, from its submission to its end.
 
 Invariants
-
 - Each request is answered once.
 - No token is reported twice, and no token before an earlier one.
 - The progress of a request that streams is reported at once if nothing was streamed during the last

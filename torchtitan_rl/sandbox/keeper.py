@@ -1,11 +1,10 @@
 """The process that watches one snippet and reports how it ended.
 
 The keeper reads a request from its link (one JSON line), forks the snippet, and keeps the first
-bytes of the snippet's output. When the snippet and all processes that it started are dead, the
-keeper answers with one JSON line. If the other end of the link is closed, the keeper kills these
-processes and does not answer. With namespaces, the keeper is the first process of the snippet's
-process-id namespace: the snippet cannot kill the keeper, and when the keeper ends, all of the
-snippet's processes end.
+bytes of its output. When the snippet and all processes that it started are dead, the keeper answers
+with one JSON line. If the other end of the link is closed, it kills them and does not answer. With
+namespaces, the keeper is the first process of the snippet's process-id namespace: the snippet
+cannot kill it, and when it ends, all of the snippet's processes end.
 """
 
 from __future__ import annotations

@@ -185,9 +185,9 @@ class Sandbox:
         that is an expression.
 
         ``prepared`` names a function (``module:function``) in a module of ``preload``, with its
-        arguments. The function is called outside of the sandbox and its limits, so neither function
-        nor arguments may come from a policy. In ``code`` the global ``prepared`` is the function's
-        result; if the arguments are None, it is the function itself.
+        arguments. It is called outside of the sandbox and its limits, so neither may come from a
+        policy. In ``code`` the global ``prepared`` is its result; if the arguments are None, the
+        function itself.
 
         If only the snippet's keeper process dies, the snippet may have caused this: the result is
         ``killed``, not an error.

@@ -19,27 +19,23 @@ from torchtitan_rl.training.config import LossConfig
 class TrainingBatch:
     """One training step. Entry i of an array describes token i.
 
-    ``loss_mask`` is True for sampled tokens; ``logprobs`` are under the policy that sampled the
-    tokens. Logprobs, advantages and versions are valid only where ``loss_mask`` is True. An
-    episode's first token has no distribution, so it is never trained on.
+    ``loss_mask`` is True for sampled tokens, where alone logprobs (under the policy that sampled
+    them), advantages and versions are valid. An episode's first token has no distribution, so it is
+    never trained on. ``groups`` has the number of each episode's group; the updates of a step never
+    split a group.
 
-    Token i was sampled from the set ``kept_sets[kept[i]]`` (packed by `token_sets.py`);
-    -1 means the whole vocabulary. ``kept`` None means the whole vocabulary for all tokens.
-    ``groups`` has the number of each episode's group; the updates of a step never split a group.
+    Token i was sampled from the set ``kept_sets[kept[i]]`` (packed by `token_sets.py`); -1, and
+    ``kept`` None, mean the whole vocabulary.
 
     ``teacher_ids`` and ``teacher_logprobs`` are a teacher's K most likely tokens at the position of
-    each token, and their logprobs; NaN where no teacher scored. None without such scores.
-    ``teachers`` has the number of each episode's teacher in the trainer; -1 for none. None without
-    such teachers. The loss gets ``teacher_coefficient`` x the KL of either: `teacher_kl`
-    (`training/losses/teacher.py`), or the KL of `selected_logprobs`.
+    each token, and their logprobs; NaN where no teacher scored. ``teachers`` has the number of each
+    episode's teacher in the trainer; -1 for none. The loss gets ``teacher_coefficient`` x the KL of
+    either: `teacher_kl` (`training/losses/teacher.py`), or the KL of `selected_logprobs`.
 
-    ``routed_experts`` are the K experts of each token in each of X layers, or `UNKNOWN_EXPERT`:
-    see `RoutedExperts`. None if no token has known experts.
+    ``routed_experts`` are the K experts of each token in each of X layers, or `UNKNOWN_EXPERT`.
 
-    ``images`` are the distinct images of all episodes. Their tokens, numbered through, are the
-    features that ``features`` refers to: token i of an image has the number ``features[i]``, and
-    other tokens have -1. ``positions`` are those for rotary embeddings (`rope_positions`). Both are
-    None without images.
+    ``images`` are the distinct images of all episodes. Their tokens, numbered through, are what
+    ``features`` refers to; other tokens have -1. ``positions`` are those of `rope_positions`.
     """
 
     episode_lengths: npt.NDArray[np.int64]  # length of each episode, at least 1

@@ -1,8 +1,7 @@
 """The folder of one checkpoint: data files, and a marker written last that lists them.
 
-The marker is a JSON document with the size and CRC-32 of every file. Its last field is the CRC-32
-of the marker itself, so that an incomplete or damaged checkpoint is recognized. Files that the
-marker does not list are ignored.
+The marker is a JSON document with the size and CRC-32 of every file, and of itself, so that an
+incomplete or damaged checkpoint is recognized. Files that it does not list are ignored.
 
 Writing: create files in `temporary_path`, `seal` them with the marker, `publish` the folder under
 its name; `discard` after an error. Invariants: a marker is on disk only after every file that it

@@ -106,17 +106,15 @@ class LossConfig:
 
 
 def decided_loss(loss: LossConfig, *, rounds: bool, staleness: int) -> LossConfig:
-    """Replace ``importance_weight`` ``auto`` by a decision for a run.
-
-    Args:
-        rounds: engines and trainer compute in bfloat16, so their logprobs of a token differ.
+    """Replace ``importance_weight`` ``auto`` by a decision for a run. ``rounds``: engines and
+    trainer compute in bfloat16, so their logprobs of a token differ.
 
     With the proximal policy ``behaviour`` the ratio already is trainer / engine, and a weight would
     correct twice. But the clip then also drops tokens that only rounding has moved out of its
     bounds. So the proximal policy of tokens of the newest weights becomes the trainer's: rounding
     is in the truncated weight alone (TIS, Yao et al. 2025, see `losses/policy.py`), and the clip
-    bounds only what updates change. `interpolated` leaves tokens of the version before to the clip,
-    as it was. CISPO, GSPO and a loss of one's own have their own treatment of ratios.
+    bounds only what updates change. `interpolated` leaves tokens of the version before to the clip.
+    CISPO, GSPO and a loss of one's own have their own treatment of ratios.
     """
     if loss.importance_weight != "auto":
         return loss

@@ -2,11 +2,10 @@
 and splits each minibatch over data-parallel ranks and microbatches.
 
 All ranks get the same number of microbatches, because each forward and backward pass is a
-collective; some microbatches may be empty. A microbatch computes at most ``max_tokens`` tokens, and
-at most as many rows of logits. There may be more rows than tokens if episodes share a token but
-sampled it from different sets of tokens. A tree that exceeds these limits is cut, and each part
-repeats the tokens that its episodes share with other parts. The loss of these tokens still counts
-once per episode.
+collective; some may be empty. A microbatch computes at most ``max_tokens`` tokens and rows of
+logits (which are more than tokens if episodes share a token but sampled it from different sets). A
+larger tree is cut, and each part repeats the tokens that its episodes share with other parts; their
+loss still counts once per episode.
 
 Invariants: every episode is in the batch or listed in `Packing.oversized`. No episode is split over
 microbatches.

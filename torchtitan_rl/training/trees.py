@@ -59,20 +59,19 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedEpisodes:
-    """The episodes of a batch that have a selected token, ordered so that episodes with a common
+    """The episodes of a batch that have a selected token, ordered so that those with a common
     beginning are neighbours. Entry i of each tuple describes the i-th episode in this order (member
     i).
 
     ``indices``: the episode's index in the batch. ``lengths``: number of tokens to compute, which
-    are those before the episode's last selected token. ``shared``: number of these tokens at the
-    beginning that are equal to those of the member before, with the same experts; two members i < j
-    share ``min(shared[i + 1 : j + 1])`` tokens.
+    are those before the episode's last selected token. ``shared``: number of these at the beginning
+    that are equal to those of the member before, with the same experts; two members i < j share
+    ``min(shared[i + 1 : j + 1])`` tokens.
 
     Selected tokens read the same row of logits if they share their predecessor and were sampled
     from the same set of tokens. ``rows_before``: for each selected token of a member, the last
-    earlier member that reads the same row; -1 if there is none. ``rows_before`` is None if there
-    cannot be more rows than computed tokens, because nothing is shared or no token was sampled from
-    a part of the vocabulary.
+    earlier member that reads the same row, or -1. None if there cannot be more rows than computed
+    tokens.
     """
 
     indices: tuple[int, ...]

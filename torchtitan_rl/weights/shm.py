@@ -92,10 +92,8 @@ class SharedMemoryPublisher:
         keep: frozenset[int] = frozenset(),
     ) -> SharedMemoryHandle:
         """Copy whole tensors, with Hugging Face names, into shared memory as ``version``. Blocks.
-
-        Afterwards these versions are readable: this version, the previous one, and the versions in
-        ``keep`` that were readable before. All other versions are released before this version is
-        written.
+        Afterwards this version, the previous one, and those in ``keep`` that were before are
+        readable; all others are released before this version is written.
 
         Raises:
             WeightSyncError: the version cannot be published.

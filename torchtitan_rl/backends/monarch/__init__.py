@@ -1,19 +1,16 @@
-"""Monarch: actors, meshes, RDMA. Import this package before Monarch.
+"""Monarch: actors, meshes, RDMA. Import this package before Monarch, which it does not load.
 
 This package changes how Monarch is loaded, so that other users of the machine can neither connect
 to Monarch nor redirect its log. Monarch has no settings for this, so the package redirects calls
 that Monarch makes of two C functions:
 
-- ``bind``, permanently. Monarch 0.7 listens on an abstract Unix socket for each host, and on
-  another one each time it starts a process. Every user of the machine can connect to an abstract
-  socket, and whoever connects can run programs with the rights of the user who started the run.
-  With the redirected ``bind``, each socket is a file in a private folder (`use_private_folder`).
+- ``bind``, permanently. Monarch 0.7 listens on an abstract Unix socket for each host and each
+  process that it starts. Every user of the machine can connect to such a socket, and whoever
+  connects can run programs with the rights of the user who started the run. With the redirected
+  ``bind``, each socket is a file in a private folder (`use_private_folder`).
 - ``open64``, only while Monarch's native module is being loaded. Monarch opens its log
-  ``/tmp/USER/monarch_log.log`` then. Other users can put a link to another file in this place. With
-  the redirected ``open64``, Monarch logs to its process's stderr.
-
-Importing this package does not load Monarch. It prepares the redirection for any module that
-imports Monarch later.
+  ``/tmp/USER/monarch_log.log`` then, where other users can put a link to another file. With the
+  redirected ``open64``, Monarch logs to its process's stderr.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 torchtitan's layers, with three differences: experts compute in the type of their input
 (torchtitan's round to bfloat16), gates compute in float32 on every device, and a router can be
-given the experts of each token (`ReplayRouter.replayed_BLK`).
-
-The bias by which torchtitan balances the experts exists only where checkpoints have it
-(DeepSeek-V3), and is never updated: a step would otherwise change the experts of tokens without a
-gradient, and differently from rank to rank if their tokens differ.
+given the experts of each token (`ReplayRouter.replayed_BLK`). The bias by which torchtitan balances
+the experts exists only where checkpoints have it (DeepSeek-V3), and is never updated: a step would
+change the experts of tokens without a gradient, and differently from rank to rank.
 
 Shapes: B rows, L tokens of a row, D model dimension, F hidden dimension of an expert, E experts, K
 experts of a token, R rows that the experts of this rank compute.

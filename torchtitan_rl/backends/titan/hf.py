@@ -102,8 +102,7 @@ def expert_names(name: str, number: int) -> list[str] | None:
 def load_hf(model: PolicyModel, checkpoint_dir: Path) -> set[str]:
     """Load the directory's safetensors into the model, and what reads images for it; each rank
     reads its shards. Collective. Return the names of the tensors in the files that are published.
-
-    Adapters are not in the directory, and are left as they are.
+    Adapters are left as they are.
 
     Raises:
         ConfigError: the directory has no safetensors file, or an expert is not in them.

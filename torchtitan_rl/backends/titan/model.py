@@ -4,16 +4,13 @@ All families use torchtitan's Qwen3, with or without norms on queries and keys, 
 biases of queries, keys and values, dense or with experts (`experts.py`); DeepSeek-V3 uses it with
 torchtitan's latent attention. (torchtitan's own Llama permutes rotary halves on load, which FSDP2
 cannot do with an odd number of heads.) Rotary embeddings can use the frequencies of Llama 3.1,
-YaRN's (DeepSeek-V3), or rows and columns of images. A policy that takes images also has its vision
-tower (`vision.py`).
+YaRN's (DeepSeek-V3), or rows and columns of images.
 
-On the CPU, PyTorch has no fused kernels for norms, rotary embeddings and SwiGLU layers. The layers
-of this module need fewer passes over memory than torchtitan's. With torchtitan's layers, norms and
-rotations took a fifth of a step of a small policy, mostly in backward passes that autograd composes
-of single operations. The hidden tensors of SwiGLU layers are the largest tensors of a step. The
-layer of this module keeps two of them for the backward pass, where autograd keeps four. Compiled
-models, tensors that are split over ranks, and SwiGLU layers of policies with adapters use
-torchtitan's layers.
+On the CPU, PyTorch has no fused kernels for norms, rotary embeddings and SwiGLU layers. With
+torchtitan's layers, norms and rotations took a fifth of a step of a small policy; the layers of
+this module need fewer passes over memory. The hidden tensors of SwiGLU layers are the largest of a
+step: this module keeps two of them for the backward pass, where autograd keeps four. Compiled
+models, tensors that are split over ranks, and SwiGLU layers with adapters use torchtitan's layers.
 
 Shapes: B rows, L tokens, D model dimension, S selected tokens, V vocabulary; T tokens of a forward
 pass, in one row; X layers, K experts of a token; in layers, H elements normalized or rotated
@@ -431,14 +428,10 @@ def is_plain(*tensors: torch.Tensor) -> bool:
 
 class ScaledRoPE(CosSinRoPE):
     """Rotary embeddings from cosines and sines [max_seq_len, 2 * dim], with support for
-    ``scaling="llama"``.
-
-    torchtitan supports Llama's frequency scaling only where adjacent elements are rotated together.
-    Hugging Face's weights would have to be permuted for that layout, which this module avoids.
-
-    With ``sections``, positions [1, L, 3] are triples, and each section of a head's pairs rotates
-    by another one of them (multimodal RoPE).
-    """
+    ``scaling="llama"``: torchtitan has it only where adjacent elements are rotated together, for
+    which Hugging Face's weights would have to be permuted. With ``sections``, positions [1, L, 3]
+    are triples, and each section of a head's pairs rotates by another one of them (multimodal
+    RoPE)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):

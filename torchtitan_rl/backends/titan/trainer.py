@@ -3,9 +3,8 @@
 Public methods are collective unless they state otherwise: all ranks call them with the same
 arguments in the same order. Each rank gets the whole batch and trains on its share. A step either
 ends with new weights and ``version + 1``, or raises an error and changes neither weights nor
-optimizer nor version. There is one exception: a step that fails after the first of several updates
-leaves weights that belong to no version. After that, every call except `load_checkpoint` and
-`close` is refused.
+optimizer nor version. One exception: a step that fails after the first of several updates leaves
+weights of no version; then every call except `load_checkpoint` and `close` is refused.
 """
 
 from __future__ import annotations
@@ -108,8 +107,7 @@ class PolicyTrainer:
 
     Args:
         checkpoint_dir: the policy in Hugging Face format.
-        seed: selects the minibatches, and seeds the random generators (nothing uses them today;
-            they are checkpointed).
+        seed: selects the minibatches, and seeds the (checkpointed) random generators.
         max_steps: the number of steps of the whole run, for the learning-rate schedule.
         dtype: the type of matrix multiplications; the CPU always uses float32.
         lora: adapters that are trained in place of all weights; of rank 0 for none.
@@ -205,8 +203,8 @@ class PolicyTrainer:
         loss: LossConfig | None = None,
         examples: TrainingBatch | None = None,
     ) -> StepOutput:
-        """Take one training step of the policy loss. The step has `TrainerConfig.updates_per_batch`
-        optimizer updates; each uses one minibatch and is normalized by that minibatch's totals.
+        """Take one training step of the policy loss, of `TrainerConfig.updates_per_batch` optimizer
+        updates; each uses one minibatch and is normalized by that minibatch's totals.
 
         Args:
             loss: another loss for this step. It may only have a KL penalty if the configured loss
@@ -264,12 +262,8 @@ class PolicyTrainer:
         return output
 
     def supervised_step(self, batch: TrainingBatch) -> StepOutput:
-        """Take one training step on the mean negative logprob of the tokens in ``loss_mask``, at
-        temperature 1 over the whole vocabulary. The step has one optimizer update.
-
-        Raises:
-            DivergedError, ValueError: as in `train_step`.
-        """
+        """Take one update on the mean negative logprob of the tokens in ``loss_mask``, at
+        temperature 1 over the whole vocabulary. Raises as `train_step`."""
         selected_N = imitated_mask(batch)
         num_trained = int(selected_N.sum())
 
@@ -279,12 +273,8 @@ class PolicyTrainer:
         return self._step(_as_demonstrations(batch), [(selected_N, lambda _: objective)])
 
     def preference_step(self, batch: TrainingBatch, loss: PreferenceLoss) -> StepOutput:
-        """Take one training step of DPO, at temperature 1 over the whole vocabulary. The step has
-        one optimizer update.
-
-        Raises:
-            DivergedError, ValueError: as in `train_step`.
-        """
+        """Take one update of DPO, at temperature 1 over the whole vocabulary. Raises as
+        `train_step`."""
         self._require()
         batch, selected_N = _as_demonstrations(batch), imitated_mask(batch)
         objective, found = self._preference_objective(

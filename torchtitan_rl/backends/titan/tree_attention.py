@@ -1,19 +1,18 @@
-"""Attention over prefix trees (`training/trees.py`): query q sees key k if
-``k <= q < subtree_end[k]``.
+"""Attention over prefix trees (`training/trees.py`): query q sees key k if ``k <= q <
+subtree_end[k]``.
 
-On CUDA this is a mask for FlexAttention. On the CPU none of torchtitan's backends can be used:
-varlen has no kernel there, flex has no backward pass, and sdpa does not support documents. So on
-the CPU, attention is composed of calls of PyTorch's FlashAttention kernel. The kernel is called
-directly, because `scaled_dot_product_attention` does not return the log-normalizer.
+On CUDA this is a mask for FlexAttention. On the CPU none of torchtitan's backends can be used
+(varlen has no kernel there, flex no backward pass, sdpa no documents), so attention is composed of
+calls of PyTorch's FlashAttention kernel, directly, because `scaled_dot_product_attention` does not
+return the log-normalizer.
 
 A node is a chain of tokens in which each token except the last has exactly one child. The kernel is
-called once per node. The keys are the node's tokens. The queries are the tokens of the node's
-subtree, which are contiguous and begin with the node's own tokens. Under the kernel's causal mask
-the node's tokens see each other causally, and all later queries see the whole node. No other pair
-of tokens is computed, for any length of the row. A query gets one result from each node on its
-path. These results are merged as FlashAttention merges its blocks (Dao et al. 2022, 2205.14135).
-The backward kernel recomputes the probabilities from the merged log-normalizer, so the gradients
-from all nodes are simply added.
+called once per node: the keys are the node's tokens, the queries those of the node's subtree, which
+are contiguous and begin with the node's own tokens. Under the kernel's causal mask the node's
+tokens see each other causally, and all later queries see the whole node. No other pair of tokens is
+computed. A query gets one result from each node on its path; they are merged as FlashAttention
+merges its blocks (Dao et al. 2022, 2205.14135). The backward kernel recomputes the probabilities
+from the merged log-normalizer, so the gradients from all nodes are simply added.
 
 Shapes: T tokens, M nodes, N query heads, K key heads, G = N / K query heads of a key head, H
 elements of a head.

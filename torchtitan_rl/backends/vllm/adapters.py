@@ -1,13 +1,11 @@
 """LoRA adapters of one vLLM engine: those that ``serve`` loads at its start, that of a run, and
 those of the runs that share the engine (its tenants).
 
-A run's policy with adapters is the base that the engine was built with and one adapter, which
-every request uses. A pull replaces this adapter in place, between two steps; running requests go on
-with the new one. vLLM reads adapters from folders, so a pulled one is written to a folder of this
-process in shared memory, which no other user can read, and which is removed when vLLM has read it.
-
-A tenant's adapter is loaded into one of its slots by a pull, too, but no request goes on with it:
-it has a name of its own, which later requests give.
+A run's policy with adapters is the base that the engine was built with and one adapter, which every
+request uses. A pull replaces it in place, between two steps; running requests go on with the new
+one. vLLM reads adapters from folders, so a pulled one is written to a folder in shared memory,
+which no other user can read, and which is removed when vLLM has read it. A tenant's adapter is
+loaded into one of its slots by a pull, too, under a name of its own, which later requests give.
 
 Invariants
 - A version is loaded only if it has exactly the tensors of the run's adapter, in their shapes. vLLM

@@ -2,12 +2,12 @@
 
 vLLM is imported inside the functions: processes that only spawn engines import this module.
 
-Weight updates: vLLM's CPU linears compute from a packed copy of their parameter and delete the
-parameter. Loading new weights then fails half-way, where the parameter is missing. A head that is
-tied to the embedding keeps its parameter, but goes on computing from the packed copy of the old
-weights. In this module every linear keeps its parameter: an update loads new weights into the
-parameters, and packs them again. This costs a second copy of the weights. Measured on 2 cores with
-73 M parameters in float32:
+vLLM's CPU linears compute from a packed copy of their parameter and delete the parameter. Loading
+new weights then fails half-way, where the parameter is missing. A head that is tied to the
+embedding keeps its parameter, but goes on computing from the packed copy of the old weights. In
+this module every linear keeps its parameter: an update loads new weights into the parameters, and
+packs them again. This costs a second copy of the weights. Measured on 2 cores with 73 M parameters
+in float32:
 
 | | update | decoding step with 1, 8, 64 running requests |
 |---|---|---|
@@ -15,9 +15,9 @@ parameters, and packs them again. This costs a second copy of the weights. Measu
 | linears that do not pack | 0.06 s | 67, 104, 144 ms |
 | vLLM's own reload | 0.18 s | 34, 38, 121 ms |
 
-Experts (MoE) are packed in the same way, but under the names of their parameters: a loader writes
-new weights into the packed ones, and vLLM's own reload leaves them unpacked, both without an error.
-Here the parameters stay as they are, and layers compute from packed copies.
+Experts (MoE) are packed under the names of their parameters: a loader writes new weights into the
+packed ones, and vLLM's own reload leaves them unpacked, both without an error. Here the parameters
+stay as they are, and layers compute from packed copies.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """`VllmEngine`: vLLM's `LLMEngine` as an `Engine`; `start_engine_loop`: the loop that steps it.
 
-Each rank has one instance in its own process. The ranks' loops step the instances in lockstep
-("external launcher"). The variables of `engine_environment` must be set when the process starts.
+Each rank has one instance in its own process; their loops step them in lockstep ("external
+launcher"). The variables of `engine_environment` must be set when the process starts.
 
 Invariants
-- Request ids are mapped here, because vLLM adds a random suffix to them, which differs between
-  ranks.
+- Request ids are mapped here, because vLLM adds a random suffix, which differs between ranks.
 - Prefills are chunked only on CUDA: on a CPU, seeded requests cannot be sampled in chunks.
 - Scheduling is synchronous, so lengths read between steps are exact. Otherwise the tokens of the
   step before a pull, sampled under the old weights, would be added after the pull.
-- Grammars use xgrammar; a request that xgrammar does not support is refused. vLLM chooses one
-  backend at the first grammar. With "auto", the first schema would therefore decide which later
-  requests are refused.
+- Grammars use xgrammar; a request that xgrammar does not support is refused. With "auto", the first
+  schema would choose the backend, and so decide which later requests are refused.
 - Prefix blocks are salted with the number of the last pull. A request that is added after a pull
   therefore never reads older blocks, even if the cache could not be reset.
 - A pull drops the vision tower's outputs, which vLLM caches by image.

@@ -9,8 +9,8 @@ Differences from ``vllm serve``:
 - Logprobs are those of the processed distribution.
 - A stream that fails before its first token is an error response, not an event.
 - Images are data URLs; nothing is fetched (`openai_images`).
-- With ``return_token_ids`` an answer has ``choices[i].policy_versions``, a list of
-  ``[first token, version]``. In a stream, each choice's last chunk has it.
+- With ``return_token_ids`` an answer (of a stream, each choice's last chunk) has
+  ``policy_versions``, a list of ``[first token, version]``.
 
 Invariants: a refused request gets an OpenAI error object and affects no other request. No answer
 contains a stack trace or a path.

@@ -4,11 +4,10 @@
 - An error before a stream's first token is an error response, not an event of the stream.
 - A refusal has the message of the controller.
 
-vLLM translates Anthropic's API (`/v1/messages`) to a chat and back. Errors leave this module as
-OpenAI error objects; `anthropic_error` converts them to Anthropic's format. A policy that samples
-freely may write a call whose arguments are not a JSON object. Anthropic's API cannot express such a
-call, so the call is returned as text. Whether a call has a JSON object is known only when the call
-is complete, so the calls of a stream are held until the end of the stream.
+vLLM translates Anthropic's API (`/v1/messages`) to a chat and back; `anthropic_error` converts
+errors. A call whose arguments are not a JSON object, which a policy that samples freely may write,
+cannot be expressed there, and is returned as text. This is known only when the call is complete, so
+the calls of a stream are held until its end.
 """
 
 from __future__ import annotations

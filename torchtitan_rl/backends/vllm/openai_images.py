@@ -2,9 +2,8 @@
 
 vLLM asks its media connector for each image of a request. Ours fetches nothing: it decodes data
 URLs within the limits of `images.py`, one at a time, in turns between the HTTP requests, and
-remembers the images of each request. `taken_images` gives them their places among the tokens. All
-other media, and options that would change how images are read, are refused before
-(`serving/app.py`).
+remembers the images of each. `taken_images` gives them their places among the tokens. All other
+media, and options on how images are read, are refused before (`serving/app.py`).
 """
 
 from __future__ import annotations

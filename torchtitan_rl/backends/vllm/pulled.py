@@ -1,16 +1,15 @@
 """Whether an engine computes with the weights that it has pulled.
 
 After a pull, layers are probed: the output of a linear layer for a unit vector is a column of the
-weights that it really computes with, and an expert's output for a unit vector follows from its
-three matrices. Both are compared with the published tensors. Comparing parameters would not be
-enough. On a CPU, and with some kernels for experts on CUDA, vLLM computes from copies in another
-layout, and its loaders may write into the copy as if it had the checkpoint's layout, or leave it
-with old weights; both look right in the parameters.
+weights that it really computes with, and an expert's output follows from its three matrices. Both
+are compared with the published tensors. Comparing parameters would not be enough: on a CPU, and
+with some kernels for experts on CUDA, vLLM computes from copies in another layout, and its loaders
+may write into the copy as if it had the checkpoint's layout, or leave it with old weights.
 
 The first pull of an engine probes every layer, each later pull one layer, in turn; embeddings, head
 and final norm are probed at each pull. Layers that compute in a quantized type are left out.
-Measured on a CPU with 4 layers: 4 to 28 ms at the first pull, 2 to 8 ms at later ones, which take
-13 to 128 ms in all (the larger numbers: experts, on a busy machine). Not run on CUDA.
+Measured on a CPU with 4 layers: 4 to 28 ms at the first pull, 2 to 8 ms at later ones. Not run on
+CUDA.
 
 Shapes: N probes, D inputs, O outputs of a layer, F hidden dimension of an expert, K experts of a
 token.
