@@ -44,7 +44,7 @@ def loop_replica(
     loop: EngineLoop,
     staging: WeightStaging | None = None,
     *,
-    stall_timeout_s: float | None = None,
+    stall_timeout_s: float = 120.0,
 ) -> ConnectedReplica[LoopPeer]:
     server = EngineServer(loop, interval_s=0.0, stall_timeout_s=stall_timeout_s)
     return ConnectedReplica(LoopPeer(name, server, loop, staging))

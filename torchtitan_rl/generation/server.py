@@ -24,19 +24,16 @@ from torchtitan_rl.types import GenerationRequest, Progress
 ToReplica = Call[GenerationRequest | EngineCommand[Any]]
 FromReplica = Progress | End[Any, BaseException]
 
-_IDLE_S = 30.0
-
 
 class EngineServer:
     """``interval_s``: the shortest time between two batches of progress. ``stall_timeout_s``: a
-    busy loop without progress for this time counts as stuck (None: never)."""
+    busy loop without progress for this time counts as stuck."""
 
     def __init__(
-        self, loop: EngineLoop, *, interval_s: float = 0.02, stall_timeout_s: float | None = None
+        self, loop: EngineLoop, *, interval_s: float = 0.02, stall_timeout_s: float = 120.0
     ) -> None:
         self._loop = loop
-        self._watch = None if stall_timeout_s is None else StallWatch(stall_timeout_s)
-        self._idle_s = _IDLE_S if stall_timeout_s is None else stall_timeout_s / 8
+        self._watch = StallWatch(stall_timeout_s)
         self._outbox: Outbox[FromReplica] = Outbox(interval_s=interval_s)
 
     def deliver(self, messages: Iterable[ToReplica]) -> None:
@@ -57,12 +54,12 @@ class EngineServer:
             LoopStalledError: the loop was busy without progress for ``stall_timeout_s``.
         """
         now_s = asyncio.get_running_loop().time()
-        if self._watch is not None and self._watch.is_stuck(self._loop.pulse(), now_s):
-            timeout_s = self._watch.timeout_s
+        timeout_s = self._watch.timeout_s
+        if self._watch.is_stuck(self._loop.pulse(), now_s):
             raise LoopStalledError(
                 f"the engine made no progress for {timeout_s:.0f} s with requests to run"
             )
-        return await self._outbox.take(self._idle_s)
+        return await self._outbox.take(timeout_s / 8)
 
     def _submit(self, request: GenerationRequest, *, streams: bool) -> None:
         try:

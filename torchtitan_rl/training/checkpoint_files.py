@@ -215,18 +215,14 @@ def read_marker(folder: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
             raise CheckpointError(f"checkpoint {folder} is not complete: no {MARKER}") from error
     try:
         document = parse_object(MARKER, content)
-        if not _is_intact(content):
+        field = _CHECKSUM_FIELD.search(content)
+        if field is None or zlib.crc32(content[: field.start()] + b"}") != int(field[1]):
             raise CheckpointError(f"checkpoint {folder} is damaged: {MARKER} has another checksum")
         del document[_CHECKSUM]
         records = document.pop(_FILES)
         return document, {name: FileRecord(**record) for name, record in records.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder}: {MARKER} is not a valid marker") from error
-
-
-def _is_intact(marker: bytes) -> bool:
-    field = _CHECKSUM_FIELD.search(marker)
-    return field is not None and zlib.crc32(marker[: field.start()] + b"}") == int(field[1])
 
 
 def _size(folder: Path, name: str) -> int | None:

@@ -82,7 +82,12 @@ class CheckpointDirectory:
         chosen: Path | None = None
         try:
             entries = list(self._entries())
-            for path in _newest_first(entries):
+            candidates = [  # within a step, the replaced checkpoint comes last
+                (step, suffix == "", path)
+                for step, suffix, path in entries
+                if suffix in ("", REPLACED_SUFFIX)
+            ]
+            for _, _, path in sorted(candidates, reverse=True):
                 try:
                     check(path)
                 except CheckpointUnreadableError:
@@ -189,17 +194,6 @@ class CheckpointDirectory:
 def step_of(path: Path) -> int:
     """Return the step in the name of a folder."""
     return int(path.name.removeprefix("step-").partition(".")[0])
-
-
-def _newest_first(entries: list[tuple[int, str, Path]]) -> list[Path]:
-    """Return the folders that may be complete, newest first. Within a step, the replaced checkpoint
-    comes last."""
-    found = [
-        (step, suffix == "", path)
-        for step, suffix, path in entries
-        if suffix in ("", REPLACED_SUFFIX)
-    ]
-    return [path for _, _, path in sorted(found, reverse=True)]
 
 
 def _remove(path: Path) -> str | None:

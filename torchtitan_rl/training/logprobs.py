@@ -174,7 +174,9 @@ def _forward_chunk(
     index_F, held_F = _held(targets_F, rows_F, scaled_CV)
     target_F = torch.where(held_F, scaled_CV.view(-1)[index_F], 0.0)  # 0 x -inf would be NaN
     normalizer_C = _normalizer(scaled_CV, group)
-    mean_C = _expected(scaled_CV, normalizer_C)
+    # The sum of probability x logit. For excluded tokens, 0 x -inf would be NaN.
+    probability_CV = (scaled_CV - normalizer_C[:, None]).exp_()
+    mean_C = probability_CV.mul_(scaled_CV.clamp_min(-1e30)).sum(dim=1)
     if group is not None:
         sums = torch.cat([target_F, mean_C])
         dist.all_reduce(sums, group=group)
@@ -218,13 +220,6 @@ def _reverse_kl(
     if group is not None:
         dist.all_reduce(kl_C, group=group)
     return kl_C, slope_CV.sub_(probability_CV.mul_(kl_C[:, None]))
-
-
-def _expected(scaled_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tensor:
-    """Return [C]: sum over the vocabulary of probability x logit (normalizer - entropy)."""
-    probability_CV = (scaled_CV - normalizer_C[:, None]).exp_()
-    # For excluded tokens, 0 x -inf would be NaN.
-    return probability_CV.mul_(scaled_CV.clamp_min(-1e30)).sum(dim=1)
 
 
 def _held(

@@ -93,7 +93,7 @@ def test_a_loop_that_fails_or_is_closed_ends_its_calls_over_the_connection() -> 
 @on_virtual_clock
 async def test_an_end_leaves_at_once_whatever_the_interval() -> None:
     with running_loop(ScriptedEngine()) as loop:
-        server = EngineServer(loop, interval_s=1.0)
+        server = EngineServer(loop, interval_s=1.0, stall_timeout_s=240.0)
         clock = asyncio.get_running_loop()
         assert await server.take() == ()  # after a silence it says that it is there
         assert clock.time() == 30.0

@@ -301,13 +301,15 @@ class KeptSets:
     def observe(self, runner: Any, *, is_v2: bool) -> None:
         """Wrap the sampler of vLLM's model runner, so that sets are read from every batch."""
         draw = runner.sampler.sample
-        names: Callable[..., Sequence[str]]
-        names = _v2_names(runner) if is_v2 else lambda *_: runner.input_batch.req_ids
 
         def draw_and_read(*args: Any, **options: Any) -> Any:
             sampled, processed = draw(*args, **options)
             if self._sets and processed is not None:
-                self._read(names(*args), processed)
+                if is_v2:  # its fourth argument has the requests of the rows
+                    names = [runner.req_states.index_to_req_id[row] for row in args[3].tolist()]
+                else:
+                    names = runner.input_batch.req_ids
+                self._read(names, processed)
             return sampled, processed
 
         runner.sampler.sample = draw_and_read
@@ -350,12 +352,3 @@ class Grammars:
             self._data[key] = zlib.compress(text.encode())
         stop_token_ids = tuple(sorted(request.sampling_params.all_stop_token_ids))
         return Grammar(data=self._data[key], stop_token_ids=stop_token_ids)
-
-
-def _v2_names(runner: Any) -> Callable[..., Sequence[str]]:
-    """Map the arguments of the V2 runner's ``Sampler.sample`` to each row's request id."""
-
-    def names(_logits: Any, _expanded: Any, _mapping: Any, rows: Any, *_: Any) -> Sequence[str]:
-        return [runner.req_states.index_to_req_id[row] for row in rows.tolist()]
-
-    return names
