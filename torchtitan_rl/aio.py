@@ -158,7 +158,6 @@ async def background(work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
 
 
 async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until all have ended."""
     ending = list(tasks)
     for task in ending:
         task.cancel()

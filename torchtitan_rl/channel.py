@@ -140,8 +140,6 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End(Generic[R, E]):
-    """The end of one call: a result, or an error."""
-
     call_id: CallId
     result: R | None = None
     error: E | None = None

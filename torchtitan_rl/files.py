@@ -214,8 +214,6 @@ def read_new(
 
 
 class FileCopies:
-    """Copies of files in ``folder``, with the names of the originals."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.offsets: dict[str, int] = {}  # number of copied bytes of each original, by name

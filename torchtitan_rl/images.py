@@ -290,7 +290,6 @@ def rope_positions(length: int, images: Iterable[PromptImage]) -> npt.NDArray[np
 
 
 def images_before(images: Sequence[PromptImage], end: int) -> tuple[PromptImage, ...]:
-    """Return the images that begin before token ``end``."""
     return tuple(one for one in images if one.start < end)
 
 

@@ -50,7 +50,6 @@ def join_routed(
 
 
 def num_known(prompt: tuple[int, ...], earlier: Iterable[Turn]) -> int:
-    """Return the number of first tokens of a prompt whose experts an earlier turn has."""
     known = 0
     for one in earlier:
         tokens = one.token_ids

@@ -97,7 +97,6 @@ def kept_of_each(runs: Sequence[KeptRun], length: int) -> list[KeptTokens]:
 
 
 def kept_after(runs: Sequence[KeptRun], start: int, *, length: int) -> tuple[KeptRun, ...]:
-    """Return the runs of the tokens from ``start`` on."""
     return kept_runs(kept_of_each(runs, length)[start:]) if runs else ()
 
 

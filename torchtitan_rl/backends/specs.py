@@ -16,8 +16,6 @@ from torchtitan_rl.weights.config import WeightSyncConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSpec:
-    """The specification of a replica's ranks, equal for all of them."""
-
     model: Path  # a directory in Hugging Face format
     name: str = "replica"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -45,8 +43,6 @@ class GeneratorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """The specification of the trainer's ranks."""
-
     checkpoint: Path
     trainer: TrainerConfig
     device: Literal["cpu", "cuda"] = "cpu"
@@ -76,8 +72,6 @@ class WeightHostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSpec:
-    """The specification of the endpoint's process."""
-
     model: Path
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]

@@ -85,7 +85,6 @@ class TeacherConfig:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas of all checkpoints together."""
         return 0 if self.is_in_trainer else len(self.checkpoints) * self.replicas
 
     def source_for(self, task: str) -> str:
@@ -112,7 +111,6 @@ class TeacherConfig:
 
 
 def is_url(source: str) -> bool:
-    """Whether a teacher is a server."""
     return source.startswith(("http://", "https://"))
 
 

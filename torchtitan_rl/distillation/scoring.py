@@ -33,8 +33,6 @@ from torchtitan_rl.types import (
 
 
 class Teacher(Protocol):
-    """A model that scores tokens."""
-
     async def score(self, name: str, token_ids: tuple[int, ...]) -> TokenScores:
         """Score all tokens after the first one. ``name`` is unique among the running calls.
 
@@ -92,7 +90,6 @@ class Teachers:
     _num_failures: int = 0  # as of the last `take`
 
     def teach(self, problem: Problem) -> bool:
-        """Whether rollouts of the problem have a teacher."""
         return bool(self.source_for(problem.task))
 
     async def score(self, rollout: Rollout, problem: Problem) -> Rollout:

@@ -44,7 +44,6 @@ class ServedTeacher:
         self._http = _client(self.url)
 
     async def score(self, name: str, token_ids: tuple[int, ...]) -> TokenScores:
-        """See `Teacher.score`."""
         last = "it did not answer"
         pause_s = _FIRST_PAUSE_S
         try:
@@ -67,7 +66,6 @@ class ServedTeacher:
             ) from error
 
     def num_failures(self) -> int:
-        """See `Teacher.num_failures`."""
         return self._num_failures
 
     async def close(self) -> None:

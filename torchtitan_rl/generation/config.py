@@ -102,7 +102,6 @@ class EngineConfig:
     (``VLLM_BATCH_INVARIANT``). Slower, and only on CUDA."""
 
     def running_requests(self, device: Literal["cpu", "cuda"]) -> int:
-        """Return ``max_running_requests``, or its default on ``device``."""
         return self.max_running_requests or {"cpu": 128, "cuda": 256}[device]
 
     def step_tokens(self, device: Literal["cpu", "cuda"]) -> int:

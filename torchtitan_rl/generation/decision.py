@@ -55,8 +55,6 @@ class Power(StrEnum):
 
 
 class Action(StrEnum):
-    """The action of a decision."""
-
     STEP = "step"  # admit, abort, then run engine steps
     PULL = "pull"  # swap the weights, apply the KV policy, then step
     PAUSE = "pause"  # abort all requests if ``aborts_all``, then wait for the other ranks

@@ -173,7 +173,6 @@ class EngineLoop:
             return self._inbox.ask(command)
 
     def pulse(self) -> Pulse:
-        """Return the progress of the loop's thread, for `StallWatch`."""
         return Pulse(count=self._num_done, is_busy=self._is_busy)
 
     def close(self, timeout_s: float = 60.0) -> None:

@@ -40,7 +40,6 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def keep(link: socket.socket, settings: dict[str, Any], system_calls: SyscallFilter) -> NoReturn:
-    """Serve one snippet, and exit."""
     try:
         started_s = time.monotonic()
         answer = _serve(link, settings, system_calls)
@@ -244,7 +243,6 @@ class _Keeper:
         return False
 
     def _reap(self, options: int) -> None:
-        """Reap dead children, including processes whose parents have died."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, options))[0]:
                 if ended[0] == self._snippet:

@@ -175,7 +175,6 @@ class CpuClock:
             self._counter = None
 
     def read_s(self) -> float:
-        """CPU seconds of the descendants."""
         if self._counter is None:
             return 0.0
         (nanoseconds,) = struct.unpack("Q", os.read(self._counter, 8))

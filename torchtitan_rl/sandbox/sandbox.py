@@ -223,7 +223,6 @@ class Sandbox:
         return SandboxResult(**{**answer, "status": SandboxStatus(answer["status"])})
 
     async def close(self) -> None:
-        """End all snippets, and the process from which they are forked."""
         zygote, self._zygote = self._zygote, None
         if zygote is not None:
             await asyncio.to_thread(zygote.close)

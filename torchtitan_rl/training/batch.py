@@ -68,7 +68,6 @@ class TrainingBatch:
 
     @property
     def episode_starts(self) -> npt.NDArray[np.int64]:
-        """Index of each episode's first token."""
         return np.cumsum(self.episode_lengths) - self.episode_lengths
 
     @property
@@ -92,7 +91,6 @@ def imitated_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
 def sums_by_episode(
     batch: TrainingBatch, values_N: npt.NDArray[np.float32], selected_N: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.float64]:
-    """Return the sum of the selected tokens' values for each episode."""
     values_N = np.where(selected_N, values_N, 0.0).astype(np.float64)
     return np.add.reduceat(values_N, batch.episode_starts)
 

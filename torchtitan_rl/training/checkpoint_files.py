@@ -44,14 +44,11 @@ class CheckpointUnreadableError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """Expected size and checksum of a file."""
-
     num_bytes: int
     crc32: int
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the folder in which the checkpoint ``path`` is written."""
     return path.with_name(path.name + TEMPORARY_SUFFIX)
 
 

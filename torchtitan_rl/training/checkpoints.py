@@ -192,7 +192,6 @@ class CheckpointDirectory:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in the name of a folder."""
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 

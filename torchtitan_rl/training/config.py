@@ -101,7 +101,6 @@ class LossConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the trainer keeps the initial policy."""
         return self.kl_coefficient > 0.0 or self.surrogate == "dpo"
 
 

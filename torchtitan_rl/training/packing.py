@@ -57,7 +57,6 @@ class Share:
 
 
 def sum_of_shares(shares: Sequence[Share]) -> Share:
-    """Add up the sizes of several shares."""
     return Share(
         parts=(),
         num_needed=sum(share.num_needed for share in shares),
@@ -262,7 +261,6 @@ def _kept(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int32] | None, tu
 def _teacher_top(
     episodes: Sequence[Episode], num_top: int
 ) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
-    """Return `TrainingBatch.teacher_ids` and ``teacher_logprobs``."""
     if not num_top:
         return None, None
     num_tokens = sum(len(one.token_ids) for one in episodes)
@@ -279,7 +277,6 @@ def _teacher_top(
 
 
 def _routed(episodes: Sequence[Episode]) -> npt.NDArray[np.uint8] | None:
-    """Return `TrainingBatch.routed_experts`."""
     shapes = {
         (one.routed_experts.num_layers, one.routed_experts.per_token)
         for one in episodes
@@ -303,7 +300,6 @@ def _routed(episodes: Sequence[Episode]) -> npt.NDArray[np.uint8] | None:
 def _images(
     episodes: Sequence[Episode],
 ) -> tuple[tuple[PromptImage, ...], npt.NDArray[np.int64] | None, npt.NDArray[np.int64] | None]:
-    """Return `TrainingBatch.images`, ``features`` and ``positions``."""
     if not any(one.images for one in episodes):
         return (), None, None
     first: dict[str, int] = {}  # the number of an image's first token, by the image's digest

@@ -116,9 +116,7 @@ class HostFetcher(Protocol):
         does not delay later calls."""
         ...
 
-    async def offer(self, version: int, /) -> RemoteSource:
-        """See `WeightReceiver.offer`."""
-        ...
+    async def offer(self, version: int, /) -> RemoteSource: ...
 
 
 class WeightDistribution:
@@ -309,7 +307,6 @@ class WeightDistribution:
         self._changed = asyncio.Event()
 
     def _forget_released(self, host: int, handle: RemoteMemoryHandle) -> None:
-        """Forget the versions that the host is about to remove."""
         held = [v for at, v in self._fetches if at == host and self._fetches[at, v].done()]
         for version in versions_to_free(held, handle.keep):
             del self._fetches[host, version]

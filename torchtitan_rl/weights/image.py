@@ -143,7 +143,6 @@ def write_image(
 
 
 def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorPart]:
-    """Return each tensor as a single part."""
     return {
         name: TensorPart(shape=t.shape, dtype=t.dtype, offset=(0,) * t.dim(), local=t)
         for name, t in tensors.items()
@@ -170,7 +169,6 @@ def view_of(layout: ImageLayout, box: Box, image: torch.Tensor) -> torch.Tensor:
 
 
 def write_header(layout: ImageLayout, image: torch.Tensor) -> None:
-    """Write the header into ``image``, uint8 [num_bytes]."""
     header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     image[: len(layout.header)].copy_(header)
 

@@ -290,7 +290,6 @@ class WeightReceiver:
     def _receive_all(
         self, layout: ImageLayout, sources: Sequence[RemoteSource], image: torch.Tensor
     ) -> int:
-        """Read and assemble all sources. Returns the number of bytes read."""
         # Monarch finds the current actor in a context variable.
         with ThreadPoolExecutor(min(len(sources), _READS_AT_ONCE)) as threads:
             reads = [

@@ -453,7 +453,6 @@ class WeightStaging:
         raise WeightSyncError(f"version {version} is not staged; staged are {staged or 'none'}")
 
     def discard_before(self, version: int) -> None:
-        """Drop all versions older than ``version``."""
         with self._lock:
             discarded = [staged for staged in self._staged if staged < version]
             for old in discarded:

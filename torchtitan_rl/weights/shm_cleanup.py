@@ -74,7 +74,6 @@ class FolderGuard:
         _guards.append(self)
 
     def close(self) -> None:
-        """Remove the folders, and wait until they are removed."""
         if self in _guards:
             _guards.remove(self)
             os.close(self._writing)

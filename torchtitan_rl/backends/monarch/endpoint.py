@@ -51,8 +51,6 @@ _T = TypeVar("_T")
 
 
 class EndpointActor(Actor):
-    """The endpoint's process."""
-
     def __init__(self, spec: EndpointSpec) -> None:
         self._spec = spec
 
@@ -68,7 +66,6 @@ class EndpointActor(Actor):
 
     @concurrent_endpoint
     async def connect(self, port: Port[Any]) -> None:
-        """Serve the channel until it fails."""
         await serve_channel(port, deliver=self._link.deliver, take=self._link.take)
 
     @concurrent_endpoint

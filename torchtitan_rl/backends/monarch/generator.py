@@ -44,8 +44,6 @@ _LOST_CLOSE_S = 2.0  # time for the working ranks of a lost replica to close the
 
 
 class GeneratorActor(Actor):
-    """One rank of a replica."""
-
     def __init__(self, spec: GeneratorSpec) -> None:
         self._spec = spec
         self._rank = current_rank().rank
@@ -58,7 +56,6 @@ class GeneratorActor(Actor):
 
     @concurrent_endpoint
     async def connect(self, port: Port[Any]) -> None:
-        """Serve the channel until it fails. Called only on rank 0."""
         server = self._generator.server
         await serve_channel(port, deliver=server.deliver, take=server.take)
 

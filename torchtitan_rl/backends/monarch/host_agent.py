@@ -46,8 +46,6 @@ class HostAnswer:
 
 
 class HostAgent(Actor):
-    """The agent on each host except the controller's machine."""
-
     def __init__(self, address: str) -> None:
         self._address = address
         self._held: dict[tuple[int, ...], Processes] = {}
@@ -108,7 +106,6 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def cannot_write(self, folder: Path) -> str:
-        """See `config.run.cannot_write`."""
         return await asyncio.to_thread(cannot_write, folder)
 
     @concurrent_endpoint
@@ -125,13 +122,11 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def end(self, pids: tuple[int, ...], timeout_s: float) -> list[int]:
-        """See `Processes.end`."""
         held = self._held.pop(pids, None)
         return [] if held is None else await held.end(timeout_s)
 
 
 def describe_host(address: str, checkpoint: str) -> HostAnswer:
-    """Describe this machine and its copy of the policy."""
     machine = machine_facts()
     policy_dir, policy, error = Path(), "", ""
     try:

@@ -130,14 +130,12 @@ class HostWatch:
         return index in self._files
 
     def is_lost(self, index: int) -> bool:
-        """Whether the host is lost and not back."""
         return index in self._lost and self._lost[index].is_set()
 
     def is_leaving(self, index: int) -> bool:
         return index in self._leaving
 
     async def bring_now(self, index: int) -> None:
-        """Copy new data in the files of a host, unless the host is lost."""
         host = self.hosts[index]
         if index in self._files and not host.lost.is_set():
             for files in self._files[index]:

@@ -111,8 +111,6 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _Lost:
-    """Decides when to try to attach a lost host."""
-
     away_s: float  # the last time at which it was lost or unreachable, or an attempt failed
     due_s: float  # time of the next attempt
     num_failures: int = 0  # consecutive ones
@@ -177,7 +175,6 @@ class Hosts:
         return [host for host in self._hosts if host.agent is not None]
 
     def lose(self, host: Host) -> None:
-        """Mark a host as lost, until it is attached again."""
         host.lost.set()
         now_s = time.monotonic()
         self._lost[host.index] = _Lost(now_s, due_s=now_s + _SETTLE_S)
@@ -370,7 +367,6 @@ def attach_job(
 def _ask(
     meshes: Mapping[str, HostMesh], field: str, wanted: _Wanted, deadline_s: float
 ) -> tuple[dict[str, Any], dict[str, HostAnswer]]:
-    """Start the agents of the hosts. Returns the agents and their answers."""
     agents: dict[str, Any] = {}
     try:
         _wait_for_all({name: mesh.initialized for name, mesh in meshes.items()}, deadline_s, field)

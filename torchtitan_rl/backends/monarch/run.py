@@ -254,7 +254,6 @@ async def _start(
 def _weight_hosts(
     prepared: PreparedRun, hosts: Hosts, trace_dir: Path | None
 ) -> tuple[Transport, dict[int, WeightReplicator]]:
-    """Return the transport of weights, and the fetchers by host."""
     config, replicas, trainer = prepared.config, prepared.plan.replicas, prepared.plan.trainer
     if trainer is None:
         return Transport.SHARED_MEMORY, {}

@@ -256,7 +256,6 @@ class ActorThread:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Run a function in the thread and return its result."""
         # Monarch finds the current actor in a context variable.
         work = functools.partial(contextvars.copy_context().run, function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -84,7 +84,6 @@ def _socket_path() -> Path:
 
 
 def _serve() -> None:
-    """Serve the pages until the controller ends."""
     to_controller = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Monarch's messages go to the log
     from monarch import _rust_bindings

@@ -151,7 +151,6 @@ class WeightReplicator:
 def weight_replicator(
     group: ProcessGroup, spec: WeightHostSpec, hosts: Hosts | None = None
 ) -> WeightReplicator:
-    """Create a `WeightReplicator` for the group's host."""
     spawn = functools.partial(spawn_processes, group, log_dir=spec.log_dir, hosts=hosts)
     return WeightReplicator(spec, spawn)
 
@@ -166,8 +165,6 @@ _CHUNK_MB = 8
 
 
 class RdmaOffers:
-    """See `MemoryOffers`."""
-
     def __init__(self) -> None:
         _configure()
 
@@ -184,8 +181,6 @@ class RdmaOffers:
 
 
 class RdmaReader:
-    """See `BufferReader`."""
-
     def __init__(self, *, timeout_s: float) -> None:
         _configure()
         self._timeout_s = max(1, round(timeout_s))

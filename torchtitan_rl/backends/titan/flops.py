@@ -63,7 +63,6 @@ class PolicySizes:
 
 
 def num_logits(parts: Sequence[Microbatch]) -> int:
-    """Number of tokens whose logits are read."""
     return sum(len(np.unique(part.predecessors_E)) for part in parts)
 
 

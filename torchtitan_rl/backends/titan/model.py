@@ -232,7 +232,6 @@ def policy_config(
     dtype: str,
     lora: LoraConfig = _WITHOUT_ADAPTERS,
 ) -> Any:
-    """Build the `PolicyModel.Config` of an architecture."""
     a = architecture
     is_cpu, ep = layout.device.type == "cpu", config.expert_parallel
     norm_config = CpuRMSNorm.Config if is_cpu else RMSNorm.Config

@@ -385,7 +385,6 @@ class PolicyTrainer:
         )
 
     def finish_checkpoint(self) -> None:
-        """See `CheckpointWriter.finish`."""
         self._writer.finish()
 
     def load_checkpoint(self, path: Path) -> None:
@@ -640,7 +639,6 @@ def _loss_function(config: LossConfig) -> LossFunction:
 
 
 def _memory_advice(config: TrainerConfig, version: int) -> str:
-    """Say what to lower, first what costs least time."""
     options = []
     if (tokens := config.max_tokens_per_microbatch) > config.max_episode_tokens:
         options.append(f"--trainer.max-tokens-per-microbatch (it is {tokens})")

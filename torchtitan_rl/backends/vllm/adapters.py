@@ -92,8 +92,6 @@ def adapter_requests(adapters: Sequence[AdapterFolder]) -> dict[str, LoRARequest
 
 
 class EngineAdapters:
-    """The adapters of vLLM's ``LLMEngine``, built with `adapter_arguments`."""
-
     def __init__(self, engine: Any, spec: GeneratorSpec) -> None:
         from vllm.lora.request import LoRARequest
 

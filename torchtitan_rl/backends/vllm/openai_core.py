@@ -173,8 +173,6 @@ def _engine_options(params: VllmSamplingParams) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _SentRequest:
-    """The state of a request that has not ended."""
-
     prompt_token_ids: Sequence[int]
     has_logprobs: bool
     submitted_s: float  # time.monotonic()

@@ -165,7 +165,6 @@ async def _until_refused(events: AsyncIterator[Any]) -> AsyncGenerator[Any, None
 
 
 def kept_responses(store: ResponseStore) -> APIRouter:
-    """Build the routes that read and delete stored responses."""
     router = APIRouter(tags=["responses"])
 
     @router.get("/v1/responses/{response_id}")

@@ -62,7 +62,6 @@ class RoutingRecorder:
 
     @property
     def _width(self) -> int:
-        """Bytes of a token."""
         return self._slots_NXK.shape[1] * self._slots_NXK.shape[2]
 
     def _take(self, layer: int, experts_TK: torch.Tensor) -> None:

@@ -328,8 +328,6 @@ class KeptSets:
 
 
 class Grammars:
-    """Serializes the grammars of requests, each once."""
-
     def __init__(self) -> None:
         self._data: dict[Any, bytes] = {}  # keyed by the specification that vLLM compiled
 
