@@ -128,12 +128,8 @@ def teacher_errors(
     """Errors in the fields; ``parts`` are the names of a mixture's parts."""
     errors = []
     sampling = rollout.sampling
-    for name, is_cut in {
-        "top_p": sampling.top_p < 1.0,
-        "top_k": sampling.top_k > 0,
-        "min_p": sampling.min_p > 0.0,
-    }.items():
-        if is_cut and config.is_on and config.loss == "topk":
+    for name, whole in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
+        if getattr(sampling, name) != whole and config.is_on and config.loss == "topk":
             errors.append(
                 f"teacher.loss is topk: rollout.sampling.{name} excludes tokens that the teacher "
                 "may find likely, and the KL would be infinite; sample from all tokens, or give "

@@ -84,6 +84,7 @@ class EngineLoop:
     on_end: Callable[[LoopFailedError | None], None] | None = None
     on_pulled: Callable[[int], None] | None = None
     on_work: OnWork | None = None
+    failure: LoopFailedError | None = field(default=None, init=False)  # the error that ended it
 
     def __post_init__(self) -> None:
         self._inbox = Inbox()
@@ -95,7 +96,6 @@ class EngineLoop:
             interval_s=self.config.progress_interval_s,
         )
         self._ended: ReplicaError | None = None
-        self._failure: LoopFailedError | None = None
         self._is_asleep = False
         self._num_done = 0  # the count of `Pulse`
         self._is_busy = False
@@ -114,11 +114,6 @@ class EngineLoop:
         """Wait until the loop has ended. Returns False if it still runs after ``timeout_s``."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    @property
-    def failure(self) -> LoopFailedError | None:
-        """The error that ended the loop; None while it runs and after a close."""
-        return self._failure
 
     def submit(
         self,
@@ -201,12 +196,12 @@ class EngineLoop:
             failed = StepFailedError if self._is_busy else LoopFailedError
             failure = failed(f"engine loop of {self.config.name} failed: {cause!r}")
             failure.__cause__ = cause
-            self._failure = failure
+            self.failure = failure
             self._end(failure)
         else:
             self._end(LoopClosedError(f"engine loop of {self.config.name} was closed"))
         if self.on_end is not None:
-            self.on_end(self._failure)
+            self.on_end(self.failure)
 
     def _next_decision(self) -> LoopDecision:
         if self.channel is not None and not self.is_leader:

@@ -123,8 +123,6 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: some folders could not be removed. All others were removed.
         """
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, not {keep}")
         complete = self.steps()
         if not complete:
             return []

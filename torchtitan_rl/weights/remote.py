@@ -79,10 +79,6 @@ class PartPublisher:
         self._held: dict[int, _Offered] = {}  # by version, in order of publishing
         self._spare: list[_Offered] = []  # memory of released versions
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        return tuple(self._held)
-
     def publish(
         self, version: int, parts: Mapping[str, TensorPart], *, keep: frozenset[int]
     ) -> RemoteSource | None:

@@ -38,7 +38,7 @@ def test_no_other_session_sees_a_response() -> None:
         assert refusal(store, owner, "a") == (404, "response_not_found")
     store.delete("s", "a")
     assert refusal(store, "s", "a") == (404, "response_not_found")
-    assert (len(store), store.num_bytes) == (0, 0)
+    assert (len(store._stored), store.num_bytes) == (0, 0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 400), st.booleans()), max_size=30))
@@ -49,5 +49,5 @@ def test_the_bounds_hold_whatever_is_kept(turns: list[tuple[int, bool]]) -> None
         name = str(number)
         store.keep(None, response(name, size), ["x" * size], previous if continues else None)
         previous = name
-        assert len(store) <= 5
+        assert len(store._stored) <= 5
         assert store.num_bytes <= 12_000

@@ -208,9 +208,6 @@ class ResponseStore:
         self._dropped: OrderedDict[_Key, None] = OrderedDict()
         self.num_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._stored)
-
     def keep(
         self, owner: Owner, response: Mapping[str, Any], items: Sequence[Any], previous: str | None
     ) -> None:
