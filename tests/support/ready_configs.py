@@ -22,7 +22,7 @@ from tests.support.retrievers import start_retriever
 from tests.support.verifiers import needs_verifiers
 from torchtitan_rl import DataTask, MixtureTask, Task, configs
 from torchtitan_rl.config.loader import ready_configs
-from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.experiments.calculator_agent.dataset import make_problem
 from torchtitan_rl.experiments.code_tests.task import CodeTestsTask
@@ -30,7 +30,7 @@ from torchtitan_rl.experiments.gsm8k.make_file import row
 from torchtitan_rl.experiments.gsm8k.task import SIZES, Gsm8kTask
 from torchtitan_rl.experiments.search_r1.task import SearchR1Task
 
-LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
+LAPTOP = HostFacts(num_cores=2, memory_bytes=24 << 30, max_open_files=1024)
 NUM_GPUS = {
     "alphabet_sort_qwen3_0_6b": 6,
     "gsm8k_qwen3_0_6b": 1,
@@ -74,7 +74,7 @@ QWEN3_30B_A3B = {  # with 8 of 48 layers: the disk must have room for its versio
 }
 
 
-def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
+def ready(name: str, folder: Path) -> tuple[RunConfig, HostFacts]:
     """A ready configuration that can start in ``folder``, with a stand-in for a model that is not
     shipped, and with few problems, so that they are soon read."""
     config: RunConfig = importlib.import_module(f"torchtitan_rl.configs.{name}").config
@@ -97,9 +97,9 @@ def ready(name: str, folder: Path) -> tuple[RunConfig, MachineFacts]:
     return with_value(config, "output_dir", folder / "outputs"), machine
 
 
-def gpus(number: int) -> MachineFacts:
+def gpus(number: int) -> HostFacts:
     devices = tuple(map(str, range(number)))
-    return MachineFacts(
+    return HostFacts(
         cuda_devices=devices,
         device_bytes=24 << 30 if number == 1 else 80 * 10**9,
         num_cores=16,

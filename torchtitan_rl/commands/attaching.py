@@ -98,7 +98,10 @@ class Attachment:
         given = self._config.policy.checkpoint
         return str(policy_dir) if Path(given).exists() else given
 
-    def detach(self) -> None:
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Detach from all hosts, so that other runs can use them."""
         with self._job:
             if self.hosts is not None:
@@ -138,16 +141,6 @@ class Attachment:
                 "checkpoints, has another folder of that name or none; give one on storage that "
                 "both have, or a launch.trainer_hosts that is local"
             )
-
-
-@contextmanager
-def attachment(config: RunConfig) -> Iterator[Attachment]:
-    """An `Attachment` that detaches from all hosts at the end."""
-    attached = Attachment(config)
-    try:
-        yield attached
-    finally:
-        attached.detach()
 
 
 def attach_once_free(
@@ -321,12 +314,8 @@ def _try_tls(connection: socket.socket, address: Address, keys: Path | None) -> 
 
 
 def _await_refusal(tls: ssl.SSLSocket) -> None:
-    """Wait until the server may have refused the client's certificate. Under TLS 1.3 the server
-    checks this certificate only after the client's handshake has finished.
-
-    Raises:
-        ssl.SSLError: the server refuses the client.
-    """
+    """Wait until the server may have refused the client's certificate, which raises SSLError: under
+    TLS 1.3 the server checks it only after the client's handshake has finished."""
     if tls.version() != "TLSv1.3":
         return
     tls.settimeout(_ANSWER_S)

@@ -111,11 +111,6 @@ def schedule(
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl chaos WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: an option is wrong, or no such run is running here.
-    """
     options = parse_options(ChaosOptions, words, prog="torchtitan-rl chaos")
     check_fields(options, "--")
     controller = find_controller(options.run)

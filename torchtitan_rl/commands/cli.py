@@ -19,8 +19,8 @@ from torchtitan_rl.weights.shm_cleanup import remove_leftovers
 
 COMMANDS = {
     "train": ("CONFIG [options]", "train as a configuration says", "commands.train"),
-    "sft": ("CONFIG [options]", "fine-tune on conversations", "commands.sft"),
-    "dpo": ("CONFIG [options]", "train on pairs of answers", "commands.dpo"),
+    "sft": ("CONFIG [options]", "fine-tune on conversations", "commands.supervised:sft"),
+    "dpo": ("CONFIG [options]", "train on pairs of answers", "commands.supervised:dpo"),
     "serve": ("MODEL [options]", "an OpenAI-compatible endpoint", "commands.serve"),
     "generate": ("[options]", "complete a file of prompts", "commands.generate"),
     "eval": (
@@ -60,7 +60,8 @@ COMMANDS = {
     ),
 }
 """For the words that name a command: the command's arguments, a description, and the module whose
-``main`` gets the remaining words."""
+``main`` (or the function after the colon) gets the remaining words. It returns the exit code, and
+raises `ConfigError` if the command cannot start as it is given."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,14 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    for command, (_, _, module) in COMMANDS.items():
+    for command, (_, _, place) in COMMANDS.items():
         first = command.split()
         if words[: len(first)] == first:
             rest = words[len(first) :]
             if command != "worker":  # each incarnation of a worker makes its own folder
                 use_private_folder()  # before importing torch, which stores the path of its cache
-            code: int = importlib.import_module(f"torchtitan_rl.{module}").main(rest)
-            return code
+            module, _, name = place.partition(":")
+            main = getattr(importlib.import_module(f"torchtitan_rl.{module}"), name or "main")
+            return int(main(rest))
     match words:
         case ["-h" | "--help"]:
             print(_usage(""))
@@ -98,7 +100,6 @@ def _run(words: list[str]) -> int:
 
 
 def _usage(prefix: str) -> str:
-    """One line for each command that begins with ``prefix``."""
     return "\n".join(
         f"torchtitan-rl {f'{command} {arguments}':<50} {what}"
         for command, (arguments, what, _) in COMMANDS.items()

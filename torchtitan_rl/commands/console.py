@@ -207,8 +207,7 @@ class StopSignals:
 
     def install(self) -> None:
         main = asyncio.current_task()
-        if main is None:
-            raise RuntimeError("signals are installed from within a task")
+        assert main is not None
         for number in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number, main)
 
@@ -257,7 +256,9 @@ def _ignore_signals() -> None:
 
 def end_within(within_s: float, exit_code: int) -> None:
     """End this process after ``within_s``, unless it has ended by itself."""
-    threading.Thread(target=_exit_later, args=(within_s, exit_code), daemon=True).start()
+    timer = threading.Timer(within_s, os._exit, [exit_code])
+    timer.daemon = True
+    timer.start()
 
 
 def _end(number: int, frame: Any) -> NoReturn:
@@ -268,11 +269,6 @@ def _end(number: int, frame: Any) -> NoReturn:
     sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     end_within(_UNWIND_S, 128 + number)
     raise SystemExit(128 + number)
-
-
-def _exit_later(within_s: float, exit_code: int) -> None:
-    threading.Event().wait(within_s)
-    os._exit(exit_code)
 
 
 _OPTIONS = ("--dry-run", "--json")

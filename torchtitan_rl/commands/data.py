@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan_rl.agents.task import AgentTask
 from torchtitan_rl.bounds import check_fields
-from torchtitan_rl.config.loader import load_config, parse_options, split_config
+from torchtitan_rl.config.loader import load_config, parse_options, split_config, take_options
 from torchtitan_rl.config.model import find_policy
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.environments.mcp import sharing_servers
@@ -43,15 +43,13 @@ class PreviewConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl data preview WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: the configuration, a file or a row is invalid.
-    """
     if {"-h", "--help"} & set(words):
         parse_options(PreviewConfig, ["--help"], prog=f"{_PROG} CONFIG")
     config_file, options = split_config(words, prog=_PROG)
-    own, others = _split(options)
+    given, rest = take_options(options, ("--count", "--split"))
+    own = [word for option in given.items() for word in option]
+    own += [word for word in rest if word == "--all"]
+    others = [word for word in rest if word != "--all"]
     preview = parse_options(PreviewConfig, own, prog=f"{_PROG} CONFIG")
     config = load_config(config_file, others)
     try:
@@ -63,27 +61,14 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _split(options: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split options into those of the preview and those of the run's configuration."""
-    own: list[str] = []
-    others: list[str] = []
-    words = iter(options)
-    for word in words:
-        if word in ("--count", "--split"):
-            own += [word, next(words, "")]
-        elif word == "--all":
-            own.append(word)
-        else:
-            others.append(word)
-    return own, others
-
-
 async def _show(config: RunConfig, preview: PreviewConfig) -> None:
     check_fields(config)
     if errors := config.task.errors():
         raise ConfigError(errors)
     config = replace(config, task=sharing_servers(config.task))
-    tokenizer = None if isinstance(config.task, AgentTask) else _tokenizer(config)
+    tokenizer = None
+    if not isinstance(config.task, AgentTask):
+        tokenizer = load_tokenizer(find_policy(config.policy.checkpoint)[0])
     source = config.task.dataset(preview.split, seed=config.seed)
     for problem in _first(source, preview.count):
         print(f"=== {problem.problem_id}")
@@ -97,7 +82,6 @@ async def _show(config: RunConfig, preview: PreviewConfig) -> None:
 
 
 async def _show_epoch(config: RunConfig, split: Split, tokenizer: Any) -> None:
-    """Describe a whole epoch: the number of problems, by part, and the lengths of their prompts."""
     source = config.task.dataset(split, seed=config.seed)
     parts: Counter[str] = Counter()
     lengths: list[int] = []
@@ -140,8 +124,3 @@ async def _prompt(config: RunConfig, problem: Problem, tokenizer: Any) -> tuple[
         return (await env.reset()).prompt_token_ids
     finally:
         await env.close()
-
-
-def _tokenizer(config: RunConfig) -> Any:
-    policy_dir, _ = find_policy(config.policy.checkpoint, is_trained=False)
-    return load_tokenizer(policy_dir)

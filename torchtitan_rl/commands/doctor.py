@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, get_args
 from packaging.requirements import Requirement
 
 from torchtitan_rl.config.loader import load_config
-from torchtitan_rl.config.machine import MachineFacts, count, machine_facts
+from torchtitan_rl.config.machine import count, machine_facts
 from torchtitan_rl.config.preflight import (
     DRIVER_FILE,
     SHARED_MEMORY,
@@ -32,7 +32,7 @@ from torchtitan_rl.config.preflight import (
     probe_cuda,
 )
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
-from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.run import RunConfig, existing_parent
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.observability.console import format_seconds, usual_step_s
 from torchtitan_rl.sandbox.sandbox import Isolation, SandboxConfig
@@ -57,7 +57,6 @@ class Finding(NamedTuple):
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl doctor WORDS``; returns the exit code."""
     if words and words[0] in ("-h", "--help"):
         print(f"{_USAGE}\n\n{(__doc__ or '').partition(': ')[2]}")
         return 0
@@ -73,11 +72,16 @@ def main(words: Sequence[str]) -> int:
 
 
 def _findings(config: RunConfig | None) -> Iterator[Finding]:
+    import torch
+
     machine = machine_facts()
-    yield from check_requirements(metadata.requires("torchtitan-rl") or (), _installed())
+    found = ((one.metadata["Name"], one.version) for one in metadata.distributions())
+    installed = {name.lower(): version.partition("+")[0] for name, version in found if name}
+    yield from check_requirements(metadata.requires("torchtitan-rl") or (), installed)
     facts = machine.cuda or (probe_cuda() if DRIVER_FILE.exists() else None)
-    yield from check_devices(facts, built_for=_torch_cuda())
-    yield _describe_cores(machine)
+    yield from check_devices(facts, built_for=torch.version.cuda)
+    memory = f"{machine.memory_bytes / 2**30:.0f} GiB of memory"
+    yield Finding("ok", f"{count(machine.num_cores, 'core')} and {memory} for this user")
     if facts is None:
         yield check_compiler(has_compiler())
     yield _check_open_files()
@@ -258,22 +262,6 @@ def _time_of(work: Callable[[], object], wait: Callable[[], object]) -> float:
     return min(times)
 
 
-def _installed() -> dict[str, str]:
-    found = ((one.metadata["Name"], one.version) for one in metadata.distributions())
-    return {name.lower(): version.partition("+")[0] for name, version in found if name}
-
-
-def _torch_cuda() -> str | None:
-    import torch
-
-    return torch.version.cuda
-
-
-def _describe_cores(machine: MachineFacts) -> Finding:
-    memory = f"{machine.memory_bytes / 2**30:.0f} GiB of memory"
-    return Finding("ok", f"{count(machine.num_cores, 'core')} and {memory} for this user")
-
-
 def _check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < _FEW_OPEN_FILES:
@@ -293,10 +281,9 @@ def _check_shared_memory() -> Finding:
 
 
 def _check_disk(folder: Path) -> Finding:
-    while not folder.exists():
-        folder = folder.parent
+    folder = existing_parent(folder)
     free = shutil.disk_usage(folder).free
-    what = f"{folder.absolute()} has {free / 2**30:.1f} GiB free"
+    what = f"{folder} has {free / 2**30:.1f} GiB free"
     if free < _LITTLE_DISK:
         return Finding("note", what, "checkpoints may fill it; make room, or give --output-dir")
     return Finding("ok", what)

@@ -59,11 +59,6 @@ class EnvCheckConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl env check WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: the configuration is invalid.
-    """
     own, others = split_options(words)
     options = parse_options(EnvCheckConfig, own, prog="torchtitan-rl env check")
     return _check(options, load_config(Path(options.config), others))
@@ -160,7 +155,6 @@ def _resumes(watched: Watched) -> str:
 
 
 def _conclude(findings: Sequence[Finding], allowed: Sequence[Mistake]) -> int:
-    """Print each kind of mistake once, with its first finding; returns the exit code."""
     kinds: dict[Mistake, list[Finding]] = {}
     for finding in findings:
         kinds.setdefault(finding.mistake, []).append(finding)

@@ -8,11 +8,12 @@ evaluation or some rollouts failed; 2 the configuration is wrong; 128 + n ended 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from torchtitan_rl.config.evaluate import (
     write_identity,
 )
 from torchtitan_rl.config.loader import load_config, parse_options, split_options
-from torchtitan_rl.config.resume import remove_manifest, write_manifest
+from torchtitan_rl.config.resume import MANIFEST, write_manifest
 from torchtitan_rl.errors import CheckpointError, OutputError, TorchtitanRLError
 from torchtitan_rl.files import replace_file
 from torchtitan_rl.launch.lease import hold_run, unwritable
@@ -56,11 +57,6 @@ _TABLE_WIDTH = 160  # if stdout is not a terminal
 
 
 def main(words: Sequence[str]) -> int:
-    """Run with these command-line options; returns the exit code.
-
-    Raises:
-        ConfigError: the configuration is invalid.
-    """
     page, others = PageAddress.of(words)
     dry_run, rest = DryRun.of(others)
     own, others = split_options(rest)
@@ -76,7 +72,7 @@ def main(words: Sequence[str]) -> int:
         stack.enter_context(hold_run(prepared.folder))
         log_dir = prepared.run.config.log_dir
         try:
-            remove_manifest(prepared.folder)
+            (prepared.folder / MANIFEST).unlink(missing_ok=True)
             log_dir.mkdir(exist_ok=True)
             write_identity(prepared)
         except OSError as error:
@@ -96,7 +92,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def _describe(prepared: PreparedEvaluation) -> str:
-    """The text for ``--dry-run``."""
     number = len(prepared.run.evaluation_problems)
     temperatures = ", ".join(f"{one:g}" for one in prepared.temperatures)
     return "\n".join(
@@ -112,7 +107,6 @@ def _describe(prepared: PreparedEvaluation) -> str:
 
 
 def _document(prepared: PreparedEvaluation) -> dict[str, Any]:
-    """The document for ``--dry-run --json``: all options, the configuration, and the plan."""
     return {
         "options": prepared.options,
         "configuration": prepared.run.config,
@@ -150,17 +144,14 @@ class _Cell:
 
 
 async def _run(prepared: PreparedEvaluation, page: str, _: StopSignals) -> int:
-    progress: Console | None = None
-    now: NowFile | None = None
-    try:
-        cells = await asyncio.to_thread(_cells, prepared)
-        kept = sum(cell.num_kept for cell in cells)
-        total = len(cells) * len(prepared.run.evaluation_problems) * prepared.samples
-        state = EvaluationState(total, kept=kept)
-        progress = Console(prepared.options.progress, total=total, done=kept)
+    cells = await asyncio.to_thread(_cells, prepared)
+    kept = sum(cell.num_kept for cell in cells)
+    total = len(cells) * len(prepared.run.evaluation_problems) * prepared.samples
+    state = EvaluationState(total, kept=kept)
+    console = Console(prepared.options.progress, total=total, done=kept)
+    with closing(console) as progress, closing(NowFile(prepared.folder, state.now)) as now:
         if page:
             progress.say(f"{prepared.folder.name}: {total} rollouts{page}")
-        now = NowFile(prepared.folder, state.now)
         if kept:
             progress.say(f"{kept} of {total} rollouts are in {prepared.folder} and are kept")
         evaluated: list[Evaluated] = []
@@ -175,34 +166,21 @@ async def _run(prepared: PreparedEvaluation, page: str, _: StopSignals) -> int:
         if evaluated:
             exit_code = _report(prepared, evaluated)
         return max(map(print_error, lost.values())) if lost else exit_code
-    finally:
-        if progress is not None:
-            progress.close()
-        if now is not None:
-            now.close()
 
 
 def _cells(prepared: PreparedEvaluation) -> list[_Cell]:
-    return [
-        _cell(prepared, model, temperature)
-        for model in prepared.models
-        for temperature in prepared.temperatures
-    ]
-
-
-def _cell(prepared: PreparedEvaluation, model: EvalModel, temperature: float) -> _Cell:
-    file = prepared.rollouts_file(model, temperature)
-    kept, split = read_finished(file), prepared.options.split
-    return _Cell(
-        model=model,
-        temperature=temperature,
-        file=file,
-        kept=kept,
-        groups=tuple(
-            finished_group(problem, kept, split=split, samples=prepared.samples)
+    cells, split, samples = [], prepared.options.split, prepared.samples
+    for model, temperature in itertools.product(prepared.models, prepared.temperatures):
+        file = prepared.rollouts_file(model, temperature)
+        kept = read_finished(file)
+        groups = (
+            finished_group(problem, kept, split=split, samples=samples)
             for problem in prepared.run.evaluation_problems
-        ),
-    )
+        )
+        cells.append(
+            _Cell(model=model, temperature=temperature, file=file, kept=kept, groups=tuple(groups))
+        )
+    return cells
 
 
 async def _evaluate(
@@ -224,14 +202,8 @@ async def _evaluate(
 
 
 def _export(prepared: PreparedEvaluation, model: EvalModel) -> None:
-    """Export a run's checkpoint to a Hugging Face directory, unless the directory exists. The
-    weights are exported in the engines' dtype, so that the engines compute with the trainer's
-    weights.
-
-    Raises:
-        ModelLostError: the checkpoint, or another model's directory, was removed or damaged since
-            the command began.
-    """
+    """Export a run's checkpoint to a Hugging Face directory, unless that exists, in the engines'
+    dtype. Raises ModelLostError if files were removed or damaged since the command began."""
     fingerprint = prepared.identity["models"][model.name]
     target = prepared.directory(model)
     if not model.is_checkpoint:
@@ -292,7 +264,6 @@ async def _roll_out(
 
 
 def _report(prepared: PreparedEvaluation, evaluated: Sequence[Evaluated]) -> int:
-    """Write and print the results; returns the exit code."""
     from rich.console import Console
 
     task = prepared.run.config.task

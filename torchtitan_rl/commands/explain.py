@@ -29,11 +29,6 @@ _LAST_STEPS = 50  # whose turns show the speed of the replicas
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl explain WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: there is no run, or it cannot be read.
-    """
     if list(words) in (["-h"], ["--help"]):
         print(f"{_USAGE}\n\n{(__doc__ or '').partition(': ')[2]}")
         return 0
@@ -76,7 +71,6 @@ def read_facts(run_dir: Path) -> RunFacts:
 
 
 def _token_s(path: Path, after_step: int) -> dict[str, dict[int, float]]:
-    """The seconds per token of the logged turns after ``after_step``, by replica and step."""
     found: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
     if not path.exists():
         return {}

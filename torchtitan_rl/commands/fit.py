@@ -18,7 +18,7 @@ from torchtitan_rl.config.fit import (
     option_words,
 )
 from torchtitan_rl.config.hosts import chosen_host_errors
-from torchtitan_rl.config.loader import load_config, split_config
+from torchtitan_rl.config.loader import load_config, split_config, take_options
 from torchtitan_rl.config.machine import HostFacts, count, made_up_hosts
 from torchtitan_rl.config.memory import memory_plan
 from torchtitan_rl.config.model import PolicyFacts, find_policy
@@ -41,16 +41,14 @@ Llama 3.
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl fit WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: an option is wrong, or the policy does not exist.
-    """
     if list(words) in (["-h"], ["--help"]):
         print(_HELP, end="")
         return 0
     config_file, options = split_config(words, prog=_PROG)
-    devices, overrides = _split_devices(options)
+    given, overrides = take_options(options, (_OPTION,))
+    if not given:
+        raise ConfigError(f"{_OPTION} is missing: give such as 1x24GB or 2x8x80GB")
+    devices = given[_OPTION]
     config = load_config(config_file, overrides)
     check_fields(config)
     hosts = _hosts(devices)
@@ -92,28 +90,13 @@ def _describe(
     plan = memory_plan(
         config, policy, device="cuda", device_bytes=device_bytes(hosts), teachers=teachers
     )
-    replicas = (
-        f"{count(generator.replicas, 'replica')} of {count(generator.tensor_parallel, 'rank')}"
-    )
-    parts = [
-        *([] if config.mode == "generate" else [count(trainer.world_size, "trainer rank")]),
-        *([] if config.mode == "train" else [replicas]),
-    ]
-    return [
-        f"placement: {', '.join([config.placement, *parts])}",
-        *plan.describe(),
-    ]
-
-
-def _split_devices(options: Sequence[str]) -> tuple[str, list[str]]:
-    """The value of ``--devices``, and the other options."""
-    rest = list(options)
-    for index, word in enumerate(rest):
-        name, has_value, value = word.partition("=")
-        if name == _OPTION:
-            value = value if has_value else "".join(rest[index + 1 : index + 2])
-            return value, rest[:index] + rest[index + (1 if has_value else 2) :]
-    raise ConfigError(f"{_OPTION} is missing: give such as {_OPTION} 1x24GB or {_OPTION} 2x8x80GB")
+    parts: list[str] = [config.placement]
+    if config.mode != "generate":
+        parts.append(count(trainer.world_size, "trainer rank"))
+    if config.mode != "train":
+        ranks = count(generator.tensor_parallel, "rank")
+        parts.append(f"{count(generator.replicas, 'replica')} of {ranks}")
+    return [f"placement: {', '.join(parts)}", *plan.describe()]
 
 
 def _hosts(text: str) -> tuple[HostFacts, ...]:

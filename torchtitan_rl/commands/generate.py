@@ -114,7 +114,6 @@ class GenerateOptions(EngineConfig):
 
 
 def _model_errors(options: GenerateOptions) -> list[str]:
-    """Errors in the model, and in the lengths that the model allows."""
     try:
         _, policy = find_policy(options.model, field="--model")
     except ConfigError as error:
@@ -127,11 +126,6 @@ def _model_errors(options: GenerateOptions) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run with these command-line options; returns the exit code.
-
-    Raises:
-        ConfigError: the options are wrong.
-    """
     options = parse_options(GenerateOptions, words, prog="torchtitan-rl generate")
     if errors := options.errors():
         raise ConfigError(errors)

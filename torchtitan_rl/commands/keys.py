@@ -12,6 +12,7 @@ from pathlib import Path
 from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.config.machine import count
 from torchtitan_rl.errors import ConfigError
+from torchtitan_rl.launch.addresses import Address
 
 _MAX_DAYS = 3650
 
@@ -38,11 +39,6 @@ class KeysConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl keys WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: an option is wrong, or the keys cannot be written.
-    """
     options = parse_options(KeysConfig, words, prog="torchtitan-rl keys")
     if bool(options.hosts) == bool(options.add):
         raise ConfigError("--hosts: give the machines of a run, or --add for more of one")
@@ -59,15 +55,11 @@ def main(words: Sequence[str]) -> int:
     print(f"keys for {count(len(folders), 'machine')} are in {options.output}, {until}")
     print("Copy each machine its own folder, over a connection that you trust:")
     for host, folder in zip(hosts, folders, strict=True):
-        print(f"  scp -r {folder} {_scp_host(host)}:torchtitan-rl-keys")
+        print(f"  scp -r {folder} {f'[{host}]' if ':' in host else host}:torchtitan-rl-keys")
     print("and name it there:")
-    address = f"tls://[{hosts[-1]}]:26600" if ":" in hosts[-1] else f"tls://{hosts[-1]}:26600"
+    address = Address(scheme="tls", host=hosts[-1], port=26600)
     print(f"  torchtitan-rl worker --address {address} --keys torchtitan-rl-keys")
     print("  torchtitan-rl train CONFIG --launch.keys torchtitan-rl-keys ...")
     print(f"Where all machines read {options.output}, copy nothing; name {options.output} on each.")
     print(f"Keep {options.output / AUTHORITY_KEY} here: it makes keys of further machines (--add).")
     return 0
-
-
-def _scp_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

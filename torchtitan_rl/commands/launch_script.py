@@ -100,11 +100,6 @@ class _Options(Generic[_T]):
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl launch-script WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: an option is wrong, or the run does not fit the hosts.
-    """
     for word in words:
         if any("\ud800" <= one <= "\udfff" for one in word):
             raise ConfigError(f"{word!r}: it is not UTF-8 text")
@@ -169,11 +164,6 @@ def _job(config: Path, common: LaunchScriptOptions, run_options: list[str], comm
 
 
 def _check(run: RunConfig, common: LaunchScriptOptions) -> None:
-    """Check the options.
-
-    Raises:
-        ConfigError: an option of the script or of the run is wrong, or they contradict each other.
-    """
     for name, (least, most) in _BOUNDS.items():
         if not least <= (value := getattr(common, name)) <= most:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give {least} to {most}")
@@ -227,13 +217,11 @@ def _policy(checkpoint: str) -> PolicyFacts | None:
 
 
 def _weight_bytes(run: RunConfig, policy: PolicyFacts, plan: ProcessPlan) -> int:
-    """The memory of all versions of the weights on one host."""
     dtype = run.policy.dtype if plan.device == "cuda" else "float32"
     return run.num_published_versions * version_bytes(run, policy, dtype)
 
 
 def _host_bytes(run: RunConfig, policy: PolicyFacts, plan: ProcessPlan) -> int:
-    """The memory of the host that needs the most."""
     replicas = Counter(part.host for group in plan.replicas for part in group.on_each_host())
     trainer = plan.trainer.on_each_host() if plan.trainer else ()
     ranks = {part.host: part.ranks for part in trainer}

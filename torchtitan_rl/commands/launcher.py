@@ -106,8 +106,6 @@ async def _stop_without_parent() -> None:
 
 
 class _Launcher:
-    """The launcher of one node, after all launchers have met."""
-
     def __init__(
         self,
         node: Node,
@@ -303,11 +301,7 @@ def _launch_config(words: list[str], rank: int) -> LaunchConfig:
 
 
 def _address(launch: LaunchConfig, host: str, *, offset: int = 0) -> Address:
-    """The address on which a process of this node listens.
-
-    Raises:
-        ConfigError: there are no keys, and plain TCP is not allowed.
-    """
+    """Raises ConfigError if there are no keys, and plain TCP is not allowed."""
     port = launch.port + offset if launch.port else free_port(host)
     address = Address(scheme="tls" if launch.keys else "tcp", host=host, port=port)
     if not (launch.keys or launch.allow_plain_tcp):

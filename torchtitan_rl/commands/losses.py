@@ -187,7 +187,6 @@ class FailureHandling:
         return restarts
 
     async def _leave_host(self, host: int) -> None:
-        """Move away what runs on a host that is about to end."""
         if host in self._trainer_hosts():
             self._say(f"{host_name(host)} has the trainer, so the run ends")
             self._stop()
@@ -217,11 +216,7 @@ class FailureHandling:
             self._trainer.lose(error)
 
     async def _start_trainer(self, processes: RunProcesses) -> MonarchTrainer:
-        """Start another trainer.
-
-        Raises:
-            HostLostError: one of its hosts was lost. Cut off, the trainer may still run there.
-        """
+        """Raises HostLostError if a host of it was lost: cut off, it may still run there."""
         await self._show_trainer()
         if self._watch is not None:
             for host in self._trainer_hosts():
@@ -240,11 +235,7 @@ class FailureHandling:
         return [] if trainer is None else [part.host for part in trainer.on_each_host()]
 
     async def _start(self, lost: str, name: str) -> Replica:
-        """Start the replica ``name`` in place of ``lost``, once its host answers.
-
-        Raises:
-            ReplicaError, DeadlineError: the replica did not start, or its host is about to end.
-        """
+        """Start the replica ``name`` in place of ``lost``, once its host answers."""
         assert self._run is not None
         first, host = first_name(lost), self._host_of(lost)
         await self._show_last_lines(lost, host)

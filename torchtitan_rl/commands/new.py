@@ -97,11 +97,6 @@ class NewTaskConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl new task WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: the name is invalid, or the folder exists or cannot be written.
-    """
     options = parse_options(NewTaskConfig, words, prog="torchtitan-rl new task")
     _write(options.name, options.folder or Path(options.name))
     return 0

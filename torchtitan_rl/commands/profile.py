@@ -26,11 +26,6 @@ syncs, and lost replicas. Give a run that wrote all of its rollouts
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl profile WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: an option is wrong, or there is no usable run.
-    """
     match list(words):
         case ["-h" | "--help"]:
             print(_HELP, end="")

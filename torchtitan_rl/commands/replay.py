@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.bounds import Count, OptionalName, check_fields
 from torchtitan_rl.commands.console import StopSignals, run_command
-from torchtitan_rl.commands.train_only import recorded_batcher
+from torchtitan_rl.commands.train_only import batcher_of
 from torchtitan_rl.config.checks import loss_errors, pair_errors
-from torchtitan_rl.config.loader import parse_options
+from torchtitan_rl.config.loader import parse_options, take_options
 from torchtitan_rl.config.machine import machine_facts
 from torchtitan_rl.config.plan import plan_processes
 from torchtitan_rl.config.prepare import PreparedRun
@@ -41,6 +41,7 @@ from torchtitan_rl.observability.recorded import (
 )
 from torchtitan_rl.observability.sinks import Row
 from torchtitan_rl.orchestration.batching import Batched
+from torchtitan_rl.rollout.rendering import load_tokenizer
 from torchtitan_rl.serving.config import Keys
 from torchtitan_rl.training.batch import StepOutput
 from torchtitan_rl.training.checkpoint_files import read_document
@@ -89,11 +90,6 @@ class ReplayConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl replay WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: the step cannot be replayed.
-    """
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         raise ConfigError(f"RUN_DIR is missing: {_PROG} RUN_DIR [options]")
     if words[0].startswith("-"):
@@ -106,8 +102,9 @@ def main(words: Sequence[str]) -> int:
             f"RUN_DIR is {words[0]}: this run trained on conversations, too "
             "(trainer.sft_coefficient), so its steps do not follow from its rollouts; give another"
         )
-    policy = _value_of("--policy.checkpoint", words)
-    config, policy_dir = recorded_config(recorded, policy=policy)
+    # It is needed before the other options can be parsed.
+    given, _ = take_options(words, ("--policy.checkpoint",))
+    config, policy_dir = recorded_config(recorded, policy=given.get("--policy.checkpoint", ""))
     default = ReplayConfig(trainer=ReplayedTrainer(loss=config.trainer.loss))
     options = parse_options(ReplayConfig, words[1:], prog=f"{_PROG} {words[0]}", default=default)
     check_fields(options)
@@ -154,15 +151,6 @@ def main(words: Sequence[str]) -> int:
         return run_command(partial(_run, replay), log_dir=config.log_dir)
 
 
-def _value_of(option: str, words: Sequence[str]) -> str:
-    """The value of an option that is needed before the others can be parsed."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, has_value, value = word.partition("=")
-        if name == option:
-            return value if has_value else following
-    return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """A replay that is about to start. ``base`` is the step of ``checkpoint``, or 0. ``original``
@@ -196,7 +184,8 @@ async def _run(replay: Replay, _: StopSignals) -> int:
 async def replay_steps(replay: Replay, trainer: MonarchTrainer) -> int:
     """Take the steps, and show the last one. Returns the exit code."""
     recorded, step = replay.recorded, replay.step
-    batcher, tokenizer = recorded_batcher(replay.prepared)
+    tokenizer = load_tokenizer(replay.prepared.policy_dir)
+    batcher = batcher_of(replay.prepared, tokenizer)
     before = replay.prepared.config.run_dir.absolute() / "before"
     version, are_equal = 0, True
     if replay.checkpoint is not None:
@@ -224,7 +213,6 @@ async def replay_steps(replay: Replay, trainer: MonarchTrainer) -> int:
 
 
 def _is_equal(recorded: RecordedRun, step: int, output: StepOutput) -> bool:
-    """Compare the weights after a step with those of the run, and print the result."""
     digest, found = recorded.digest(step), output.metrics["weights_digest"]
     if digest == found:
         print(f"step {step}: the weights equal those of the run (digest {found:.0f})")

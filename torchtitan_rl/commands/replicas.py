@@ -235,11 +235,7 @@ class RunEndpoint:
         self._before: dict[str, float] = {}
 
     async def background(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``work``, which needs the endpoint, and return its result.
-
-        Raises:
-            EndpointLostError: the endpoint is lost; ``work`` was cancelled.
-        """
+        """See `Generation.with_endpoint`."""
         result: _T = await first_of(work, self._service.run_until_lost())
         return result
 

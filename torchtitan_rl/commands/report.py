@@ -36,12 +36,6 @@ class ReportOptions:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl report OPTIONS``; returns the exit code.
-
-    Raises:
-        ConfigError: an option is wrong.
-        OutputError: the file, or the temporary one of the index, cannot be written.
-    """
     options = parse_options(ReportOptions, words, prog="torchtitan-rl report")
     check_fields(options, "--")
     errors = [] if options.run.is_dir() else [f"{options.run}: no such folder"]

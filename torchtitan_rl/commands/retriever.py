@@ -199,8 +199,6 @@ def _save(index: Any, folder: Path, rows: Sequence[Rows]) -> None:
 
 
 class _Asked(msgspec.Struct):
-    """The body of a request."""
-
     queries: Annotated[list[str], msgspec.Meta(max_length=_MAX_QUERIES)]
     topk: Annotated[int, msgspec.Meta(ge=1, le=_MAX_TOPK)] | None = None  # the server's
     return_scores: bool = False
@@ -239,11 +237,8 @@ def retriever_app(corpus: Corpus, *, topk: int, keys: Keys) -> ASGIApp:
 
 
 def _parsed(body: bytes, topk: int) -> _Asked:
-    """Read a request; one that does not say how many documents it wants gets ``topk``.
-
-    Raises:
-        RefusedError: it is no request, or wants too many documents.
-    """
+    """Read a request; one that does not say how many documents it wants gets ``topk``. Raises
+    RefusedError."""
     try:
         asked = msgspec.json.decode(body, type=_Asked)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -91,7 +91,6 @@ def _connect(run: Path) -> socket.socket:
 
 
 def _follow(connection: socket.socket) -> str:
-    """Show what the run waits for, until its last line. Returns what it has done."""
     begun_s, waits = time.monotonic(), ""
     try:
         for line in connection.makefile("rb"):
@@ -165,11 +164,7 @@ async def scaling_socket(run_dir: Path, run: Scalable) -> AsyncIterator[None]:
 
 
 def _number_in(line: bytes) -> int:
-    """Read the request.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Raises ValueError if it is no request."""
     match json.loads(line):
         case {"replicas": int(number)}:
             return number

@@ -35,11 +35,6 @@ _REQUEST_TIMEOUT_S = 3600.0  # if generator.request_timeout_s is not set
 
 
 def main(words: Sequence[str]) -> int:
-    """Run with these command-line options; returns the exit code.
-
-    Raises:
-        ConfigError: the endpoint cannot start as it is configured.
-    """
     dry_run, options = DryRun.of(words)
     prepared = prepare_serve(parse_options(ServeConfig, options, prog="torchtitan-rl serve"))
     if dry_run.is_wanted:
@@ -52,7 +47,6 @@ def main(words: Sequence[str]) -> int:
 
 
 async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
-    """Serve until a signal asks to stop cleanly."""
     config = prepared.config
     print(
         f"serving {config.model}: {prepared.plan.summary()}; logs in {config.log_dir}",

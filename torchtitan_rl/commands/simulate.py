@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_rl.bounds import check_fields
-from torchtitan_rl.config.loader import load_config, split_config
+from torchtitan_rl.config.loader import load_config, split_config, take_options
 from torchtitan_rl.config.run import RunConfig, output_file_errors
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.files import replace_file
@@ -40,17 +40,11 @@ _MAX_RANKS = 4096  # see `bounds.Ranks`
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl simulate WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: an option or the profile is wrong.
-        TorchtitanRLError: the simulated run fails.
-    """
     if list(words) in (["-h"], ["--help"]):
         print(_HELP, end="")
         return 0
     config_file, options = split_config(words, prog=_PROG)
-    given, overrides = _split(options)
+    given, overrides = take_options(options, _OPTIONS)
     if "--profile" not in given:
         raise ConfigError("--profile is missing: give the FILE that torchtitan-rl profile wrote")
     mtbf_hours, devices = _number(given, "--mtbf-hours"), _number(given, "--devices")
@@ -155,22 +149,6 @@ def _describe_splits(found: Sequence[Simulated], unit: int) -> list[str]:
         "the fastest: --trainer.data-parallel-replicate 1 --trainer.data-parallel-shard "
         f"{best.trainer_ranks // unit} --generator.replicas {best.replicas}",
     ]
-
-
-def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The values of this command's options, and the options of the run."""
-    given: dict[str, str] = {}
-    rest: list[str] = []
-    left = iter(words)
-    for word in left:
-        name, has_value, value = word.partition("=")
-        if name not in _OPTIONS:
-            rest.append(word)
-            continue
-        given[name] = value if has_value else next(left, "")
-        if not given[name] or (given[name].startswith("--") and not has_value):
-            raise ConfigError(f"{name} is given without a value; see {_PROG} --help")
-    return given, rest
 
 
 def _number(given: dict[str, str], name: str) -> float | None:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.aio import background
-from torchtitan_rl.commands.attaching import attachment
+from torchtitan_rl.commands.attaching import Attachment
 from torchtitan_rl.commands.console import DryRun, StopSignals, end_within, print_error, run_command
 from torchtitan_rl.commands.losses import FailureHandling
 from torchtitan_rl.commands.replicas import Generation, run_endpoint
 from torchtitan_rl.commands.scale import scaling_socket
-from torchtitan_rl.commands.train_only import recorded_rollouts, train_on_recorded
+from torchtitan_rl.commands.train_only import batcher_of, recorded_rollouts, train_on_recorded
 from torchtitan_rl.commands.view import PAGE_HELP, PageAddress, page_of_run
 from torchtitan_rl.config.hosts import start_errors, unused_options
 from torchtitan_rl.config.loader import load_config, ready_configs, split_config
@@ -44,7 +44,6 @@ from torchtitan_rl.observability.engine import EngineSampler
 from torchtitan_rl.observability.page_files import add_to_launch, write_launch
 from torchtitan_rl.observability.recorded import RecordedRun
 from torchtitan_rl.observability.recorder import RunRecorder
-from torchtitan_rl.orchestration.batching import EpisodeBatcher, GrammarReplay
 from torchtitan_rl.orchestration.checkpointing import choose_checkpoint
 from torchtitan_rl.orchestration.consumer import StopRequested
 from torchtitan_rl.orchestration.controller import Controller
@@ -78,11 +77,6 @@ _TAKEN_OVER_S = 5.0  # time for processes to end, before this controller ends wi
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl train WORDS``; returns the exit code.
-
-    Raises:
-        ConfigError: the run cannot start as it is configured.
-    """
     usage = _HELP + STEP_WORDS
     return run_trainer(words, command="train", usage=usage, load=load_config)
 
@@ -95,11 +89,7 @@ def run_trainer(
     load: Callable[[Path, Sequence[str]], RunConfig],
 ) -> int:
     """Run a command that trains: ``torchtitan-rl COMMAND WORDS``. ``load`` loads the configuration
-    in a file and applies options. Returns the exit code.
-
-    Raises:
-        ConfigError: as for `main`.
-    """
+    in a file and applies options. Returns the exit code."""
     if list(words) in (["-h"], ["--help"]):
         print(usage)
         return 0
@@ -117,7 +107,7 @@ def run_trainer(
         raise ConfigError(errors)
     for line in unused_options(config.launch):
         print(f"warning: {line}", file=sys.stderr)
-    with attachment(config) as attached:
+    with Attachment(config) as attached:
         with dry_run.planning():
             prepared = attached.prepare()
         recorded = recorded_rollouts(prepared)
@@ -134,7 +124,22 @@ def run_trainer(
             claim = stack.enter_context(claim_run(prepared))
             stay_on_cores(prepared.plan.controller_cores)
             url = serve_page(config.run_dir, config.log_dir)
-            run = _Run.of(prepared, resume_command, claim, attached.hosts, url, recorded)
+            run_dir = config.run_dir.absolute()
+            checkpoints = CheckpointDirectory(run_dir / "checkpoints")
+            journal = Journal(run_dir / JOURNAL)
+            journal.remove_stale_lock()
+            is_resumed = prepared.config.checkpoint.resume
+            run = _Run(
+                prepared=prepared,
+                hosts=attached.hosts,
+                resume_command=resume_command,
+                claim=claim,
+                checkpoints=checkpoints,
+                journal=journal,
+                found=choose_checkpoint(checkpoints, journal) if is_resumed else NewestCheckpoint(),
+                page=url,
+                recorded=recorded,
+            )
             write_launch(
                 config.run_dir,
                 command=shlex.join(["torchtitan-rl", command, str(config_file), *options]),
@@ -170,37 +175,6 @@ class _Run:
     found: NewestCheckpoint
     page: str
     recorded: RecordedRun | None
-
-    @staticmethod
-    def of(
-        prepared: PreparedRun,
-        resume_command: str,
-        claim: Claim,
-        hosts: Hosts | None,
-        page: str,
-        recorded: RecordedRun | None,
-    ) -> _Run:
-        """Choose the checkpoint of a resumed run, and collect the parts of the run.
-
-        Raises:
-            CheckpointError: the run should be resumed, but no checkpoint is usable.
-        """
-        run_dir = prepared.config.run_dir.absolute()
-        checkpoints = CheckpointDirectory(run_dir / "checkpoints")
-        journal = Journal(run_dir / JOURNAL)
-        journal.remove_stale_lock()
-        is_resumed = prepared.config.checkpoint.resume
-        return _Run(
-            prepared=prepared,
-            hosts=hosts,
-            resume_command=resume_command,
-            claim=claim,
-            checkpoints=checkpoints,
-            journal=journal,
-            found=choose_checkpoint(checkpoints, journal) if is_resumed else NewestCheckpoint(),
-            page=page,
-            recorded=recorded,
-        )
 
 
 async def _run(run: _Run, signals: StopSignals) -> int:
@@ -246,7 +220,6 @@ def _last_checkpoint(run: _Run) -> str:
 
 
 def _note_files(run: _Run) -> int:
-    """Write the manifest of the run's files, after the last change; returns an exit code."""
     try:
         run.claim.check()
         write_manifest(run.prepared.config.run_dir)
@@ -427,14 +400,7 @@ def _parts(
         dataset=config.task.dataset("train", seed=config.seed),
         evaluation_problems=run.prepared.evaluation_problems,
         rollouter=rollouter,
-        batcher=EpisodeBatcher(
-            config=config.rollout,
-            row_len=config.trainer.max_episode_tokens,
-            teacher=config.teacher,
-            replay_grammars=GrammarReplay(
-                generation.tokenizer, read_architecture(run.prepared.policy_dir).vocab_size
-            ),
-        ),
+        batcher=batcher_of(run.prepared, generation.tokenizer),
         trainer=trainer,
         router=generation.router,
         recorder=recorder,
@@ -466,7 +432,6 @@ def supervision_of(config: RunConfig, tokenizer: Any) -> Supervision:
 
 
 def _examples(config: RunConfig, tokenizer: Any) -> Callable[[int], TrainingBatch | None] | None:
-    """Return what reads the demonstrations of a step of reinforcement learning, if it has any."""
     if not config.trainer.sft_coefficient:
         return None
     train = supervision_of(config, tokenizer).train

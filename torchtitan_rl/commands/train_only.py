@@ -67,7 +67,7 @@ async def train_on_recorded(
         StopRequested: a signal was received. The current step was finished.
     """
     config, version, output = prepared.config, 0, None
-    batcher, _ = recorded_batcher(prepared)
+    batcher = batcher_of(prepared, load_tokenizer(prepared.policy_dir))
     is_stopping = asyncio.Event()
     signals.stop_cleanly = is_stopping.set
     ended_s = time.monotonic()
@@ -108,15 +108,11 @@ async def train_on_recorded(
         )
 
 
-def recorded_batcher(prepared: PreparedRun) -> tuple[EpisodeBatcher, Any]:
-    """Return the batcher of a run, and its tokenizer."""
-    config = prepared.config
-    tokenizer = load_tokenizer(prepared.policy_dir)
-    vocab_size = read_architecture(prepared.policy_dir).vocab_size
-    batcher = EpisodeBatcher(
+def batcher_of(prepared: PreparedRun, tokenizer: Any) -> EpisodeBatcher:
+    config, vocab_size = prepared.config, read_architecture(prepared.policy_dir).vocab_size
+    return EpisodeBatcher(
         config=config.rollout,
         row_len=config.trainer.max_episode_tokens,
         teacher=config.teacher,
         replay_grammars=GrammarReplay(tokenizer, vocab_size),
     )
-    return batcher, tokenizer

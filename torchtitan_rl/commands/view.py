@@ -52,12 +52,6 @@ class ViewOptions:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl view OPTIONS``; ends by a signal.
-
-    Raises:
-        ConfigError: an option is wrong, or the address is taken.
-        OutputError: the temporary file of the index cannot be written.
-    """
     options = parse_options(ViewOptions, words, prog="torchtitan-rl view")
     if not options.runs:
         raise ConfigError("RUN_DIR: give the folder of a run")

@@ -19,7 +19,7 @@ from torchtitan_rl.bounds import load_function
 from torchtitan_rl.config.hosts import host_errors, launch_errors
 from torchtitan_rl.config.images import engine_image_errors, trainer_image_errors
 from torchtitan_rl.config.lora import LoraConfig, lora_errors
-from torchtitan_rl.config.machine import HostFacts, MachineFacts, device_of
+from torchtitan_rl.config.machine import HostFacts, device_of
 from torchtitan_rl.config.model import PolicyFacts
 from torchtitan_rl.config.room import machine_errors
 from torchtitan_rl.config.run import RunConfig, has_hosts, path_errors
@@ -103,7 +103,7 @@ _RELATIONS = {
 def find_errors(
     config: RunConfig,
     policy: PolicyFacts | None,
-    machine: MachineFacts,
+    machine: HostFacts,
     keys: Keys | None = None,
     teachers: Sequence[PolicyFacts] = (),
 ) -> list[str]:
@@ -156,7 +156,7 @@ def find_errors(
 
 
 def supervised_errors(
-    config: RunConfig, policy: PolicyFacts | None, machine: MachineFacts
+    config: RunConfig, policy: PolicyFacts | None, machine: HostFacts
 ) -> list[str]:
     """Like `find_errors`, for a run on conversations: only what such a run reads is checked."""
     trainer, errors = config.trainer, []
@@ -187,7 +187,6 @@ def supervised_errors(
 
 
 def _policy_errors(config: RunConfig, policy: PolicyFacts) -> list[str]:
-    """Check that the trainer can split the policy, and train it with these options."""
     trainer, lora = config.trainer, config.policy.lora
     return [
         *trainer_head_errors(trainer, policy),
@@ -197,7 +196,6 @@ def _policy_errors(config: RunConfig, policy: PolicyFacts) -> list[str]:
 
 
 def _mixing_errors(config: RunConfig) -> list[str]:
-    """Check that a supervised loss in reinforcement learning has its examples."""
     weight, files = config.trainer.sft_coefficient, config.examples.train
     if bool(weight) != bool(files):
         return [
@@ -238,7 +236,6 @@ def errors_on_hosts(
 
 
 def _relation_errors(config: RunConfig) -> list[str]:
-    """Check the relations between fields; at most one message per field."""
     ordered = list(_ORDERED)
     if isinstance(config.task, AgentTask):
         ordered.append(("endpoint.session_timeout_s", ">", ("rollout.step_timeout_s",), _NOT_STUCK))
@@ -289,8 +286,6 @@ def _relation_errors(config: RunConfig) -> list[str]:
 
 
 def _limit_errors(task: Task, rollout: RolloutConfig) -> list[str]:
-    """Check that the time limits of a task's servers are below the time-out of an environment's
-    step."""
     errors = []
     for name, part in parts_of(task):
         limits: tuple[str, ...] = ()
@@ -374,7 +369,6 @@ def generator_errors(
 
 
 def _cache_errors(generator: GeneratorConfig, policy: PolicyFacts) -> list[str]:
-    """An error if the KV cache of a rank does not hold one request of the full length."""
     blocks = math.ceil(generator.max_model_len / CPU_BLOCK_TOKENS) + 1  # vLLM reserves one block
     values = policy.kv_values("cpu", generator.tensor_parallel)
     needed = 4 * blocks * CPU_BLOCK_TOKENS * values  # float32
@@ -583,7 +577,6 @@ def _corrections(config: LossConfig, staleness: int, updates: int) -> list[str]:
 
 
 def _unread(config: LossConfig) -> list[str]:
-    """Check that only options are given that the surrogate reads."""
     why, unread = "it is read only with surrogate dpo", {"dpo_beta"}
     if config.surrogate == "dpo":
         why = "surrogate dpo does not read it"

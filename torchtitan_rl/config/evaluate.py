@@ -249,7 +249,6 @@ def _option_errors(options: EvalConfig) -> list[str]:
 
 
 def _model_errors(models: tuple[EvalModel, ...], run: PreparedRun) -> list[str]:
-    """Errors if the replicas cannot serve a model that differs from the configuration's policy."""
     errors = []
     for model in models:
         if not model.is_checkpoint and model.path != run.policy_dir:
@@ -288,7 +287,6 @@ def _digest(problem: Problem) -> str:
 
 
 def _folder_errors(prepared: PreparedEvaluation) -> list[str]:
-    """Errors if the folder cannot be written to, or has rollouts of another evaluation."""
     folder = prepared.folder
     if cause := cannot_write(folder):
         return [f"--output is {folder}: {cause}; give another"]

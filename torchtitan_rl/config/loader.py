@@ -90,12 +90,8 @@ def _config_in(path: Path, kind: type[_C], *, command: str = "train") -> _C:
 
 
 def _with_new_names(words: Sequence[str], *, row_len: int = 0, rows: int = 0) -> list[str]:
-    """Return the words with the new names of renamed options, and print a warning for each renamed
-    option on stderr.
-
-    Raises:
-        ConfigError: the value of a renamed option is not a whole number, but must be.
-    """
+    """Replace old names of options, and print a warning for each. Raises ConfigError for a value
+    of theirs that is no whole number, but must be."""
     given: dict[str, str] = {}
     rest: list[str] = []
     waiting = ""  # an old option whose value comes next
@@ -268,6 +264,29 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
             part = others if "." in word.partition("=")[0] else own
         part.append(word)
     return own, others
+
+
+def take_options(words: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Split words into the values of the options ``names``, and the other words.
+
+    >>> take_options(["--count", "4", "--task.digits=2"], ["--count", "--split"])
+    ({'--count': '4'}, ['--task.digits=2'])
+
+    Raises:
+        ConfigError: an option has no value.
+    """
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, has_value, value = word.partition("=")
+        if name not in names:
+            rest.append(word)
+            continue
+        given[name] = value if has_value else next(left, "")
+        if not given[name] or (given[name].startswith("--") and not has_value):
+            raise ConfigError(f"{name} is given without a value; see --help")
+    return given, rest
 
 
 def _first_section(box: str) -> str:

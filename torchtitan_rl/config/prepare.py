@@ -18,9 +18,7 @@ from torchtitan_rl.config.fit import device_bytes
 from torchtitan_rl.config.hosts import host_notes
 from torchtitan_rl.config.machine import (
     HostFacts,
-    MachineFacts,
     count,
-    host_of,
     hosts_by_mesh,
     machine_facts,
     made_up_hosts,
@@ -31,10 +29,10 @@ from torchtitan_rl.config.plan import ProcessPlan, plan_on_hosts, plan_processes
 from torchtitan_rl.config.problems import find_problems, row_errors
 from torchtitan_rl.config.published import published_facts
 from torchtitan_rl.config.resume import (
+    MANIFEST,
     ResumePoint,
     compare_with_saved,
     is_complete,
-    remove_manifest,
     run_identity,
     write_identity,
 )
@@ -79,7 +77,8 @@ class PreparedRun:
         """What ``--dry-run`` prints."""
         config, rollout = self.config, self.config.rollout
         size = "" if self.num_weights is None else f", {self.num_weights / 1e6:,.1f} M parameters"
-        start = f"start: {self.describe_start(self._checkpoint_step)}"
+        point = self.resume_point
+        start = f"start: {self.describe_start(point.step if point and point.checkpoint else None)}"
         first = [
             f"task: {type(config.task).__name__}",
             f"policy: {self.policy_dir}{size}",
@@ -129,31 +128,26 @@ class PreparedRun:
 
     def document(self) -> dict[str, Any]:
         """What ``--dry-run --json`` prints: all of the configuration, and the plan."""
-        if isinstance(self.config.task, SupervisedTask):
-            return {
-                "configuration": self.identity,
-                "policy": self.policy_dir,
-                "num_weights": self.num_weights,
-                "outputs": self.config.run_dir,
-                "processes": self.plan,
-                "memory_bytes": self.memory,
-                "num_steps": self.config.num_steps,
-                "first_step": 1 + (self.resume_point.step if self.resume_point else 0),
-                "notes": self.notes,
+        config, generator = self.config, self.config.generator
+        is_supervised = isinstance(config.task, SupervisedTask)
+        sizes: dict[str, Any] = {"num_steps": config.num_steps}
+        if not is_supervised:
+            sizes = {
+                "capacity": config.capacity,
+                "max_rollouts": config.max_rollouts,
+                "running_requests": generator.running_requests(self.plan.device),
+                "step_tokens": generator.step_tokens(self.plan.device),
+                "published_versions": config.num_published_versions,
+                "recorded_bytes_per_step": recorded_bytes(config, self.routed_bytes),
             }
         return {
-            "configuration": self.config,
+            "configuration": self.identity if is_supervised else config,
             "policy": self.policy_dir,
             "num_weights": self.num_weights,
-            "outputs": self.config.run_dir,
+            "outputs": config.run_dir,
             "processes": self.plan,
             "memory_bytes": self.memory,
-            "capacity": self.config.capacity,
-            "max_rollouts": self.config.max_rollouts,
-            "running_requests": self.config.generator.running_requests(self.plan.device),
-            "step_tokens": self.config.generator.step_tokens(self.plan.device),
-            "published_versions": self.config.num_published_versions,
-            "recorded_bytes_per_step": recorded_bytes(self.config, self.routed_bytes),
+            **sizes,
             "first_step": 1 + (self.resume_point.step if self.resume_point else 0),
             "notes": self.notes,
         }
@@ -237,8 +231,7 @@ class PreparedRun:
         )
 
     def describe_start(self, step: int | None) -> str:
-        """Describe where the run starts. ``step`` is the step of the checkpoint from which the run
-        continues; None if there is no checkpoint."""
+        """``step``: of the checkpoint from which the run continues; None without one."""
         run_dir = self.config.run_dir
         if step is not None:
             return f"continues from the checkpoint of step {step} in {run_dir}"
@@ -247,11 +240,6 @@ class PreparedRun:
         return "step 1" + (
             f"; {run_dir} holds nothing to resume" if self.config.checkpoint.resume else ""
         )
-
-    @property
-    def _checkpoint_step(self) -> int | None:
-        point = self.resume_point
-        return None if point is None or point.checkpoint is None else point.step
 
 
 def describe_replica(generator: GeneratorConfig, device: Literal["cpu", "cuda"]) -> str:
@@ -294,7 +282,7 @@ about each host. Raises `ConfigError` if a host cannot be used."""
 
 
 def prepare_run(
-    config: RunConfig, machine: MachineFacts | None = None, *, ask_hosts: AskHosts | None = None
+    config: RunConfig, machine: HostFacts | None = None, *, ask_hosts: AskHosts | None = None
 ) -> PreparedRun:
     """Find the policy, check everything and plan the processes. ``machine`` replaces the facts
     about this machine.
@@ -370,12 +358,15 @@ def prepare_run(
         num_cores=machine.num_cores,
     )
     if not is_here:
-        how = (
-            "whether the run fits it was not checked"
-            if policy is None
-            else "the plan has its published sizes"
-        )
+        how = "the plan has its published sizes"
+        how = "whether the run fits it was not checked" if policy is None else how
         notes.append(f"policy.checkpoint is {checkpoint!r}: it is not on this machine, so {how}")
+    memory = None
+    if policy is not None:
+        size = device_bytes(plan.hosts or [machine])
+        memory = memory_plan(
+            config, policy, device=plan.device, device_bytes=size, teachers=of_teachers
+        )
     return PreparedRun(
         config=config,
         policy_dir=policy_dir,
@@ -384,15 +375,7 @@ def prepare_run(
         evaluation_problems=problems,
         notes=tuple(notes),
         num_weights=None if policy is None else policy.num_weights,
-        memory=None
-        if policy is None
-        else memory_plan(
-            config,
-            policy,
-            device=plan.device,
-            device_bytes=device_bytes(plan.hosts or [host_of(machine)]),
-            teachers=of_teachers,
-        ),
+        memory=memory,
         identity=identity,
         resume_point=resume_point,
         routed_bytes=_routed_bytes(config, policy, plan.device),
@@ -412,7 +395,6 @@ def _routed_bytes(
 
 
 def _compilation_notes(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[str]:
-    """Announce that the first training steps take longer, if they compile something."""
     compiled = ["attention kernels"] if device == "cuda" else []
     compiled += ["the model (trainer.compile)"] if config.trainer.compile else []
     if config.mode == "generate" or not compiled:
@@ -422,7 +404,6 @@ def _compilation_notes(config: RunConfig, device: Literal["cpu", "cuda"]) -> lis
 
 
 def _own_functions(config: RunConfig) -> list[str]:
-    """Name the user's own loss and advantage functions, if there are any."""
     loss, advantage = config.trainer.loss.function, config.rollout.advantage
     notes = [f"loss: {loss} (trainer.loss.function)"] if loss else []
     if advantage not in ADVANTAGE_KINDS:
@@ -461,7 +442,7 @@ def claim_run(prepared: PreparedRun) -> Iterator[Lease]:
         if errors := path_errors(prepared.config):
             raise ConfigError(errors)
         try:
-            remove_manifest(run_dir)
+            (run_dir / MANIFEST).unlink(missing_ok=True)
             write_identity(run_dir, prepared.identity)
             prepared.config.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -473,10 +454,9 @@ def _plan(
     config: RunConfig,
     policy_dir: Path,
     policy: PolicyFacts | None,
-    machine: MachineFacts,
+    machine: HostFacts,
     ask_hosts: AskHosts | None,
 ) -> tuple[ProcessPlan, list[str]]:
-    """Plan the processes. Returns the plan, and notes about its hosts."""
     launch = config.launch
     if not has_hosts(launch):
         cores = sorted(os.sched_getaffinity(0))[: machine.num_cores]

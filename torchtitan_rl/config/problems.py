@@ -109,11 +109,8 @@ def training_errors(config: RunConfig) -> list[str]:
 
 
 def _first(task: Task, split: Split, wanted: int, *, seed: int) -> list[tuple[Problem, int]]:
-    """The first ``wanted`` problems with their epochs, or all if the dataset ends before.
-
-    Raises:
-        ConfigError: the task's own code raised an exception.
-    """
+    """The first ``wanted`` problems with their epochs, or all if the dataset ends before. Raises
+    ConfigError if the task's own code raises an exception."""
     found: list[tuple[Problem, int]] = []
     try:
         dataset = task.dataset(split, seed=seed)

@@ -40,10 +40,7 @@ from torchtitan_rl.files import parse_object, replace_file
 from torchtitan_rl.images import PREPROCESSOR_CONFIG
 from torchtitan_rl.launch.lease import lock_errors
 from torchtitan_rl.orchestration.checkpointing import read_position
-from torchtitan_rl.training.checkpoint_files import (
-    MARKER,
-    fingerprint,
-)
+from torchtitan_rl.training.checkpoint_files import MARKER, fingerprint
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
 TASK = "task"
@@ -159,8 +156,7 @@ def resume_errors(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
 
 
 def resume_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Compare two identities: ``field: before -> now`` for each field that differs and may
-    differ."""
+    """``field: before -> now`` for each field that differs and may differ."""
     return [
         f"{name}: {saved[name]} -> {current[name]}"
         for name in _changed(saved, current)
@@ -261,9 +257,8 @@ def _flatten(config: Any, prefix: str) -> dict[str, Any]:
         if name in _NOT_COMPARED:
             continue
         if field.name in contents:
-            if contents[field.name] is not None:
-                is_file = isinstance(contents[field.name], list)
-                flat[f"{name}{CONTENTS if is_file else ''}"] = _plain(contents[field.name])
+            if (content := contents[field.name]) is not None:
+                flat[name + CONTENTS * isinstance(content, list)] = _plain(content)
             continue
         if dataclasses.is_dataclass(value):
             flat |= _flatten(value, f"{name}.")
@@ -331,15 +326,6 @@ def write_manifest(folder: Path) -> None:
     files = {name: asdict(fingerprint(folder / name)) for name in _listed(folder)}
     document = {"files": files, "crc32": _checksum(files)}
     replace_file(folder / MANIFEST, json.dumps(document, indent=2).encode() + b"\n")
-
-
-def remove_manifest(folder: Path) -> None:
-    """Remove the manifest, if there is one.
-
-    Raises:
-        OSError: the manifest cannot be removed.
-    """
-    (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def compare_with_manifest(folder: Path) -> tuple[int, list[str]]:

@@ -11,17 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.agents.task import AgentTask
-from torchtitan_rl.config.fit import (
-    describe_fit,
-    device_memory_errors,
-    fitting_options,
-)
-from torchtitan_rl.config.machine import (
-    MIG,
-    MachineFacts,
-    host_of,
-    sharing_proposal,
-)
+from torchtitan_rl.config.fit import describe_fit, device_memory_errors, fitting_options
+from torchtitan_rl.config.machine import MIG, HostFacts, sharing_proposal
 from torchtitan_rl.config.memory import (
     PINNED,
     PROCESS_BYTES,
@@ -53,7 +44,7 @@ _RANKS = (
 def machine_errors(
     config: RunConfig,
     policy: PolicyFacts | None,
-    machine: MachineFacts,
+    machine: HostFacts,
     teachers: Sequence[PolicyFacts] = (),
 ) -> list[str]:
     """Errors if the run's processes are all on this machine, and it has too few devices or, without
@@ -70,7 +61,7 @@ def machine_errors(
             generating = 0 if config.mode == "train" else config.generator.num_ranks
             errors += cuda_errors_of_run(config, machine.cuda, generating)
         if policy is not None:
-            errors += device_memory_errors(config, policy, [host_of(machine)], teachers)
+            errors += device_memory_errors(config, policy, [machine], teachers)
             errors += too_little_memory(
                 config,
                 policy,
@@ -122,7 +113,7 @@ def _largest(config: RunConfig, *names: str) -> str:
 def _device_errors(
     config: RunConfig,
     policy: PolicyFacts | None,
-    machine: MachineFacts,
+    machine: HostFacts,
     teachers: Sequence[PolicyFacts],
 ) -> list[str]:
     needed = config.together(config.generator.num_ranks, config.trainer.world_size)
@@ -131,8 +122,7 @@ def _device_errors(
     if len(devices) < needed:
         fix = f"give fewer{sharing_proposal(config, len(devices))}"
         if policy is not None and machine.device_bytes:
-            hosts = [host_of(machine)]
-            fix = describe_fit(fitting_options(config, policy, hosts, teachers=teachers))
+            fix = describe_fit(fitting_options(config, policy, [machine], teachers=teachers))
         who = "replicas, trainer and teachers" if config.teacher_ranks else "replicas and trainer"
         errors.append(
             f"{_largest(config, 'generator.replicas', *_RANKS)}: {who} need "
@@ -170,7 +160,7 @@ def _visible(devices: tuple[str, ...]) -> str:
 def serving_errors(
     generator: GeneratorConfig,
     policy: PolicyFacts,
-    machine: MachineFacts,
+    machine: HostFacts,
     *,
     dtype: str,
     adapters: int = 0,
@@ -271,9 +261,7 @@ def _memory_errors(
     ]
 
 
-def find_weight_room(
-    config: RunConfig, policy: PolicyFacts, machine: MachineFacts
-) -> tuple[str, str]:
+def find_weight_room(config: RunConfig, policy: PolicyFacts, machine: HostFacts) -> tuple[str, str]:
     """Call `weight_room` for the folders of this machine: shared memory and, if it is on another
     file system, the run's folder."""
     if config.weight_sync.transport == "rdma":

@@ -335,7 +335,6 @@ def existing_parent(path: Path) -> Path:
 
 
 def _name_error(name: str) -> str:
-    """The error in a run's name, which must be the name of one folder; empty if it is valid."""
     if name in ("", ".", "..") or "/" in name or name.strip() != name:
         return f"name is {name!r}: give the name of one folder, without slashes; see output_dir"
     if len(os.fsencode(name)) > _MAX_NAME_BYTES:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchtitan_rl.config.machine import HostFacts, NoRoomError, host_name, host_of, machine_facts
+from torchtitan_rl.config.machine import HostFacts, NoRoomError, host_name, machine_facts
 from torchtitan_rl.config.plan import ProcessGroup, plan_replica
 from torchtitan_rl.config.prepare import PreparedRun
 from torchtitan_rl.config.room import MAX_THREADS_PER_CORE
@@ -28,7 +28,7 @@ def plan_replicas(
         ConfigError: there is no room for all of them.
     """
     plan, replicas = prepared.plan, list(running)
-    facts = plan.hosts or (host_of(machine_facts()),)
+    facts = plan.hosts or (machine_facts(),)
     others = [*plan.teachers, *(() if plan.trainer is None else plan.trainer.on_each_host())]
     for index in indices:
         on_host = {
@@ -55,11 +55,7 @@ def plan_replicas(
 def _replica_on(
     host: HostFacts, prepared: PreparedRun, index: int, used: Sequence[ProcessGroup]
 ) -> ProcessGroup:
-    """Plan a replica on a host, where the groups ``used`` run.
-
-    Raises:
-        NoRoomError: the host has no room.
-    """
+    """Plan a replica on a host, where the groups ``used`` run. Raises NoRoomError."""
     config, plan, memory = prepared.config, prepared.plan, prepared.memory
     taken = {one for group in used for one in (*group.devices, *group.cores)}
     devices = [device for device in host.cuda_devices if device not in taken]

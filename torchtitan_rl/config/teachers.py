@@ -84,7 +84,6 @@ def find_teachers(
 
 
 def _field(config: RunConfig, source: str) -> str:
-    """The field that names a teacher."""
     given = {"checkpoint": config.teacher.checkpoint, "url": config.teacher.url}
     given |= {f"by_task.{part}": one for part, one in config.teacher.by_task.items()}
     return f"teacher.{next(name for name, one in given.items() if one == source)}"
@@ -123,7 +122,6 @@ def _engine_errors(config: RunConfig, facts: PolicyFacts, *, is_on_cpu: bool) ->
 
 
 def _trainer_errors(config: RunConfig, facts: PolicyFacts, policy: PolicyFacts) -> list[str]:
-    """Errors if the trainer's ranks cannot hold the teacher, or compute whole rollouts."""
     trainer, length = config.trainer, config.rollout.max_total_tokens
     errors = head_errors("trainer.tensor_parallel", trainer.tensor_parallel, facts)
     errors += expert_errors(trainer, facts, LoraConfig())
@@ -195,7 +193,6 @@ def _difference(directory: Path, facts: PolicyFacts, policy_dir: Path, policy: P
 
 @cache
 def _tokens(directory: Path) -> dict[str, int]:
-    """The ids of a checkpoint's tokens, by their text."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -197,7 +197,6 @@ def _speculative(generator: GeneratorConfig) -> dict[str, object]:
 
 @functools.cache
 def _field_errors(options: str) -> list[str]:
-    """Check names and types of options, a JSON object, against the installed vLLM."""
     command = [sys.executable, "-P", "-m", "torchtitan_rl.backends.vllm.field_types"]
     try:
         done = subprocess.run(

@@ -319,14 +319,12 @@ def _time_error(certificate: x509.Certificate, now: datetime) -> str:
 
 
 def _covers(certificate: x509.Certificate, host: str) -> bool:
-    """Whether a certificate is for this name or IP address."""
     ip = ip_of(host)
     wanted = host.lower() if ip is None else str(ip)
     return wanted in map(str.lower, _names_of(certificate))
 
 
 def _names_of(certificate: x509.Certificate) -> list[str]:
-    """The names and IP addresses that a certificate is for."""
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

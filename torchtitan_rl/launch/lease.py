@@ -115,11 +115,7 @@ def unwritable(run_dir: Path, error: OSError) -> ConfigError:
 
 
 def _lock(file: int, *, attempts: int = 1) -> bool:
-    """Take the lock; False if the file system has no locks.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-    """
+    """Take the lock; False if the file system has none. Raises BlockingIOError if it is taken."""
     for attempt in range(1, attempts + 1):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

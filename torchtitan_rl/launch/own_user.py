@@ -83,11 +83,7 @@ def is_allowed(connection: socket.socket) -> bool:
 
 def _ask_kernel(address: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int, int]:
     """Ask sock_diag(7) for the state and the user of the socket with this address that is connected
-    to ``other``. The time this takes does not depend on the number of connections.
-
-    Raises:
-        OSError: there is no such socket, or the kernel does not support the question.
-    """
+    to ``other``, in a time that does not depend on the number of connections. Raises OSError."""
     ips = _ip(address[0]).packed, _ip(other[0]).packed
     family = socket.AF_INET if len(ips[0]) == 4 else socket.AF_INET6
     question = _QUESTION.pack(

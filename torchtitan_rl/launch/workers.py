@@ -182,7 +182,7 @@ class WorkerSupervisor:
             self._stopped.wait(_PAUSE_S if has_failed else 0.0)
 
     def _run_incarnation(self) -> bool:
-        """Run one incarnation. Returns whether a run has used it."""
+        """Returns whether a run has used it."""
         with tempfile.TemporaryDirectory(prefix="torchtitan-rl-worker-") as folder:
             sign = Path(folder) / "sign"
             sign.touch()

@@ -289,7 +289,6 @@ def _as_json(values: Sequence[float], interval: Interval | None) -> Json:
 
 
 def _parts(groups: Sequence[RolloutGroup], scores: Sequence[ProblemScores]) -> Json:
-    """Compute the results of each part of a mixture."""
     parts = {group.problem.problem_id: group.problem.task for group in groups}
     found: Json = {}
     for part in sorted({part for part in parts.values() if part}):
@@ -328,7 +327,6 @@ def result_table(rows: Sequence[Mapping[str, Any]], *, width: int) -> Table:
 
 
 def _figures(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The names of all columns, and their texts for each row."""
     ks = sorted({int(k) for row in rows for k in row["pass_at_k"]} - {1})
     samples = max((row["samples_per_problem"] for row in rows), default=0)
     is_compared, has_failed = len(rows) > 1, any(row["failed"] for row in rows)

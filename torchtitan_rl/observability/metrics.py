@@ -173,7 +173,6 @@ def cost_metrics(
 
 
 def _sync_metrics(syncs: Sequence[SyncReport]) -> dict[str, float]:
-    """Metrics of all weight syncs since the previous row; empty without a sync."""
     if not syncs:
         return {}
     pulls = [pull for sync in syncs for pull in sync.pulls]
@@ -355,7 +354,6 @@ def groups_by_part(groups: Iterable[RolloutGroup]) -> dict[str, list[RolloutGrou
 def _rollout_part_metrics(
     groups: Sequence[RolloutGroup], flat: Collection[str] | None
 ) -> dict[str, float]:
-    """Metrics of each part of a mixture: its share, rewards and lengths."""
     metrics: dict[str, float] = {}
     for part, of_part in groups_by_part(groups).items():
         rollouts = [rollout for group in of_part for rollout in group.rollouts]

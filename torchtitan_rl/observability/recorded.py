@@ -206,7 +206,6 @@ def require_policy(recorded: RecordedRun, policy_dir: Path, given: str) -> None:
 
 
 def _nested(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert fields by dotted name to nested dictionaries."""
     nested: dict[str, Any] = {"policy": {}}
     for name, value in identity.items():
         *parents, last = name.split(".")

@@ -262,7 +262,6 @@ _Trained = defaultdict[str, list[tuple[Episode, Logprobs]]]
 def _by_rollout(
     episodes: Sequence[Episode] | None, logprobs: Sequence[Logprobs]
 ) -> _Trained | None:
-    """Return the episodes of each rollout, with the trainer's logprobs; None without episodes."""
     if episodes is None:
         return None
     found: _Trained = defaultdict(list)

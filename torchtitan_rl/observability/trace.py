@@ -148,11 +148,7 @@ class Tracer:
         return True
 
     def _begin_file(self, folder: Path) -> None:
-        """Continue in a new file; if this fails, nothing is changed.
-
-        Raises:
-            OSError: the new file cannot be written.
-        """
+        """Continue in a new file. Raises OSError if it cannot be written; then nothing changes."""
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{self._host}-{self._process}" if self._host else self._process
         readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
@@ -262,7 +258,6 @@ def _ahead_us(clocks: Mapping[str, ClockOffset], event: dict[str, Any], file_nam
 
 
 def _append(file: FileIO, events: list[dict[str, Any]]) -> int:
-    """Append events, and return their number of bytes."""
     data = "".join(map(_line, events)).encode()
     append_line(file, data)
     return len(data)

@@ -204,11 +204,7 @@ def page_app(page: Page, *, host: str, port: int, key: str = "") -> ASGIApp:
 
 
 def _merged_trace(traces: Path) -> Iterator[bytes]:
-    """The pieces of the merged trace, from a file that has no name any more.
-
-    Raises:
-        OSError: the traces cannot be read, or not be merged.
-    """
+    """The pieces of the merged trace, from a file that has no name any more. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="page-") as folder:
         file = merge_traces(traces, Path(folder) / "trace.json").open("rb")
 
@@ -292,11 +288,7 @@ def _host_of(request: Request) -> str:
 
 
 def _parameters(request: Request, *known: str) -> Mapping[str, str]:
-    """The parameters of a request, each given once.
-
-    Raises:
-        ParameterError: a parameter is given twice, or is not one of ``known``, if there are any.
-    """
+    """Raises ParameterError if a parameter is not ``known`` (if any is), or given twice."""
     items = request.query_params.multi_items()
     found = dict(items)
     for name, _ in items:

@@ -79,8 +79,6 @@ class _Track:
 
 
 class _TraceFile:
-    """One file of spans."""
-
     def __init__(self, name: str, file: BufferedReader) -> None:
         self.name = name
         self.process = name_of(name.partition(".")[0])

@@ -215,7 +215,6 @@ def configuration(index: RunIndex) -> Json:
 
 
 def _resume_note(index: RunIndex) -> str:
-    """Where a resumed run would continue."""
     num_steps = _whole(index.fields().get("num_steps"))
     if num_steps is not None and _last_step(index.columns[RowKind.STEP]) >= num_steps:
         return f"All {num_steps} steps are done: add a larger --num-steps."
@@ -277,7 +276,6 @@ def _evaluations(index: RunIndex) -> list[Json]:
 
 
 def _endings(rows: Sequence[Json]) -> dict[str, int]:
-    """How many rollouts of the training ended in which way."""
     prefix = "train/ended_"
     counts: Counter[str] = Counter()
     for row in rows:
@@ -287,7 +285,6 @@ def _endings(rows: Sequence[Json]) -> dict[str, int]:
 
 
 def _tokens(last: Mapping[str, Any]) -> Json:
-    """The tokens of the whole run by what became of them."""
     kinds = {"generated": "generated", "trained": "trained", "masked": "masked"}
     kinds |= {"discarded": "discarded", "buffered": "buffered"}
     counts: Json = {key: last.get(f"total/tokens_{name}") for key, name in kinds.items()}

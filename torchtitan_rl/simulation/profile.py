@@ -341,7 +341,6 @@ def _losses(run: RecordedRun, rows: Sequence[Row], replicas: int) -> Losses:
 
 
 def _starts_s(folder: Path) -> list[float]:
-    """How long the replicas took to start, from the traces."""
     return [
         event["dur"] / 1e6
         for path in folder.glob("*replica*.jsonl")

@@ -226,7 +226,6 @@ class SimulatedReplica:
         self._at_s = now_s
 
     def _start_waiting(self) -> None:
-        """Begin requests while there is room."""
         self._advance()
         while self._waiting and self._num_running < self._speeds.max_running:
             if self._is_paused or self._is_dying:
@@ -329,7 +328,6 @@ class SimulatedReplica:
         return tuple(runs)
 
     def _report(self) -> None:
-        """Report the progress of all requests, until none is left."""
         self._advance()
         for call in self._calls.values():
             self._tell(call, self._sampled(call))

@@ -288,8 +288,6 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One step."""
-
     wall_s: float
     busy_s: float
     idle_share: float  # of the replicas
@@ -464,8 +462,6 @@ class _Trainer:
 
 
 class _NoJournal(Journal):
-    """Writes no turns."""
-
     def append(self, recorded: RecordedRollout, first: int = -1) -> None:
         return
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.backends.monarch.run import _endpoint_spec, _generator_spec, _trainer_spec
-from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.serve import ServeConfig, prepare_serve
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
@@ -17,7 +17,7 @@ from torchtitan_rl.serving.config import EndpointConfig
 from torchtitan_rl.training.config import ProfileConfig
 from torchtitan_rl.weights.config import WeightSyncConfig
 
-MACHINE = MachineFacts(num_cores=16, memory_bytes=64 << 30)
+MACHINE = HostFacts(num_cores=16, memory_bytes=64 << 30)
 SYNC = WeightSyncConfig(mode="drain")
 ENDPOINT = EndpointConfig(enabled=True, port=0, stream_interval_s=0.5, reasoning_parser="qwen3")
 

@@ -21,7 +21,7 @@ from torchtitan_rl.config.checks import (
 from torchtitan_rl.config.loader import load_config
 from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.machine import (
-    MachineFacts,
+    HostFacts,
     NoRoomError,
     machine_facts,
     made_up_hosts,
@@ -55,7 +55,7 @@ POLICY = PolicyFacts(
     num_bytes=2 << 20,
     kv_values_per_token=512,
 )
-LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30)
+LAPTOP = HostFacts(num_cores=2, memory_bytes=24 << 30)
 SHM, RUN = Path("/dev/shm"), Path("/runs/one")
 MIB = 1 << 20
 TOOLS = McpTask(
@@ -78,7 +78,7 @@ def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 
 
 def complaints(
-    config: RunConfig, changes: dict[str, Any] | None = None, machine: MachineFacts = LAPTOP
+    config: RunConfig, changes: dict[str, Any] | None = None, machine: HostFacts = LAPTOP
 ) -> list[str]:
     config = changed(config, changes or {})
     return list(field_errors(config).values()) or find_errors(config, POLICY, machine)
@@ -505,7 +505,7 @@ def test_a_containers_cpu_limit_bounds_the_number_of_cores(
 ) -> None:
     file = tmp_path / "cpu.max"
     file.write_text(f"{limit}\n")
-    monkeypatch.setattr(machine, "_CGROUP_CPU", ((str(file),),))
+    monkeypatch.setattr(machine, "_CGROUP_CORES", ((str(file),),))
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
     here = machine_facts()
     assert here.num_cores == num_cores

@@ -25,7 +25,7 @@ from torchtitan_rl.commands.view import ViewOptions
 from torchtitan_rl.commands.worker import WorkerOptions
 from torchtitan_rl.config.evaluate import EvalConfig
 from torchtitan_rl.config.loader import load_config
-from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.problems import evaluation_problems
 from torchtitan_rl.config.run import PolicyConfig, RunConfig
@@ -83,7 +83,7 @@ def test_the_whole_configuration_of_an_agent_task_is_complete(tmp_path: Path) ->
     file = tmp_path / "my_agent.py"
     file.write_text(program)
     config = load_config(file, ["--output-dir", str(tmp_path)])
-    prepared = prepare_run(config, MachineFacts(num_cores=2, memory_bytes=24 << 30))
+    prepared = prepare_run(config, HostFacts(num_cores=2, memory_bytes=24 << 30))
     assert prepared.notes == ()
     assert evaluation_problems(with_value(config, "evaluation.num_problems", 100))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchtitan_rl.config.hosts import host_errors, host_notes, launch_errors, start_errors
-from torchtitan_rl.config.machine import HostFacts, MachineFacts, made_up_hosts
+from torchtitan_rl.config.machine import HostFacts, made_up_hosts
 from torchtitan_rl.config.model import read_policy_facts
 from torchtitan_rl.config.plan import plan_on_hosts
 from torchtitan_rl.config.prepare import prepare_run
@@ -17,7 +17,7 @@ from torchtitan_rl.config.run import LaunchConfig, MonarchConfig, RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.errors import ConfigError
 
-MACHINE = MachineFacts(num_cores=2, memory_bytes=24 << 30)
+MACHINE = HostFacts(num_cores=2, memory_bytes=24 << 30)
 FAR = ("tls://10.0.0.2:26600", "tls://10.0.0.3:26600")
 NEAR = ("tcp://127.0.0.2:26600", "tcp://127.0.0.3:26600")
 PLAIN: dict[str, Any] = {"attach": NEAR, "allow_plain_tcp": True}

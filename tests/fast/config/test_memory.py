@@ -13,7 +13,7 @@ from tests.support.ready_configs import NUM_GPUS, TOYS, ready
 from torchtitan_rl.commands.cli import main
 from torchtitan_rl.config.fit import device_memory_errors, fitting_options
 from torchtitan_rl.config.loader import load_config, parse_options
-from torchtitan_rl.config.machine import MachineFacts, made_up_hosts
+from torchtitan_rl.config.machine import HostFacts, made_up_hosts
 from torchtitan_rl.config.memory import PINNED, MemoryPlan, memory_plan
 from torchtitan_rl.config.plan import plan_on_hosts
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
@@ -155,7 +155,7 @@ def test_a_refusal_proposes_one_set_of_options(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             planned(tmp_path, hosts, model)
         assert "or let trainer and replicas share" not in refused.value.errors[0]
-    machine = MachineFacts(
+    machine = HostFacts(
         cuda_devices=("0",), device_bytes=24 * 10**9, num_cores=16, memory_bytes=64 * GIB
     )
     (error,) = machine_errors(QWEN3, published_facts("Qwen/Qwen3-0.6B"), machine)

@@ -16,7 +16,7 @@ from torchtitan_rl.commands.env import EnvCheckConfig
 from torchtitan_rl.commands.generate import GenerateOptions
 from torchtitan_rl.commands.serve import ServeConfig, prepare_serve
 from torchtitan_rl.config.evaluate import EvalConfig
-from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as GOLDEN_CONFIG
@@ -51,7 +51,7 @@ def is_as_in(usual: RunConfig | None, config: RunConfig, field: str) -> bool:
     return usual is not None and not field.startswith("task.") and value(usual) == value(config)
 
 
-def complaints(config: Any, machine: MachineFacts) -> list[str]:
+def complaints(config: Any, machine: HostFacts) -> list[str]:
     try:
         prepare_run(config, machine).describe()
     except ConfigError as error:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchtitan_rl.config import machine, preflight
-from torchtitan_rl.config.machine import HostFacts, MachineFacts, machine_facts
+from torchtitan_rl.config.machine import HostFacts, machine_facts
 from torchtitan_rl.config.preflight import CudaDevice, CudaFacts, cuda_errors, probe_cuda
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.serve import ServeConfig, prepare_serve
@@ -33,7 +33,7 @@ GOOD = CudaFacts(
     has_compiler=True,
     shared_memory_bytes=GIB,
 )
-MACHINE = MachineFacts(cuda_devices=("0", "1", "2"), num_cores=16, memory_bytes=64 * GIB, cuda=GOOD)
+MACHINE = HostFacts(cuda_devices=("0", "1", "2"), num_cores=16, memory_bytes=64 * GIB, cuda=GOOD)
 NEEDS: dict[str, Any] = {
     "dtype": "bfloat16",
     "replica_devices": (0, 1),
@@ -176,7 +176,7 @@ def test_a_child_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_without_limits_of_cgroups_has_all_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("_CGROUP_LIMITS", "_CGROUP_CPU"):  # as in the root group of cgroups 2
+    for name in ("_CGROUP_BYTES", "_CGROUP_CORES"):  # as in the root group of cgroups 2
         monkeypatch.setattr(machine, name, ())
     here = machine_facts()
     assert here.memory_bytes == psutil.virtual_memory().total

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.config_mutations import with_value
 from torchtitan_rl.bounds import field_errors
-from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.problems import evaluation_problems, training_errors
 from torchtitan_rl.config.run import RunConfig
@@ -17,7 +17,7 @@ from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.task import Dataset, Split, Task
 from torchtitan_rl.types import Problem
 
-LAPTOP = MachineFacts(num_cores=2, memory_bytes=24 << 30)
+LAPTOP = HostFacts(num_cores=2, memory_bytes=24 << 30)
 
 
 class Listed:

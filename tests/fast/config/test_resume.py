@@ -11,7 +11,7 @@ import pytest
 from tests.fast.test_files import files_of_at_most
 from tests.support.config_mutations import with_value
 from torchtitan_rl.commands.cli import main
-from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.prepare import PreparedRun, claim_run, prepare_run
 from torchtitan_rl.config.resume import (
     is_complete,
@@ -34,7 +34,7 @@ from torchtitan_rl.training.checkpoint_files import seal, write_attachments
 
 TINY_FILE = str(Path(__file__).parents[3] / "configs" / "alphabet_sort_tiny.py")
 POLICY = Path(TINY.policy.checkpoint)
-MACHINE = MachineFacts(num_cores=16, memory_bytes=64 << 30)
+MACHINE = HostFacts(num_cores=16, memory_bytes=64 << 30)
 MUST_STAY = {
     "seed": 1,
     "rollout.groups_per_step": 8,

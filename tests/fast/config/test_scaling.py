@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchtitan_rl.config import scaling
-from torchtitan_rl.config.machine import HostFacts, MachineFacts
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.memory import MemoryPlan
 from torchtitan_rl.config.plan import plan_on_hosts, plan_processes
 from torchtitan_rl.config.prepare import PreparedRun
@@ -38,7 +38,7 @@ def host(devices: Sequence[str] = (), *, num_cores: int = 8, gib: int = 64) -> H
 
 def test_replicas_get_devices_that_no_process_has_and_otherwise_there_is_one_error(monkeypatch):
     config, devices = run_of(1), ("4", "5", "6", "7")
-    facts = MachineFacts(cuda_devices=devices, num_cores=8, memory_bytes=1 << 40)
+    facts = HostFacts(cuda_devices=devices, num_cores=8, memory_bytes=1 << 40)
     monkeypatch.setattr(scaling, "machine_facts", lambda: facts)
     run = prepared(config, plan_processes(config, devices=devices, cores=range(8)))
     assert run.plan.trainer is not None
@@ -70,7 +70,7 @@ def test_a_replica_with_several_ranks_needs_them_on_one_host_that_gets_weights()
 
 def test_on_a_cpu_cores_threads_and_memory_limit_the_number(monkeypatch):
     config = run_of(1)
-    facts = MachineFacts(num_cores=2, memory_bytes=10 << 30)
+    facts = HostFacts(num_cores=2, memory_bytes=10 << 30)
     monkeypatch.setattr(scaling, "machine_facts", lambda: facts)
     run = prepared(config, plan_processes(config, cores=range(2)))
     assert [one.name for one in plan_replicas(run, run.plan.replicas, range(1, 4))][
@@ -88,7 +88,7 @@ def test_on_a_cpu_cores_threads_and_memory_limit_the_number(monkeypatch):
 def test_with_pinned_cores_a_replica_needs_cores_of_its_own(monkeypatch):
     trainer = replace(TINY.trainer, threads=1, data_parallel_shard=1)
     config = run_of(1, pin_cores=True, trainer=trainer)
-    facts = MachineFacts(num_cores=4, memory_bytes=1 << 40)
+    facts = HostFacts(num_cores=4, memory_bytes=1 << 40)
     monkeypatch.setattr(scaling, "machine_facts", lambda: facts)
     # The controller, which plans, may not use the trainer's cores.
     monkeypatch.setattr(scaling.os, "sched_getaffinity", lambda pid: {0, 2, 3})

@@ -14,7 +14,7 @@ import pytest
 from tests.support.config_mutations import with_value
 from tests.support.ready_configs import LAPTOP, gpus
 from torchtitan_rl import MixtureTask
-from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.prepare import PreparedRun, prepare_run
 from torchtitan_rl.config.resume import write_identity
 from torchtitan_rl.config.run import RunConfig
@@ -25,7 +25,7 @@ OTHER = "package:gsm8k"  # another tokenizer
 
 
 def prepared(
-    tmp_path: Path, machine: MachineFacts = LAPTOP, config: RunConfig = TINY, **changes: Any
+    tmp_path: Path, machine: HostFacts = LAPTOP, config: RunConfig = TINY, **changes: Any
 ) -> PreparedRun:
     config = with_value(config, "output_dir", tmp_path)
     config = with_value(config, "teacher.checkpoint", config.policy.checkpoint)
@@ -38,7 +38,7 @@ def refusals(tmp_path: Path, **changes: Any) -> list[str]:
     return refusals_on(tmp_path, LAPTOP, **changes)
 
 
-def refusals_on(tmp_path: Path, machine: MachineFacts, **changes: Any) -> list[str]:
+def refusals_on(tmp_path: Path, machine: HostFacts, **changes: Any) -> list[str]:
     with pytest.raises(ConfigError) as raised:
         prepared(tmp_path, machine, **changes)
     return raised.value.errors

@@ -19,7 +19,7 @@ from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.commands import generate
 from torchtitan_rl.config import vllm_options
 from torchtitan_rl.config.loader import load_config, parse_options
-from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.config.prepare import prepare_run
 from torchtitan_rl.config.serve import ServeConfig, prepare_serve
@@ -30,7 +30,7 @@ from torchtitan_rl.generation.config import GeneratorConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 DRAFT = {"method": "eagle3", "model": "drafts", "num_speculative_tokens": 4}
-MACHINE = MachineFacts(num_cores=16, memory_bytes=64 << 30)
+MACHINE = HostFacts(num_cores=16, memory_bytes=64 << 30)
 
 
 @pytest.fixture(autouse=True)

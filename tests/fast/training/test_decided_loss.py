@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_rl.config.machine import MachineFacts
+from torchtitan_rl.config.machine import HostFacts
 from torchtitan_rl.config.prepare import claim_run, prepare_run
 from torchtitan_rl.config.run import LaunchConfig, RunConfig
 from torchtitan_rl.configs.alphabet_sort_tiny import config as TINY
 from torchtitan_rl.training.config import LossConfig, decided_loss
 from torchtitan_rl.training.losses import LossTokens, StepTotals, policy_loss
 
-CPU = MachineFacts(num_cores=16, memory_bytes=64 << 30)
+CPU = HostFacts(num_cores=16, memory_bytes=64 << 30)
 CUDA = replace(CPU, cuda_devices=("0", "1", "2"))
 
 
@@ -45,7 +45,7 @@ def run_with(tmp_path: Path, *, staleness: int = 0, dtype: Any = "bfloat16", **l
     ],
 )
 def test_runs_in_bfloat16_weigh_tokens_unless_their_loss_does_it_or_is_told_not_to(
-    tmp_path: Path, machine: MachineFacts, given: Any, proximal: str, weight: str
+    tmp_path: Path, machine: HostFacts, given: Any, proximal: str, weight: str
 ) -> None:
     prepared = prepare_run(run_with(tmp_path, **given), machine)
     loss = prepared.config.trainer.loss

@@ -127,7 +127,6 @@ class HostAgent(Actor):
 
 
 def describe_host(address: str, checkpoint: str) -> HostAnswer:
-    machine = machine_facts()
     policy_dir, policy, error = Path(), "", ""
     try:
         policy_dir = resolve_checkpoint(checkpoint)
@@ -137,15 +136,7 @@ def describe_host(address: str, checkpoint: str) -> HostAnswer:
     except (OSError, ValueError) as unreadable:
         error = f"policy.checkpoint is {checkpoint}: {unreadable}"
     return HostAnswer(
-        facts=HostFacts(
-            address=address,
-            machine=platform.node(),
-            cuda_devices=machine.cuda_devices,
-            device_bytes=machine.device_bytes,
-            num_cores=machine.num_cores,
-            memory_bytes=machine.memory_bytes,
-            cuda=machine.cuda,
-        ),
+        facts=replace(machine_facts(), address=address, machine=platform.node()),
         installed=installed(),
         policy_dir=policy_dir,
         policy=policy,
