@@ -268,17 +268,16 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             await train_on_recorded(run.recorded, prepared, trainer, recorder, signals)
             await _export(run, trainer, recorder)
             return
-        recorder.watch_weights(processes.weights.take_fetches)
+        recorder.take_fetches = processes.weights.take_fetches
         ledger = TokenLedger()
         router = _router(config, processes, ledger)
         reserved = reserved_replicas(config)
         await stack.enter_async_context(losses.restarting(processes, router, reserved=reserved))
         places = _places(prepared)
-        engines = EngineSampler(router.stats, reserved=reserved)
+        engines = recorder.engines = EngineSampler(router.stats, reserved=reserved)
         if places is not None:
             engines.on_reading = lambda stats: places.observe(stats, router.unreserved())
         await stack.enter_async_context(background(engines.run()))
-        recorder.watch_engines(engines)
         endpoint = None
         if processes.endpoint is not None:
             endpoint = await stack.enter_async_context(
@@ -291,7 +290,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
                     on_failure=recorder.record_failure,
                 )
             )
-            recorder.watch_endpoint(endpoint.take)
+            recorder.take_endpoint = endpoint.take
             recorder.say(f"endpoint: {endpoint.host.base_url}")
         generation = Generation(
             config=config, router=router, tokenizer=tokenizer, endpoint=endpoint
@@ -305,7 +304,7 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             controller = SupervisedController(config, parts, supervision, config.run_dir.absolute())
         else:
             controller = Controller(config, parts)
-        recorder.watch_controller(controller.now)
+        recorder.take_now = controller.now
 
         def stop_cleanly() -> None:
             recorder.say(
@@ -370,7 +369,7 @@ async def _teachers(
         return None
     vocab_size = read_architecture(prepared.policy_dir).vocab_size
     teachers = Teachers(found, config.source_for, vocab_size=vocab_size, num_top=config.num_top)
-    recorder.watch_teachers(teachers.take)
+    recorder.take_teachers = teachers.take
     return teachers
 
 

@@ -366,10 +366,9 @@ def usual_step_s(run_dir: Path) -> float | None:
 def _evaluations(run_dir: Path) -> str:
     """The rewards (of a supervised run, the losses) of the first and the last evaluation of the
     run, including evaluations before a resume."""
-    for what in ("reward", "loss"):
-        name = {"reward": "evaluation/reward_mean", "loss": "evaluation/loss"}[what]
-        if found := _values(run_dir, RowKind.EVALUATION, name):
-            break
+    names = {"reward": "evaluation/reward_mean", "loss": "evaluation/loss"}
+    series = ((what, _values(run_dir, RowKind.EVALUATION, name)) for what, name in names.items())
+    what, found = next((one for one in series if one[1]), ("", {}))
     steps = sorted(found)
     return ", then ".join(
         f"{what} {found[step]:.3f} {f'after step {step}' if step else 'before the first step'}"

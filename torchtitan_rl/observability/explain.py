@@ -180,17 +180,23 @@ def _compare(first: Mapping[str, Any], last: Mapping[str, Any]) -> Verdict:
     return Verdict.UNCLEAR
 
 
-def _describe_time(facts: RunFacts) -> Iterator[str]:
-    total_s = sum(_values(facts.steps, "time/step_s"))
-    if not total_s:
-        return
+def times_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What the time of the steps goes into, in seconds."""
     parts = {
         "waiting for rollouts": "time/rollout_s",
         "training": "time/train_s",
         "switching devices": "time/switch_s",
     }
-    shares = {words: sum(_values(facts.steps, name)) / total_s for words, name in parts.items()}
-    shares["publishing, checkpoints and the rest"] = max(0.0, 1.0 - sum(shares.values()))
+    times = {words: sum(_values(steps, name)) for words, name in parts.items()}
+    rest_s = sum(_values(steps, "time/step_s")) - sum(times.values())
+    return times | {"publishing, checkpoints and the rest": max(0.0, rest_s)}
+
+
+def _describe_time(facts: RunFacts) -> Iterator[str]:
+    total_s = sum(_values(facts.steps, "time/step_s"))
+    if not total_s:
+        return
+    shares = {words: seconds / total_s for words, seconds in times_of(facts.steps).items()}
     texts = [f"{words} {share:.0%}" for words, share in shares.items() if share >= 0.01]
     yield f"time of the steps: {', '.join(texts)}"
     phases = _phases(facts.steps)
@@ -242,6 +248,7 @@ _FAILURES = (
 
 
 def _learning_rate(facts: RunFacts) -> Iterator[Diagnosis]:
+    rate = _value(facts.fields, "trainer.optimizer.learning_rate")
     for best, last in _falls(facts.steps):
         if last.entropy < 0.4 * best.entropy or last.entropy > 2.0 * best.entropy:
             yield Diagnosis(
@@ -251,7 +258,7 @@ def _learning_rate(facts: RunFacts) -> Iterator[Diagnosis]:
                 f"{best.entropy:.3g} to {last.entropy:.3g} nats: the updates destroyed what the "
                 "policy could do",
                 fix="start again from the initial policy, with trainer.optimizer.learning_rate "
-                f"{_number(facts, 'trainer.optimizer.learning_rate', 10.0)}",
+                + ("a smaller one" if rate is None else f"{rate / 10:g}"),
             )
             return
 
@@ -395,15 +402,17 @@ def _overlapping(facts: RunFacts) -> Iterator[Diagnosis]:
                 fmean(_values(facts.steps, f"engine/{name}_mean") or [0.0])
                 for name in ("waiting", "running")
             )
-            is_queue_long = queued > _MUCH * running
+            fix, most = "", _value(facts.fields, _MOST_RUNNING)
+            if queued > _MUCH * running:
+                now = "" if most is None else f" ({most:g} now)"
+                fix = (
+                    f"raise {_MOST_RUNNING}{now}, because {queued:.0f} requests wait in the "
+                    f"engines' queues while {running:.0f} run; or "
+                )
             yield Diagnosis(
                 cause=Cause.STARVING_TRAINER,
                 what=f"the trainer waits {trainer:.0%} of the time, while the replicas are busy",
-                fix=f"raise {_MOST_RUNNING}{_now(facts, _MOST_RUNNING)}, because {queued:.0f} "
-                f"requests wait in the engines' queues while {running:.0f} run; or give generation "
-                "more devices (generator.replicas)"
-                if is_queue_long
-                else "give generation more devices (generator.replicas)",
+                fix=f"{fix}give generation more devices (generator.replicas)",
             )
         case Bottleneck.TRAINER:
             yield Diagnosis(
@@ -541,17 +550,6 @@ def mean_overlap(steps: Sequence[Mapping[str, Any]]) -> Overlap | None:
 def _staleness(facts: RunFacts) -> int:
     value = facts.fields.get("schedule.staleness", 0)
     return value if isinstance(value, int) else 0
-
-
-def _now(facts: RunFacts, name: str) -> str:
-    """`` (128 now)``; empty if the value is unknown."""
-    value = _value(facts.fields, name)
-    return "" if value is None else f" ({value:g} now)"
-
-
-def _number(facts: RunFacts, name: str, divisor: float) -> str:
-    value = _value(facts.fields, name)
-    return "a smaller one" if value is None else f"{value / divisor:g}"
 
 
 def _values(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:

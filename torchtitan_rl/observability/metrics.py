@@ -5,7 +5,7 @@ metric without data is left out.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from math import expm1, fsum, isfinite
 from statistics import fmean, pstdev
@@ -15,7 +15,6 @@ from torchtitan_rl.observability.evaluation import evaluation_statistics
 from torchtitan_rl.observability.sinks import Split
 from torchtitan_rl.orchestration.records import (
     AccountRecord,
-    BufferStates,
     EvaluationRecord,
     HeldOutRecord,
     LedgerTotals,
@@ -24,7 +23,7 @@ from torchtitan_rl.orchestration.records import (
 )
 from torchtitan_rl.rollout.episodes import turns_by_episode
 from torchtitan_rl.routing.router import SyncReport
-from torchtitan_rl.types import Completion, Rollout, RolloutGroup, RolloutStatus, Turn, spans
+from torchtitan_rl.types import Rollout, RolloutGroup, RolloutStatus, Turn, spans
 from torchtitan_rl.weights.distribution import Fetched
 
 _MAX_LOG_RATIO = 20.0  # as `trainer.loss.max_log_ratio`, so that one token cannot overflow a mean
@@ -47,10 +46,10 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     sync_s = record.publish_s + sum(sync.stage_s + sync.pull_s for sync in record.syncs)
     if record.trainer_busy_s is not None:
         metrics[TRAINER_IDLE] = idle_share(wall_s=record.wall_s, busy_s=record.trainer_busy_s)
-    if record.buffer is not None:
-        metrics |= buffer_metrics(record.buffer) | overtaken_metrics(
-            record.groups, record.overtaken
-        )
+    if (buffer := record.buffer) is not None:
+        sizes = ((one.name, getattr(buffer, one.name)) for one in fields(buffer))
+        metrics |= {f"buffer/{name}": float(size) for name, size in sizes}
+        metrics |= overtaken_metrics(record.groups, record.overtaken)
     metrics |= {f"dataset/{name}": value for name, value in record.dataset.items()}
     if record.totals is not None:
         metrics |= total_metrics(record.totals)
@@ -94,18 +93,12 @@ def account_metrics(record: AccountRecord) -> dict[str, float]:
     }
 
 
-def buffer_metrics(states: BufferStates) -> dict[str, float]:
-    return {f"buffer/{one.name}": float(getattr(states, one.name)) for one in fields(states)}
-
-
 def overtaken_metrics(
-    groups: Iterable[RolloutGroup], overtaken: frozenset[str]
+    groups: Sequence[RolloutGroup], overtaken: frozenset[str]
 ) -> dict[str, float]:
     """Length and reward of the groups that were overtaken by younger groups (``overtaken``) and of
     the others (``on_time``). These metrics show whether training without slow groups would favour
-    short answers.
-    """
-    groups = list(groups)
+    short answers."""
     late = [group for group in groups if group.group_id in overtaken]
     if not late:
         return {"overtaken/groups": 0.0}
@@ -244,9 +237,11 @@ def staleness_metrics(groups: Iterable[RolloutGroup], *, trained_version: int) -
     for group in groups:
         for rollout in group.rollouts:
             if not rollout.status.is_failure:
-                for turn in rollout.turns:
-                    for version, number in _tokens_by_version(turn.completion):
-                        tokens_of_age[trained_version - version] += number
+                for completion in (turn.completion for turn in rollout.turns):
+                    size = len(completion.token_ids)
+                    for start, end, version in spans(completion.version_runs, size):
+                        tokens_of_age[trained_version - version] += end - start
+    tokens_of_age = +tokens_of_age
     total = tokens_of_age.total()
     if not total:
         return {}
@@ -256,13 +251,6 @@ def staleness_metrics(groups: Iterable[RolloutGroup], *, trained_version: int) -
     }
     shares = {f"policy/age_share/{age}": n / total for age, n in sorted(tokens_of_age.items())}
     return metrics | shares
-
-
-def _tokens_by_version(completion: Completion) -> Iterator[tuple[int, int]]:
-    """(version, number of tokens) of each run of equal versions that has a token."""
-    for start, end, version in spans(completion.version_runs, len(completion.token_ids)):
-        if end > start:
-            yield version, end - start
 
 
 def _reward_metrics(
@@ -356,16 +344,10 @@ def _rollout_part_metrics(
 ) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for part, of_part in groups_by_part(groups).items():
-        rollouts = [rollout for group in of_part for rollout in group.rollouts]
-        values = {
-            "groups": float(len(of_part)),
-            "response_length_mean": fmean(one.num_sampled_tokens for one in rollouts),
-        }
-        rewards = _reward_metrics(of_part, flat)
-        for name in ("reward_mean", "groups_without_variance_share"):
-            if name in rewards:
-                values[name] = rewards[name]
-        metrics |= {f"of_task/{part}/{name}": value for name, value in values.items()}
+        metrics |= _part_metrics(f"of_task/{part}", of_part)
+        share = _reward_metrics(of_part, flat).get("groups_without_variance_share")
+        if share is not None:
+            metrics[f"of_task/{part}/groups_without_variance_share"] = share
     return metrics
 
 

@@ -74,6 +74,10 @@ average and by 0.3 for single tokens."""
 class RunRecorder:
     """Writes into the run's directory while its ``async with`` is open.
 
+    Each step's row has the metrics of ``engines``, and those that ``take_endpoint``,
+    ``take_teachers`` and ``take_fetches`` return: of the time since the last step. What
+    ``take_now`` returns (see `Controller.now`) is shown on the page.
+
     Args:
         resume_step: the step after which the run continues; None for a new run.
         identity: the fields of the configuration by name, which trackers show.
@@ -108,13 +112,15 @@ class RunRecorder:
             resume_step=resume_step,
         )
         if self.trace_dir is not None and resume_step is None:
-            _remove_old_traces(self.trace_dir)
+            for old in self.trace_dir.glob("*.jsonl"):
+                old.unlink()
         self._tracer = Tracer(self.trace_dir, "controller")
         self._lag = LoopLagSampler()
-        self._engines: EngineSampler | None = None
-        self._take_endpoint: Callable[[], Mapping[str, float]] = dict
-        self._take_teachers: Callable[[], Mapping[str, float]] = dict
-        self._take_fetches: Callable[[], Sequence[Fetched]] = tuple
+        self.engines: EngineSampler | None = None
+        self.take_endpoint: Callable[[], Mapping[str, float]] = dict
+        self.take_teachers: Callable[[], Mapping[str, float]] = dict
+        self.take_fetches: Callable[[], Sequence[Fetched]] = tuple
+        self.take_now: Callable[[], dict[str, Any]] = dict
         self._has_begun = False
         self._has_shown_failures = False
         self._is_async = config.schedule.staleness > 0
@@ -133,7 +139,6 @@ class RunRecorder:
         self._totals: Mapping[str, float] = {}
         self._phases: list[str] = []  # open phases of all loops
         self._seconds: defaultdict[str, float] = defaultdict(float)  # time by phase
-        self._take_now: Callable[[], dict[str, Any]] = dict
 
     async def __aenter__(self) -> RunRecorder:
         self._now = NowFile(self._run_dir, self._describe_now)
@@ -158,26 +163,6 @@ class RunRecorder:
         """Use ``decode`` for the text of turns whose environment does not provide a text.
         ``vocab_size`` is the policy's."""
         self._rollouts.decode, self._rollouts.vocab_size = decode, vocab_size
-
-    def watch_controller(self, take_now: Callable[[], dict[str, Any]]) -> None:
-        """Show what ``take_now`` returns (see `Controller.now`) on the page."""
-        self._take_now = take_now
-
-    def watch_engines(self, sampler: EngineSampler) -> None:
-        """Add this sampler's metrics to each step's row."""
-        self._engines = sampler
-
-    def watch_endpoint(self, take: Callable[[], Mapping[str, float]]) -> None:
-        """Add the endpoint's metrics since the last step, from ``take``, to each step's row."""
-        self._take_endpoint = take
-
-    def watch_teachers(self, take: Callable[[], Mapping[str, float]]) -> None:
-        """Add the teachers' metrics since the last step, from ``take``, to each step's row."""
-        self._take_teachers = take
-
-    def watch_weights(self, take_fetches: Callable[[], Sequence[Fetched]]) -> None:
-        """Add metrics of the weights that hosts fetched since the last step to each step's row."""
-        self._take_fetches = take_fetches
 
     def summarize(self, ending: str, *, resume_command: str, checkpoint: str) -> list[str]:
         """Describe how the run went, and what to do next, after all processes have ended.
@@ -232,14 +217,14 @@ class RunRecorder:
             "controller/hanging_calls": float(abandoned.num_running),
             SHARES_CORES: float(self._shares_cores),
         }
-        if self._engines is not None:
-            metrics |= self._engines.take()
+        if self.engines is not None:
+            metrics |= self.engines.take()
         metrics |= cost_metrics(
             record, num_devices=self.num_devices, dollars_per_hour=self._dollars_per_hour
         )
-        metrics |= self._take_endpoint()
-        metrics |= self._take_teachers()
-        metrics |= fetch_metrics(self._take_fetches())
+        metrics |= self.take_endpoint()
+        metrics |= self.take_teachers()
+        metrics |= fetch_metrics(self.take_fetches())
         metrics |= self._failures.metrics()
         overlap = overlap_of(metrics)
         if overlap is not None:
@@ -361,9 +346,9 @@ class RunRecorder:
 
     def _describe_now(self) -> dict[str, Any]:
         now: dict[str, Any] = {"phase": self._state.phase, "step": self._state.step}
-        now |= self._take_now()
+        now |= self.take_now()
         for replica in now.get("replicas", ()):
-            stats = None if self._engines is None else self._engines.newest.get(replica["name"])
+            stats = None if self.engines is None else self.engines.newest.get(replica["name"])
             if stats is not None:
                 replica |= {
                     "running": stats.running,
@@ -387,8 +372,3 @@ def _serve_options(endpoint: EndpointConfig) -> list[str]:
         "--endpoint.chat-template": endpoint.chat_template,
     }
     return [word for name, value in given.items() if value for word in (name, str(value))]
-
-
-def _remove_old_traces(folder: Path) -> None:
-    for old in folder.glob("*.jsonl"):
-        old.unlink()

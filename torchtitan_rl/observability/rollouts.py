@@ -305,12 +305,10 @@ def _trained_of(
         "advantages": None if turn.teacher is None else list(episode.advantages[own]),
         "loss_mask": mask,
         "trainer_logprobs": None if logprobs is None else logprobs[own].tolist(),
-        "num_kept": [_num_kept(one, vocab_size) for one in kept] if is_cut else None,
+        "num_kept": [num_kept(one, vocab_size) if isinstance(one, bytes) else None for one in kept]
+        if is_cut
+        else None,
     }
-
-
-def _num_kept(kept: KeptTokens, vocab_size: int) -> int | None:
-    return num_kept(kept, vocab_size) if isinstance(kept, bytes) else None
 
 
 def read_rollouts(path: Path) -> Iterator[tuple[Row, Rollout]]:
@@ -361,6 +359,10 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any], pngs: dict[str, by
     # Earlier versions did not write these.
     metrics, scores = turn.get("metrics"), turn.get("teacher_logprobs")
     top, routed = turn.get("teacher_top", ("", "")), turn.get("routed_experts")
+    if routed is not None:
+        data, num_layers, per_token = routed
+        data = base64.b64decode(data)
+        routed = RoutedExperts(data=data, num_layers=num_layers, per_token=per_token)
     runs = [(i, v) for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
     completion = Completion(
         request_id=request_id,
@@ -372,7 +374,7 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any], pngs: dict[str, by
         stop_reason=turn.get("stop_reason"),
         metrics=None if metrics is None else CompletionMetrics(**metrics),
         kept_tokens=tuple(_kept_from_json(*run) for run in turn.get("kept_sets") or ()),
-        routed_experts=None if routed is None else _routed_from_json(*routed),
+        routed_experts=routed,
     )
     return Turn(
         prompt_token_ids=tuple(turn["prompt_token_ids"]),
@@ -404,10 +406,6 @@ def _image_from_json(
     if data and image.digest != sha256:
         raise ValueError(f"an image has not the recorded SHA-256 {sha256}")
     return image
-
-
-def _routed_from_json(data: str, num_layers: int, per_token: int) -> RoutedExperts:
-    return RoutedExperts(data=base64.b64decode(data), num_layers=num_layers, per_token=per_token)
 
 
 def groups_from_rows(rows: Sequence[Row]) -> tuple[RolloutGroup, ...]:

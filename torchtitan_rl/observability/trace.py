@@ -201,7 +201,9 @@ def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
             ahead_us = 0.0
             for event in _events(path):
                 if event.get("name") == HOST_EVENT:
-                    ahead_us = _ahead_us(clocks, event, path.name)
+                    label = str(event.get("args", {}).get("labels"))
+                    offset = clocks.get(path.name) or clocks.get(label)
+                    ahead_us = 0.0 if offset is None else offset.ahead_ns / 1e3
                 elif "ts" in event:
                     event["ts"] -= ahead_us
                 event["pid"] = pid
@@ -251,20 +253,11 @@ def clocks_of_files(trace_dir: Path) -> dict[str, ClockOffset]:
     return found
 
 
-def _ahead_us(clocks: Mapping[str, ClockOffset], event: dict[str, Any], file_name: str) -> float:
-    label = str(event.get("args", {}).get("labels"))
-    offset = clocks.get(file_name) or clocks.get(label)
-    return 0.0 if offset is None else offset.ahead_ns / 1e3
-
-
 def _append(file: FileIO, events: list[dict[str, Any]]) -> int:
-    data = "".join(map(_line, events)).encode()
+    lines = (json.dumps(one, separators=(",", ":"), default=str) + "\n" for one in events)
+    data = "".join(lines).encode()
     append_line(file, data)
     return len(data)
-
-
-def _line(event: dict[str, Any]) -> str:
-    return json.dumps(event, separators=(",", ":"), default=str) + "\n"
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:

@@ -119,15 +119,10 @@ class TrackerThread:
                 self._warn(f"{type(error).__name__}: {error}")
                 failed, tracker = tracker, None
                 if failed is not None and act is not None:
-                    self._close_failed(failed)
+                    with contextlib.suppress(BaseException):
+                        failed.close()
             if act is None:
                 return
-
-    def _close_failed(self, tracker: Tracker) -> None:
-        try:
-            tracker.close()
-        except BaseException as error:
-            logger.debug("closing %s: %s", self._name, error)
 
     def _warn(self, cause: str) -> None:
         if not self._has_warned:

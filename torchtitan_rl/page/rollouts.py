@@ -83,7 +83,7 @@ def _integer(name: str, text: str) -> int:
     return int(text)
 
 
-def _float(name: str, text: str) -> float:
+def float_in(name: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -103,8 +103,8 @@ _FILTERS: dict[str, tuple[str, Callable[[str, str], str | float]]] = {
     "step": ("step = ?", _integer),
     "step_min": ("step >= ?", _integer),
     "step_max": ("step <= ?", _integer),
-    "reward_min": ("reward >= ?", _float),
-    "reward_max": ("reward <= ?", _float),
+    "reward_min": ("reward >= ?", float_in),
+    "reward_max": ("reward <= ?", float_in),
     "age_min": ("age_max >= ?", _integer),
 }
 

@@ -21,13 +21,14 @@ from torchtitan_rl.observability.explain import (
     mean_overlap,
     speed_advice,
     summarize,
+    times_of,
     verdict,
 )
 from torchtitan_rl.observability.failures import read_failures, summarize_failures
 from torchtitan_rl.observability.page_files import LAUNCH_FILE
 from torchtitan_rl.observability.sinks import METRIC_TABLE, RowKind
 from torchtitan_rl.page.index import Columns, RunIndex
-from torchtitan_rl.page.rollouts import ParameterError
+from torchtitan_rl.page.rollouts import ParameterError, float_in
 from torchtitan_rl.page.timeline import step_times, timeline
 from torchtitan_rl.page.values import clean, plain
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
@@ -36,11 +37,6 @@ _RECENT_STEPS = 10
 _FACT_STEPS = 2_000
 _TURN_STEPS = 50
 _MAX_WIDTH = 4_000
-_TIMES = {
-    "waiting for rollouts": "time/rollout_s",
-    "training": "time/train_s",
-    "switching devices": "time/switch_s",
-}
 _ROW = re.compile(r"^\| `(.+?)` \| (.*?) \| (.*?) \| (.*) \|$")
 
 Json = dict[str, Any]
@@ -150,7 +146,7 @@ def _describe_rows(index: RunIndex) -> Json:
         },
         "failures": _endings(rows),
         "tokens": _tokens(last),
-        "times": _times(rows),
+        "times": [{"name": name, "seconds": s} for name, s in times_of(rows).items() if s],
         "summary": _summary(index, facts),
         "found": [
             {"cause": one.cause.value, "what": one.what, "fix": one.fix} for one in diagnose(facts)
@@ -179,8 +175,10 @@ def show_timeline(index: RunIndex, parameters: Mapping[str, str]) -> Json:
     """Raises ParameterError."""
     if unknown := parameters.keys() - {"from", "to", "width"}:
         raise ParameterError(f"{min(unknown)}: no such parameter")
-    begin, end = (_float(name, parameters.get(name)) for name in ("from", "to"))
-    width = _float("width", parameters.get("width", "1000")) or 0.0
+    begin, end = (
+        float_in(name, parameters[name]) if name in parameters else None for name in ("from", "to")
+    )
+    width = float_in("width", parameters.get("width", "1000"))
     if not 1 <= width <= _MAX_WIDTH:
         raise ParameterError(f"width: give 1 to {_MAX_WIDTH}")
     columns = index.columns[RowKind.STEP]
@@ -264,14 +262,13 @@ def _eta_s(columns: Columns, step_s: float | None, num_steps: int | None) -> flo
 def _evaluations(index: RunIndex) -> list[Json]:
     columns = index.columns[RowKind.EVALUATION]
     names = {
+        "step": "step",
         "mean": "evaluation/reward_mean",
         "low": "evaluation/reward_ci95_low",
         "high": "evaluation/reward_ci95_high",
     }
-    found = [
-        {"step": step} | {key: _at(columns, name, at) for key, name in names.items()}
-        for at, step in enumerate(columns.steps)
-    ]
+    rows = map(columns.row, range(len(columns)))
+    found = ({key: row.get(name) for key, name in names.items()} for row in rows)
     return [one for one in found if one["mean"] is not None]
 
 
@@ -285,9 +282,8 @@ def _endings(rows: Sequence[Json]) -> dict[str, int]:
 
 
 def _tokens(last: Mapping[str, Any]) -> Json:
-    kinds = {"generated": "generated", "trained": "trained", "masked": "masked"}
-    kinds |= {"discarded": "discarded", "buffered": "buffered"}
-    counts: Json = {key: last.get(f"total/tokens_{name}") for key, name in kinds.items()}
+    kinds = ("generated", "trained", "masked", "discarded", "buffered")
+    counts: Json = {kind: last.get(f"total/tokens_{kind}") for kind in kinds}
     causes = {
         f"{kind}: {name.removeprefix(prefix)}": value
         for kind in ("masked", "discarded")
@@ -296,13 +292,6 @@ def _tokens(last: Mapping[str, Any]) -> Json:
         if name.startswith(prefix) and value
     }
     return counts | {"causes": causes}
-
-
-def _times(rows: Sequence[Json]) -> list[Json]:
-    total = sum(row.get("time/step_s", 0.0) for row in rows)
-    times = {words: sum(row.get(name, 0.0) for row in rows) for words, name in _TIMES.items()}
-    times["publishing, checkpoints and the rest"] = max(0.0, total - sum(times.values()))
-    return [{"name": name, "seconds": seconds} for name, seconds in times.items() if seconds]
 
 
 def _summary(index: RunIndex, facts: RunFacts) -> list[str]:
@@ -361,20 +350,5 @@ def _values(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def _at(columns: Columns, name: str, at: int) -> float | None:
-    values = columns.values.get(name)
-    return None if values is None or not math.isfinite(values[at]) else values[at]
-
-
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and abs(value) < 1 << 53 else None
-
-
-def _float(name: str, text: str | None) -> float | None:
-    try:
-        number = None if text is None else float(text)
-    except ValueError:
-        number = math.nan
-    if number is not None and not math.isfinite(number):
-        raise ParameterError(f"{name}: give a number")
-    return number

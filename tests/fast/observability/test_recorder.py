@@ -84,7 +84,7 @@ def record_run(
             RunRecorder(config, plan, resume_step=resume_step) as recorder,
             background(sampler.run()),
         ):
-            recorder.watch_engines(sampler)
+            recorder.engines = sampler
             for act in acts:
                 await asyncio.sleep(0.02)
                 act(recorder)
