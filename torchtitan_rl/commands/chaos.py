@@ -278,10 +278,7 @@ def processes_of(run_dir: Path, part: RunPart) -> dict[str, psutil.Process]:
 
 def disturb(process: psutil.Process, kind: Kind, part: RunPart) -> None:
     """Do to a process what a fault says. Returns when the fault is over, or is left to the run.
-
-    Raises:
-        psutil.NoSuchProcess: it has ended.
-    """
+    Raises NoSuchProcess if the process has ended."""
     match kind:
         case "kill":
             process.kill()

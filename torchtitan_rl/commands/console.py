@@ -283,11 +283,8 @@ class DryRun:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> tuple[DryRun, list[str]]:
-        """Parse a command's words. Also returns the other words.
-
-        Raises:
-            ConfigError: ``--json`` without ``--dry-run``.
-        """
+        """Parse a command's words; returns the others, too. Raises ConfigError for ``--json``
+        alone."""
         is_wanted, as_json = (option in words for option in _OPTIONS)
         if as_json and not is_wanted:
             raise ConfigError("--json is of a plan: give --dry-run --json")

@@ -46,11 +46,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def read_facts(run_dir: Path) -> RunFacts:
-    """Read the files of a run.
-
-    Raises:
-        ConfigError: there is no run, or a file cannot be read.
-    """
+    """Raises ConfigError if there is no run, or a file cannot be read."""
     by_kind: defaultdict[str, dict[int, Row]] = defaultdict(dict)
     try:
         if not (run_dir / "metrics.jsonl").exists():

@@ -62,10 +62,7 @@ def launch(
 ) -> int:
     """Run the launcher of this node to the end of the run, and return the run's exit code.
     ``words`` are CONFIG and its options; ``program`` has the commands ``worker`` and ``train``.
-
-    Raises:
-        TorchtitanRLError: the launcher failed on this node before the controller ran.
-    """
+    Raises TorchtitanRLError if it fails before the controller runs."""
     return asyncio.run(_launch(node, words, program))
 
 
@@ -324,12 +321,8 @@ _CALL_S = 30.0
 
 
 def connect(node: Node) -> TCPStore:
-    """Connect to the store of torchrun's agents. If the agents have no store, the launcher of rank
-    0 provides one.
-
-    Raises:
-        ConfigError: rank 0 cannot listen at the store's address.
-    """
+    """Connect to the store of torchrun's agents; if they have none, rank 0 provides one. Raises
+    ConfigError if rank 0 cannot listen at the store's address."""
     listening = _listen(node.store_host, node.store_port) if node.provides_store else None
     store = TCPStore(
         node.store_host,
@@ -361,12 +354,8 @@ def _listen(host: str, port: int) -> int:
 async def poll(
     look: Callable[[], _T | None], what: Callable[[], str], *, within_s: float = JOIN_S
 ) -> _T:
-    """Call ``look`` in a thread until it returns something other than None, and return that.
-
-    Raises:
-        DeadlineError: ``look`` found nothing within ``within_s``. The message says ``what`` was
-            waited for.
-    """
+    """Call ``look`` in a thread until it returns something other than None, and return that. Raises
+    DeadlineError, which says ``what`` was waited for."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_s
     while (found := await asyncio.to_thread(look)) is None:

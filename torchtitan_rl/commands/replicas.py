@@ -83,20 +83,13 @@ class Generation:
         )
 
     async def with_endpoint(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``work``, which needs the endpoint if there is one, and return its result.
-
-        Raises:
-            EndpointLostError: the endpoint is lost; ``work`` was cancelled.
-        """
+        """Run ``work``, which needs the endpoint if there is one, and return its result. Raises
+        EndpointLostError, with ``work`` cancelled."""
         return await (work if self.endpoint is None else self.endpoint.background(work))
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``work``, which needs the replicas, and return its result.
-
-        Raises:
-            GenerationError: no replica is left; ``work`` was cancelled.
-            EndpointLostError: the endpoint is lost; ``work`` was cancelled.
-        """
+        """Run ``work``, which needs the replicas, and return its result. Raises GenerationError if
+        no replica is left, or EndpointLostError, with ``work`` cancelled."""
         result: _T = await self.with_endpoint(first_of(work, self.router.wait_until_lost()))
         return result
 

@@ -81,11 +81,6 @@ class RetrieverConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve until a signal ends it.
-
-    Raises:
-        ConfigError: an option or the corpus is wrong, or the address is taken.
-    """
     config = parse_options(RetrieverConfig, words, prog="torchtitan-rl retriever")
     check_fields(config, "--")
     keys = Keys.of()
@@ -110,11 +105,8 @@ def main(words: Sequence[str]) -> int:
 
 
 class Corpus:
-    """The documents of a corpus, and their index.
-
-    Raises:
-        ConfigError: the corpus cannot be read, or ``folder`` has the index of another one.
-    """
+    """The documents of a corpus, and their index. Raises ConfigError if the corpus cannot be read,
+    or ``folder`` has the index of another one."""
 
     def __init__(self, sources: Sequence[str], folder: Path | None = None) -> None:
         self._bm25s = require("bm25s", "bm25s")

@@ -59,13 +59,8 @@ class ScaleOptions:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl scale OPTIONS``; returns the exit code.
-
-    Raises:
-        ConfigError: the run does not run here, or refuses the number.
-        ReplicaError: the run could not reach the number, or ended meanwhile.
-        DeadlineError: it has not reached the number in time, and goes on with it.
-    """
+    """Also raises ReplicaError if the run could not reach the number, or ended meanwhile, and
+    DeadlineError if it has not reached the number in time, and goes on with it."""
     options = parse_options(ScaleOptions, words, prog="torchtitan-rl scale")
     check_fields(options, "--")
     with _connect(options.run) as connection:

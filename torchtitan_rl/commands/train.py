@@ -415,11 +415,7 @@ def _parts(
 
 
 def supervision_of(config: RunConfig, tokenizer: Any) -> Supervision:
-    """Open the files of a run on conversations.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
+    """Raises ConfigError if a file of a run on conversations cannot be read."""
     task = supervised_task(config)
     assert task is not None
     max_tokens = config.trainer.max_episode_tokens

@@ -20,12 +20,8 @@ from torchtitan_rl.rollout.rendering import load_tokenizer
 
 
 def recorded_rollouts(prepared: PreparedRun) -> RecordedRun | None:
-    """Return the run whose rollouts a run with ``mode`` ``train`` trains on, after checking them;
-    None for other runs.
-
-    Raises:
-        ConfigError: the rollouts are missing or damaged, or were not sampled as they are trained.
-    """
+    """The checked run whose rollouts a run with ``mode`` ``train`` trains on; None for other runs.
+    Raises ConfigError if they are missing or damaged, or were not sampled as they are trained."""
     config = prepared.config
     if config.rollouts is None:
         return None
@@ -61,11 +57,7 @@ async def train_on_recorded(
     recorder: Recorder,
     signals: StopSignals,
 ) -> None:
-    """Take all steps of a run on recorded rollouts.
-
-    Raises:
-        StopRequested: a signal was received. The current step was finished.
-    """
+    """Take all steps. Raises StopRequested after the current one if a signal was received."""
     config, version, output = prepared.config, 0, None
     batcher = batcher_of(prepared, load_tokenizer(prepared.policy_dir))
     is_stopping = asyncio.Event()

@@ -82,11 +82,7 @@ class PageAddress:
     @classmethod
     def of(cls, words: Sequence[str]) -> tuple[PageAddress | None, list[str]]:
         """Take ``--page`` or ``--page=HOST:PORT`` from a command's words. Also returns the other
-        words; None if there is no such word.
-
-        Raises:
-            ConfigError: the address is wrong, or given twice.
-        """
+        words; None if there is no such word. Raises ConfigError."""
         given = [word for word in words if word.partition("=")[0] == _OPTION]
         rest = [word for word in words if word not in given]
         if not given:
@@ -103,12 +99,8 @@ class PageAddress:
 
     @contextmanager
     def opened(self, option: str = _OPTION) -> Iterator[socket.socket]:
-        """Listen while the block is open.
-
-        Raises:
-            ConfigError: the address is taken or wrong, or needs a key; the message names
-                ``option``.
-        """
+        """Listen while the block is open. Raises ConfigError, which names ``option``, if the
+        address is taken or wrong, or needs a key."""
         if not os.environ.get(PAGE_KEY) and not is_loopback(self.host):
             raise ConfigError(
                 f"{option}: other machines can reach {self.host}: set {PAGE_KEY}, or listen on "
@@ -130,11 +122,8 @@ def page_of_run(address: PageAddress | None) -> Iterator[Callable[[Path, Path], 
     folder and the folder of its logs, serves the page in a process of its own until the block ends,
     and returns the text for the run's first line; empty without an address.
 
-    Enter the block before anything is written, so that a taken address leaves nothing behind. The
-    run does not depend on the page's process; its messages are in ``page.log``.
-
-    Raises:
-        ConfigError: as `PageAddress.opened`.
+    Enter the block before anything is written, so that a taken address leaves nothing behind: it
+    raises ConfigError. The process's messages are in ``page.log``.
     """
     with ExitStack() as stack:
         listening = None if address is None else stack.enter_context(address.opened())

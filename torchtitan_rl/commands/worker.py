@@ -42,12 +42,7 @@ class WorkerOptions:
 
 
 def main(words: Sequence[str]) -> int:
-    """``torchtitan-rl worker OPTIONS``; returns the exit code: 0 after SIGTERM if no run was cut
-    off, else 128 + n after signal n.
-
-    Raises:
-        ConfigError: an option is wrong, or the worker cannot listen on the address.
-    """
+    """Returns 0 after SIGTERM if no run was cut off, else 128 + n after signal n."""
     options = parse_options(WorkerOptions, words, prog="torchtitan-rl worker")
     errors = address_errors(
         "--address",

@@ -108,12 +108,9 @@ def find_errors(
     teachers: Sequence[PolicyFacts] = (),
 ) -> list[str]:
     """All contradictions in ``config`` for this policy on this machine; empty if the run can start.
-    `check_fields` must have passed.
-
-    Without a policy, checks that depend on the policy are left out. ``teachers`` are checkpoints of
-    teachers, which `find_teachers` checks. The task and its problems are
-    checked by `find_problems`, several hosts by `errors_on_hosts`.
-    """
+    `check_fields` must have passed. Without a policy, checks that depend on it are left out.
+    ``teachers`` are checkpoints, which `find_teachers` checks. The task and its problems are
+    checked by `find_problems`, several hosts by `errors_on_hosts`."""
     if isinstance(config.task, SupervisedTask):
         return supervised_errors(config, policy, machine)
     rollout, schedule, trainer = config.rollout, config.schedule, config.trainer

@@ -136,10 +136,7 @@ class PreparedEvaluation:
 
 def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
     """Check and plan a run's replicas without a trainer, and an endpoint if its task has agents.
-
-    Raises:
-        ConfigError: the configuration cannot be used. The exception lists all errors.
-    """
+    Raises ConfigError with all errors."""
     if has_hosts(config.launch):
         raise ConfigError(
             "launch.attach, launch.job, launch.hosts: only `train` uses several hosts; start this "
@@ -186,12 +183,8 @@ def prepare_generation(config: RunConfig, *, num_rollouts: int) -> PreparedRun:
 
 
 def prepare_evaluation(options: EvalConfig, config: RunConfig) -> PreparedEvaluation:
-    """Check everything, find the models and plan the processes.
-
-    Raises:
-        ConfigError: the evaluation cannot start. The exception lists all errors of the first kind
-            of check that fails.
-    """
+    """Check everything, find the models and plan the processes. Raises ConfigError with all errors
+    of the first kind of check that fails."""
     if errors := _option_errors(options):
         raise ConfigError(errors)
     check_fields(config)
@@ -322,11 +315,7 @@ def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def write_identity(prepared: PreparedEvaluation) -> None:
-    """Add this evaluation's identity to the folder's file, which is replaced atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Add this evaluation's identity to the folder's file. Raises OSError."""
     saved = read_identity(prepared.folder)
     merged = {kind: saved[kind] | prepared.identity[kind] for kind in saved}
     text = json.dumps(merged, indent=2) + "\n"

@@ -138,10 +138,7 @@ def made_up_hosts(text: str, addresses: Sequence[str] = ()) -> tuple[HostFacts, 
 
 def hosts_by_mesh(config: RunConfig, hosts: Sequence[HostFacts]) -> RunConfig:
     """Choose the hosts of trainer and replicas by the names of the job's meshes, if it has several.
-
-    Raises:
-        ConfigError: the meshes do not fit the run.
-    """
+    Raises ConfigError if these do not fit the run."""
     meshes = dict.fromkeys(host.mesh for host in hosts)
     if len(meshes) < 2:
         return config
@@ -264,12 +261,8 @@ class NoRoomError(ValueError):
 
 
 def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
-    """Choose the hosts of the replicas and of the trainer's ranks; see the module for the rules.
-
-    Raises:
-        NoRoomError: trainer and replicas do not fit on the hosts, or not on those that the
-            configuration chooses for them.
-    """
+    """See the module for the rules. Raises NoRoomError if trainer and replicas do not fit on the
+    hosts, or not on those that the configuration chooses for them."""
     if config.mode == "generate":  # the rank that remains takes no device from the replicas
         trainer = replace(
             config.trainer,

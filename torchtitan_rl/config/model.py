@@ -166,11 +166,7 @@ class PolicyFacts:
 
 
 def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
-    """Read ``config.json``, as transformers 4 or 5 wrote it.
-
-    Raises:
-        ConfigError: the file does not exist, or describes a model that is not supported.
-    """
+    """Raises ConfigError if ``config.json`` does not exist, or describes an unsupported model."""
     path = checkpoint_dir / "config.json"
     if not path.is_file():
         raise ConfigError(f"policy.checkpoint: {path} is not there; give a Hugging Face directory")
@@ -241,11 +237,8 @@ def _experts(config: Mapping[str, Any]) -> Experts:
 
 
 def read_policy_facts(directory: Path) -> PolicyFacts:
-    """Read the facts of any model that vLLM supports, trainable or not.
-
-    Raises:
-        OSError, ValueError: the directory is not a complete Hugging Face checkpoint.
-    """
+    """Read the facts of any model that vLLM supports, trainable or not. Raises OSError or
+    ValueError if the directory is not a complete Hugging Face checkpoint."""
     from safetensors import SafetensorError, safe_open
 
     config = json.loads((directory / "config.json").read_text())

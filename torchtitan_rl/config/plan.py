@@ -204,11 +204,7 @@ def plan_processes(
 
 
 def plan_on_hosts(config: RunConfig, hosts: Sequence[HostFacts]) -> ProcessPlan:
-    """Plan all processes on hosts; the controller's machine need not be one of them.
-
-    Raises:
-        NoRoomError: the hosts have no room for trainer and replicas.
-    """
+    """The controller's machine need not be one of the hosts. Raises NoRoomError."""
     return _plan(config, hosts, place(config, hosts))
 
 

@@ -318,11 +318,7 @@ _FIX = "restore it from a copy"
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of the files in ``folder``.
-
-    Raises:
-        OSError: a file cannot be read, or the manifest cannot be written.
-    """
+    """Raises OSError if a file cannot be read, or the manifest cannot be written."""
     files = {name: asdict(fingerprint(folder / name)) for name in _listed(folder)}
     document = {"files": files, "crc32": _checksum(files)}
     replace_file(folder / MANIFEST, json.dumps(document, indent=2).encode() + b"\n")
@@ -382,11 +378,7 @@ def policy_digest(policy_dir: Path) -> str:
 
 
 def digest_limit_s(policy_dir: Path) -> float:
-    """How long `policy_digest` may take on another host, in seconds.
-
-    Raises:
-        OSError: the policy's files cannot be read.
-    """
+    """How long `policy_digest` may take on another host, in seconds. Raises OSError."""
     return sum(path.stat().st_size for path in weight_files(policy_dir)) / LEAST_BYTES_PER_S
 
 
@@ -470,11 +462,7 @@ def read_run_identity(run_dir: Path) -> dict[str, Any] | None:
 
 
 def write_identity(run_dir: Path, identity: dict[str, Any]) -> None:
-    """Write the identity of a run atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Replace the file atomically. Raises OSError."""
     replace_file(run_dir / IDENTITY_FILE, json.dumps(identity, indent=2).encode() + b"\n")
 
 

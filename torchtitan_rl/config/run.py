@@ -202,11 +202,7 @@ class RunConfig:
 
     @property
     def capacity(self) -> Capacity:
-        """The numbers of groups that follow from the schedule.
-
-        Raises:
-            ValueError: the schedule is not possible.
-        """
+        """Raises ValueError if the schedule is not possible."""
         return derive_capacity(
             groups_per_step=self.rollout.groups_per_step,
             staleness=self.schedule.staleness,
@@ -248,12 +244,8 @@ class RunConfig:
 
     @property
     def max_rollouts(self) -> int:
-        """The largest number of rollouts that run at the same time: all groups in the buffer, and
-        an evaluation.
-
-        Raises:
-            ValueError: the schedule is not possible.
-        """
+        """How many rollouts run at the same time: all groups in the buffer, and an evaluation.
+        Raises ValueError if the schedule is not possible."""
         evaluation = self.evaluation.num_problems * self.evaluation.samples_per_problem
         return self.capacity.buffer * self.rollout.group_size + evaluation
 

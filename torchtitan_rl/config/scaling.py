@@ -16,16 +16,11 @@ from torchtitan_rl.errors import ConfigError
 def plan_replicas(
     prepared: PreparedRun, running: Sequence[ProcessGroup], indices: Iterable[int]
 ) -> list[ProcessGroup]:
-    """Plan a replica for each index; its name and its seed follow from the index.
+    """Plan a replica for each index; its name and its seed follow from the index. ``running``: the
+    replicas that run. Raises ConfigError if there is no room for all of them.
 
     Each is on the host with the fewest replicas, of those that have room and for which the run's
     plan has replicas: only these hosts get weights.
-
-    Args:
-        running: the replicas that run.
-
-    Raises:
-        ConfigError: there is no room for all of them.
     """
     plan, replicas = prepared.plan, list(running)
     facts = plan.hosts or (machine_facts(),)

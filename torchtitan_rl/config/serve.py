@@ -109,11 +109,8 @@ class PreparedServe:
 
 
 def prepare_serve(config: ServeConfig) -> PreparedServe:
-    """Find the model, check everything, and plan the processes. Starts no process.
-
-    Raises:
-        ConfigError: the endpoint cannot start. The exception lists all errors found.
-    """
+    """Find the model, check everything, and plan the processes. Starts no process. Raises
+    ConfigError with all errors found."""
     check_fields(config)
     policy_dir, policy = find_policy(config.model, field="MODEL")
     machine, keys = machine_facts(), Keys.of()

@@ -88,11 +88,7 @@ class SftConfig(_SupervisedConfig):
     examples: ExamplesConfig = field(default_factory=ExamplesConfig)
 
     def run(self) -> RunConfig:
-        """Return the configuration of the run.
-
-        Raises:
-            ConfigError: a field is not allowed.
-        """
+        """Raises ConfigError if a field is not allowed."""
         return self._run(self.examples)
 
 

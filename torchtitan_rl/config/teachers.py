@@ -146,21 +146,14 @@ def _trainer_errors(config: RunConfig, facts: PolicyFacts, policy: PolicyFacts) 
 
 
 def teacher_identity(found: Mapping[str, FoundTeacher]) -> dict[str, list[str]]:
-    """The fingerprints of the teachers' checkpoints, as a part of the identity of a run.
-
-    Raises:
-        OSError, ValueError: a checkpoint cannot be read.
-    """
+    """The part of a run's identity. Raises OSError or ValueError if a checkpoint cannot be read."""
     directories = [one.directory for one in found.values() if one.directory is not None]
     return {TEACHERS: [*map(policy_fingerprint, directories)]} if directories else {}
 
 
 def recorded_teachers(config: RunConfig, identity: Mapping[str, object]) -> dict[str, FoundTeacher]:
-    """The teachers in the trainer of a recorded run.
-
-    Raises:
-        ConfigError: a checkpoint is missing, or is another one than in the run.
-    """
+    """The teachers in the trainer of a recorded run. Raises ConfigError if a checkpoint is missing,
+    or is another one than in the run."""
     if not config.teacher.is_in_trainer:
         return {}
     field = "teacher.checkpoint"

@@ -40,12 +40,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse an address.
-
-        Raises:
-            ConfigError: the text is not an address. The message says what to give instead, without
-                the field's name.
-        """
+        """Raises ConfigError, which says what to give instead, without the field's name."""
         if text == LOCAL:
             return cls(scheme="local")
         form = _FORM.fullmatch(text)

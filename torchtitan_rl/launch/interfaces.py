@@ -154,11 +154,8 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A free port below the ephemeral ports, which the system assigns by itself. So until the
-    caller binds the port, only a process that asks for exactly this port could take it.
-
-    Raises:
-        OSError: no port is free.
-    """
+    caller binds the port, only a process that asks for exactly this port could take it. Raises
+    OSError if no port is free."""
     candidates = list(range(_LOWEST, first_ephemeral_port()))
     for port in random.SystemRandom().sample(candidates, len(candidates)):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -186,12 +183,8 @@ _stores: list[Any] = []  # rank 0's store, which must live as long as the proces
 
 
 def take_port(host: str) -> int:
-    """Take a free port of ``host`` for the store of this process, which is rank 0. Listen on the
-    port.
-
-    Raises:
-        OSError: ``host`` is not an address of this machine.
-    """
+    """Listen on a free port of ``host`` for the store of this process, which is rank 0. Raises
+    OSError if ``host`` is not an address of this machine."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     _listeners.append(socket.create_server(address[:2], family=family, backlog=_BACKLOG))
     return int(_listeners[-1].getsockname()[1])

@@ -132,11 +132,8 @@ def _name(text: str) -> x509.Name:
 
 def create(folder: Path, hosts: Sequence[str], *, days: int) -> list[Path]:
     """Make an authority, and keys for each host; a host is ``NAME`` or ``NAME,OTHER_NAME,...``.
-    Returns the folders to copy, in the order of ``hosts``.
-
-    Raises:
-        ConfigError: a host is invalid, or the folder is not empty or cannot be written.
-    """
+    Returns the folders to copy, in the order of ``hosts``. Raises ConfigError if a host is invalid,
+    or the folder is not empty or cannot be written."""
     names = _parse("--hosts", hosts)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
@@ -154,11 +151,8 @@ def create(folder: Path, hosts: Sequence[str], *, days: int) -> list[Path]:
 
 
 def add(folder: Path, hosts: Sequence[str], *, days: int) -> list[Path]:
-    """Make keys for more hosts, by the same authority. Returns the folders to copy.
-
-    Raises:
-        ConfigError: a host is invalid or already has keys, or the folder has no authority.
-    """
+    """Make keys for more hosts, by the same authority; see `create`. Raises ConfigError if a host
+    is invalid or already has keys, or the folder has no authority."""
     names = _parse("--add", hosts)
     for one in names:
         if (folder / folder_name(one[0])).exists():

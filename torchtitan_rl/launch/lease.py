@@ -213,12 +213,8 @@ class Contender:
         self._since_s = 0.0
 
     def see(self, newest: Entry | None, now_s: float) -> float | None:
-        """How many seconds to wait after adding the next entry. None: do not add it yet, but look
-        again soon.
-
-        Raises:
-            RunInUseError: ``newest`` has changed, so its owner is alive.
-        """
+        """How many seconds to wait after adding the next entry; None: do not add it yet, but look
+        again soon. Raises RunInUseError if ``newest`` has changed: its owner is alive."""
         if newest is None or newest.is_released:
             return 0.0
         if self._dead_place and newest.place == self._dead_place:
@@ -275,15 +271,8 @@ class Lease:
 
     def acquire(self, *, has_kernel_lock: bool) -> None:
         """Acquire the lease: at once if no owner can be alive, otherwise after half a minute of
-        silence.
-
-        Args:
-            has_kernel_lock: this process holds the lock that an owner in the same place would hold.
-
-        Raises:
-            RunInUseError: another process owns the folder.
-            OSError: the folder cannot be read or written to.
-        """
+        silence. ``has_kernel_lock``: this process holds the lock that an owner in the same place
+        would hold. Raises RunInUseError, or OSError if the folder cannot be read or written to."""
         self._folder.mkdir(parents=True, exist_ok=True)
         contender, has_warned = self._contender(has_kernel_lock), False
         while True:
@@ -313,24 +302,16 @@ class Lease:
                     path.unlink()
 
     def require_silence(self, *, has_kernel_lock: bool) -> None:
-        """Watch for some seconds whether an owner beats, and change nothing. See `acquire`.
-
-        Raises:
-            RunInUseError: another process owns the folder.
-        """
+        """Watch for some seconds whether an owner beats, and change nothing. Raises
+        RunInUseError."""
         contender, end_s = self._contender(has_kernel_lock), now_s() + 2 * self._times.beat_s
         with suppress(OSError):
             while contender.see(read_newest(self._folder), now_s()) is None and now_s() < end_s:
                 time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Check the ownership before a write that only an owner may make. This is fast while the
-        beats go on.
-
-        Raises:
-            RunTakenOverError: another process owns the folder.
-            OutputError: the folder cannot be read, so the owner is unknown.
-        """
+        """Check the ownership before a write that only an owner may make; fast while the beats go
+        on. Raises RunTakenOverError, or OutputError if the folder cannot be read."""
         if self._own.may_act(now_s()):
             return
         try:
@@ -340,11 +321,7 @@ class Lease:
         self._require_owned()
 
     async def wait_until_lost(self) -> None:
-        """Wait until the lease is lost.
-
-        Raises:
-            RunTakenOverError: another process has taken the folder over.
-        """
+        """Raise RunTakenOverError once the lease is lost."""
         while True:
             await asyncio.sleep(_POLL_S)
             self._require_owned()
@@ -423,11 +400,7 @@ class Lease:
 
 
 def read_newest(folder: Path) -> Entry | None:
-    """The entry with the highest number.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """The entry with the highest number. Raises OSError if the folder cannot be read."""
     while files := _files(folder):
         number = max(files)
         with suppress(FileNotFoundError):  # a later owner has just removed it

@@ -60,11 +60,8 @@ class Node:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Node:
-        """Read torchrun's environment variables.
-
-        Raises:
-            ConfigError: the variables are incomplete, or there are several launchers on a node.
-        """
+        """Read torchrun's environment variables. Raises ConfigError if they are incomplete, or
+        there are several launchers on a node."""
         num_nodes = _number(environment, "WORLD_SIZE", 1)
         if num_nodes == 1:
             return cls(restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0))

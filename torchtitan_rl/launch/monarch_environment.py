@@ -41,15 +41,8 @@ def set_monarch_defaults() -> None:
 def set_monarch_environment(keys: Path | None, own: Address, *, field: str) -> None:
     """Set the variables for several hosts: losses are noticed within 15 s, a lost host can be
     attached again and, with ``tls://``, all channels use the keys. Variables that the user has set
-    are kept.
-
-    Args:
-        own: the address on which this process listens.
-        field: the option that sets ``keys``, for messages.
-
-    Raises:
-        ConfigError: the keys cannot be used.
-    """
+    are kept. ``own``: the address on which this process listens. Raises ConfigError, which names
+    ``field``, if the keys cannot be used."""
     set_monarch_defaults()
     for name, value in (_FAST_FAILURES | _RETURNS).items():
         os.environ.setdefault(name, value)

@@ -54,10 +54,7 @@ libc: Any = ctypes.CDLL(None, use_errno=True)
 def accept_own_user(library: str, *names: str) -> None:
     """From now on, close each TCP connection of another user of this machine before ``library`` can
     accept it. ``names`` are the C functions that the library calls (``accept``, ``accept4``).
-
-    Raises:
-        OSError: as `replace_call`.
-    """
+    Raises OSError as `replace_call`."""
     for name in names:
         replace_call(library, name, _FUNCTIONS[name])
 
@@ -170,12 +167,8 @@ _Word = ctypes.c_size_t
 
 def replace_call(library: str, name: str, function: Any) -> Callable[[], None]:
     """Redirect a library's calls of the C function ``name`` to ``function``, which was made with
-    `ctypes.CFUNCTYPE`. Returns a function that undoes this.
-
-    Raises:
-        OSError: the library does not exist or does not call ``name``, or its table cannot be
-            written.
-    """
+    `ctypes.CFUNCTYPE`. Returns a function that undoes this. Raises OSError if the library does not
+    exist or does not call ``name``, or its table cannot be written."""
     slots = list(_slots(ctypes.CDLL(library), name.encode()))
     if not slots:
         raise OSError(f"{library} does not call {name}")

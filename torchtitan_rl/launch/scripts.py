@@ -118,11 +118,8 @@ class SlurmOptions:
 
 def slurm_script(job: Job, options: SlurmOptions) -> str:
     """Render a batch script for ``sbatch``. Each job makes its own keys in a subfolder of
-    ``job.keys``, because its nodes are not known before the job starts.
-
-    Raises:
-        ConfigError: Slurm would not take an option.
-    """
+    ``job.keys``, because its nodes are not known before the job starts. Raises ConfigError if Slurm
+    would not take an option."""
     words = {"name": job.name, "partition": options.partition, "account": options.account}
     for name, value in words.items():
         if value:
@@ -147,11 +144,8 @@ class SshOptions:
 
 def ssh_script(job: Job, options: SshOptions) -> str:
     """Render a shell script that starts torchrun on each node over SSH. Each node gets SIGHUP when
-    its connection ends, which stops the run as SIGTERM does.
-
-    Raises:
-        ConfigError: the numbers of nodes and hosts differ, or a node is not a host name.
-    """
+    its connection ends, which stops the run as SIGTERM does. Raises ConfigError if the numbers of
+    nodes and hosts differ, or a node is not a host name."""
     if len(options.nodes) != job.num_hosts:
         raise ConfigError(
             f"--nodes has {len(options.nodes)} names and --hosts {job.num_hosts} hosts: give one "
@@ -183,10 +177,7 @@ class KubernetesOptions:
 
 def kubernetes_manifest(job: Job, options: KubernetesOptions) -> str:
     """Render a headless Service, which gives the pods names (``NAME-2.NAME``), and an indexed Job.
-
-    Raises:
-        ConfigError: pods cannot have this name, or a size is not a quantity.
-    """
+    Raises ConfigError if pods cannot have this name, or a size is not a quantity."""
     fix = "give at most 52 small letters, digits and hyphens, of which the first is a letter and "
     _require("name", job.name, _POD_NAME, f"{fix}the last not a hyphen")
     gib = job.shared_gib(16)
@@ -215,11 +206,7 @@ class ComposeOptions:
 
 def compose_file(job: Job, options: ComposeOptions) -> str:
     """Render a Compose file. Its containers share this machine's CUDA devices: the container of the
-    first host has the first devices.
-
-    Raises:
-        ConfigError: a project cannot have this name.
-    """
+    first host has the first devices. Raises ConfigError if a project cannot have this name."""
     fix = "give small letters, digits, hyphens and underscores, of which the first is a letter or "
     _require("name", job.name, _PROJECT_NAME, f"{fix}a digit")
     job = job.with_outputs("/outputs")

@@ -79,11 +79,7 @@ def t_quantile(probability: float, *, degrees: int) -> float:
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of ``k`` samples solves a problem,
     if c of n samples solved it: 1 - C(n - c, k) / C(n, k) (Chen et al., "Evaluating Large Language
-    Models Trained on Code", 2021, equation 1).
-
-    Raises:
-        ValueError: ``k`` is not in 1 to num_samples, or ``num_solved`` not in 0 to num_samples.
-    """
+    Models Trained on Code", 2021, equation 1). Raises ValueError for impossible numbers."""
     if not 1 <= k <= num_samples or not 0 <= num_solved <= num_samples:
         raise ValueError(f"pass@{k} of {num_solved} solved in {num_samples} samples")
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
@@ -177,11 +173,7 @@ class EvaluationLog:
         self._decode = decode
 
     def write(self, problem: Problem, rollout: Rollout, *, version: int) -> None:
-        """Write a rollout.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
+        """Raises OutputError if the file cannot be written."""
         head = {"step": self._step, "version": version, "split": Split.EVALUATION.value}
         group = RolloutGroup(group_id=rollout.group_id, problem=problem, rollouts=(rollout,))
         row = rollout_to_json(group, rollout, decode=self._decode)
@@ -192,11 +184,8 @@ class EvaluationLog:
 
 
 def read_finished(path: Path) -> Mapping[str, Rollout]:
-    """Read the rollouts that have a reward, by id; empty if the file does not exist.
-
-    Raises:
-        OutputError: a line is not a rollout.
-    """
+    """Read the rollouts that have a reward, by id; empty if the file does not exist. Raises
+    OutputError if a line is not a rollout."""
     finished: dict[str, Rollout] = {}
     try:
         for _, rollout in read_rollouts(path):
@@ -370,10 +359,7 @@ def can_draw() -> bool:
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw `results`: the rewards side by side and, if problems have several samples, pass@k.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    Raises OSError if the file cannot be written."""
     from matplotlib.figure import Figure
 
     has_curves = any(len(row["pass_at_k"]) > 1 for row in rows)

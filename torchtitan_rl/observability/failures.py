@@ -66,11 +66,7 @@ class FailureLog:
 
 
 def read_failures(run_dir: Path) -> list[Row]:
-    """Return the rows of a run; empty if the file is missing.
-
-    Raises:
-        OutputError: a row cannot be read.
-    """
+    """The rows of a run; empty if the file is missing. Raises OutputError if one cannot be read."""
     try:
         return [line.row for line in read_rows(run_dir / FAILURES)]
     except (OSError, ValueError) as error:

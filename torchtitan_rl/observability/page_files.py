@@ -35,11 +35,8 @@ _JOIN_S = 1.0  # at the end; a write that takes longer is left alone
 
 
 class NowFile:
-    """Writes ``now.json`` in a thread of its own, while `run` runs.
-
-    Args:
-        take: returns what the file shall say, as JSON types; called on the event loop.
-    """
+    """Writes ``now.json`` in a thread of its own, while `run` runs. ``take`` returns what it shall
+    say, as JSON types; called on the event loop."""
 
     def __init__(self, folder: Path, take: Callable[[], Mapping[str, Any]]) -> None:
         self._path = folder / NOW_FILE

@@ -60,11 +60,8 @@ class RecordedRun:
         return (found[-1], checkpoints.path(found[-1])) if found else (0, None)
 
     def steps(self, first: int, last: int) -> Iterator[tuple[int, tuple[RolloutGroup, ...]]]:
-        """Yield each step with the groups of its batch. One step is in memory at a time.
-
-        Raises:
-            ConfigError: a step is missing, or is not as it was written.
-        """
+        """Yield each step with the groups of its batch. One step is in memory at a time. Raises
+        ConfigError if a step is missing, or is not as it was written."""
         following = first
         try:
             lines = (
@@ -87,11 +84,7 @@ class RecordedRun:
             raise self._error(f"{_ROLLOUTS} has no rollouts of step {following}")
 
     def check(self, first: int, last: int) -> None:
-        """Read these steps once, to find errors before processes start.
-
-        Raises:
-            ConfigError: see `steps`.
-        """
+        """Read these steps once, to find errors before processes start. Raises as `steps`."""
         for step in range(first, last + 1):
             row = self.rows.get(step)
             if row is None:
@@ -125,11 +118,7 @@ def value_in(row: Row, name: str) -> float | None:
 
 
 def read_recorded(run_dir: Path, *, option: str = "RUN_DIR") -> RecordedRun:
-    """Read the identity and the rows of a run.
-
-    Raises:
-        ConfigError: there is no run, or its files are damaged.
-    """
+    """Raises ConfigError if there is no run, or its files are damaged."""
     identity = read_run_identity(run_dir)
     if identity is None:
         raise ConfigError(
@@ -150,15 +139,10 @@ def read_recorded(run_dir: Path, *, option: str = "RUN_DIR") -> RecordedRun:
 
 
 def recorded_config(recorded: RecordedRun, *, policy: str = "") -> tuple[RunConfig, Path]:
-    """Return the configuration of a recorded run and the folder of its initial policy. The task is
-    a placeholder, because a replay does not need it.
-
-    Args:
-        policy: where the policy is now; empty: where it was.
-
-    Raises:
-        ConfigError: a field has a wrong value, or the policy is missing or another one.
-    """
+    """The configuration of a recorded run and the folder of its initial policy. The task is a
+    placeholder, because a replay does not need it. ``policy``: where the policy is now; empty:
+    where it was. Raises ConfigError if a field has a wrong value, or the policy is missing or
+    another one."""
     from pydantic import TypeAdapter, ValidationError  # slow to import
 
     nested, checkpoint = _nested(recorded.identity), policy
@@ -194,10 +178,7 @@ def recorded_config(recorded: RecordedRun, *, policy: str = "") -> tuple[RunConf
 
 
 def require_policy(recorded: RecordedRun, policy_dir: Path, given: str) -> None:
-    """
-    Raises:
-        ConfigError: the recorded run began with another policy or tokenizer.
-    """
+    """Raises ConfigError if the recorded run began with another policy or tokenizer."""
     if policy_fingerprint(policy_dir) != recorded.identity.get(POLICY):
         raise ConfigError(
             f"policy.checkpoint is {given}: the run in {recorded.run_dir} began with another model "

@@ -312,12 +312,8 @@ def _trained_of(
 
 
 def read_rollouts(path: Path) -> Iterator[tuple[Row, Rollout]]:
-    """Yield the rows of ``path`` that count, each with its rollout.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a line is not a rollout; the message says which.
-    """
+    """Yield the rows of ``path`` that count, each with its rollout. Raises OSError, or ValueError
+    that says which line is not a rollout."""
     for line in read_rows(path):
         try:
             rollout = rollout_from_json(line.row)
@@ -327,12 +323,8 @@ def read_rollouts(path: Path) -> Iterator[tuple[Row, Rollout]]:
 
 
 def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
-    """Read a rollout that `rollout_to_json` wrote. Only a whole rollout has its sets of kept
-    tokens.
-
-    Raises:
-        KeyError, TypeError, ValueError, OverflowError: the object is not a rollout.
-    """
+    """Read what `rollout_to_json` wrote. Only a whole rollout has its sets of kept tokens. Raises
+    KeyError, TypeError, ValueError or OverflowError if the object is not a rollout."""
     name = row["rollout_id"]
     if not isinstance(name, str):
         raise TypeError(f"rollout_id = {name!r}")
@@ -409,11 +401,8 @@ def _image_from_json(
 
 
 def groups_from_rows(rows: Sequence[Row]) -> tuple[RolloutGroup, ...]:
-    """Return the groups of a step from all of its rows.
-
-    Raises:
-        KeyError, TypeError, ValueError, OverflowError: a row is not a whole rollout.
-    """
+    """The groups of a step from all of its rows. Raises KeyError, TypeError, ValueError or
+    OverflowError if a row is not a whole rollout."""
     by_group: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_group[row["group_id"]].append(row)

@@ -132,11 +132,7 @@ def read_rows(path: Path) -> Iterator[Line]:
 
 
 def step_in(where: str, row: Row) -> int:
-    """Return the step of a row, which ``where`` names in errors.
-
-    Raises:
-        ValueError: the row has no step.
-    """
+    """Raises ValueError if the row, which ``where`` names, has no step."""
     step = row.get("step")
     if not isinstance(step, int):
         raise ValueError(f"{where}: step = {step!r} is not an integer")
@@ -197,22 +193,13 @@ class RowKind(StrEnum):
 
 
 class MetricsLog:
-    """Writes ``run_dir/metrics.jsonl``.
-
-    Args:
-        resume_step: the step after which the run continues; None for a new run.
-    """
+    """``resume_step``: the step after which the run continues; None for a new run."""
 
     def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
         self._rows = RowLog.of_run(run_dir / "metrics.jsonl", resume_step=resume_step)
 
     def record(self, kind: RowKind, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """Write a row at once.
-
-        Raises:
-            ValueError: a name is not in the metric table.
-            OutputError: ``metrics.jsonl`` cannot be written.
-        """
+        """Raises ValueError if a name is not in the metric table, and OutputError."""
         check_names(metrics)
         row: Row = {"kind": kind, "step": step, "wall_time_s": time.time(), "version": version}
         self._rows.append(row | {name: float(value) for name, value in metrics.items()})
@@ -237,11 +224,7 @@ def is_known(name: str) -> bool:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check that all names are in the table.
-
-    Raises:
-        ValueError: a name is not in the table.
-    """
+    """Raises ValueError if a name is not in the table."""
     unknown = sorted(name for name in names if not is_known(name))
     if unknown:
         raise ValueError(f"unknown metrics {unknown}: add them to docs/metrics.md")

@@ -187,11 +187,7 @@ class Tracer:
 def merge_traces(trace_dir: Path, output: Path | None = None) -> Path:
     """Merge all files in ``trace_dir`` into one Chrome trace, and return its path (by default
     ``trace.json`` next to the folder). Incomplete lines, from a killed process or a full disk, are
-    left out.
-
-    Raises:
-        OSError: files cannot be read, or the trace cannot be written; an older trace is unchanged.
-    """
+    left out. Raises OSError; an older trace is then unchanged."""
     output = output or trace_dir.parent / "trace.json"
     clocks = read_clocks(trace_dir)
     with replacing(output, is_durable=False) as file:
@@ -221,11 +217,7 @@ def host_label() -> str:
 
 def write_clocks(trace_dir: Path, clocks: Mapping[str, ClockOffset]) -> None:
     """Write the offsets of other hosts' clocks. Keys are names of hosts or, for files from before a
-    resume, names of files (see `clocks_of_files`).
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    resume, names of files (see `clocks_of_files`). Raises OSError."""
     trace_dir.mkdir(parents=True, exist_ok=True)
     offsets = {host: asdict(offset) for host, offset in clocks.items()}
     content = json.dumps(offsets, indent=1).encode()

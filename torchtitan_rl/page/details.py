@@ -37,11 +37,7 @@ Decode = Callable[[Sequence[int]], list[str]]
 
 
 def rollout_details(row: Row, decode: Decode | None) -> Json:
-    """What the page shows of one rollout's row.
-
-    Args:
-        decode: the text of each token; None if there is no tokenizer.
-    """
+    """``decode``: the text of each token; None if there is no tokenizer."""
     turns, messages = dicts(row.get("turns"))[:MAX_ITEMS], dicts(row.get("messages"))
     most = min(MAX_TEXT, _MAX_TEXTS // max(1, len(turns), len(messages)))
     left = MAX_TOKENS

@@ -220,11 +220,8 @@ class RunIndex:
         return "eval" if (self.folder / SETTINGS_FILE).exists() else "train"
 
     def update(self, *, seconds: float) -> bool:
-        """Read on for about ``seconds``. Returns whether there is more to read.
-
-        Raises:
-            OutputError: the temporary file of the index cannot be written.
-        """
+        """Read on for about ``seconds``. Returns whether there is more to read. Raises OutputError
+        if the temporary file of the index cannot be written."""
         end_s = time.monotonic() + seconds
         if any(rows.is_replaced() for rows in (self._metrics, *self._sources.values())):
             self.close()
@@ -353,11 +350,8 @@ class RunIndex:
 
 
 def parse_row(line: bytes) -> dict[str, Any]:
-    """Parse a line; broken UTF-8 becomes replacement characters.
-
-    Raises:
-        ValueError: it is not a JSON object, or nested too deeply.
-    """
+    """Broken UTF-8 becomes replacement characters. Raises ValueError if the line is not a JSON
+    object, or nested too deeply."""
     try:
         row = msgspec.json.decode(line)
     except (ValueError, RecursionError):  # also lone surrogates, NaN and large numbers, see below

@@ -168,11 +168,7 @@ class RolloutTable:
         }
 
     def query(self, parameters: Mapping[str, str]) -> Json:
-        """The briefs of the rollouts that match.
-
-        Raises:
-            ParameterError: a parameter is unknown or has a wrong value.
-        """
+        """The briefs of the rollouts that match. Raises ParameterError for a wrong parameter."""
         where, values = _conditions(parameters)
         order = _order(parameters.get("sort", "step"))
         limit = min(_integer("limit", parameters.get("limit", "100")), MAX_LIMIT)

@@ -128,11 +128,8 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile.
-
-    Raises:
-        ConfigError: it is missing or damaged, or a field is missing or out of its bounds.
-    """
+    """Raises ConfigError if it is missing or damaged, or a field is missing or out of its
+    bounds."""
     fix = "write it with: torchtitan-rl profile RUN_DIR"
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
@@ -160,12 +157,8 @@ def _errors(profile: Profile) -> Iterator[str]:
 
 
 def profile_run(run_dir: Path) -> Profile:
-    """Make the profile of a run from its records.
-
-    Raises:
-        ConfigError: there is no run, or its records lack what a profile needs; each field that is
-            missing is named.
-    """
+    """Make the profile of a run from its records. Raises ConfigError, which names each field that
+    the records lack."""
     run = read_recorded(run_dir)
     rows = [row for step, row in sorted(run.rows.items()) if step > min(run.rows)]
     if not rows:

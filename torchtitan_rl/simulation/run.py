@@ -121,16 +121,12 @@ def simulate(
     deaths: Sequence[tuple[float, int]] = (),
     reports: bool = False,
 ) -> Simulated:
-    """Simulate a run.
+    """Raises ConfigError (see `simulation_errors`), or TorchtitanRLError if the run would fail.
 
     Args:
         mtbf_hours: mean time between two failures of one replica; None: there are none.
         deaths: further failures: seconds from the start, and the number of the replica.
         reports: also simulate replicas' reports of their progress, and write the journal.
-
-    Raises:
-        ConfigError: see `simulation_errors`.
-        TorchtitanRLError: the run would fail.
     """
     if errors := simulation_errors(config):
         raise ConfigError(errors)
