@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 from annotated_types import Interval
@@ -42,7 +42,7 @@ from torchtitan_rl.data.rows import DataError, Row, Rows, open_sources, require
 from torchtitan_rl.errors import ConfigError, EndpointLostError
 from torchtitan_rl.launch.own_user import accept_own_user
 from torchtitan_rl.serving.config import API_KEY, Keys, is_loopback, listen, reachable
-from torchtitan_rl.serving.connections import BoundedProtocol, ConnectionLimits, Connections
+from torchtitan_rl.serving.connections import ConnectionLimits, bounded_server
 from torchtitan_rl.serving.errors import RefusedError, answer_errors
 from torchtitan_rl.serving.middleware import Admission, Bodies, authenticate, is_open
 
@@ -260,7 +260,6 @@ async def _answer(send: Send, content: Any) -> None:
 def serve_retriever(app: ASGIApp, listening: socket.socket, *, keys: Keys) -> None:
     """Serve on this socket until a signal ends it. Without a key, connections of other users of
     this machine are closed."""
-    import uvicorn
     import uvloop
 
     if not keys.api:
@@ -269,14 +268,4 @@ def serve_retriever(app: ASGIApp, listening: socket.socket, *, keys: Keys) -> No
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     room = _MAX_CONNECTIONS if most == resource.RLIM_INFINITY else most - _OTHER_FILES
     limits = ConnectionLimits(max_connections=min(room, _MAX_CONNECTIONS), body_s=_BODY_S + 10)
-    config = uvicorn.Config(
-        app,
-        http=cast(Any, partial(BoundedProtocol, Connections(limits))),
-        ws="none",
-        lifespan="off",
-        log_level="critical",
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=1,
-    )
-    uvloop.run(uvicorn.Server(config).serve(sockets=[listening]))
+    uvloop.run(bounded_server(app, limits).serve(sockets=[listening]))

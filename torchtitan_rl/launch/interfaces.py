@@ -103,18 +103,14 @@ def _address_towards(host: str) -> str:
         return str(route.getsockname()[0])
 
 
-def why_no_connection(address: Address, timeout_s: float = _CONNECT_S) -> Exception | None:
-    """Try to connect to ``address``: the error, or None if something listens. Blocks."""
+def accepts(text: str) -> bool:
+    """Whether something listens at an address. Blocks."""
+    address = Address.parse(text)
     try:
-        socket.create_connection((address.host, address.port), timeout=timeout_s).close()
-    except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
-        return error
-    return None
-
-
-def accepts(address: str) -> bool:
-    """Whether something listens at ``address``. Blocks."""
-    return why_no_connection(Address.parse(address)) is None
+        socket.create_connection((address.host, address.port), timeout=_CONNECT_S).close()
+    except (OSError, UnicodeError):  # UnicodeError: an impossible host name
+        return False
+    return True
 
 
 def close_connections(address: Address) -> None:

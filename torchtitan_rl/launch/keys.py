@@ -182,7 +182,7 @@ def _parse(option: str, hosts: Sequence[str]) -> list[list[str]]:
     parsed = [host.split(",") for host in hosts]
     for name in (name for names in parsed for name in names):
         try:
-            address = Address.parse(f"tls://[{name}]:1" if ":" in name else f"tls://{name}:1")
+            address = Address.parse(str(Address(scheme="tls", host=name, port=1)))
         except ConfigError as error:
             fix = "give a host's name or IP address, such as node2 or 10.0.0.2"
             raise ConfigError(f"{option} is {name!r}: {fix}") from error

@@ -153,7 +153,7 @@ def ssh_script(job: Job, options: SshOptions) -> str:
         )
     for node in options.nodes:
         try:
-            Address.parse(f"tls://[{node}]:1" if ":" in node else f"tls://{node}:1")
+            Address.parse(str(Address(scheme="tls", host=node, port=1)))
         except ConfigError as error:
             raise ConfigError(f"--nodes is {node!r}: {error}") from error
     return _render("ssh.sh", job, options)

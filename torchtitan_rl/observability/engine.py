@@ -27,6 +27,7 @@ from torchtitan_rl.types import EngineStats
 
 StatsByReplica = Mapping[str, EngineStats]
 
+_READING_S = 5.0  # a reading that takes longer is skipped
 _REPLICA_S = 2e-3  # of an interval, at least; reading a replica takes the event loop about 0.1 ms
 
 
@@ -70,14 +71,9 @@ class EngineSampler:
     """Calls ``read`` every ``interval_s`` seconds while `run` runs, or less often if there are more
     than a hundred replicas.
 
-    A reading that fails or takes longer than ``timeout_s`` is counted and skipped. Such a reading
-    means that a replica has just died or hangs; the router reports this.
-
-    ``on_reading`` is called with each successful reading.
-
-    Args:
-        reserved: replicas that only evaluate. These replicas, and those that replace them, do not
-            count as idle generators.
+    A reading that fails or takes too long is counted and skipped: a replica has just died or hangs,
+    which the router reports. ``on_reading`` is called with each successful reading. ``reserved``
+    replicas only evaluate. They, and those that replace them, do not count as idle generators.
     """
 
     def __init__(
@@ -86,13 +82,11 @@ class EngineSampler:
         *,
         reserved: Collection[str] = (),
         interval_s: float = 0.25,
-        timeout_s: float = 5.0,
     ) -> None:
         self._read = read
         self.on_reading: Callable[[StatsByReplica], None] | None = None
         self._reserved = frozenset(reserved)
         self._interval_s = interval_s
-        self._timeout_s = timeout_s
         self._loads: list[Load] = []
         self._num_failed = 0
         self.newest: StatsByReplica = {}
@@ -108,7 +102,7 @@ class EngineSampler:
         while True:
             await asyncio.sleep(max(self._interval_s, len(self.newest) * _REPLICA_S))
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(_READING_S):
                     self.newest = await self._read()
                 self._loads.append(load_of(self.newest, self._reserved))
                 if self.on_reading is not None:

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -327,10 +327,9 @@ def serve_page(page: Page, listening: socket.socket, *, host: str, key: str) -> 
     """Serve until a signal ends it. Without a key, only processes of this user on this machine are
     served, and those of other machines; so an address that other machines can reach needs a key.
     """
-    import uvicorn
     import uvloop
 
-    from torchtitan_rl.serving.connections import BoundedProtocol, ConnectionLimits, Connections
+    from torchtitan_rl.serving.connections import ConnectionLimits, bounded_server
 
     if not key:
         accept_own_user(uvloop.loop.__file__, "accept4")
@@ -338,17 +337,8 @@ def serve_page(page: Page, listening: socket.socket, *, host: str, key: str) -> 
     async def serve() -> None:
         port = listening.getsockname()[1]
         limits = ConnectionLimits(max_connections=_MAX_CONNECTIONS, head_s=10.0)
-        config = uvicorn.Config(
-            page_app(page, host=host, port=port, key=key),
-            http=cast(Any, partial(BoundedProtocol, Connections(limits))),
-            ws="none",
-            lifespan="off",
-            log_level="critical",
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=1,
-        )
-        await first_of(uvicorn.Server(config).serve(sockets=[listening]), page.follow())
+        server = bounded_server(page_app(page, host=host, port=port, key=key), limits)
+        await first_of(server.serve(sockets=[listening]), page.follow())
 
     try:
         uvloop.run(serve())

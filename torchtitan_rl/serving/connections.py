@@ -26,8 +26,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _MAX_HEAD_BYTES = 16 << 10
@@ -196,3 +198,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self._connections.cut(self)
         else:
             self._expect_reading()
+
+
+def bounded_server(app: Any, limits: ConnectionLimits) -> uvicorn.Server:
+    """A server of an ASGI application alone, without logs, and with these bounds."""
+    config = uvicorn.Config(
+        app,
+        http=cast(Any, partial(BoundedProtocol, Connections(limits))),
+        ws="none",
+        lifespan="off",
+        log_level="critical",
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)

@@ -21,7 +21,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtitan_rl.aio import background
 from torchtitan_rl.config.run import RunConfig
@@ -31,6 +30,7 @@ from torchtitan_rl.observability.engine import GENERATOR_IDLE, EngineSampler, id
 from torchtitan_rl.observability.metrics import staleness_metrics
 from torchtitan_rl.orchestration.batching import Batched
 from torchtitan_rl.orchestration.controller import Controller
+from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import (
@@ -404,16 +404,13 @@ class _Environment:
         )
 
 
-class _Trainer:
+class _Trainer(FixedPolicy):
     """A `Trainer` of ``ranks`` ranks that needs the profile's seconds per token."""
 
     def __init__(self, profile: Profile, chance: random.Random, ranks: int) -> None:
         self._profile, self._chance = profile, chance
         self._speed = ranks / profile.training.ranks
         self._version = 0
-
-    async def wait_until_lost(self) -> None:
-        await asyncio.Event().wait()
 
     async def train_step(
         self,
@@ -439,22 +436,6 @@ class _Trainer:
         folder.mkdir(parents=True)
         files.seal(folder, {}, {})
         files.publish(path)
-
-    async def finish_checkpoint(self) -> None: ...
-
-    async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
-        raise NotImplementedError
-
-    async def load_checkpoint(self, path: Path) -> None:
-        raise NotImplementedError
-
-    async def offload(self) -> None: ...
-
-    async def onload(self) -> None: ...
-
-    async def export_hf(self, path: Path) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class _NoJournal(Journal):
