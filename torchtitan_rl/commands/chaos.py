@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,13 +36,6 @@ from torchtitan_rl.observability.page_files import NOW_FILE
 Kind = Literal["kill", "stop", "slow", "disconnect", "disk"]
 RunPart = Literal["replica", "trainer", "endpoint", "controller"]
 
-_FITTING: Mapping[Kind, frozenset[RunPart]] = {
-    "kill": frozenset({"replica", "trainer", "endpoint", "controller"}),
-    "stop": frozenset({"replica", "trainer", "endpoint", "controller"}),
-    "slow": frozenset({"replica", "trainer", "endpoint", "controller"}),
-    "disconnect": frozenset({"replica", "trainer", "endpoint", "controller"}),
-    "disk": frozenset({"controller"}),  # which writes the run's books
-}
 _DISTURBED: tuple[RunPart, ...] = ("replica", "trainer", "endpoint")  # unless --parts is given
 _STOPPED_S = 5.0  # of a controller; the run itself ends other processes that are stopped
 _SLOW_S = 10.0
@@ -94,6 +87,10 @@ class Fault:
     place: float
 
 
+def _fits(kind: Kind, part: RunPart) -> bool:
+    return kind != "disk" or part == "controller"  # which writes the run's books
+
+
 def schedule(
     seed: int, every_s: float, kinds: Sequence[Kind], parts: Sequence[RunPart]
 ) -> Iterator[Fault]:
@@ -104,7 +101,7 @@ def schedule(
         for part in chance.sample(parts, len(parts)):
             yield Fault(
                 wait_s=every_s * chance.uniform(0.5, 1.5),
-                kind=chance.choice([kind for kind in kinds if part in _FITTING[kind]]),
+                kind=chance.choice([kind for kind in kinds if _fits(kind, part)]),
                 part=part,
                 place=chance.random(),
             )
@@ -138,7 +135,7 @@ def _errors(options: ChaosOptions) -> Iterator[str]:
     for part in dict.fromkeys(options.parts):
         if not processes_of(options.run, part):
             yield f"--parts has {part}: the run has none on this machine now; leave it out"
-        if not any(part in _FITTING[kind] for kind in options.kinds):
+        if not any(_fits(kind, part) for kind in options.kinds):
             yield f"--kinds has nothing that is done to a {part}: give kill, or another --parts"
 
 

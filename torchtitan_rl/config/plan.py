@@ -173,10 +173,6 @@ def _as_one(groups: Sequence[ProcessGroup], noun: str) -> list[ProcessGroup]:
     ]
 
 
-def teacher_name(index: int) -> str:
-    return f"teacher{index}"
-
-
 def replica_name(index: int) -> str:
     return f"replica{index}"
 
@@ -328,7 +324,7 @@ def _teachers(
     free = [device for device in host.cuda_devices if device not in used]
     engine = config.teacher.generator(config.generator, config.rollout.max_total_tokens)
     return tuple(
-        replace(plan_replica(engine, config.seed, index, free, cores), name=teacher_name(index))
+        replace(plan_replica(engine, config.seed, index, free, cores), name=f"teacher{index}")
         for index in range(config.teacher.num_replicas)
     )
 

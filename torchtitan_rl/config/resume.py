@@ -164,13 +164,6 @@ def resume_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
     ]
 
 
-def step_errors(done: int, config: RunConfig) -> list[str]:
-    """An error if a run that has taken ``done`` steps is configured for fewer."""
-    if done <= config.num_steps:
-        return []
-    return [f"num_steps is {config.num_steps}: the run has taken {done} steps; give at least that"]
-
-
 def policy_fingerprint(policy_dir: Path) -> str:
     """A digest of architecture, tokenizer and weights. Of weight files, which may be large, only
     names, sizes and both ends are read."""
@@ -416,7 +409,11 @@ def compare_with_saved(
         notes.append(
             f"{run_dir} is complete: all {saved.step} steps are done; give more by --num-steps"
         )
-    return saved, [*resume_errors(before, identity), *step_errors(saved.step, config)], notes
+    errors = resume_errors(before, identity)
+    if (done := saved.step) > config.num_steps:
+        what = f"num_steps is {config.num_steps}"
+        errors.append(f"{what}: the run has taken {done} steps; give at least that")
+    return saved, errors, notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

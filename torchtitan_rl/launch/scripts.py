@@ -246,8 +246,9 @@ def _render(template: str, job: Job, options: object, **more: object) -> str:
         "path": _shell_path,
         "yaml": _yaml,
         "pod_argument": _pod_argument,
-        "compose": _compose,
-        "relative": _relative,
+        # Compose replaces $NAME, and $$ by $; it takes a path without these starts as a volume.
+        "compose": lambda value: _yaml(value).replace("$", "$$"),
+        "relative": lambda path: path if path.startswith((".", "/", "~")) else f"./{path}",
     }
     return environment.get_template(f"{template}.j2").render(job=job, options=options, **more)
 
@@ -277,16 +278,6 @@ def _pod_argument(command: str, indent: int) -> str:
     if _UNPRINTABLE.search(command):
         return _yaml(command)
     return "\n".join(["|", *(f"{' ' * indent}{line}" for line in command.split("\n"))])
-
-
-def _compose(value: object) -> str:
-    """Like `_yaml`, with ``$`` escaped: Compose replaces ``$NAME``, and ``$$`` by ``$``."""
-    return _yaml(value).replace("$", "$$")
-
-
-def _relative(path: str) -> str:
-    """Write a path so that Compose does not take it as the name of a volume."""
-    return path if path.startswith((".", "/", "~")) else f"./{path}"
 
 
 def _count(number: int, noun: str) -> str:

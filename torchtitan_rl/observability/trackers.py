@@ -45,8 +45,8 @@ class Tracker(Protocol):
     def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def record_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record rows of ``rollouts.jsonl``."""
-        ...
+        """Record rows of ``rollouts.jsonl``, if it has tables or files."""
+        return
 
     def close(self) -> None: ...
 
@@ -150,7 +150,7 @@ class _TensorBoardMaker:
         return tracker
 
 
-class _TensorBoard:
+class _TensorBoard(Tracker):
     def __init__(self, folder: Path, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -162,9 +162,6 @@ class _TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
-
-    def record_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        pass  # it has no tables
 
     def close(self) -> None:
         self._writer.close()
@@ -235,7 +232,7 @@ class _MLflow:
         self._client.set_terminated(self._run_id)
 
 
-class _Trackio:
+class _Trackio(Tracker):  # its tables need pandas
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any]) -> None:
         import trackio
 
@@ -249,9 +246,6 @@ class _Trackio:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
-
-    def record_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        pass  # its tables need pandas
 
     def close(self) -> None:
         self._run.finish()

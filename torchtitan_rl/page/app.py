@@ -116,33 +116,29 @@ def page_app(page: Page, *, host: str, port: int, key: str = "") -> ASGIApp:
             raise HTTPException(404, f"run {number[:20]}: there are {len(page.runs)} runs, from 0")
         return page.runs[int(number[:9])]
 
-    def view(answer: Callable[[RunIndex], Any]) -> Callable[[Request], Any]:
+    def route(path: str, answer: Callable[..., Any], known: Sequence[str] | None = ()) -> Route:
+        """``answer`` gets the run, if the path names one, and the parameters, if there may be
+        any."""
+
         async def handle(request: Request) -> Response:
-            _refuse_parameters(request)
-            return _json(answer(run_of(request)))
+            given = _parameters(request, known)
+            run = [run_of(request)] if "run" in request.path_params else []
+            return _json(answer(*run, *([] if known == () else [given])))
 
-        return handle
+        return Route(f"/api/{path}", handle)
 
-    async def runs(request: Request) -> Response:
-        _refuse_parameters(request)
-        return _json([views.describe_run(n, run) for n, run in enumerate(page.runs)])
+    def runs() -> list[Any]:
+        return [views.describe_run(n, run) for n, run in enumerate(page.runs)]
 
-    async def catalogue(request: Request) -> Response:
-        _refuse_parameters(request)
-        return _json(views.catalogue())
-
-    async def metrics(request: Request) -> Response:
-        names = _parameters(request, "names").get("names")
+    def metrics(run: RunIndex, given: Mapping[str, str]) -> Any:
+        names = given.get("names")
         chosen = None if names is None else [name for name in names.split(",") if name]
         if chosen is not None and len(chosen) > _MAX_NAMES:
             raise ParameterError(f"names: give up to {_MAX_NAMES}")
-        return _json(views.metrics(run_of(request), chosen))
-
-    async def rollouts(request: Request) -> Response:
-        return _json(run_of(request).rollouts.query(_parameters(request)))
+        return views.metrics(run, chosen)
 
     async def rollout(request: Request) -> Response:
-        _refuse_parameters(request)
+        _parameters(request, ())
         run, number = run_of(request), request.path_params["n"]
         found = None
         if number.isascii() and number.isdigit() and len(number) < 16:
@@ -151,11 +147,8 @@ def page_app(page: Page, *, host: str, port: int, key: str = "") -> ASGIApp:
             raise HTTPException(404, f"rollout {number[:20]}: no such rollout")
         return _json(found)
 
-    async def timeline(request: Request) -> Response:
-        return _json(views.show_timeline(run_of(request), _parameters(request)))
-
     async def trace(request: Request) -> Response:
-        _refuse_parameters(request)
+        _parameters(request, ())
         folder = run_of(request).folder
         if not (folder / "traces").is_dir():
             raise HTTPException(404, "this run has no trace")
@@ -167,7 +160,7 @@ def page_app(page: Page, *, host: str, port: int, key: str = "") -> ASGIApp:
         return StreamingResponse(content, headers=name, media_type="application/json")
 
     async def events(request: Request) -> Response:
-        _refuse_parameters(request)
+        _parameters(request, ())
         return StreamingResponse(page.events(), media_type="text/event-stream")
 
     async def static(request: Request) -> Response:
@@ -180,19 +173,19 @@ def page_app(page: Page, *, host: str, port: int, key: str = "") -> ASGIApp:
             raise HTTPException(404, "not found") from error
         return Response(content, media_type=STATIC[name])
 
-    of_run = "/api/runs/{run}"
+    of_run = "runs/{run}"
     routes = [
-        Route("/api/runs", runs),
-        Route("/api/catalogue", catalogue),
+        route("runs", runs),
+        route("catalogue", views.catalogue),
         Route("/api/events", events),
-        Route(f"{of_run}/overview", view(views.overview)),
-        Route(f"{of_run}/metrics", metrics),
-        Route(f"{of_run}/rollouts", rollouts),
-        Route(f"{of_run}/rollouts/{{n}}", rollout),
-        Route(f"{of_run}/timeline", timeline),
-        Route(f"{of_run}/trace.json", trace),
-        Route(f"{of_run}/now", view(views.now)),
-        Route(f"{of_run}/config", view(views.configuration)),
+        route(f"{of_run}/overview", views.overview),
+        route(f"{of_run}/metrics", metrics, ("names",)),
+        route(f"{of_run}/rollouts", lambda run, given: run.rollouts.query(given), None),
+        Route(f"/api/{of_run}/rollouts/{{n}}", rollout),
+        route(f"{of_run}/timeline", views.show_timeline, None),
+        Route(f"/api/{of_run}/trace.json", trace),
+        route(f"{of_run}/now", views.now),
+        route(f"{of_run}/config", views.configuration),
         Route("/", static),
         Route("/{name}", static),
     ]
@@ -287,22 +280,16 @@ def _host_of(request: Request) -> str:
     return "" if found is None else found[1].strip("[]")
 
 
-def _parameters(request: Request, *known: str) -> Mapping[str, str]:
+def _parameters(request: Request, known: Sequence[str] | None) -> Mapping[str, str]:
     """Raises ParameterError if a parameter is not ``known`` (if any is), or given twice."""
     items = request.query_params.multi_items()
     found = dict(items)
     for name, _ in items:
         if len(found) < len(items) and [one for one, _ in items].count(name) > 1:
             raise ParameterError(f"{name[:50]}: give it once")
-        if known and name not in known:
+        if known is not None and name not in known:
             raise ParameterError(f"{name[:50]}: no such parameter")
     return found
-
-
-def _refuse_parameters(request: Request) -> None:
-    if request.query_params:
-        name = next(iter(request.query_params))
-        raise ParameterError(f"{name[:50]}: no such parameter")
 
 
 def _json(value: Any) -> Response:

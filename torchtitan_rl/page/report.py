@@ -38,7 +38,9 @@ Json = dict[str, Any]
 
 async def make_report(run: RunIndex, *, max_bytes: int) -> bytes:
     """The file, of about ``max_bytes`` at most. The index has read all files of the run."""
-    page = {name: _static(name) for name in ("index.html", "app.css", "app.js")}
+    static = files("torchtitan_rl.page").joinpath("static")
+    names = ("index.html", "app.css", "app.js")
+    page = {name: static.joinpath(name).read_text(encoding="utf-8") for name in names}
     described = [views.describe_run(0, run)]
     answers: Json = {
         "at_unix_s": time.time(),
@@ -176,10 +178,6 @@ def _short(value: float | None) -> float | None:
 
 def _size(value: Any) -> int:
     return len(msgspec.json.encode(value))
-
-
-def _static(name: str) -> str:
-    return files("torchtitan_rl.page").joinpath("static", name).read_text(encoding="utf-8")
 
 
 def _inlined(page: Mapping[str, str], answers: Json) -> str:

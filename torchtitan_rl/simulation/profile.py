@@ -16,6 +16,7 @@ up, is left out.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from torchtitan_rl.types import CompletionMetrics, Rollout
 _MAX_GROUPS = 512  # kept of a run, spread over its steps
 
 _LEAST_TOKEN_S = 1e-9
+_TRAINER_RANKS = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
 
 _Time = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 _Times = Annotated[tuple[_Time, ...], Meta(min_length=1)]
@@ -203,7 +205,7 @@ def profile_run(run_dir: Path) -> Profile:
         training=Training(
             token_s=values("time/train_s", per="tokens/generated"),
             publish_s=values("sync/publish_s"),
-            ranks=_trainer_ranks(run.identity),
+            ranks=math.prod(_number(run.identity, f"trainer.{name}") for name in _TRAINER_RANKS),
         ),
         syncs=Syncs(
             stage_s=values("sync/stage_s"),
@@ -218,12 +220,6 @@ def profile_run(run_dir: Path) -> Profile:
 def _number(identity: Mapping[str, Any], name: str, default: int = 1) -> int:
     value = identity.get(name)
     return value if isinstance(value, int) and value > 0 else default
-
-
-def _trainer_ranks(identity: Mapping[str, Any]) -> int:
-    names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
-    sizes = [_number(identity, f"trainer.{name}") for name in names]
-    return int(np.prod(sizes))
 
 
 def _rollouts(
