@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
     config_file, options = split_config(words, prog=_PROG)
     given, overrides = take_options(options, (_OPTION,))
     if not given:
-        raise ConfigError(f"{_OPTION} is missing: give such as 1x24GB or 2x8x80GB")
+        raise ConfigError(f"{_OPTION} is missing: give such as {_OPTION} 1x24GB or 2x8x80GB")
     devices = given[_OPTION]
     config = load_config(config_file, overrides)
     check_fields(config)

@@ -94,7 +94,7 @@ def live(
         name=run_dir.name,
         metrics=MetricsConfig(trackers=(), trace=False, progress="none", rollouts_per_step=logged),
     )
-    (run_dir / MANIFEST).unlink()
+    (run_dir / MANIFEST).unlink(missing_ok=True)
     write_identity(run_dir, run_identity(config, POLICY))
 
     async def run() -> None:
@@ -139,7 +139,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Without the list of its files, so that each check has to find faults by itself."""
     run_dir = live(tmp_path_factory.mktemp("stopped"), PLAN, stop_at=3)
-    (run_dir / MANIFEST).unlink()
+    (run_dir / MANIFEST).unlink(missing_ok=True)
     return run_dir
 
 
@@ -185,7 +185,7 @@ def test_a_finished_run_with_adapters_has_exported_them(
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(whole, run_dir)
-    (run_dir / MANIFEST).unlink()
+    (run_dir / MANIFEST).unlink(missing_ok=True)
     identity = read_run_identity(run_dir)
     assert identity is not None
     write_identity(run_dir, identity | {"policy.lora.rank": 8})
@@ -461,7 +461,7 @@ def test_a_run_that_is_going_on_is_audited_as_far_as_it_is(
     run_dir = tmp_path
     shutil.copytree(whole, run_dir, dirs_exist_ok=True)
     with hold_run(run_dir):
-        (run_dir / MANIFEST).unlink()
+        (run_dir / MANIFEST).unlink(missing_ok=True)
         assert audited(run_dir)[::2] == (0, "")
     assert "there is no manifest.json" in audited(run_dir)[2]
 
