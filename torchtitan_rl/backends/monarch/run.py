@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
@@ -105,8 +105,7 @@ class RunProcesses:
             spec = _teacher_spec(self.prepared, group, source, trace_dir=self.trace_dir)
         replica = await spawn_replica(group, spec, self.hosts, weights=self.weights)
         started = self.replicas if source is None else self.teachers[source]
-        started.append(replica)  # closed at the end in any case
-        return await _started(replica)
+        return await _started(replica, started)
 
     def lose_host(self, host: int) -> None:
         """Forget the weights on a lost host. A new process fetches them when the host is back."""
@@ -131,8 +130,7 @@ class ServeProcesses:
         (group,) = (one for one in self.prepared.plan.replicas if one.name == first)
         group = replace(group, name=name)
         replica = await spawn_replica(group, _generator_spec(self.prepared, group))
-        self.replicas.append(replica)  # closed at the end in any case
-        return await _started(replica)
+        return await _started(replica, self.replicas)
 
 
 @asynccontextmanager
@@ -225,7 +223,8 @@ async def serve_processes(
         await asyncio.gather(*closes)
 
 
-async def _started(replica: MonarchReplica) -> MonarchReplica:
+async def _started(replica: MonarchReplica, among: list[Any]) -> MonarchReplica:
+    among.append(replica)  # closed at the end in any case
     try:
         await replica.peer.start()
     except TorchtitanRLError:

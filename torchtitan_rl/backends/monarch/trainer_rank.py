@@ -44,7 +44,6 @@ from torchtitan_rl.weights.distribution import (
     WeightHandle,
 )
 from torchtitan_rl.weights.image import (
-    ImageLayout,
     TensorPart,
     plan_image,
     whole_parts,
@@ -53,7 +52,7 @@ from torchtitan_rl.weights.image import (
 )
 from torchtitan_rl.weights.pinning import HostPins
 from torchtitan_rl.weights.remote import PartPublisher
-from torchtitan_rl.weights.shm import Segment, SegmentWriter, SharedMemoryPublisher
+from torchtitan_rl.weights.shm import SegmentWriter, SharedMemoryPublisher
 
 
 class TrainerRank:
@@ -217,31 +216,21 @@ class JointPublisher:
             if refusal is not None:
                 raise refusal
             return None
-        errors = _errors_of_all_ranks(self._write(path, layout, parts, segment))
+        failure: str | None = None
+        try:
+            if segment is not None:
+                write_header(layout, segment.image)
+            image = self._writer.image(path) if segment is None else segment.image
+            write_parts(layout, parts, image)
+        except Exception as error:  # the other ranks wait for the result
+            failure = repr(error)
+        errors = _errors_of_all_ranks(failure)
         if self._publisher is None or segment is None:
             return None
         if errors:
             segment.remove()
             raise WeightSyncError(f"version {version} cannot be written: {'; '.join(errors)}")
         return self._publisher.finish(layout, segment)
-
-    def _write(
-        self,
-        path: Path,
-        layout: ImageLayout,
-        parts: Mapping[str, TensorPart],
-        segment: Segment | None,
-    ) -> str | None:
-        """Write this rank's parts; return the error, because the other ranks wait for the
-        result."""
-        try:
-            if segment is not None:
-                write_header(layout, segment.image)
-            image = self._writer.image(path) if segment is None else segment.image
-            write_parts(layout, parts, image)
-        except Exception as error:
-            return repr(error)
-        return None
 
 
 # Both functions run at each publishing. They send tensors, because `broadcast_object_list` and
@@ -292,7 +281,12 @@ class RemotePublisher:
         """
         is_first = dist.get_rank() == 0
         answers: list[Any] | None = [None] * dist.get_world_size() if is_first else None
-        dist.gather_object(self._offer(version, parts, keep), answers, dst=0)
+        own: RemoteSource | str | None
+        try:
+            own = self._publisher.publish(version, parts, keep=keep)
+        except Exception as error:  # rank 0 waits for the answer
+            own = repr(error)
+        dist.gather_object(own, answers, dst=0)
         if answers is None:
             return None
         errors = [f"rank {rank}: {one}" for rank, one in enumerate(answers) if isinstance(one, str)]
@@ -307,12 +301,3 @@ class RemotePublisher:
 
     def close(self) -> None:
         self._publisher.close()
-
-    def _offer(
-        self, version: int, parts: Mapping[str, TensorPart], keep: frozenset[int]
-    ) -> RemoteSource | str | None:
-        """Offer this rank's parts; return an error, because rank 0 waits for the answer."""
-        try:
-            return self._publisher.publish(version, parts, keep=keep)
-        except Exception as error:
-            return repr(error)

@@ -34,6 +34,7 @@ from torchtitan.models.common.token_dispatcher import (
     LocalTokenDispatcher,
 )
 
+from torchtitan_rl.backends.titan.setup import local
 from torchtitan_rl.config.model import PolicyArchitecture
 from torchtitan_rl.types import UNKNOWN_EXPERT
 
@@ -82,8 +83,7 @@ class PlainExperts(GroupedExperts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         w1_EFD, w2_EDF, w3_EFD = (
-            (weight.to_local() if isinstance(weight, DTensor) else weight).to(x_RD.dtype)
-            for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+            local(weight).to(x_RD.dtype) for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         )
         ends_E = torch.cumsum(num_tokens_per_expert_E, 0, dtype=torch.int32)
         gate_RF = self._grouped_mm(A=x_RD, B_t=w1_EFD.transpose(-2, -1), offs=ends_E)
@@ -143,10 +143,10 @@ class ReplayRouter(TokenChoiceTopKRouter):
         experts_BLK = choice_BLE.topk(self.top_k, dim=-1, sorted=False).indices
         if self.replayed_BLK is not None:
             replayed_BLK = _split_like(self.replayed_BLK.long(), scores_BLE)
-            self._compare(_local(experts_BLK), _local(replayed_BLK))
+            self._compare(local(experts_BLK), local(replayed_BLK))
             is_unknown_BLK = replayed_BLK == UNKNOWN_EXPERT
             experts_BLK = torch.where(is_unknown_BLK, experts_BLK, replayed_BLK)
-        self._count(_local(experts_BLK))
+        self._count(local(experts_BLK))
         weights_BLK = scores_BLE.gather(dim=-1, index=experts_BLK)
         if self.route_norm:
             weights_BLK = weights_BLK / weights_BLK.sum(dim=-1, keepdim=True)
@@ -165,10 +165,6 @@ class ReplayRouter(TokenChoiceTopKRouter):
         differs_BL = (own_BLK.sort(dim=-1)[0] != replayed_BLK.sort(dim=-1)[0]).any(dim=-1)
         self.num_replayed += is_replayed_BL.sum()
         self.num_mismatched += (is_replayed_BL & differs_BL).sum()
-
-
-def _local(values: torch.Tensor) -> torch.Tensor:
-    return values.to_local() if isinstance(values, DTensor) else values
 
 
 def _split_like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

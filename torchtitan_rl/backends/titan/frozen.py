@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.backends.titan.hf import load_hf
 from torchtitan_rl.backends.titan.model import PolicyModel, adapter_layers, build_policy
-from torchtitan_rl.backends.titan.setup import Layout, to_device
+from torchtitan_rl.backends.titan.setup import Layout, local, to_device
 from torchtitan_rl.backends.titan.vision import rope_positions
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.training.config import TrainerConfig
@@ -67,10 +66,7 @@ def taught_rows(
                 has_head=False,
             )
         teacher.lm_head.unshard()
-        weight_VD = teacher.lm_head.weight
-        if isinstance(weight_VD, DTensor):
-            weight_VD = weight_VD.to_local()
-        logits = partial(_logits, hidden_1SD[0], weight_VD)
+        logits = partial(_logits, hidden_1SD[0], local(teacher.lm_head.weight))
         if own.stop > own.start:
             yield TaughtRows(rows=own, logits=logits)
 

@@ -56,7 +56,7 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 from torchtitan_rl.backends.titan.context_parallel import exchange_heads
 from torchtitan_rl.backends.titan.experts import ReplayRouter, experts_config
-from torchtitan_rl.backends.titan.setup import Layout
+from torchtitan_rl.backends.titan.setup import Layout, local
 from torchtitan_rl.backends.titan.tree_attention import (
     TreeAttention,
     tree_mask_mod,
@@ -136,9 +136,7 @@ class PolicyModel(Qwen3Model):
             h_BLD = with_images(h_BLD, self.visual, images)
         for layer in self.layers.values():
             h_BLD = layer(h_BLD, attention_masks, positions_BL)
-        h_BLD = self.norm(h_BLD)
-        if isinstance(h_BLD, DTensor):  # here it is replicated over the tensor-parallel ranks
-            h_BLD = h_BLD.to_local()
+        h_BLD = local(self.norm(h_BLD))  # replicated over the tensor-parallel ranks
         h_1SD = h_BLD.flatten(0, 1)[None, selected_S]
         return self.lm_head(h_1SD) if has_head else h_1SD
 
@@ -619,18 +617,17 @@ def weights_digest(parameters: Iterable[torch.Tensor]) -> int:
     digest = xxhash.xxh3_64()
     on_device: list[torch.Tensor] = []
     for parameter in parameters:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local = local.detach().contiguous()
-        if local.device.type == "cpu":
+        own = local(parameter).detach().contiguous()
+        if own.device.type == "cpu":
             # Not by `numpy`, after which torch could not release the storage (`DeviceMemory`).
-            digest.update((ctypes.c_char * local.nbytes).from_address(local.data_ptr()))
+            digest.update((ctypes.c_char * own.nbytes).from_address(own.data_ptr()))
         else:
-            on_device.append(weighted_sum(local))
+            on_device.append(weighted_sum(own))
     if on_device:
         digest.update(torch.stack(on_device).cpu().numpy().data)
-    own = torch.tensor([digest.intdigest() >> 1])
-    of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, own)
+    of_rank = torch.tensor([digest.intdigest() >> 1])
+    of_ranks = [torch.empty_like(of_rank) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, of_rank)
     together = xxhash.xxh3_64_intdigest(torch.cat(of_ranks).numpy().data)
     return together >> (64 - _DIGEST_BITS)
 

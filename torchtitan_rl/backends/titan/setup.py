@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as titan_utils
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.training.config import TrainerConfig
@@ -155,6 +156,11 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+
+
+def local(values: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    return values.to_local() if isinstance(values, DTensor) else values
 
 
 def to_device(values: npt.NDArray[Any], layout: Layout) -> torch.Tensor:

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.backends.titan import setup as titan_setup  # before torchtitan
 from torchtitan_rl.backends.titan.checkpoint import CheckpointWriter, load_state
@@ -709,8 +708,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage
     """Return each storage once, by a key that resizing does not change."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
+        storage = titan_setup.local(tensor).untyped_storage()
         if storage.nbytes():
             found[storage._cdata] = storage
     return found

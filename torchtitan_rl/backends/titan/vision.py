@@ -104,5 +104,4 @@ def make_tower(config: Mapping[str, Any]) -> Any:
 
 def init_tower_buffers(tower: Any, device: torch.device) -> None:
     """Compute the frequencies of the tower's rotary embeddings, which no checkpoint has."""
-    made = type(tower.rotary_pos_emb)(tower.config).to(device)
-    tower.rotary_pos_emb = made
+    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config).to(device)
