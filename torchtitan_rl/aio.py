@@ -70,8 +70,8 @@ async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
 
 
 def _still_granted_s(delay_s: float, *, late_s: float) -> float | None:
-    """Return how many seconds longer to wait if the loop looks ``late_s`` after the deadline; None:
-    none."""
+    """Return how many seconds longer to wait (None: not at all) if the loop looks ``late_s`` after
+    the deadline."""
     if late_s > STOOD_STILL_S:
         return delay_s
     return min(late_s, delay_s) if late_s > _BLOCKED_S else None

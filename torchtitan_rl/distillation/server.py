@@ -216,8 +216,8 @@ def check_server(
     num_top: int = 0,
 ) -> str:
     """Ask the server for the scores of tokens from the whole vocabulary, and compare their texts
-    with ``decode``, the policy's. Returns the model's name on the server. ``max_tokens``: of a
-    rollout.
+    with ``decode``, the policy's. Returns the model's name on the server. A rollout has
+    ``max_tokens``.
 
     Raises:
         TeacherError: the server does not answer, returns no prompt logprobs, has another

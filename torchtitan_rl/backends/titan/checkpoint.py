@@ -4,9 +4,10 @@ A checkpoint holds model and optimizer (readable by any parallel layout), each r
 the caller's attachments, and the marker with the version (see `training/checkpoint_files.py`). With
 adapters it holds of the model only these, and the marker has their configuration.
 
-A thread of each rank writes while training continues. Invariants: - A checkpoint holds the state at
-the call of `CheckpointWriter.save`. - The threads use their own process group, in which nothing
-else is sent. - All ranks of a checkpoint succeed or fail together.
+A thread of each rank writes while training continues. Invariants:
+- A checkpoint holds the state at the call of `CheckpointWriter.save`.
+- The threads use their own process group, in which nothing else is sent.
+- All ranks of a checkpoint succeed or fail together.
 
 A checkpoint cannot execute code when it is loaded. torch stores metadata and values that are not
 tensors as pickles, which could call any function. Both are first read by an unpickler that accepts

@@ -428,8 +428,8 @@ class PolicyTrainer:
         updates: Sequence[_Update],
         examples: TrainingBatch | None = None,
     ) -> StepOutput:
-        """Take a step, as `_updated_step` does. Only a rank whose memory is too small raises its
-        error."""
+        """Take a step, as `_updated_step` does. Only a rank whose device has too little memory
+        raises a DeviceMemoryError."""
         on_cuda = self._layout.device.type == "cuda"
         try:
             if on_cuda:

@@ -1,5 +1,5 @@
-"""Attention over prefix trees (`training/trees.py`): query q sees key k if ``k <= q <
-subtree_end[k]``.
+"""Attention over prefix trees (`training/trees.py`): query q sees key k if
+``k <= q < subtree_end[k]``.
 
 On CUDA this is a mask for FlexAttention. On the CPU none of torchtitan's backends can be used
 (varlen has no kernel there, flex no backward pass, sdpa no documents), so attention is composed of

@@ -115,8 +115,8 @@ def session_of_request(named: str | None) -> str | None:
 def generation_request(
     request: EngineCoreRequest, *, model_reasons: bool = False
 ) -> GenerationRequest:
-    """Convert vLLM's request to one for the router. ``model_reasons``: perhaps before a structured
-    output."""
+    """Convert vLLM's request to one for the router. ``model_reasons``: the model may reason before
+    a structured output."""
     session = session_of_request(request.session_id)
     sampling = _sampling(request, model_reasons=model_reasons)
     if session is None and request.sampling_params.num_logprobs is None:
