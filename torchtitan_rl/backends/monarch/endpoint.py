@@ -159,7 +159,7 @@ class MonarchEndpoint:
         self._number = 0  # of processes so far
         self._listening = listen(spec.endpoint.host, spec.endpoint.port)
         port = self._listening.getsockname()[1]
-        self._base_url = f"http://{reachable(spec.endpoint.host)}:{port}/v1"
+        self.base_url = f"http://{reachable(spec.endpoint.host)}:{port}/v1"
         self._mesh: ProcessMesh | None = None
         self._actor: Any
         self._channel: ActorChannel[tuple[ToEndpoint, ...], tuple[ToController, ...]]
@@ -179,10 +179,6 @@ class MonarchEndpoint:
     def name(self) -> str:
         first = self._group.name
         return first if self._number < 2 else f"{first}-{self._number}"
-
-    @property
-    def base_url(self) -> str:
-        return self._base_url
 
     async def _spawn(self) -> None:
         self._number += 1

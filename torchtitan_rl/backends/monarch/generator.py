@@ -123,6 +123,7 @@ class GeneratorProcesses:
     def __init__(
         self, mesh: ProcessMesh, spec: GeneratorSpec, *, weights: WeightDistribution, host: int
     ) -> None:
+        self.name = mesh.name
         self._mesh = mesh
         self._spec = spec
         self._weights = weights
@@ -132,10 +133,6 @@ class GeneratorProcesses:
         self._channel = ActorChannel(mesh)
         # A process that sends nothing for this time, not even an empty batch, counts as lost.
         self._silence_s = 2 * spec.generator.stall_timeout_s
-
-    @property
-    def name(self) -> str:
-        return self._mesh.name
 
     async def start(self) -> None:
         await call(

@@ -88,6 +88,7 @@ class MonarchTrainer:
     """A `Trainer` whose ranks are Monarch actors."""
 
     def __init__(self, meshes: Sequence[ProcessMesh], specs: Sequence[TrainerSpec]) -> None:
+        self.name = meshes[0].name
         self._meshes = tuple(meshes)
         self._timeout_s = specs[0].trainer.step_timeout_s
         self._parts: list[Any] = [
@@ -116,10 +117,6 @@ class MonarchTrainer:
     async def start(self, transport: Transport) -> None:
         """Build the model. Weights will be published through ``transport``."""
         await self._ask("start", lambda rank: rank.start.call(transport))
-
-    @property
-    def name(self) -> str:
-        return self._meshes[0].name
 
     async def wait_until_lost(self) -> None:
         cause = await asyncio.shield(self._lost)

@@ -179,16 +179,11 @@ class PolicyTrainer:
             has_expert_parallel=config.expert_parallel > 1,
         )
         self._memory = DeviceMemory(self.state_tensors)
-        self._version = 0
+        self.version = 0  # the number of training steps that made the weights
         self._is_between_updates = False
         self._writer = CheckpointWriter(
             timeout=timedelta(seconds=config.step_timeout_s), lora=self._lora
         )
-
-    @property
-    def version(self) -> int:
-        """The number of training steps that made the weights."""
-        return self._version
 
     @property
     def cuda_device(self) -> int | None:
@@ -218,7 +213,7 @@ class PolicyTrainer:
         """
         self._require()
         selected_N = trained_mask(batch)
-        config, seed = self._config, (self._seed, self._version)
+        config, seed = self._config, (self._seed, self.version)
         function = self._loss if loss is None else _loss_function(loss)
         loss = loss or config.loss
         parts = minibatches(batch, selected_N, config.updates_per_batch, seed=seed)
@@ -247,7 +242,7 @@ class PolicyTrainer:
                     config=loss,
                     batch=batch,
                     selected_N=part_N,
-                    version=self._version,
+                    version=self.version,
                     before_N=before_N,
                     reference=self._reference,
                     layout=self._layout,
@@ -315,7 +310,7 @@ class PolicyTrainer:
             config=config,
             batch=replace(batch, advantages=-derivative_N.astype(np.float32)),
             selected_N=selected_N,
-            version=self._version,
+            version=self.version,
             layout=self._layout,
         )
         return objective, found
@@ -361,7 +356,7 @@ class PolicyTrainer:
         checkpoint is missing, because engines would keep its old weights."""
         tensors = published(self._model)
         if missing := set() if self._lora.rank else self._names - hf_names(tensors):
-            raise WeightSyncError(f"version {self._version} lacks {sorted(missing)}")
+            raise WeightSyncError(f"version {self.version} lacks {sorted(missing)}")
         return tensors
 
     def export_hf(self, path: Path, *, dtype: str | None = None) -> None:
@@ -379,7 +374,7 @@ class PolicyTrainer:
             Path(path),
             self._model,
             self._optimizer,
-            version=self._version,
+            version=self.version,
             attachments=attachments or {},
         )
 
@@ -394,7 +389,7 @@ class PolicyTrainer:
         """
         self._memory.require()
         self._writer.finish()
-        self._version = load_state(Path(path), self._model, self._optimizer, self._lora)
+        self.version = load_state(Path(path), self._model, self._optimizer, self._lora)
         self._is_between_updates = False
 
     def offload(self) -> None:
@@ -437,7 +432,7 @@ class PolicyTrainer:
             output = self._updated_step(batch, updates, examples)
         except torch.OutOfMemoryError as error:
             self._optimizer.discard()
-            raise DeviceMemoryError(_memory_advice(self._config, self._version)) from error
+            raise DeviceMemoryError(_memory_advice(self._config, self.version)) from error
         if on_cuda:
             peak = torch.cuda.max_memory_allocated()
             output.metrics["device_memory_peak_bytes"] = float(peak)
@@ -453,7 +448,7 @@ class PolicyTrainer:
         started = time.perf_counter()
         num_trained = sum(int(selected_N.sum()) for selected_N, _ in updates)
         if num_trained == 0:
-            raise ValueError(f"version {self._version}: the batch has no token to train on")
+            raise ValueError(f"version {self.version}: the batch has no token to train on")
         total, shares, of_updates, flops = StepSums(), [], [], 0.0
         imitations = self._imitations(examples, len(updates))
         columns = TokenColumns(3, batch.num_tokens, self._layout)
@@ -496,7 +491,7 @@ class PolicyTrainer:
             self._is_between_updates = number < len(updates)
             of_updates.append(of_update)
         self._optimizer.end_step()
-        self._version += 1
+        self.version += 1
         _synchronize()  # the optimizer's kernels are part of the step
         step_s = time.perf_counter() - started
         share = sum_of_shares(shares)
@@ -533,7 +528,7 @@ class PolicyTrainer:
         selected_N = np.logical_or.reduce([one for one, _ in updates])
         logprobs_N, losses_N, gradients_N = columns.of_all_ranks(selected_N, missing=math.nan)
         tokens = TokenTerms(logprobs=logprobs_N, losses=losses_N, gradients=gradients_N)
-        return StepOutput(version=self._version, metrics=metrics, tokens=tokens)
+        return StepOutput(version=self.version, metrics=metrics, tokens=tokens)
 
     def _imitations(
         self, examples: TrainingBatch | None, num_updates: int
@@ -541,7 +536,7 @@ class PolicyTrainer:
         """Split demonstrations into one part for each of the first updates."""
         if examples is None:
             return []
-        selected_N, seed = imitated_mask(examples), (self._seed, self._version)
+        selected_N, seed = imitated_mask(examples), (self._seed, self.version)
         parts = minibatches(examples, selected_N, num_updates, seed=seed)
         return [(_as_demonstrations(examples), part_N) for part_N in parts]
 
@@ -609,11 +604,11 @@ class PolicyTrainer:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(metrics[name]):
                 self._optimizer.discard()
-                state = f"the weights are still those of version {self._version}"
+                state = f"the weights are still those of version {self.version}"
                 if self._is_between_updates:
                     state = f"{_TORN}; nothing of the step is saved or published"
                 raise DivergedError(
-                    f"{name} is {metrics[name]} in the step after version {self._version}; {state}"
+                    f"{name} is {metrics[name]} in the step after version {self.version}; {state}"
                 )
 
     def _require(self) -> None:

@@ -132,16 +132,12 @@ class VllmEngine:
         is_v2 = self._core.vllm_config.use_v2_model_runner
         self._kept_sets.observe(worker.model_runner, is_v2=is_v2)
         self._routing = make_recorder(worker) if spec.records_routing and is_cpu else None
-        self._limits = EngineLimits(
+        self.limits = EngineLimits(
             max_model_len=spec.generator.max_model_len,
             vocab_size=self._engine.model_config.get_vocab_size(),
             image_token_id=getattr(self._engine.model_config.hf_config, "image_token_id", None),
         )
         self._profile(0)
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self._limits
 
     def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
         is_shared = not self._spec.weight_sync.reset_prefix_cache_on_pull
@@ -261,7 +257,7 @@ class VllmEngine:
             repack(self._model)
         for layer in set(derived.values()):
             layer.process_weights_after_loading(self._engine.model_config.dtype)
-        if self._limits.image_token_id is not None:
+        if self.limits.image_token_id is not None:
             self._core.reset_encoder_cache()
         if self._spec.weight_sync.check_pulls:
             self._pulled.check(tensors, version)
