@@ -19,6 +19,11 @@ STOOD_STILL_S = 5.0  # load alone does not delay a timer by more than this
 _BLOCKED_S = 1.0  # a timer this late may have fired before pending answers were read
 
 
+def loop_s() -> float:
+    """The time of the running event loop's clock, in seconds."""
+    return asyncio.get_running_loop().time()
+
+
 async def wait_within(delay_s: float | None, task: asyncio.Future[Any]) -> bool:
     """Return True when ``task`` is done, or False after ``delay_s``. Cheaper than `deadline`."""
     if delay_s is None:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchtitan_rl.agents.agent import AgentCall, AgentResult, RemoteAgent
-from torchtitan_rl.aio import STOOD_STILL_S
+from torchtitan_rl.aio import STOOD_STILL_S, loop_s
 from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.rollout.records import problem_to_json
 from torchtitan_rl.rollout.tree import TurnTree
@@ -109,7 +109,7 @@ class ProblemQueue:
     def record_use(self, session_id: str) -> None:
         """Extend the lease of a session, because a request of the session began or ended."""
         if session_id in self._leased:
-            self._leased[session_id].used_s = _now()
+            self._leased[session_id].used_s = loop_s()
 
     async def lease(
         self, *, problem_id: str | None = None, worker: str = "", wait_s: float = 0.0
@@ -145,7 +145,7 @@ class ProblemQueue:
             RefusedError: the lease does not exist, or has ended.
         """
         entry = self._require(session_id)
-        entry.used_s = _now()
+        entry.used_s = loop_s()
         return {"session_id": session_id, "lease_s": entry.agent.lease_s}
 
     def return_(
@@ -238,18 +238,18 @@ class ProblemQueue:
         session_id = entry.call.session_id
         self._leased[session_id] = self._waiting.pop(session_id)
         self._counts["leases"] += 1
-        entry.used_s = _now()
+        entry.used_s = loop_s()
         entry.waits.start_time()
         entry.waits.expect("the next request of its worker")
         self._watch(entry, entry.agent.lease_s)
 
     def _watch(self, entry: _Entry, delay_s: float) -> None:
-        due_s = _now() + delay_s
+        due_s = loop_s() + delay_s
         loop = asyncio.get_running_loop()
         entry.timer = loop.call_at(due_s, self._check, entry, due_s)
 
     def _check(self, entry: _Entry, due_s: float) -> None:
-        now_s = _now()
+        now_s = loop_s()
         if entry.waits.is_sampling or now_s - due_s > STOOD_STILL_S:
             # The worker was not silent: it waits for an answer, or this process was stopped.
             entry.used_s = now_s
@@ -268,7 +268,3 @@ def _problem_id(entry: _Entry) -> str:
 def _lost(session_id: str) -> RefusedError:
     message = f"{session_id!r} is no lease, or it has ended: its problem may have another worker"
     return RefusedError(409, "lease_lost", message)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -65,7 +65,7 @@ async def train_on_recorded(
     ended_s = time.monotonic()
     for step, groups in recorded.steps(1, config.num_steps):
         if is_stopping.is_set():
-            raise StopRequested(f"stopped on request after step {step - 1}")
+            raise StopRequested(step - 1)
         started_s = time.monotonic()
         with recorder.phase("train"):
             batched = await asyncio.to_thread(batcher, groups)

@@ -55,7 +55,6 @@ class Game(Protocol):
 
     async def reset(self) -> Mapping[str, Any]:
         """Begin the game, and return the fields of the first observation."""
-        ...
 
     async def step(self, action: str, /) -> Move:
         """Perform an action.
@@ -63,11 +62,9 @@ class Game(Protocol):
         Raises:
             InvalidActionError: the text is not an action; the game is unchanged.
         """
-        ...
 
     async def close(self) -> None:
         """Release the game. Called exactly once, even after an error."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,6 @@ class Tools(Protocol):
     async def open(self) -> Sequence[Mapping[str, Any]]:
         """Prepare the tools, and return their schemas, as in chat APIs: ``{"type": "function",
         "function": {"name": ..., "description": ..., "parameters": ...}}``."""
-        ...
 
     async def call(self, name: str, arguments: dict[str, Any], /) -> ToolAnswer:
         """Answer a call. The calls of one message begin in their order and run concurrently. Tools
@@ -96,11 +95,9 @@ class Tools(Protocol):
         Raises:
             Exception: the tools are lost; the rollout fails.
         """
-        ...
 
     async def close(self) -> None:
         """Release the tools. Called exactly once, even after an error, and maybe during a call."""
-        ...
 
 
 class ToolEnv:

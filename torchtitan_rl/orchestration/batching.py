@@ -31,7 +31,6 @@ from torchtitan_rl.token_sets import WHOLE_VOCABULARY, kept_runs, pack_kept
 from torchtitan_rl.training.batch import TrainingBatch, num_masked_nonfinite, trained_mask
 from torchtitan_rl.training.packing import pack_episodes
 from torchtitan_rl.types import (
-    Completion,
     Episode,
     FinishReason,
     Grammar,
@@ -63,9 +62,8 @@ class GrammarReplay:
     def __call__(self, episode: Episode) -> Episode:
         """Return the episode with each grammar replaced by the sets of tokens that it allowed.
 
-        Tokens whose sets cannot be found are left out of the loss. These are all tokens of a
-        grammar that another version of xgrammar wrote, and all tokens from the first one on that
-        the grammar rejects.
+        These tokens are left out of the loss: all from the first on that a grammar rejects, and all
+        of a grammar that another version of xgrammar wrote.
         """
         return _replayed(episode, self._allowed)
 
@@ -243,7 +241,7 @@ class EpisodeBatcher:
         if rollout.reward is None or not self.config.overlong.buffer_tokens:
             return rollout
         limit = self.config.sampling.max_tokens_per_turn
-        penalty = overlong_penalty(rollout, self.config.overlong, max_tokens=limit)
+        penalty = _overlong_penalty(rollout, self.config.overlong, max_tokens=limit)
         return replace(rollout, reward=rollout.reward - penalty)
 
 
@@ -257,20 +255,13 @@ def is_cut(rollout: Rollout) -> bool:
     return any(turn.completion.finish_reason is FinishReason.LENGTH for turn in rollout.turns)
 
 
-def overlong_penalty(rollout: Rollout, config: OverlongConfig, *, max_tokens: int) -> float:
+def _overlong_penalty(rollout: Rollout, config: OverlongConfig, *, max_tokens: int) -> float:
     """Return the amount to subtract from the reward. The longest turn of the rollout determines it.
 
     With a limit L (``max_tokens``) and a buffer B, a turn of n tokens costs ``penalty`` times
     ``min(1, max(0, (n - (L - B)) / B))``; a turn that was cut off costs the full ``penalty``.
     """
-    if not config.buffer_tokens:
-        return 0.0
-    shares = (_share(turn.completion, config.buffer_tokens, max_tokens) for turn in rollout.turns)
-    return config.penalty * max(shares, default=0.0)
-
-
-def _share(completion: Completion, buffer: int, max_tokens: int) -> float:
-    if completion.finish_reason is FinishReason.LENGTH:
-        return 1.0
-    beyond = len(completion.token_ids) - (max_tokens - buffer)
-    return min(1.0, max(0.0, beyond / buffer))
+    start, buffer = max_tokens - config.buffer_tokens, config.buffer_tokens
+    lengths = [len(turn.completion.token_ids) - start for turn in rollout.turns]
+    share = 1.0 if is_cut(rollout) else min(1.0, max([0, *lengths]) / buffer)
+    return config.penalty * share

@@ -17,7 +17,6 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from torchtitan_rl.errors import (
     TorchtitanRLError,
     one_line,
 )
+from torchtitan_rl.orchestration.config import CheckpointConfig
 from torchtitan_rl.orchestration.journal import Journal, JournalError, JournalUnreadableError
 from torchtitan_rl.orchestration.ledger import TokenLedger
 from torchtitan_rl.orchestration.records import group_of
@@ -59,31 +59,38 @@ _Moment = tuple[int, int | None]  # step, newest evaluated step
 
 
 class RunCheckpointer:
-    """Writes one checkpoint at a time and keeps the ``keep`` newest. The run fails after
+    """Writes one checkpoint at a time and keeps the newest. The run fails after
     ``max_failures`` checkpoints in a row that could not be written."""
 
-    def __init__(self, state: RunState, *, keep: int, max_failures: int) -> None:
+    def __init__(self, state: RunState, config: CheckpointConfig) -> None:
         self._state = state
         self._parts = state.parts
-        self._keep = keep
-        self._max_failures = max_failures
+        self._keep = config.keep
+        self._max_failures = config.max_failures
         self._recorded = RecordedGroups()
         self._saved: _Moment | None = None  # the moment of the newest complete checkpoint
         self._writing = BackgroundTask()
         self._failures: list[CheckpointError] = []  # in a row
 
     async def restore(self, resume_from: NewestCheckpoint | None) -> RecordedGroups:
-        """Restore the run from a checkpoint and the journal, and return the recorded rollouts.
+        """Restore the run from a checkpoint and the journal, and return the recorded rollouts, with
+        which groups continue.
 
         If ``resume_from.path`` is None, the run continues from the journal alone. If
-        ``resume_from`` is None, a new run begins. Groups continue with the returned rollouts.
+        ``resume_from`` is None, a new run begins.
         """
         state, journal = self._state, self._parts.journal
         saved = SavedRun()
         if resume_from is not None and resume_from.path is not None:
             await self._parts.trainer.load_checkpoint(resume_from.path)
             saved = await asyncio.to_thread(read_saved_run, resume_from.path)
-            saved.load_into(state)
+            position = saved.position
+            state.step, state.version = position.step, position.version
+            state.evaluated_step = position.evaluated_step
+            state.ledger.load_state_dict(position.ledger)
+            state.buffer.restore(saved.entries)
+            state.parts.dataset.load_state_dict(json.loads(position.dataset))
+            state.skipped = list(position.skipped)
             self._saved = self._moment()
             state.recorder.say(f"resumed after step {state.step} from {resume_from.path}")
         mark = saved.position.journal_mark
@@ -99,10 +106,9 @@ class RunCheckpointer:
 
     async def save(self) -> None:
         """Copy the run's current state, and write it in the background. Returns when training may
-        continue.
+        continue; the files are complete after the next `save` or `finish`.
 
-        The files are complete after the next `save` or `finish`. A checkpoint that cannot be
-        written is reported; the run continues and writes the next checkpoint when it is due.
+        A checkpoint that cannot be written is reported; the run continues.
 
         Raises:
             CheckpointError: ``max_failures`` checkpoints in a row could not be written.
@@ -112,8 +118,7 @@ class RunCheckpointer:
             await self._begin()
 
     async def finish(self) -> None:
-        """Save the run's current state, even after a failure. Returns when the checkpoint is on
-        disk.
+        """Save the run's current state, even after a failure, and wait until it is on disk.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -166,36 +171,49 @@ class RunCheckpointer:
             try:
                 state.recorder.flush()
                 mark = self._parts.journal.begin(step, version=state.version)
-                self._append_untaken()
+                for name, recorded in self._recorded.rollouts.items():
+                    if group_of(name) not in state.buffer:  # not admitted again yet
+                        self._parts.journal.append(recorded, 0)
             except (OutputError, JournalError) as error:
                 raise CheckpointError(f"checkpoint {step}: {error}") from error
             await self._parts.trainer.save_checkpoint(
                 self._parts.checkpoints.path(step),
                 {
-                    POSITION: position_to_bytes(state, journal_mark=mark),
-                    GROUPS: self._groups(partials),
+                    POSITION: to_bytes(self._position(mark)),
+                    GROUPS: to_bytes(self._groups(partials)),
                 },
                 version=state.version,
             )
         return moment
 
-    def _append_untaken(self) -> None:
-        """Copy recorded turns of groups that are not admitted yet to the new part of the
-        journal."""
-        for name, recorded in self._recorded.rollouts.items():
-            if group_of(name) not in self._state.buffer:
-                self._parts.journal.append(recorded, 0)
+    def _position(self, journal_mark: int) -> RunPosition:
+        state = self._state
+        unfinished = {entry.group_id for entry in state.buffer.entries if entry.group is None}
+        return RunPosition(
+            step=state.step,
+            version=state.version,
+            evaluated_step=state.evaluated_step,
+            identity=self._parts.identity,
+            dataset=json.dumps(self._parts.dataset.state_dict()),
+            skipped=tuple(state.skipped),
+            ledger=state.ledger.state_dict(without=unfinished),
+            journal_mark=journal_mark,
+        )
 
-    def _groups(self, partials: Mapping[str, Completion]) -> bytes:
-        entries = self._state.buffer.entries
-        unfinished = [
-            self._parts.rollouter.snapshot(entry.group_id, partials)
-            if entry.state is GroupState.RUNNING
-            else self._recorded.of_group(entry.group_id)
-            for entry in entries
-            if entry.group is None
-        ]
-        return groups_to_bytes(entries, chain.from_iterable(unfinished))
+    def _groups(self, partials: Mapping[str, Completion]) -> tuple[list[Entry], list[SavedRollout]]:
+        """Return the groups, the running ones as waiting, and the recorded rollouts."""
+        entries: list[Entry] = []
+        recorded: list[RecordedRollout] = []
+        for entry in self._state.buffer.entries:
+            state, group = GroupState.WAITING, entry.group
+            if group is not None:
+                state, group = GroupState.FINISHED, short_group(group)
+            elif entry.state is GroupState.RUNNING:
+                recorded += self._parts.rollouter.snapshot(entry.group_id, partials)
+            else:
+                recorded += self._recorded.of_group(entry.group_id)
+            entries.append(replace(entry, state=state, group=group))
+        return entries, list(map(saved_rollout, recorded))
 
     async def _complete(self, moment: _Moment) -> None:
         try:
@@ -243,53 +261,12 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
-    """The controller's part of a checkpoint. ``rollouts`` are those of unfinished groups, by id.
-
-    ``SavedRun()`` is the start of a new run.
-    """
+    """The controller's part of a checkpoint; without arguments, the start of a new run.
+    ``rollouts`` are those of unfinished groups, by id."""
 
     position: RunPosition = field(default_factory=RunPosition)
     entries: tuple[Entry, ...] = ()
     rollouts: Mapping[str, RecordedRollout] = field(default_factory=dict)
-
-    def load_into(self, state: RunState) -> None:
-        """Load the saved state into a run that has not begun."""
-        position = self.position
-        state.step, state.version = position.step, position.version
-        state.evaluated_step = position.evaluated_step
-        state.ledger.load_state_dict(position.ledger)
-        state.buffer.restore(self.entries)
-        state.parts.dataset.load_state_dict(json.loads(position.dataset))
-        state.skipped = list(position.skipped)
-
-
-def position_to_bytes(state: RunState, *, journal_mark: int) -> bytes:
-    """Encode the run's current position."""
-    unfinished = {entry.group_id for entry in state.buffer.entries if entry.group is None}
-    position = RunPosition(
-        step=state.step,
-        version=state.version,
-        evaluated_step=state.evaluated_step,
-        identity=state.parts.identity,
-        dataset=json.dumps(state.parts.dataset.state_dict()),
-        skipped=tuple(state.skipped),
-        ledger=state.ledger.state_dict(without=unfinished),
-        journal_mark=journal_mark,
-    )
-    return to_bytes(position)
-
-
-def groups_to_bytes(entries: Iterable[Entry], recorded: Iterable[RecordedRollout]) -> bytes:
-    """Encode the groups and recorded rollouts. Running groups are saved as waiting."""
-    saved = [
-        replace(
-            entry,
-            state=GroupState.WAITING if entry.group is None else GroupState.FINISHED,
-            group=None if entry.group is None else short_group(entry.group),
-        )
-        for entry in entries
-    ]
-    return to_bytes((saved, [saved_rollout(one) for one in recorded]))
 
 
 def read_position(path: Path) -> RunPosition:
@@ -298,7 +275,7 @@ def read_position(path: Path) -> RunPosition:
     Raises:
         ConfigError: an older version of the system wrote the checkpoint.
         CheckpointError: the attachment is damaged.
-        msgspec.DecodeError: the attachment was not written by `position_to_bytes`.
+        msgspec.DecodeError: the attachment has another content.
     """
     if POSITION not in attachments_of(path):
         raise ConfigError(
@@ -379,9 +356,8 @@ def why_not_resumable(path: Path, journal: Journal) -> str | None:
 class RecordedGroups:
     """The recorded rollouts of a resumed run, until their groups start and take them.
 
-    Args:
-        entries: the groups in the checkpoint. Other groups began after the checkpoint; their
-            rollouts can be used if these groups are admitted at ``restored_version`` again.
+    ``entries`` are the groups in the checkpoint. The rollouts of other groups, which began after
+    it, can be used if these groups are admitted at ``restored_version`` again.
     """
 
     def __init__(

@@ -158,7 +158,6 @@ class Capacity:
     buffer: int  # B: number of groups that are admitted and not yet trained
 
     def describe(self) -> str:
-        """Describe the schedule in one line, for ``--dry-run``."""
         if self.staleness == 0:
             excess = self.buffer - self.groups_per_step
             surplus = f", the last {excess} are restarted" if excess else ""
@@ -175,23 +174,17 @@ class Capacity:
 def derive_capacity(*, groups_per_step: int, staleness: int, max_share: float) -> Capacity:
     """Compute the capacity from fields that have been checked; ``max_share`` is
     ``schedule.max_overtaking_share``."""
-    max_overtakers = int(max_share * groups_per_step)
-    if staleness == 0:
-        buffer = groups_per_step + max_overtakers
-    else:
-        buffer = (staleness + 1) * groups_per_step - max_overtakers
+    overtakers = int(max_share * groups_per_step)
     return Capacity(
         groups_per_step=groups_per_step,
         staleness=staleness,
-        max_overtakers=max_overtakers,
-        buffer=buffer,
+        max_overtakers=overtakers,
+        buffer=(staleness + 1) * groups_per_step + (-overtakers if staleness else overtakers),
     )
 
 
 def capacity_errors(*, staleness: int, max_share: float) -> list[str]:
-    """Return an error if the buffer has no room for a batch and the groups that the batch
-    overtakes."""
-    # A larger share leaves no room in the buffer for a whole batch and the overtaken groups.
+    """Return an error if the buffer has no room for a batch and the groups that it overtakes."""
     most = staleness / 2 if staleness > 0 else 1.0
     if 0.0 <= max_share <= most:
         return []

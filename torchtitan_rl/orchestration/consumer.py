@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
-from torchtitan_rl.errors import NothingTrainedError, TorchtitanRLError
+from torchtitan_rl.aio import loop_s
+from torchtitan_rl.errors import (
+    CheckpointError,
+    DivergedError,
+    NothingTrainedError,
+    RunTakenOverError,
+    TorchtitanRLError,
+    TrainerLostError,
+    one_line,
+)
 from torchtitan_rl.orchestration.batching import Batched
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
@@ -34,6 +43,9 @@ from torchtitan_rl.weights.distribution import WeightHandle
 
 class StopRequested(TorchtitanRLError):
     """The run stopped cleanly on request and can be resumed."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped on request after step {step}; resume it by --checkpoint.resume")
 
 
 class Consumer:
@@ -104,14 +116,8 @@ class Consumer:
             )
         groups = None if state.is_stopping else state.buffer.take(state.version)
         if groups is None:
-            raise StopRequested(
-                f"stopped on request after step {state.step}; resume it by --checkpoint.resume"
-            )
+            raise StopRequested(state.step)
         return groups
-
-    @property
-    def _is_training(self) -> bool:
-        return self._config.mode != "generate"
 
     def _may_train(self) -> bool:
         """Whether the trainer may use its devices: on shared devices, evaluations and pulls must
@@ -153,7 +159,7 @@ class Consumer:
                 self._recorder.say(f"step {step} has no token to train on; its weights stay{why}")
                 return batched, None
             self._empty_batches.clear()
-            if not self._is_training:
+            if self._config.mode == "generate":
                 return _without_training(batched), None
             await self._devices.prepare_step()
             self._report_ignored_rewards(groups)
@@ -177,9 +183,10 @@ class Consumer:
         """
         state, empty = self._state, self._empty_batches
         groups = tuple(group for batch in empty[-2:] for group in batch)
+        is_over = state.step >= self._config.num_steps and self._config.mode != "generate"
         if len(empty) == state.step == 2 and all_failed_alike(groups):
             what = "all rollouts of the first two steps failed for one cause"
-        elif state.version == 0 and state.step >= self._config.num_steps and self._is_training:
+        elif state.version == 0 and is_over:
             what = "no step of the run had a token to train on"
         elif len(empty) >= self._config.schedule.max_empty_batches:
             what = f"{len(empty)} steps in a row had no token to train on"
@@ -240,7 +247,7 @@ class Consumer:
                 publish_s=seconds["publish"],
                 rollout_s=seconds["wait"],
                 train_s=seconds["train"],
-                wall_s=asyncio.get_running_loop().time() - times.started_s,
+                wall_s=loop_s() - times.started_s,
                 trainer_busy_s=seconds["train"] + seconds["publish"] + seconds["save"],
                 buffer=states,
                 overtaken=overtaken,
@@ -276,18 +283,42 @@ def _in_brackets(text: str) -> str:
     return f" ({text})" if text else ""
 
 
+async def then_save(
+    steps: Awaitable[None], save: Callable[[], Awaitable[None]], say: Callable[[str], None]
+) -> None:
+    """Await the run's ``steps``, then save its last state, whether the steps succeeded or not.
+
+    Raises:
+        Exception: ``steps`` raised it, or else ``save``.
+    """
+    failure: Exception | None = None
+    try:
+        await steps
+    except (DivergedError, TrainerLostError, CheckpointError, RunTakenOverError):
+        raise  # the state is not valid, so nothing is saved
+    except Exception as error:
+        failure = error
+    try:
+        await save()
+    except Exception as error:
+        if failure is None or isinstance(failure, StopRequested):
+            raise
+        say(f"no checkpoint: {one_line(error)}")
+    if failure is not None:
+        raise failure
+
+
 class _Times:
     """Seconds that the trainer spent on each part of its work since the last step's record."""
 
     def __init__(self) -> None:
-        self.started_s = asyncio.get_running_loop().time()
+        self.started_s = loop_s()
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def measure(self, part: Literal["wait", "train", "publish", "save"]) -> Iterator[None]:
-        """Add the block's duration to one part."""
-        started_s = asyncio.get_running_loop().time()
+        started_s = loop_s()
         try:
             yield
         finally:
-            self.seconds[part] += asyncio.get_running_loop().time() - started_s
+            self.seconds[part] += loop_s() - started_s

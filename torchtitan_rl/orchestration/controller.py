@@ -27,25 +27,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan_rl.aio import cancel_all, first_of, uninterrupted
-from torchtitan_rl.errors import (
-    CheckpointError,
-    DivergedError,
-    RunTakenOverError,
-    TrainerLostError,
-    one_line,
-)
+from torchtitan_rl.errors import RunTakenOverError, TrainerLostError, one_line
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
-from torchtitan_rl.orchestration.consumer import Consumer, StopRequested
+from torchtitan_rl.orchestration.consumer import Consumer, StopRequested, then_save
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.ledger import Reconciliation
 from torchtitan_rl.orchestration.producer import Producer
 from torchtitan_rl.orchestration.run_state import Parts, RunState
-from torchtitan_rl.orchestration.watchdog import (
-    Watchdog,
-    activities_to_json,
-    describe_replicas,
-)
+from torchtitan_rl.orchestration.watchdog import Watchdog, activities_to_json, describe_replicas
 from torchtitan_rl.orchestration.weights import DeviceSharing, WeightDelivery, during_step
 from torchtitan_rl.training.checkpoints import NewestCheckpoint
 
@@ -59,15 +49,11 @@ class Controller:
         self._config = config
         self._parts = parts
         self._state = state = RunState(config.capacity, parts)
-        self._checkpointer = RunCheckpointer(
-            state,
-            keep=config.checkpoint.keep,
-            max_failures=config.checkpoint.max_failures,
-        )
+        self._checkpointer = RunCheckpointer(state, config.checkpoint)
         self._evaluator = Evaluator(config, state)
         self._devices = DeviceSharing(during_step(config), state)
         self._reconciliation = Reconciliation(
-            state.ledger, parts.router, recorder=state.recorder, waits=state.waits
+            state.ledger, parts.router, state.recorder, state.waits
         )
         self._weights = WeightDelivery(
             config.weight_sync, state, evaluator=self._evaluator, devices=self._devices
@@ -181,6 +167,12 @@ class Controller:
         finally:
             await uninterrupted(self._close([training, *others], producer))
 
+    async def _close(self, tasks: Sequence[asyncio.Task[None]], producer: Producer) -> None:
+        await cancel_all(tasks)
+        await producer.close()
+        await self._evaluator.close()
+        await self._reconciliation.close()
+
     async def _train(self, producer: Producer) -> None:
         """Take all steps, then write a checkpoint, whether the steps succeeded or not."""
         consumer = Consumer(
@@ -192,25 +184,18 @@ class Controller:
             checkpointer=self._checkpointer,
             reconciliation=self._reconciliation,
         )
-        failure: Exception | None = None
-        try:
+
+        async def take_steps() -> None:
             await consumer.run()
             await self._weights.flush()
             await producer.settle()
-        except (DivergedError, TrainerLostError, CheckpointError, RunTakenOverError):
-            raise  # the state is not valid, so nothing is saved
-        except Exception as error:
-            failure = error
-        try:
+
+        async def save() -> None:
             await self._reconciliation.finish(self._state.step, self._state.version)
             await self._devices.take_devices()
             await self._checkpointer.finish()
-        except Exception as error:
-            if failure is None or isinstance(failure, StopRequested):
-                raise
-            self._state.recorder.say(f"no checkpoint: {one_line(error)}")
-        if failure is not None:
-            raise failure
+
+        await then_save(take_steps(), save, self._state.recorder.say)
 
     async def _wait_for_save(self, training: asyncio.Task[None]) -> TrainerLostError | None:
         """After another loop failed, let the trainer finish its step and save. Returns an error if
@@ -226,12 +211,6 @@ class Controller:
         if error is not None and not isinstance(error, StopRequested):
             say(f"the trainer ended with {one_line(error)}")
         return None
-
-    async def _close(self, tasks: Sequence[asyncio.Task[None]], producer: Producer) -> None:
-        await cancel_all(tasks)
-        await producer.close()
-        await self._evaluator.close()
-        await self._reconciliation.close()
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException:

@@ -8,9 +8,7 @@ skipped, with a line on the console.
 
 from __future__ import annotations
 
-import asyncio
-
-from torchtitan_rl.aio import BackgroundTask
+from torchtitan_rl.aio import BackgroundTask, loop_s
 from torchtitan_rl.errors import WeightSyncError
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.records import EvaluationRecord
@@ -90,7 +88,7 @@ class Evaluator:
                         return
                     self._is_pinned = True
                     self._state.notify()
-                    started_s = asyncio.get_running_loop().time()
+                    started_s = loop_s()
                     with recorder.phase("evaluation"):
                         groups = await self._roll_out(pin)
             except WeightSyncError:  # the reserved replica could not pull the weights
@@ -105,7 +103,7 @@ class Evaluator:
                 step=step,
                 version=version,
                 groups=groups,
-                seconds=asyncio.get_running_loop().time() - started_s,
+                seconds=loop_s() - started_s,
                 success_reward=self._success_reward,
             )
         )

@@ -1,6 +1,7 @@
 """The `Trainer` of a run that only generates: the policy is the initial one throughout.
 
-Its checkpoints hold only the attachments, with which the run can be resumed.
+Its checkpoints hold only the attachments, with which the run can be resumed. `train_step`,
+`logprobs` and `publish` are never called.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import asyncio
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan_rl.errors import CheckpointError
+from torchtitan_rl.orchestration.run_state import Trainer
 from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoint_files import (
     check_contents,
@@ -29,9 +30,7 @@ from torchtitan_rl.training.checkpoint_files import (
 from torchtitan_rl.weights.distribution import WeightHandle
 
 
-class FixedPolicy:
-    """See the module. `train_step`, `logprobs`, `publish` and `export_hf` are never called."""
-
+class FixedPolicy(Trainer):
     async def wait_until_lost(self) -> None:
         await asyncio.Event().wait()
 
@@ -42,36 +41,31 @@ class FixedPolicy:
         *,
         examples: TrainingBatch | None = None,
     ) -> StepOutput:
-        _refuse()
+        raise NotImplementedError
 
     async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
-        _refuse()
+        raise NotImplementedError
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
-        _refuse()
-
-    async def export_hf(self, path: Path) -> None:
-        _refuse()
+        raise NotImplementedError
 
     async def save_checkpoint(
         self, path: Path, attachments: Mapping[str, bytes], *, version: int
     ) -> None:
         await asyncio.to_thread(_write, path, dict(attachments), version)
 
-    async def finish_checkpoint(self) -> None:
-        return
-
     async def load_checkpoint(self, path: Path) -> None:
         await asyncio.to_thread(check_contents, path)
 
-    async def offload(self) -> None:
-        return
+    async def finish_checkpoint(self) -> None: ...
 
-    async def onload(self) -> None:
-        return
+    async def offload(self) -> None: ...
 
-    async def close(self) -> None:
-        return
+    async def onload(self) -> None: ...
+
+    async def export_hf(self, path: Path) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 def _write(path: Path, attachments: Mapping[str, bytes], version: int) -> None:
@@ -86,7 +80,3 @@ def _write(path: Path, attachments: Mapping[str, bytes], version: int) -> None:
     except OSError as error:
         discard(path)
         raise CheckpointError(f"checkpoint {path} was not written: {error}") from error
-
-
-def _refuse() -> NoReturn:
-    raise RuntimeError("a run that only generates has no trainer")

@@ -113,10 +113,7 @@ class Row(NamedTuple):
             raise JournalError(f"{self.rollout_id}, turn {self.number}: {error}") from error
 
     def require_intact(self) -> None:
-        """
-        Raises:
-            JournalError: the row is damaged.
-        """
+        """Raise JournalError if the row is damaged."""
         if not self.is_intact:
             raise JournalError(
                 f"{self.rollout_id}, turn {self.number}: the row has a wrong checksum"
@@ -144,10 +141,10 @@ class Journal:
         self, step: int, base: Mapping[str, RecordedRollout], *, mark: int = 0
     ) -> dict[str, RecordedRollout]:
         """Return the checkpoint's unfinished rollouts (``base``) with their later turns, and the
-        rollouts that began after the checkpoint. Changes nothing.
+        rollouts that began after the checkpoint; there are none if the file is missing.
 
-        If the file is missing there are no turns. Damaged rows are ignored and listed in
-        `passed_over`, because sampling their turns again costs less than using an older checkpoint.
+        Changes nothing. Damaged rows are ignored and listed in `passed_over`, because sampling
+        their turns again costs less than using an older checkpoint.
 
         Raises:
             JournalUnreadableError: the system cannot read the file.
@@ -165,9 +162,8 @@ class Journal:
         for row in rows:
             try:
                 row.require_intact()
-                recorded = rollouts.get(row.rollout_id) or RecordedRollout(
-                    rollout_id=row.rollout_id
-                )
+                name = row.rollout_id
+                recorded = rollouts.get(name) or RecordedRollout(rollout_id=name)
                 previous = _turn_before(recorded, row.number)
                 if row.previous != _fingerprint(previous) or (row.number and previous is None):
                     continue  # an earlier turn was not written, or is damaged
@@ -175,7 +171,7 @@ class Journal:
             except JournalError as error:
                 self.passed_over.append(f"{self.path}: {error}; it is sampled again")
             else:
-                rollouts[row.rollout_id] = with_turn(recorded, row.number, turn, env_state)
+                rollouts[name] = with_turn(recorded, row.number, turn, env_state)
         return rollouts
 
     def rows(self, step: int = 0, mark: int = 0) -> list[Row]:
@@ -213,8 +209,8 @@ class Journal:
         """Continue after the checkpoint of ``step``, whose weights are ``version``.
 
         The run continues with ``rollouts``: in one transaction, their turns replace all rows after
-        this checkpoint. ``base`` has the rollouts in the checkpoint; their turns are already saved
-        there, so they are not written. A damaged file is replaced.
+        this checkpoint, except those of ``base``, the rollouts in the checkpoint. A damaged file is
+        replaced.
 
         Raises:
             JournalError: the file cannot be written.
@@ -240,8 +236,8 @@ class Journal:
         """Write later turns as turns after the checkpoint of ``step``, whose weights are
         ``version``.
 
-        Returns a mark, to be saved with the checkpoint. A step can have several checkpoints, which
-        the mark distinguishes. It can happen that only the first of them is complete.
+        Returns a mark, to be saved with the checkpoint: a step can have several checkpoints, of
+        which only the first may be complete.
         """
         self._mark = self._mark + 1 if step == self._step else 0
         self._step, self._version, self._has_failed = step, version, False
@@ -264,10 +260,8 @@ class Journal:
             raise
 
     def prune(self, oldest_step: int) -> None:
-        """Delete the turns of checkpoints older than ``oldest_step``, the oldest checkpoint that is
-        kept.
-
-        Any thread may call this. A simultaneous `append` waits only while a few rows are deleted.
+        """Delete the turns of checkpoints older than ``oldest_step``. Any thread may call this: a
+        simultaneous `append` waits only while a few rows are deleted.
 
         Raises:
             JournalError: the turns cannot be deleted.

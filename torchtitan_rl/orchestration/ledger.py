@@ -64,11 +64,8 @@ class TokenLedger:
         self._discarded: Counter[str] = Counter()
 
     def on_ended(self, request: GenerationRequest, tokens: Completion, is_returned: bool) -> None:
-        """Record that a request ended with ``tokens``. Called by the router.
-
-        Args:
-            is_returned: whether the request's caller gets the tokens.
-        """
+        """Record that a request ended with ``tokens``, which its caller gets if ``is_returned``.
+        Called by the router."""
         resumed = len(request.resume_from.token_ids) if request.resume_from is not None else 0
         sampled = len(tokens.token_ids) - resumed
         self.entered += sampled
@@ -98,11 +95,8 @@ class TokenLedger:
         *,
         masked_by_loss: Mapping[str, int] | None = None,
     ) -> None:
-        """Record that the groups of a batch were trained and leave the buffer.
-
-        Args:
-            counts: the trained and discarded tokens of the batch.
-            masked_by_loss: number of tokens of ``counts.trained`` that the loss left out, by cause.
+        """Record that the groups of a batch were trained and leave the buffer. ``masked_by_loss``:
+        number of tokens of ``counts.trained`` that the loss left out, by cause.
 
         Raises:
             LedgerError: the counts do not add up, or differ from what was generated.
@@ -143,11 +137,7 @@ class TokenLedger:
 
     def discard_tokens(self, group_id: str, cause: str, num_tokens: int) -> None:
         """Record that tokens of a group are dropped (restarted, or recorded but not usable); the
-        group stays in the buffer.
-
-        Raises:
-            LedgerError: the group has fewer tokens.
-        """
+        group stays in the buffer. LedgerError if it has fewer tokens."""
         held = self.tokens_of(group_id)
         if num_tokens > held:
             raise LedgerError(
@@ -177,12 +167,8 @@ class TokenLedger:
         )
 
     def state_dict(self, *, without: Collection[str] = ()) -> dict[str, Any]:
-        """Return the totals as JSON-compatible values.
-
-        Args:
-            without: groups that are saved without their tokens, because a resumed run adds the
-                tokens of their recorded turns again.
-        """
+        """Return the totals as JSON-compatible values. The groups in ``without`` are saved without
+        their tokens, because a resumed run adds those of their recorded turns again."""
         tokens_of = {name: 0 if name in without else n for name, n in self._tokens_of.items()}
         left_out = sum(self._tokens_of.values()) - sum(tokens_of.values())
         return {
@@ -229,12 +215,7 @@ class Reconciliation:
     last one at the end of the run."""
 
     def __init__(
-        self,
-        ledger: TokenLedger,
-        router: GeneratorRouter,
-        *,
-        recorder: Recorder,
-        waits: WaitRegistry,
+        self, ledger: TokenLedger, router: GeneratorRouter, recorder: Recorder, waits: WaitRegistry
     ) -> None:
         self._ledger = ledger
         self._router = router
@@ -262,14 +243,13 @@ class Reconciliation:
         # No await below: a request leaves the router and is recorded in the ledger without an
         # await.
         entered = self._router.received_tokens() - self._router.held_tokens()
+        missing = sum(replica.unaccounted or 0 for replica in replicas)
         record = AccountRecord(
             step=step,
             version=version,
             sampled=sum(replica.sampled for replica in replicas),
             lost=sum(replica.lost for replica in replicas),
-            unaccounted=entered
-            - self._ledger.entered
-            + sum(replica.unaccounted or 0 for replica in replicas),
+            unaccounted=entered - self._ledger.entered + missing,
         )
         self._recorder.record_account(record)
         if record.unaccounted:

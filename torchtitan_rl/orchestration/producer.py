@@ -35,11 +35,7 @@ class Producer:
     """Runs one task for each live group. The consumer calls `restart`."""
 
     def __init__(
-        self,
-        config: ControllerConfig,
-        state: RunState,
-        *,
-        recorded: RecordedGroups,
+        self, config: ControllerConfig, state: RunState, *, recorded: RecordedGroups
     ) -> None:
         self._config = config
         self._num_groups = config.num_steps * config.rollout.groups_per_step
@@ -272,8 +268,7 @@ class Producer:
         return failed or is_taught or has_signal(group.rollouts, self._config.rollout)
 
     def _pop_recorded(self, entry: Entry) -> Mapping[str, RecordedRollout]:
-        """Take the group's turns from before the run was resumed, and add their tokens to the
-        ledger."""
+        """Take the group's turns from before the resume, and add their tokens to the ledger."""
         rollouts, rolled_back = self._recorded.pop(
             entry.group_id, admitted_version=entry.admitted_version
         )

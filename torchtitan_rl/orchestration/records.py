@@ -156,11 +156,9 @@ class Recorder(Protocol):
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Show on the console and in the trace that the controller does ``name`` in the block."""
-        ...
 
     def say(self, message: str) -> None:
         """Show a message to the user."""
-        ...
 
 
 class RetryingRecorder:
@@ -222,10 +220,8 @@ def group_of(rollout_id: str) -> str:
 
 
 def group_of_request(request: GenerationRequest) -> str | None:
-    """Return the id of a request's group; None for requests of other clients.
-
-    The session id of a rollout's requests is the rollout's id.
-    """
+    """Return the id of a request's group; None for requests of other clients. The session id of a
+    rollout's requests is the rollout's id."""
     session = request.session_id
     if session is None or not request.request_id.startswith(f"{session}/"):
         return None

@@ -41,7 +41,6 @@ class Claim(Protocol):
         Raises:
             OutputError: this process does not own the folder, or this cannot be determined.
         """
-        ...
 
     async def wait_until_lost(self) -> None:
         """Wait until this process has lost the right to write.
@@ -49,7 +48,6 @@ class Claim(Protocol):
         Raises:
             RunTakenOverError: another controller owns the folder.
         """
-        ...
 
 
 class Unshared:
@@ -135,11 +133,7 @@ class RunState:
         self._changed = asyncio.Event()
 
     async def wait_until(
-        self,
-        holds: Callable[[], bool],
-        name: str,
-        *,
-        details: Callable[[], str] | None = None,
+        self, holds: Callable[[], bool], name: str, *, details: Callable[[], str] | None = None
     ) -> None:
         """Return once ``holds()``; the watchdog reports the wait by ``name`` and ``details()``."""
         if holds():
@@ -159,7 +153,6 @@ class Trainer(Protocol):
         Raises:
             TrainerLostError: a process has died.
         """
-        ...
 
     async def train_step(
         self,
@@ -175,12 +168,10 @@ class Trainer(Protocol):
             DivergedError: the loss or the gradient is not finite. The weights have not changed.
             TrainerLostError: a process of the trainer died. Every other method raises this too.
         """
-        ...
 
     async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
         """Compute the logprob [N] of every token under the current weights, at the batch's
         temperature; 0 for the first token of an episode."""
-        ...
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
         """Make the current weights readable by replicas, under the current version.
@@ -192,30 +183,21 @@ class Trainer(Protocol):
             WeightSyncError: the memory has no room for the version. Versions that were not freed
                 stay readable.
         """
-        ...
 
     async def save_checkpoint(
-        self,
-        path: Path,
-        attachments: Mapping[str, bytes],
-        *,
-        version: int,
+        self, path: Path, attachments: Mapping[str, bytes], *, version: int
     ) -> None:
         """Copy model, optimizer, scheduler and RNG, and write the copy while training continues.
 
         Returns when the copy has been made. Waits first if another checkpoint is still being
-        written.
-
-        Args:
-            attachments: file name to content; `load_attachment` reads them.
-            version: the policy version to which the attachments belong.
+        written. ``attachments`` are files of the checkpoint, by name (see `load_attachment`);
+        ``version`` is their policy version.
 
         Raises:
             CheckpointError: the trainer holds another version (a step ended after its deadline), or
                 the previous checkpoint failed and `finish_checkpoint` has not reported it yet.
                 Nothing is written.
         """
-        ...
 
     async def finish_checkpoint(self) -> None:
         """Return when the last saved checkpoint is on disk under its final name.
@@ -223,7 +205,6 @@ class Trainer(Protocol):
         Raises:
             CheckpointError: the checkpoint could not be written; nothing of it is left on disk.
         """
-        ...
 
     async def load_checkpoint(self, path: Path) -> None:
         """Restore everything that `save_checkpoint` copied.
@@ -231,19 +212,15 @@ class Trainer(Protocol):
         Raises:
             CheckpointError: the checkpoint is torn or damaged; nothing was changed.
         """
-        ...
 
     async def offload(self) -> None:
         """Move everything from device to host memory. Before the next `onload`, only
         `finish_checkpoint`, `onload` and `close` may be called. A second call has no effect."""
-        ...
 
     async def onload(self) -> None:
         """Move everything back to the devices. A second call has no effect."""
-        ...
 
     async def export_hf(self, path: Path) -> None: ...
 
     async def close(self) -> None:
         """Finish the checkpoint that is being written, then end the trainer."""
-        ...

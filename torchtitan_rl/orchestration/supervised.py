@@ -23,19 +23,11 @@ import numpy.typing as npt
 from torchtitan_rl.aio import cancel_all, first_of
 from torchtitan_rl.data.conversations import Conversations, Example
 from torchtitan_rl.environments.supervised import SupervisedTask
-from torchtitan_rl.errors import (
-    CheckpointError,
-    DivergedError,
-    NothingTrainedError,
-    OutputError,
-    RunTakenOverError,
-    TrainerLostError,
-    one_line,
-)
+from torchtitan_rl.errors import NothingTrainedError, OutputError
 from torchtitan_rl.files import replace_file
 from torchtitan_rl.orchestration.checkpointing import RunCheckpointer
 from torchtitan_rl.orchestration.config import ControllerConfig
-from torchtitan_rl.orchestration.consumer import StopRequested
+from torchtitan_rl.orchestration.consumer import StopRequested, then_save
 from torchtitan_rl.orchestration.records import HeldOutRecord, StepRecord, TokenCounts
 from torchtitan_rl.orchestration.run_state import Parts, RunState
 from torchtitan_rl.orchestration.watchdog import Watchdog
@@ -82,9 +74,7 @@ class SupervisedController:
         self._parts = parts
         self._supervision = supervision
         self._state = state = RunState(config.capacity, parts)
-        self._checkpointer = RunCheckpointer(
-            state, keep=config.checkpoint.keep, max_failures=config.checkpoint.max_failures
-        )
+        self._checkpointer = RunCheckpointer(state, config.checkpoint)
         self._watchdog = Watchdog(
             state.waits,
             num_changes=lambda: state.num_changes,
@@ -138,26 +128,10 @@ class SupervisedController:
         with self._state.recorder.phase("restore"):
             await self._checkpointer.restore(resume_from)
         try:
-            await self._train()
+            save = self._checkpointer.finish
+            await then_save(self._take_steps(), save, self._state.recorder.say)
         finally:
             self._parts.journal.close()
-
-    async def _train(self) -> None:
-        failure: Exception | None = None
-        try:
-            await self._take_steps()
-        except (DivergedError, TrainerLostError, CheckpointError, RunTakenOverError):
-            raise  # the state is not valid, so nothing is saved
-        except Exception as error:
-            failure = error
-        try:
-            await self._checkpointer.finish()
-        except Exception as error:
-            if failure is None or isinstance(failure, StopRequested):
-                raise
-            self._state.recorder.say(f"no checkpoint: {one_line(error)}")
-        if failure is not None:
-            raise failure
 
     async def _take_steps(self) -> None:
         state, num_steps = self._state, self._config.num_steps
@@ -166,10 +140,7 @@ class SupervisedController:
         try:
             while state.step < num_steps:
                 if state.is_stopping:
-                    raise StopRequested(
-                        f"stopped on request after step {state.step}; resume it by "
-                        "--checkpoint.resume"
-                    )
+                    raise StopRequested(state.step)
                 started_s = time.monotonic()
                 with state.recorder.phase("rows"), state.waits.track("rows are being read"):
                     batched = await reading

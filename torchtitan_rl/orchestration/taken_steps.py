@@ -8,7 +8,6 @@ with an empty folder. Nothing is synced to disk.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,8 @@ MAX_BYTES = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenStep:
-    """One step. ``version``: of the weights that it began with. ``digest``: that of the weights
-    after it (the metric ``weights_digest``); None if the trainer does not compute one."""
+    """One step, from weights of ``version``. ``digest``: that of the weights after it (the metric
+    ``weights_digest``); None if the trainer does not compute one."""
 
     version: int
     path: Path
@@ -44,10 +43,8 @@ class TakenStep:
 
 
 class TakenSteps:
-    """The steps since the oldest checkpoint that may still be needed, in order.
-
-    Args:
-        folder: is emptied first.
+    """The steps since the oldest checkpoint that may still be needed, in order. Empties ``folder``
+    first.
 
     Raises:
         OSError: the folder cannot be emptied.
@@ -89,26 +86,22 @@ class TakenSteps:
     def add(self, step: TakenStep) -> None:
         self._steps[step.version] = step
 
-    def since(self, version: int, until: int) -> Iterator[TakenStep]:
-        """Yield the steps from ``version`` to ``until``.
+    def since(self, version: int, until: int) -> list[TakenStep]:
+        """Return the steps from ``version`` to ``until``.
 
         Raises:
             KeyError: a step is missing.
         """
-        for taken in range(version, until):
-            yield self._steps[taken]
+        return [self._steps[taken] for taken in range(version, until)]
 
     def drop_before(self, version: int) -> None:
         """Forget the steps that began with an older version. Files that cannot be removed stay."""
         for old in [step for step in self._steps if step < version]:
-            self._remove(self._steps.pop(old))
+            with suppress(OSError):  # `close` tries again
+                self._steps.pop(old).path.unlink(missing_ok=True)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _remove(self, step: TakenStep) -> None:
-        with suppress(OSError):  # `close` tries again
-            step.path.unlink(missing_ok=True)
 
 
 def _encoded(value: Any) -> Any:

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_rl.aio import cancel_all, retrieve
+from torchtitan_rl.aio import cancel_all, loop_s, retrieve
 from torchtitan_rl.errors import (
     CheckpointError,
     DeadlineError,
@@ -66,7 +66,6 @@ class TrainerProcesses(Trainer, Protocol):
     def lose(self, cause: BaseException) -> None:
         """Treat the trainer as lost: running and later calls fail, and `close` does not wait for
         its processes' work."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,26 +76,14 @@ class _Start:
     checkpoint: Path | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Saving:
-    """The checkpoint that ``trainer`` is writing."""
-
-    start: _Start
-    trainer: TrainerProcesses
-
-
 class RestartedTrainer:
     """A `Trainer` that survives the loss of its processes. Close it before its trainer.
 
     Args:
-        trainer: the first trainer, which is started.
-        start: starts another one. The processes of the one before have ended.
+        start: starts another trainer. The processes of the one before have ended.
         weights: distributes what the trainer publishes.
-        steps: stores batches.
-        max_restarts: at least 1.
         check: the right to write into the run's folder; see `Claim.check`.
         is_offloaded: whether the trainer's state is in host memory at first.
-        say: shows a line to the user.
         on_failure: called with the ended report of each loss.
     """
 
@@ -125,7 +112,7 @@ class RestartedTrainer:
         self._version = 0
         self._starts = [_Start(version=0, checkpoint=None)]  # oldest first; never empty
         self._readable: list[int] = []  # the versions that replicas can read, as published
-        self._saving: _Saving | None = None
+        self._saving: tuple[_Start, TrainerProcesses] | None = None  # being written, by whom
         self._unwritten: tuple[int, str] | None = None  # the newest step not stored, and why
         self._num_restarts = 0  # since the newest step
         self._restarting: asyncio.Task[None] | None = None
@@ -173,22 +160,22 @@ class RestartedTrainer:
         await self._call(
             lambda trainer: trainer.save_checkpoint(path, attachments, version=version)
         )
-        start = _Start(version=version, checkpoint=path)
-        self._saving = _Saving(start=start, trainer=self._trainer)
+        self._saving = _Start(version=version, checkpoint=path), self._trainer
 
     async def finish_checkpoint(self) -> None:
         saving = self._saving
         if saving is None:
             return
+        start, trainer = saving
         try:
-            await saving.trainer.finish_checkpoint()
+            await trainer.finish_checkpoint()
         except (TrainerLostError, DeadlineError) as error:
-            self._restart(saving.trainer, error)
-            raise CheckpointError(f"{saving.start.checkpoint}: {one_line(error)}") from error
+            self._restart(trainer, error)
+            raise CheckpointError(f"{start.checkpoint}: {one_line(error)}") from error
         finally:
             if self._saving is saving:
                 self._saving = None
-        self._starts.append(saving.start)
+        self._starts.append(start)
         self._forget()
 
     async def load_checkpoint(self, path: Path) -> None:
@@ -209,8 +196,7 @@ class RestartedTrainer:
         await self._call(lambda trainer: trainer.export_hf(path))
 
     async def close(self) -> None:
-        tasks = [self._watching, *([self._restarting] if self._restarting else [])]
-        await cancel_all(tasks)
+        await cancel_all(filter(None, [self._watching, self._restarting]))
         await asyncio.to_thread(self._steps.close)
 
     async def _call(self, ask: Callable[[TrainerProcesses], Awaitable[_T]]) -> _T:
@@ -247,7 +233,7 @@ class RestartedTrainer:
             return
         lost.lose(error)
         self._weights.lose_source()
-        failure = Failure.of(Part.TRAINER, lost.name, error, now_s=_now())
+        failure = Failure.of(Part.TRAINER, lost.name, error, now_s=loop_s())
         self._restarting = asyncio.create_task(
             self._replace(failure), name="restart of the trainer"
         )
@@ -268,14 +254,16 @@ class RestartedTrainer:
             self._num_restarts += 1
             start = self._choose_start()
             num_steps = self._version - start.version
+            origin = "the initial policy" if start.checkpoint is None else start.checkpoint.name
             self._say(
-                f"{lost.name} is lost and is started again, {_from(start)}; {num_steps} steps are "
+                f"{lost.name} is lost and is started again, from {origin}; {num_steps} steps are "
                 f"taken again: {cause}"
             )
-            await _close(lost)
+            with suppress(TorchtitanRLError):  # nothing answers
+                await lost.close()
             try:
                 lost = await self._start()
-                failure = failure.restarted(lost.name, now_s=_now())
+                failure = failure.restarted(lost.name, now_s=loop_s())
                 handles = await self._retake(lost, start)
             except (DivergedError, DeviceMemoryError) as error:
                 self._give_up(failure, str(error))
@@ -291,7 +279,7 @@ class RestartedTrainer:
         await cancel_all([self._watching])
         self._trainer, self._watching = lost, self._watched(lost)
         self._weights.renew_source(handles)
-        self._on_failure(failure.serving(now_s=_now(), steps_again=num_steps))
+        self._on_failure(failure.serving(now_s=loop_s(), steps_again=num_steps))
 
     async def _retake(self, trainer: TrainerProcesses, start: _Start) -> dict[int, WeightHandle]:
         """Bring a new trainer to the current version. Returns what it published."""
@@ -364,19 +352,3 @@ class RestartedTrainer:
     def _set_given_up(self, why: str) -> None:
         if not self._given_up.done():
             self._given_up.set_result(why)
-
-
-async def _close(trainer: TrainerProcesses) -> None:
-    """End what is left of a lost trainer."""
-    with suppress(TorchtitanRLError):  # nothing answers
-        await trainer.close()
-
-
-def _from(start: _Start) -> str:
-    if start.checkpoint is None:
-        return "from the initial policy"
-    return f"from {start.checkpoint.name}"
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -34,9 +34,9 @@ class Wait:
 
     def describe(self, now_s: float) -> str:
         """Describe the wait: ``trainer waits for a full batch (90 s): 3 of 16 groups finished``."""
-        text = f"{self.name} ({now_s - self.since_s:.0f} s)"
-        details = self.details() if self.details is not None else ""
-        return f"{text}: {details}" if details else text
+        one = self.to_json(now_s)
+        text = f"{self.name} ({one['seconds']:.0f} s)"
+        return f"{text}: {one['details']}" if one["details"] else text
 
     def to_json(self, now_s: float) -> dict[str, Any]:
         details = self.details() if self.details is not None else ""
@@ -61,13 +61,11 @@ class WaitRegistry:
         details: Callable[[], str] | None = None,
         limit_s: float | None = None,
     ) -> Iterator[None]:
-        """List a wait while the block is open.
+        """List a wait while the block is open. ``name`` is a sentence that needs no context, such
+        as "trainer waits for a full batch".
 
-        Args:
-            name: a sentence that needs no context, such as "trainer waits for a full batch".
-            limit_s: how long this wait may take. While a wait is within its limit, the watchdog
-                does not end the run; when the limit is exceeded, it does. If the awaited call has
-                its own time-out, give a larger limit.
+        While a wait is within its limit, the watchdog does not end the run; when the limit is
+        exceeded, it does. If the awaited call has its own time-out, give a larger limit.
         """
         wait = Wait(name=name, since_s=self.now_s(), limit_s=limit_s, details=details)
         self._open.append(wait)
@@ -88,7 +86,6 @@ class Watchdog:
         num_changes: a number that grows whenever anything changes (groups, steps, pulls ...).
         activities: returns the activity of each unfinished rollout. A new activity is a change too.
         notes: further lines for the report, such as `describe_replicas`.
-        say: shows a message to the user.
     """
 
     def __init__(
@@ -152,7 +149,7 @@ class Watchdog:
         for longest, *others in by_name.values():
             more = f" [and {len(others)} more]" if others else ""
             lines.append(longest.describe(now_s) + more)
-        lines += [describe_activities(self._activities(), now_s), *self._notes()]
+        lines += [_describe_activities(self._activities(), now_s), *self._notes()]
         return "\n".join(f"  {line}" for line in lines if line)
 
     def _report(self, headline: str) -> str:
@@ -169,9 +166,7 @@ class Watchdog:
         self._last_poll_s = now_s
 
 
-def describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> str:
-    """Describe the number of rollouts in each phase, and the longest activity; return "" if there
-    are no rollouts."""
+def _describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> str:
     if not activities:
         return ""
     counts = Counter(activity.phase.value for activity in activities)

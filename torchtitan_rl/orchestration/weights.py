@@ -3,17 +3,19 @@ Also decides who uses devices that the trainer and the replicas share.
 
 | mode | replicas during a step | after the step |
 |---|---|---|
-| `CONTINUE` | keep running | they pull the new weights |
-| `PAUSE` | requests are interrupted, engines are empty | requests continue under the new weights |
-| `SLEEP` | like `PAUSE`, and replicas free the devices | the trainer offloads, replicas wake up |
+| ``continue`` | keep running | they pull the new weights |
+| ``pause`` | requests are interrupted, engines are empty | requests go on under the new weights |
+| ``sleep`` | like ``pause``, and replicas free the devices | the trainer offloads, they wake up |
+
+``pause`` and ``continue`` are ``schedule.during_training``; on shared devices, replicas ``sleep``.
 
 Invariants of `WeightDelivery`: evaluations are pinned in the order of their steps. A version is
 skipped only if a newer one is already queued and no evaluation needs the version. A skipped version
 is released.
 
 Invariants of `DeviceSharing`: from the moment a step begins until the trainer releases the devices,
-emptied engines stay empty, even if they pull weights in this time. With `SLEEP` no replica steps in
-this time, and the trainer's state is on the devices only in this time. Only one switch runs at a
+emptied engines stay empty, even if they pull weights in this time. With ``sleep`` no replica steps
+in this time, and the trainer's state is on the devices only in this time. Only one switch runs at a
 time, and none during a pull.
 """
 
@@ -23,8 +25,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from typing import Literal
 
+from torchtitan_rl.aio import loop_s
 from torchtitan_rl.orchestration.config import ControllerConfig
 from torchtitan_rl.orchestration.evaluation import Evaluator
 from torchtitan_rl.orchestration.run_state import RunState
@@ -35,9 +38,8 @@ from torchtitan_rl.weights.distribution import WeightHandle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedStep:
-    """A finished step. ``version`` is the version of the weights after the step, and ``handle``
-    refers to these weights. ``handle`` is None if the step had nothing to train on, so that the
-    weights did not change."""
+    """A finished step, with the weights after it: their ``version`` and ``handle``. ``handle`` is
+    None if the step had nothing to train on, so that the weights did not change."""
 
     step: int
     version: int
@@ -84,7 +86,6 @@ class WeightDelivery:
         return syncs
 
     def needs_evaluation(self, step: int) -> bool:
-        """Whether an evaluation of this step is due."""
         return self._evaluator.is_due(step)
 
     def put(self, step: PublishedStep) -> None:
@@ -101,11 +102,8 @@ class WeightDelivery:
         self._queue.put_nowait(step)
 
     async def resume(self, handle: WeightHandle) -> None:
-        """Load the weights with which a resumed run begins into the replicas.
-
-        The weights stay readable until the evaluation of their step, if one is due, has pinned its
-        replica.
-        """
+        """Load the weights with which a resumed run begins into the replicas. They stay readable
+        until the evaluation of their step, if one is due, has pinned its replica."""
         self._initial = PublishedStep(step=self._state.step, version=handle.version, handle=handle)
         self._needed[handle.version] = self._initial
         await self._sync(handle)
@@ -171,18 +169,12 @@ class WeightDelivery:
         return report
 
 
-class DuringStep(StrEnum):
-    """How replicas behave while the trainer takes a step."""
-
-    CONTINUE = "continue"
-    PAUSE = "pause"
-    SLEEP = "sleep"
+DuringStep = Literal["continue", "pause", "sleep"]
+"""How replicas behave while the trainer takes a step."""
 
 
 def during_step(config: ControllerConfig) -> DuringStep:
-    """Return ``schedule.during_training``, or SLEEP if replicas share devices with the trainer."""
-    is_colocated = config.placement == "colocated"
-    return DuringStep.SLEEP if is_colocated else DuringStep(config.schedule.during_training)
+    return "sleep" if config.placement == "colocated" else config.schedule.during_training
 
 
 class DeviceSharing:
@@ -197,12 +189,12 @@ class DeviceSharing:
         self._switching = asyncio.Lock()
         self._trainer_is_loaded = False
         self._is_released = True
-        self._engines_are_empty = False
+        self.engines_are_empty = False  # no request runs, and none will before the next weights
         self._switch_s = 0.0
 
     @property
     def devices_are_shared(self) -> bool:
-        return self._during_step is DuringStep.SLEEP
+        return self._during_step == "sleep"
 
     @property
     def trainer_holds_devices(self) -> bool:
@@ -215,11 +207,6 @@ class DeviceSharing:
         without an update, because the replicas still have the devices."""
         return self.trainer_holds_devices or not self.devices_are_shared
 
-    @property
-    def engines_are_empty(self) -> bool:
-        """Whether no request runs on an engine, and none will before the next weights."""
-        return self._engines_are_empty
-
     def pop_switch_s(self) -> float:
         """Return the seconds spent on switching devices since the last call."""
         seconds, self._switch_s = self._switch_s, 0.0
@@ -227,12 +214,12 @@ class DeviceSharing:
 
     async def prepare_step(self) -> None:
         """Prepare the replicas for a step of the trainer."""
-        if self._during_step is DuringStep.PAUSE:
+        if self._during_step == "pause":
             self._is_released = False
             async with self._switching:
                 # Evaluations continue, so that their seeded answers do not depend on timing.
                 await self._router.pause("abort", pinned=False)
-                self._engines_are_empty = True
+                self.engines_are_empty = True
         await self.take_devices()
 
     async def take_devices(self) -> None:
@@ -249,7 +236,7 @@ class DeviceSharing:
                     # An earlier switch to the replicas may have failed after offloading.
                     await self._trainer.onload()
                     return
-                self._trainer_is_loaded = self._engines_are_empty = True
+                self._trainer_is_loaded = self.engines_are_empty = True
                 with self._timed():
                     await self._router.sleep()
                     await self._trainer.onload()
@@ -261,7 +248,6 @@ class DeviceSharing:
             self._state.notify()
 
     async def wait_until_released(self) -> None:
-        """Wait until the replicas may have the devices."""
         await self._state.wait_until(
             lambda: self._is_released, "new weights wait for the trainer to leave the devices"
         )
@@ -276,7 +262,7 @@ class DeviceSharing:
         """
         if not self.devices_are_shared:
             yield
-            if self._during_step is DuringStep.PAUSE:
+            if self._during_step == "pause":
                 async with self._switching:
                     if self._is_released:
                         await self._resume_engines()
@@ -294,7 +280,7 @@ class DeviceSharing:
 
     async def _resume_engines(self) -> None:
         await self._router.resume()
-        self._engines_are_empty = False
+        self.engines_are_empty = False
 
     async def _wake_up(self) -> None:
         with self._state.recorder.phase("switch"), self._timed():
@@ -304,6 +290,6 @@ class DeviceSharing:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        started_s = asyncio.get_running_loop().time()
+        started_s = loop_s()
         yield
-        self._switch_s += asyncio.get_running_loop().time() - started_s
+        self._switch_s += loop_s() - started_s

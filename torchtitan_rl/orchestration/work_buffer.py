@@ -154,14 +154,11 @@ class WorkBuffer:
     def finish_batch(
         self, counts: TokenCounts, *, masked_by_loss: Mapping[str, int] | None = None
     ) -> tuple[str, ...]:
-        """Remove the batch, which has been trained, and free its slots.
+        """Remove the batch, which has been trained, and free its slots. The arguments are as for
+        `TokenLedger.train`.
 
-        Args:
-            counts, masked_by_loss: as for `TokenLedger.train`.
-
-        Returns:
-            IDs of groups that are now too old to train on: at S = 0 every group left in the buffer,
-            otherwise none. Call `restart` for each.
+        Returns the ids of groups that are now too old to train on: at S = 0 every group left in the
+        buffer, otherwise none. Call `restart` for each.
 
         Raises:
             LedgerError: the counts are not those of the batch. Nothing is changed.

@@ -97,20 +97,16 @@ class TokenEnv(Protocol):
 
     async def reset(self) -> Observation:
         """Return the first prompt."""
-        ...
 
     async def step(self, completion: Completion, /) -> Observation | Terminal:
         """Return the next prompt, or the end of the rollout."""
-        ...
 
     async def finish(self, status: RolloutStatus, /) -> Terminal:
         """Return the reward so far. Called once if a limit (turns, tokens, time) ended the rollout.
         The ``status`` of the returned `Terminal` is ignored."""
-        ...
 
     async def close(self) -> None:
         """Release the environment's resources. Called exactly once, on every path."""
-        ...
 
 
 @runtime_checkable
@@ -123,12 +119,10 @@ class Stateful(Protocol):
     async def state_dict(self) -> Any:
         """Return the state as JSON-compatible values, or None if it cannot be saved now. Called
         after `reset` and each `step`."""
-        ...
 
     async def load_state_dict(self, state: Any, /) -> None:
         """Restore the state. Called on a new environment instead of `reset`; `step` is called
         next."""
-        ...
 
 
 def threaded(env: Any) -> Any:

@@ -77,19 +77,15 @@ class MessageEnv(Protocol):
 
     async def reset(self) -> MessageObservation:
         """Return the first system and user messages, and the tools."""
-        ...
 
     async def step(self, message: dict[str, Any], /) -> MessageObservation | Terminal:
         """Return the answer to the assistant's message (see `ChatRenderer.parse`), or the end."""
-        ...
 
     async def finish(self, status: RolloutStatus, /) -> Terminal:
         """Return the reward so far. Called once if a limit ended the rollout."""
-        ...
 
     async def close(self) -> None:
         """Release the environment's resources. Called exactly once, on every path."""
-        ...
 
 
 class MessageTokenEnv:

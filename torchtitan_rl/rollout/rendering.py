@@ -58,18 +58,15 @@ class ChatRenderer(Protocol):
     @property
     def image_reader(self) -> ImageReader | None:
         """Reads images for the policy; None if it takes none."""
-        ...
 
     @property
     def stop_token_ids(self) -> TokenIds:
         """Tokens that end an assistant's turn."""
-        ...
 
     def initial_prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> TokenIds:
         """Render the whole conversation and the header of the assistant's next turn."""
-        ...
 
     def extend(
         self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
@@ -79,7 +76,6 @@ class ChatRenderer(Protocol):
         Return None if it cannot be proven that the template renders the same tokens. The caller
         then renders the conversation from scratch.
         """
-        ...
 
     def completion(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -90,7 +86,6 @@ class ChatRenderer(Protocol):
         Raises:
             ValueError: the template does not continue that prompt with the message.
         """
-        ...
 
     def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
         """Convert the completion to an assistant message. Never raises.
@@ -100,11 +95,9 @@ class ChatRenderer(Protocol):
         call is ``{"type": "function", "function": {"name": ..., "arguments": ...}}``; its arguments
         are a dict, or a text if the model wrote one.
         """
-        ...
 
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text, special tokens included."""
-        ...
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -37,6 +37,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
 
+from torchtitan_rl.aio import loop_s
 from torchtitan_rl.rollout.calls import is_cancelled, summary
 from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
 from torchtitan_rl.rollout.env import Observation, Terminal
@@ -203,14 +204,14 @@ class RolloutRun:
             turn=len(self._turns()),
             phase=phase,
             detail=detail,
-            since_s=asyncio.get_running_loop().time(),
+            since_s=loop_s(),
         )
 
     def leave(self) -> None:
         """End the current phase. Time until the next `enter` counts for no phase."""
         if self._is_timed:
             phase = self.activity.phase.value
-            seconds = asyncio.get_running_loop().time() - self.activity.since_s
+            seconds = loop_s() - self.activity.since_s
             self._phase_s[phase] = self._phase_s.get(phase, 0.0) + seconds
         self._is_timed = False
 

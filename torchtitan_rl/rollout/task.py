@@ -45,20 +45,16 @@ class Dataset(Protocol):
     def next(self) -> Problem:
         """Return the next problem. After its last problem, an endless dataset starts another epoch
         in another order; a finite dataset raises StopIteration."""
-        ...
 
     @property
     def epoch(self) -> int:
         """The epoch of the problem that `next` returned last, from 0."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON-compatible values."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the problem that was next when ``state`` was saved."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +80,6 @@ class AdaptiveDataset(Dataset, Protocol):
         the same order in every run with the same results. Also called within a step, when
         ``rollout.groups_per_step`` groups were skipped since the last call.
         """
-        ...
 
 
 @runtime_checkable
@@ -93,7 +88,6 @@ class MeasuredDataset(Dataset, Protocol):
 
     def metrics(self) -> Mapping[str, float]:
         """Return the statistics by which the dataset chooses, over all recorded outcomes."""
-        ...
 
 
 def adapts(dataset: Dataset) -> bool:

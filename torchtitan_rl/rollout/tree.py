@@ -350,15 +350,12 @@ class TreeEnv(Protocol):
     async def run(self, turns: TurnTree, /) -> Terminal:
         """Request completions until the rollout ends. When a limit is reached, this call is
         cancelled, and then `finish` is called."""
-        ...
 
     async def finish(self, status: RolloutStatus, /) -> Terminal:
         """See `TokenEnv.finish`."""
-        ...
 
     async def close(self) -> None:
         """See `TokenEnv.close`."""
-        ...
 
 
 RolloutEnv = TokenEnv | TreeEnv

@@ -36,23 +36,18 @@ class ReplicaPeer(Protocol):
 
     def send(self, messages: tuple[ToReplica, ...], /) -> None:
         """Pass a batch to the replica, without waiting for it."""
-        ...
 
     async def receive(self) -> tuple[FromReplica, ...]:
         """Return the replica's next batch, which may be empty. Only one call at a time."""
-        ...
 
     async def stage(self, handle: WeightHandle) -> None:
         """See `Replica.stage`."""
-        ...
 
     async def close_loop(self, *, is_lost: bool) -> None:
         """End the engine loop. A lost replica (``is_lost``) gets little time for this."""
-        ...
 
     async def close(self) -> None:
         """End the processes, whatever their state."""
-        ...
 
 
 PeerT = TypeVar("PeerT", bound=ReplicaPeer)

@@ -96,11 +96,9 @@ class Replica(Protocol):
             InvalidRequestError: the request failed; other requests are not affected.
             ReplicaError: the replica is lost.
         """
-        ...
 
     async def stage(self, handle: WeightHandle) -> None:
         """Fetch published weights on every rank, alongside decoding."""
-        ...
 
     async def execute(
         self, command: EngineCommand[T], on_answer: Callable[[T], None] | None = None
@@ -111,11 +109,9 @@ class Replica(Protocol):
         answer have returned or raised, and before any call that ends later returns or raises.
         ``on_answer`` must not raise.
         """
-        ...
 
     async def close(self) -> None:
         """End the replica's processes, killing them if necessary. A second call has no effect."""
-        ...
 
 
 _T = TypeVar("_T")

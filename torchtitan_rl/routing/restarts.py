@@ -22,7 +22,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torchtitan_rl.aio import cancel_all
+from torchtitan_rl.aio import cancel_all, loop_s
 from torchtitan_rl.errors import ConfigError, HostLeftError, ReplicaError, TorchtitanRLError
 from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.routing.replicas import Replica
@@ -143,7 +143,7 @@ class ReplicaRestarts:
             self._say(f"{name} has left")
             if returns:
                 self._num_quick.setdefault(first_name(name), 0)
-                departure = Failure.of(Part.REPLICA, name, error, now_s=_now())
+                departure = Failure.of(Part.REPLICA, name, error, now_s=loop_s())
                 self._start_task(self._come_back(replica, departure, self._expectation()))
 
     async def _come_back(self, left: Replica, departure: Failure, expectation: ExitStack) -> None:
@@ -191,7 +191,7 @@ class ReplicaRestarts:
         except (TorchtitanRLError, OSError) as error:
             self._say(f"{name} is not added: {error}")
             return f"{name} did not start: {error}"
-        self._begun_s[name], self._num_quick[name] = _now(), 0
+        self._begun_s[name], self._num_quick[name] = loop_s(), 0
         self._say(f"{name} is added: {shown}")
         return ""
 
@@ -205,7 +205,7 @@ class ReplicaRestarts:
     def _on_dead(self, lost: Replica, error: BaseException) -> None:
         if self._is_closed or lost.name in self._joining:
             return
-        failure = Failure.of(Part.REPLICA, lost.name, error, now_s=_now())
+        failure = Failure.of(Part.REPLICA, lost.name, error, now_s=loop_s())
         if lost.name in self._leaving:
             self._start_task(self._give_up(failure, "it was about to leave"))
             return
@@ -267,7 +267,7 @@ class ReplicaRestarts:
             try:
                 async with self._devices():
                     replica = await self._start(last, name)
-                    failure = failure.restarted(name, now_s=_now())
+                    failure = failure.restarted(name, now_s=loop_s())
                     shown = await self._join(replica, is_reserved=first in self._reserved)
             except (TorchtitanRLError, OSError) as error:
                 self._num_quick[first] += 1
@@ -277,9 +277,9 @@ class ReplicaRestarts:
                 self._say(f"{name} did not start, which is tried again: {error}")
                 last = name
             else:
-                self._begun_s[name] = _now()
+                self._begun_s[name] = loop_s()
                 self._say(f"{name} takes the place of {lost.name}: {shown}")
-                return failure.serving(now_s=_now(), detail=shown)
+                return failure.serving(now_s=loop_s(), detail=shown)
             await asyncio.sleep(_DELAY_S)
 
     def _devices(self) -> AbstractAsyncContextManager[None]:
@@ -298,7 +298,7 @@ class ReplicaRestarts:
 
     def _may_restart(self, name: str) -> bool:
         """Count the restart. Returns whether it is allowed."""
-        first, now_s = first_name(name), _now()
+        first, now_s = first_name(name), loop_s()
         begun_s = self._begun_s.pop(name, None)
         if begun_s is None or now_s - begun_s >= SETTLED_S:
             self._num_quick[first] = 0
@@ -313,7 +313,3 @@ async def _close(lost: Replica) -> None:
             await lost.close()
     except (TorchtitanRLError, TimeoutError):
         pass  # nothing on its host answers
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_rl.aio import in_parts
+from torchtitan_rl.aio import in_parts, loop_s
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.routing.replicas import (
@@ -100,7 +100,7 @@ class WeightSync:
         """Make all replicas pull ``handle``; see `GeneratorRouter.sync_weights`."""
         if self._newest is None or handle.version >= self._newest.version:
             self._newest = handle
-            self._begun_s = _now()
+            self._begun_s = loop_s()
             self._mode, self._order, self._lag_timeout_s = mode, order, lag_timeout_s
         self._pool.notify()
         self._num_syncs += 1
@@ -164,7 +164,7 @@ class WeightSync:
         that wait for a version spread over all replicas that hold it. Requests that need an older
         version do not wait.
         """
-        if not self._pullers or version < self._spread or _now() >= self._spread_by_s:
+        if not self._pullers or version < self._spread or loop_s() >= self._spread_by_s:
             return True
         return not any(
             state.version < version
@@ -262,11 +262,11 @@ class WeightSync:
         """Fetch the weights alongside decoding. Returns the duration in seconds. A trainer that is
         lost meanwhile is waited for."""
         while True:
-            started = _now()
+            started = loop_s()
             try:
                 work = state.replica.stage(handle)
                 await self._pool.answer(state, work, timeout_s=self._timeout_s)
-                return _now() - started
+                return loop_s() - started
             except SourceLostError as error:
                 await error.renewed.wait()
 
@@ -290,7 +290,7 @@ class WeightSync:
         )
 
     async def _swap(self, state: ReplicaState, handle: WeightHandle, stage_s: float) -> None:
-        started = _now()
+        started = loop_s()
         if self._mode == "drain":
             # No time-out: each running request has its own deadline.
             self._pool.set_phase(state, Phase.DRAINING)
@@ -309,11 +309,11 @@ class WeightSync:
         report = await self._pool.answer(state, pull, timeout_s=self._timeout_s)
         self._lagging.discard(state)
         if self._pool.index.least(report.version) is None:  # no other replica holds it
-            first_s, self._spread = _now() - self._begun_s, report.version
-            self._spread_by_s = _now() + first_s
+            first_s, self._spread = loop_s() - self._begun_s, report.version
+            self._spread_by_s = loop_s() + first_s
             asyncio.get_running_loop().call_later(first_s, self._pool.notify)
         self._pool.set_version(state, report.version)
-        self._pulls[state.index] = _Pull(report=report, stage_s=stage_s, pull_s=_now() - started)
+        self._pulls[state.index] = _Pull(report=report, stage_s=stage_s, pull_s=loop_s() - started)
         self._pool.set_phase(state, Phase.SERVING)
 
     def _on_end(self, state: ReplicaState, task: asyncio.Task[None]) -> None:
@@ -323,7 +323,3 @@ class WeightSync:
             self._pool.notify()
         elif not task.cancelled():
             self.follow(state)  # a newer handle may have come just before the puller ended
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

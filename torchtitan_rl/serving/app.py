@@ -65,9 +65,8 @@ from torchtitan_rl.serving.tenant_routes import TENANTS_PREFIX, tenant_routes
 class EndpointApp:
     """The ASGI application to serve; adds the endpoint's own routes to ``app``.
 
-    ``max_requests`` limits the requests of all kinds that are open concurrently. A request's body
-    must arrive within ``body_timeout_s``. A request waits at most ``queue_timeout_s`` in the queue.
-    ``follows``: another process of the endpoint served before, whose runs may be repeated here.
+    ``max_requests`` limits the requests of all kinds that are open concurrently. ``follows``:
+    another process of the endpoint served before, whose runs may be repeated here.
     ``takes_images``: messages may have images.
 
     Raises:
@@ -145,8 +144,7 @@ class EndpointApp:
                 )
             if self._num_requests >= self._max_requests:
                 message = f"{self._num_requests} requests are open, as many as may be."
-                headers = {"retry-after": "1"}
-                raise RefusedError(429, "too_many_requests", message, headers=headers)
+                raise RefusedError(429, "too_many_requests", message, headers={"retry-after": "1"})
             self._num_requests += 1
             try:
                 await self._retries(scope, request, send)
@@ -245,6 +243,9 @@ def check_body(
     content = _parse_json(body)
     if not isinstance(content, dict):
         return
+    content = _parse_json(body)
+    if not isinstance(content, dict):
+        return
     _check_media(content, takes_images)
     _check_constraints(content.get("structured_outputs"))
     n = _integer(content, "n")
@@ -279,8 +280,7 @@ def _check_values(content: Any) -> None:
                     raise _too_deep()
                 below.extend(value.values() if isinstance(value, dict) else value)
                 if isinstance(value, dict):
-                    _check_repetitions(value)
-                    squares += _squares_of_literals(value)
+                    squares += _checked_squares(value)
             elif isinstance(value, float):
                 if value - value != 0:  # infinity: a number such as 1e999
                     raise _bad_json("a number is too large")
@@ -317,14 +317,12 @@ def _check_constraints(constraints: Any) -> None:
             _check_values(schema)
 
 
-def _check_repetitions(schema: dict[str, Any]) -> None:
+def _checked_squares(schema: dict[str, Any]) -> int:
+    """Check the repetitions of a schema; return the sum of the squares of its literals' lengths."""
     for name in _REPETITIONS:
         value = schema.get(name)
         if isinstance(value, int | float) and value > _MAX_REPETITIONS:
             raise _too_large(name, f"{name} is {value}", _MAX_REPETITIONS)
-
-
-def _squares_of_literals(schema: dict[str, Any]) -> int:
     squares = 0
     for name in _LITERALS:
         value = schema.get(name)

@@ -62,27 +62,23 @@ class BridgeCounts:
 
     def gauges(self) -> dict[str, float]:
         """The counts, by their names in Prometheus."""
-        return {
-            "requests_total": float(self.received),
-            "requests_completed_total": float(self.completed),
-            "requests_aborted_total": float(self.aborted),
-            **{
-                f'requests_refused_total{{code="{code}"}}': float(number)
-                for code, number in self.by_refusal.items()
-            },
-            **{
-                f'request_events_total{{event="{name}"}}': float(number)
-                for name, number in self.by_event.items()
-            },
+        counts = {
+            "requests_total": self.received,
+            "requests_completed_total": self.completed,
+            "requests_aborted_total": self.aborted,
         }
+        for code, number in self.by_refusal.items():
+            counts[f'requests_refused_total{{code="{code}"}}'] = number
+        for name, number in self.by_event.items():
+            counts[f'request_events_total{{event="{name}"}}'] = number
+        return {name: float(number) for name, number in counts.items()}
 
 
 class EndpointBridge:
     """Runs the requests and commands of an endpoint's clients until `run` is cancelled.
 
-    ``handlers`` answer commands. ``status`` is read every ``status_interval_s``. While several
-    requests run, a batch is sent every ``interval_s``. Without ``restarts``, and after `end`, a
-    lost endpoint is not started again.
+    While several requests run, a batch is sent every ``interval_s``. Without ``restarts``, and
+    after `end`, a lost endpoint is not started again.
     """
 
     def __init__(
@@ -111,6 +107,7 @@ class EndpointBridge:
         self._settling: tuple[Failure, asyncio.TimerHandle] | None = None
         self._tasks: set[asyncio.Future[Any]] = set()  # requests, aborted or not, and commands
         self._is_ready = asyncio.Event()
+        self.ready = self._is_ready.wait  # returns once the endpoint has the system's status
         self._is_closing = False
         self._is_ending = False
         self.is_lost = False  # the endpoint is being started again
@@ -123,10 +120,6 @@ class EndpointBridge:
     def end(self) -> None:
         """Start the endpoint no more, because it is going to be closed."""
         self._is_ending = True
-
-    async def ready(self) -> None:
-        """Wait until the endpoint has received the system's status."""
-        await self._is_ready.wait()
 
     async def run(self, *others: Coroutine[Any, Any, None]) -> None:
         """Run, together with ``others``, until this call is cancelled or one of its tasks fails.
@@ -175,7 +168,6 @@ class EndpointBridge:
             self._is_ready.set()
 
     async def _replace(self, restarts: EndpointRestarts, error: EndpointLostError) -> None:
-        """Have a lost endpoint started again."""
         self._report()
         self.is_lost = True
         self._lose()
@@ -235,16 +227,14 @@ class EndpointBridge:
 
     def _run_call(self, call: Call[Any]) -> ClientCall:
         one, payload = ClientCall.of(call), call.payload
-        work: Coroutine[Any, Any, Any]
-        if isinstance(payload, GenerationRequest):
+        work: Coroutine[Any, Any, Any] = self._answer(payload)
+        if not one.command:
             self.counts.received += 1
             work = self._generate(one, payload)
-        else:
-            work = self._answer(payload)
-        one.task = task = asyncio.create_task(work, name=f"endpoint {call.call_id}")
+        one.task = asyncio.create_task(work, name=f"endpoint {call.call_id}")
         self._runs.add(one)
-        self._tasks.add(task)
-        task.add_done_callback(partial(self._on_done, one))
+        self._tasks.add(one.task)
+        one.task.add_done_callback(partial(self._on_done, one))
         return one
 
     def _abort(self, call_id: CallId) -> None:

@@ -131,20 +131,17 @@ def listen(host: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:
     Raises:
         EndpointLostError: the address is taken, or is not an address of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    taken = socket.socket(family, socket.SOCK_STREAM)
-    # A port whose last connections are in TIME_WAIT counts as free.
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    is_v6 = ":" in host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
     try:
-        taken.bind((host, port))
-        taken.listen(backlog)
-    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have that name
-        taken.close()
+        return socket.create_server(
+            (host, port), family=family, backlog=backlog, dualstack_ipv6=is_v6
+        )
+    except (OSError, ValueError) as error:  # ValueError: no host can have that name
         cause = getattr(error, "strerror", None) or error
         raise EndpointLostError(
             f"endpoint.host is {host} and endpoint.port {port}: {cause}; give another"
         ) from error
-    return taken
 
 
 def reachable(host: str) -> str:
@@ -183,9 +180,7 @@ def template_error(path: str) -> str:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     if not os.path.isfile(path):  # also False for names that no file can have
-        return (
-            "there is no such file; give a Jinja template, or leave it out for the tokenizer's own"
-        )
+        return "there is no such file; give a Jinja template, or '' for the tokenizer's own"
     try:
         _compile_jinja_template(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, TemplateError) as error:

@@ -1,7 +1,5 @@
 """Bounds on the resources that the connections of an HTTP server can use.
 
-The implementation of HTTP is uvicorn's (with httptools).
-
 A connection *waits* unless it has a whole request that is not answered yet.
 
 | bound | if exceeded |
@@ -16,8 +14,8 @@ Invariant: a connection has one request at a time, so an error is never mistaken
 another request. A client that sends a second request before it has the answer to the first one is
 disconnected, as HTTP allows.
 
-uvicorn's implementation with h11 has a setting for the size of a head, but takes ten times as long
-to read chunks. Neither implementation has the other bounds.
+HTTP itself is uvicorn's, with httptools. With h11 uvicorn can bound a head, but takes ten times as
+long to read chunks; neither implementation has the other bounds.
 """
 
 from __future__ import annotations

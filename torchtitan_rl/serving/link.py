@@ -222,14 +222,13 @@ class ControllerLink:
 
     def fail(self, cause: str) -> None:
         """Refuse all requests and commands, because the endpoint has failed, and end the channel
-        with ``cause``. Clients do not see the cause. No effect after `close`."""
+        with ``cause``, which clients do not see. No effect after `close`."""
         if not self._is_over:
             logger.error("the endpoint has failed: %s", cause)
             self._end_all(FAILED, f"the endpoint has failed: {cause}")
 
     def close(self) -> None:
-        """Refuse all waiting and all later requests and commands, because the HTTP server ends, and
-        end the channel. No effect after `fail` or an earlier `close`."""
+        """Like `fail`, because the HTTP server ends. No effect after `fail`."""
         if not self._is_over:
             self._end_all(_CLOSED, "the HTTP server has ended; see the endpoint's log")
 
@@ -267,21 +266,16 @@ class ControllerLink:
             case Progress() | End(call_id=str()):
                 self._outputs.put_nowait(message)
             case End(call_id=number):
-                self._answer(number, message)
+                future = self._answers.pop(number, None)
+                if future is not None and message.error is not None:
+                    future.set_exception(message.error)
+                elif future is not None:
+                    future.set_result(message.result or {})
             case SystemStatus():
                 self._status = message
                 self._outbox.put()  # an empty batch tells the controller that the status arrived
             case _:
                 raise TypeError(f"not a message to the endpoint: {message!r}")
-
-    def _answer(self, number: CallId, end: CommandEnd) -> None:
-        future = self._answers.pop(number, None)
-        if future is None:
-            return
-        if end.error is not None:
-            future.set_exception(end.error)
-        else:
-            future.set_result(end.result or {})
 
     def _give_back(self, answer: asyncio.Future[Mapping[str, Any]]) -> None:
         """Give back the leased problem, if ``answer`` has one that its caller did not get."""

@@ -46,10 +46,7 @@ class CurrentRun:
 
 _NO_RUN = CurrentRun()
 current_run: ContextVar[CurrentRun] = ContextVar("torchtitan_rl_run", default=_NO_RUN)
-
-_at_end: ContextVar[contextlib.AsyncExitStack | None] = ContextVar(
-    "torchtitan_rl_at_end", default=None
-)
+_at_end: ContextVar[contextlib.AsyncExitStack] = ContextVar("torchtitan_rl_at_end")
 
 
 def close_at_end(close: Callable[[], Awaitable[None]]) -> None:
@@ -58,7 +55,7 @@ def close_at_end(close: Callable[[], Awaitable[None]]) -> None:
     Otherwise a stream that its handler abandons would run until it is garbage collected. Outside of
     a request this has no effect.
     """
-    stack = _at_end.get()
+    stack = _at_end.get(None)
     if stack is not None:
         stack.push_async_callback(close)
 
@@ -94,11 +91,7 @@ def is_session_id(text: str) -> bool:
 
 
 def checked_session_id(text: str) -> str:
-    """Return ``text``.
-
-    Raises:
-        RefusedError: ``text`` is not a session id (400).
-    """
+    """Return ``text``, or raise RefusedError (400) if it is not a session id."""
     if not is_session_id(text):
         message = "A session id is 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-"
         raise RefusedError(400, "invalid_session_id", message, param="session_id")

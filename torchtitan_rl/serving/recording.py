@@ -93,11 +93,7 @@ class TokenBudget:
         self.num_tokens = 0
 
     def require(self, num_tokens: int = TURN_TOKENS) -> None:
-        """Check that ``num_tokens`` more tokens fit.
-
-        Raises:
-            RefusedError: the tokens do not fit.
-        """
+        """Raise RefusedError if ``num_tokens`` more tokens do not fit."""
         if self.num_tokens + num_tokens > self._max_tokens:
             message = (
                 f"all sessions together hold {self.num_tokens} of {self._max_tokens} tokens and "
@@ -111,9 +107,8 @@ class SessionRecording:
     changed.
 
     When a request starts, the largest number of tokens that its turn can hold is reserved in the
-    budget. When the request ends, the unused part of this reservation is released. Memory for the
-    sets of kept tokens is reserved only when the request ends, because their size is not known
-    before. When the session ends, all its reservations are released.
+    budget; what it did not use is released when it ends, and all when the session ends. Memory for
+    the sets of kept tokens, whose size is not known before, is reserved when the request ends.
     """
 
     def __init__(
@@ -317,29 +312,27 @@ def session_report(
 
 
 def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Rollout:
+    made = []
+    for turn in turns:
+        assert turn.completion is not None
+        unknown = {"kept_tokens": (KeptRun(0, None),)} if turn.is_shifted else {}
+        made.append(
+            Turn(
+                prompt_token_ids=turn.prompt_token_ids,
+                images=turn.images,
+                completion=replace(turn.completion, **unknown),
+                is_seen=turn.is_seen,
+                branch_reward=turn.branch_reward,
+            )
+        )
     return Rollout(
         rollout_id=session_id,
         group_id=session_id,
         problem_id=session_id,
-        turns=tuple(
-            Turn(
-                prompt_token_ids=turn.prompt_token_ids,
-                images=turn.images,
-                completion=_unknown(turn.completion) if turn.is_shifted else turn.completion,
-                is_seen=turn.is_seen,
-                branch_reward=turn.branch_reward,
-            )
-            for turn in turns
-            if turn.completion is not None
-        ),
+        turns=tuple(made),
         status=RolloutStatus.COMPLETED,
         reward=reward,
     )
-
-
-def _unknown(completion: Completion) -> Completion:
-    """The completion, with the candidates of all its tokens marked as unknown."""
-    return replace(completion, kept_tokens=(KeptRun(0, None),))
 
 
 def _num_trained(episodes: Sequence[Episode]) -> int:

@@ -18,11 +18,7 @@ from typing import Any, Self
 
 from torchtitan_rl.files import append_line, open_for_append
 from torchtitan_rl.token_sets import kept_of_each, kept_to_json
-from torchtitan_rl.types import (
-    Episode,
-    Grammar,
-    spans,
-)
+from torchtitan_rl.types import Episode, Grammar, spans
 
 
 class SessionEnding(StrEnum):
@@ -66,8 +62,7 @@ class SessionReport:
         return self.tokens_generated - self.tokens_trained - sum(masked) - sum(discarded)
 
     def _reward_of(self, episode: Episode) -> float | None:
-        """The reward of the episode's branch if the branch has its own reward, or else the
-        session's reward."""
+        """The reward of the episode's branch, if it has its own, or else the session's."""
         trained = zip(episode.advantages, episode.loss_mask, strict=True)
         return next((value for value, is_trained in trained if is_trained), self.reward)
 
@@ -100,10 +95,10 @@ class SessionReport:
 
 
 class SessionCounts:
-    """Totals over all sessions, updated with one session's report at a time.
+    """Totals over all sessions, each counted once, by its last report.
 
-    Invariant: each session counts once, by its last report. `read` does no work for unchanged
-    sessions: a server may have thousands of sessions, and totals are read every second.
+    `read` does no work for unchanged sessions: a server may have thousands of sessions, and totals
+    are read every second.
     """
 
     def __init__(self) -> None:
@@ -141,21 +136,16 @@ class SessionCounts:
 
 def _episode_to_json(episode: Episode) -> dict[str, Any]:
     """Convert to JSON; ``kept_tokens`` and ``grammars`` are present only if tokens were cut."""
+    kept_tokens, length = episode.kept_tokens, len(episode.token_ids)
     fields: dict[str, Any] = {
         "token_ids": list(episode.token_ids),
         "loss_mask": list(episode.loss_mask),
         "logprobs": list(episode.logprobs),
         "versions": list(episode.versions),
     }
-    if episode.kept_tokens:
-        fields["kept_tokens"] = [
-            kept_to_json(kept) if trained else None
-            for kept, trained in zip(
-                kept_of_each(episode.kept_tokens, len(episode.token_ids)),
-                episode.loss_mask,
-                strict=True,
-            )
-        ]
+    if kept_tokens:
+        pairs = zip(kept_of_each(kept_tokens, length), episode.loss_mask, strict=True)
+        fields["kept_tokens"] = [kept_to_json(kept) if trained else None for kept, trained in pairs]
     grammars = [
         {
             "start": start,
@@ -163,7 +153,7 @@ def _episode_to_json(episode: Episode) -> dict[str, Any]:
             "grammar": base64.b64encode(kept.data).decode(),
             "stop_token_ids": list(kept.stop_token_ids),
         }
-        for start, end, kept in spans(episode.kept_tokens, len(episode.token_ids))
+        for start, end, kept in spans(kept_tokens, length)
         if isinstance(kept, Grammar)
     ]
     return fields | ({"grammars": grammars} if grammars else {})
@@ -235,15 +225,9 @@ class EpisodesFile:
         Raises:
             OSError: the file cannot be written; it has no line of the session.
         """
-        lines = [
-            json.dumps(
-                {"session_id": report.session_id, **episode},
-                separators=(",", ":"),
-                allow_nan=False,
-            )
-            + "\n"
-            for episode in report.to_json()["episodes"]
-        ]
+        to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+        session = {"session_id": report.session_id}
+        lines = [to_json(session | one) + "\n" for one in report.to_json()["episodes"]]
         append_line(self._file, "".join(lines).encode())
 
     def __enter__(self) -> Self:

@@ -1,7 +1,5 @@
-"""The endpoint's process, as the controller sees it, and its restarts on the same port.
-
-Invariant: an endpoint that is repeatedly lost soon after its start is given up after
-``max_restarts`` consecutive restarts.
+"""The endpoint's process, as the controller sees it, and its restarts on the same port: at most
+``max_restarts`` in a row soon after its start.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from torchtitan_rl.aio import loop_s
 from torchtitan_rl.errors import EndpointLostError, TorchtitanRLError
 from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.routing.restarts import SETTLED_S
@@ -19,19 +18,15 @@ _DELAY_S = 5.0  # between two attempts to start it
 
 
 class Endpoint(Protocol):
-    """The endpoint's process, as the controller sees it."""
-
     @property
     def name(self) -> str: ...
 
     @property
     def base_url(self) -> str:
         """The base of its URLs, such as ``http://127.0.0.1:8000/v1``."""
-        ...
 
     def send(self, messages: tuple[ToEndpoint, ...]) -> None:
         """Pass a batch to the endpoint, without waiting for it."""
-        ...
 
     async def receive(self) -> tuple[ToController, ...]:
         """Wait for the next batch. After each `SystemStatus` that was sent to the endpoint, a batch
@@ -40,7 +35,6 @@ class Endpoint(Protocol):
         Raises:
             EndpointLostError: the endpoint's process is gone, has failed, or is closed.
         """
-        ...
 
     async def restart(self) -> None:
         """End what is left of a lost process, and start another one, under another name; `start`
@@ -49,28 +43,20 @@ class Endpoint(Protocol):
         Raises:
             TorchtitanRLError, OSError: it did not start.
         """
-        ...
 
     async def start(self) -> None:
-        """Serve.
-
-        Raises:
-            TorchtitanRLError, OSError: it does not serve.
-        """
-        ...
+        """Serve. Raises as `restart` does."""
 
     async def drain(self, grace_s: float) -> None:
         """Stop accepting connections. Running requests have ``grace_s`` seconds to end, during
         which batches still pass in both directions; requests that have not ended then are refused.
         """
-        ...
 
     async def close(self) -> None: ...
 
 
 class EndpointRestarts:
-    """Restarts of one endpoint. ``say`` shows a line to the user; ``on_failure`` is called with the
-    ended report of each loss."""
+    """Restarts of one endpoint. ``on_failure`` is called with the ended report of each loss."""
 
     def __init__(
         self,
@@ -91,8 +77,8 @@ class EndpointRestarts:
         Raises:
             EndpointLostError: the endpoint is given up.
         """
-        failure = Failure.of(Part.ENDPOINT, endpoint.name, error, now_s=_now())
-        if _now() - self._begun_s >= SETTLED_S:
+        failure = Failure.of(Part.ENDPOINT, endpoint.name, error, now_s=loop_s())
+        if loop_s() - self._begun_s >= SETTLED_S:
             self._num_quick = 0
         cause: Exception = error
         while self._num_quick < self._max_restarts:
@@ -100,7 +86,7 @@ class EndpointRestarts:
             self._say(f"{endpoint.name} is lost and is started again: {cause}")
             try:
                 await endpoint.restart()
-                failure = failure.restarted(endpoint.name, now_s=_now())
+                failure = failure.restarted(endpoint.name, now_s=loop_s())
                 await endpoint.start()
             except (TorchtitanRLError, OSError) as another:
                 cause = another
@@ -108,14 +94,10 @@ class EndpointRestarts:
                 self.on_failure(failure.ended("the run ended first"))
                 raise
             else:
-                self._begun_s = _now()
+                self._begun_s = loop_s()
                 self._say(f"{endpoint.name} serves again")
-                return failure.serving(now_s=_now())
+                return failure.serving(now_s=loop_s())
             await asyncio.sleep(_DELAY_S)
         why = f"after {self._max_restarts} restarts in a row" if self._max_restarts else "disabled"
         self.on_failure(failure.ended(why))
         raise EndpointLostError(f"{cause}; it is not started again ({why})") from error
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -15,23 +15,22 @@ The response, streamed or not, is replayed from its beginning and followed to it
 response (not 2xx, or unfinished) is never replayed once its run has ended. A run that may be
 repeated is aborted ``grace_s`` after its last client has left. Two kinds are aborted at once: a run
 that cannot be repeated, and a run whose response an official client has begun to read (official
-clients do not retry after that). To abort a run, the application is sent ``http.disconnect``. A
-repetition that arrives during an abort waits until the run has ended.
+clients do not retry after that). To abort a run, the application is sent ``http.disconnect``; a
+repetition that arrives meanwhile waits until the run has ended.
 
 Invariants: at most one run of an ``Idempotency-Key`` is running. After a run that succeeded, no
 other run of the same key starts within ``keep_s`` of the run's end or last repetition. A lack of
 memory leads to refusals, never to a second run. A repetition whose response was dropped is refused
-with 410. While ``max_remembered`` runs are remembered, a request that needs a new run is refused
-with 429.
+with 410; a request that needs a new run, while ``max_remembered`` are remembered, with 429.
 
-A process of the endpoint that follows another one, which was lost, knows nothing of that one's
-runs. It asks the controller for them (``repeated``), and starts such a run again; the controller
-then answers its calls with the results of the first time (`serving.runs`). If the run fails then,
-for instance because the queue is full, the next repetition takes it.
+A process of the endpoint that follows a lost one asks the controller for the runs of that one
+(``repeated``), and starts such a run again; the controller then answers its calls with the results
+of the first time (`serving.runs`). If the run fails then, for instance because the queue is full,
+the next repetition takes it.
 
-Memory: a run keeps its response. When the responses of ended runs take more than ``max_kept_bytes``
-together, the oldest are dropped. The newest ``max_failed`` failed runs are remembered, without
-their responses, so that a retry of such a run starts a new run.
+When the responses of ended runs take more than ``max_kept_bytes`` together, the oldest are dropped.
+The newest ``max_failed`` failed runs are remembered without their responses, so that a retry starts
+a new run.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ from typing import Any
 
 from starlette.types import Message, Scope, Send
 
+from torchtitan_rl.aio import loop_s
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.middleware import BufferedRequest, CurrentRun, current_run, session_id
 
@@ -61,9 +61,8 @@ _MAX_KEY_BYTES = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryOptions:
-    """Limits of `Retries`. ``keep_s`` is longer than 600 s: after a time-out of 600 s, an official
-    client that did not notice a lost connection repeats its request. A remembered run takes about 1
-    KB."""
+    """Limits of `Retries`. ``keep_s`` exceeds 600 s: after a time-out of 600 s, an official client
+    that did not notice a lost connection repeats its request. A run takes about 1 KB."""
 
     grace_s: float = 10.0  # the official clients pause for at most 8 s between two attempts
     keep_s: float = 900.0
@@ -122,7 +121,7 @@ class Retries:
         run.num_retries += 1
         run.attempt = identity.attempt
         if run in self._succeeded:
-            self._succeeded[run] = _now()
+            self._succeeded[run] = loop_s()
             self._succeeded.move_to_end(run)
         if run.is_dropped:
             message = "This request was run, and its answer is no longer kept. It is not run again."
@@ -190,11 +189,9 @@ class Retries:
         Raises:
             RefusedError: no more runs can be remembered (429).
         """
-        if self.num_remembered >= self._options.max_remembered:
-            message = (
-                f"{self.num_remembered} requests that may be repeated are remembered: try again "
-                "later."
-            )
+        number = self.num_remembered
+        if number >= self._options.max_remembered:
+            message = f"{number} requests that may be repeated are remembered: try again later."
             headers = {"retry-after": "10"}
             raise RefusedError(429, "too_many_remembered", message, headers=headers)
         run = _Run(identity, attempt=identity.attempt, taken=current)
@@ -228,10 +225,10 @@ class Retries:
             if run.identity.is_named:
                 self._forget(run)
             elif not run.is_forgotten:
-                self._failed[run] = _now()
+                self._failed[run] = loop_s()
         elif not run.is_forgotten:
             run.compact()
-            self._succeeded[run] = _now()
+            self._succeeded[run] = loop_s()
             self._kept[run] = None
             self._kept_bytes += run.num_bytes
             while self._kept_bytes > self._options.max_kept_bytes:
@@ -251,17 +248,14 @@ class Retries:
                 run.is_delivered = True
         finally:
             run.num_followers -= 1
-            if not run.num_followers and not run.has_ended:
-                self._abort_later(run)
-
-    def _abort_later(self, run: _Run) -> None:
-        """Abort a run without followers, at once or after its grace period."""
-        if run.has_begun and not run.identity.is_named:
-            self._forget(run)  # its client will not retry it
-            run.abandon()
-        else:
-            loop = asyncio.get_running_loop()
-            run.grace = loop.call_later(self._options.grace_s, run.abandon)
+            if run.num_followers or run.has_ended:
+                pass
+            elif run.has_begun and not run.identity.is_named:
+                self._forget(run)  # its client will not retry it
+                run.abandon()
+            else:
+                loop = asyncio.get_running_loop()
+                run.grace = loop.call_later(self._options.grace_s, run.abandon)
 
     def _drop_answer(self, run: _Run) -> None:
         del self._kept[run]
@@ -269,7 +263,7 @@ class Retries:
         run.drop()
 
     def _forget_old(self) -> None:
-        too_old_s = _now() - self._options.keep_s
+        too_old_s = loop_s() - self._options.keep_s
         for ended, most in ((self._succeeded, None), (self._failed, self._options.max_failed)):
             while ended:
                 oldest, ended_s = next(iter(ended.items()))
@@ -334,11 +328,8 @@ def identify(scope: Scope, body: bytes) -> Identity | None:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A recorded run: `record` is the application's ``send``, and followers get a replay.
-
-    A run has failed if it ended without a complete 2xx response, or if it ended after the
-    application was sent ``http.disconnect``.
-    """
+    """A recorded run: `record` is the application's ``send``, and followers get a replay. It has
+    failed if it ended without a complete 2xx response, or after `gone` told the application."""
 
     identity: Identity
     attempt: int = 0  # of its last follower
@@ -360,7 +351,6 @@ class _Run:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the response has begun."""
         return self._status != 0
 
     @property
@@ -370,7 +360,6 @@ class _Run:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the run is being aborted and has not ended yet."""
         return self.is_abandoned and not self.has_ended
 
     def rank(self) -> tuple[int, bool, int]:
@@ -401,14 +390,13 @@ class _Run:
         """Wait until the run is abandoned. The application waits here for a disconnect."""
         while not self.is_abandoned and self._changed is not None:
             await self._changed.wait()
-        self._has_told_app = self._has_told_app or not self.has_ended
+        self._has_told_app |= not self.has_ended
 
     async def ended(self) -> None:
         while self._changed is not None:
             await self._changed.wait()
 
     def end(self) -> None:
-        """Mark the run as ended, because the application has returned."""
         self.has_ended = True
         self._notify()
 
@@ -460,7 +448,3 @@ def _key_reused() -> RefusedError:
 
 def _digest(*parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

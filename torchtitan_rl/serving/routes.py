@@ -36,12 +36,7 @@ class Commands(Protocol):
     """Carries commands to the controller, as `ControllerLink` does."""
 
     async def command(self, name: CommandName, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a command, and return the controller's answer.
-
-        Raises:
-            RefusedError: the controller refused the command.
-        """
-        ...
+        """Return the controller's answer, or raise RefusedError."""
 
 
 class ErrorObject(BaseModel):
@@ -63,14 +58,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def add_routes(app: FastAPI, commands: Commands) -> None:
     """Add the routes to ``app`` and its OpenAPI document."""
     app.add_exception_handler(RefusedError, refused)
-    app.include_router(_sessions(commands))
-    app.include_router(_problems(commands))
-    app.include_router(_admin(commands))
+    for routes in (_sessions, _problems, _admin):
+        app.include_router(routes(commands))
     app.openapi_schema = None  # the OpenAPI document may already have been made
 
 
 async def refused(_: Request, error: Any) -> Response:
-    """The answer to a `RefusedError`."""
     return JSONResponse(error.body(), error.status, error.headers)
 
 
@@ -204,15 +197,14 @@ def _sessions(commands: Commands) -> APIRouter:
         """Close a session with its reward; `return_episodes` returns its episodes. With a
         `response_id` only the branch with that response gets the reward."""
         arguments: dict[str, Any] = {"session_id": session_id, "reward": request.reward}
-        if request.response_id is None and request.choice is not None:
-            raise RefusedError(
-                400, "invalid_request", "choice is one of a response: give response_id"
-            )
+        command: CommandName = "session.close"
         if request.response_id is not None:
+            command = "session.reward_branch"
             arguments |= {"response_id": request.response_id, "choice": request.choice}
-            answer = dict(await commands.command("session.reward_branch", arguments))
-        else:
-            answer = dict(await commands.command("session.close", arguments))
+        elif request.choice is not None:
+            why = "choice is one of a response: give response_id"
+            raise RefusedError(400, "invalid_request", why)
+        answer = dict(await commands.command(command, arguments))
         if not request.return_episodes:
             answer.pop("episodes", None)
         return answer
@@ -260,11 +252,7 @@ async def _lease(
     commands: Commands, arguments: Mapping[str, Any], client: Request
 ) -> Mapping[str, Any]:
     """Lease a problem; empty if none waits. If the client disconnects first, the lease is given
-    back.
-
-    Raises:
-        RefusedError: the controller refused the command, or the client has disconnected.
-    """
+    back, and RefusedError is raised."""
     leases = asyncio.ensure_future(commands.command("problem.lease", arguments))
     leaves = asyncio.create_task(_gone(client))
     try:

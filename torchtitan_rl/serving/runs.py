@@ -16,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchtitan_rl.aio import retrieve
+from torchtitan_rl.aio import loop_s, retrieve
 from torchtitan_rl.channel import Call, CallId
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.report import without_prefix
@@ -74,7 +74,7 @@ class Runs:
 
     def add(self, call: ClientCall) -> None:
         """Remember a call that has started."""
-        while self._ended and next(iter(self._ended.values())) < _now() - self._keep_s:
+        while self._ended and next(iter(self._ended.values())) < loop_s() - self._keep_s:
             run, _ = self._ended.popitem(last=False)
             for old in self._calls.pop(run):
                 self._drop(old)
@@ -99,7 +99,7 @@ class Runs:
         if not calls:
             del self._calls[call.run]
         elif all(one.task.done() for one in calls):
-            self._ended[call.run] = _now()
+            self._ended[call.run] = loop_s()
 
     def lose_process(self) -> None:
         """Make orphans of all calls."""
@@ -132,12 +132,10 @@ class Runs:
             found.call_id, found.is_orphan = call.call_id, False
         return found
 
-    def running_orphans(self) -> Iterator[ClientCall]:
+    def running_orphans(self) -> list[ClientCall]:
         """Requests that no repetition has adopted."""
-        for calls in list(self._calls.values()):
-            for call in list(calls):
-                if call.is_orphan and not call.command and not call.task.done():
-                    yield call
+        calls = [call for calls in self._calls.values() for call in calls]
+        return [one for one in calls if one.is_orphan and not one.command and not one.task.done()]
 
     def _drop(self, call: ClientCall) -> None:
         if call not in self._with_result:
@@ -169,11 +167,5 @@ def _num_values(result: Any) -> int:
     if isinstance(result, str):
         return 1 + len(result) // _VALUE_BYTES
     if isinstance(result, Mapping):
-        return sum(map(_num_values, result.values()))
-    if isinstance(result, list | tuple):
-        return sum(map(_num_values, result))
-    return 1
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+        result = list(result.values())
+    return sum(map(_num_values, result)) if isinstance(result, list | tuple) else 1

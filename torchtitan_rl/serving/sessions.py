@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from torchtitan_rl.aio import loop_s
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.link import CommandName, Handler
@@ -53,7 +54,6 @@ class SessionDriver(Protocol):
     @property
     def request_ids(self) -> Iterable[str]:
         """The ids of the requests that were answered with turns of the rollout."""
-        ...
 
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None, /
@@ -63,17 +63,14 @@ class SessionDriver(Protocol):
         Raises:
             RefusedError: the rollout refuses this request, or accepts no more requests.
         """
-        ...
 
     def reward_turns(self, request_ids: Collection[str], reward: float, /) -> None:
         """Give the branches with these turns a reward of their own."""
-        ...
 
     def close_session(self, reward: float | None, /) -> None:
         """End the rollout with this reward, because a client closed the session. If ``reward`` is
         None, the rollout accepts no further requests, but its agent may still end it with a reward
         of its own."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -306,7 +303,7 @@ class Sessions:
         return session
 
     def _note_use(self, session: _Session) -> None:
-        session.used_s = _now()
+        session.used_s = loop_s()
         if self._open.get(session.session_id) is session:  # an ended one was counted at its end
             self._changed[session.session_id] = session
 
@@ -315,7 +312,7 @@ class Sessions:
         session.timer = loop.call_later(delay_s, self._abandon_idle, session)
 
     def _abandon_idle(self, session: _Session) -> None:
-        idle_s = 0.0 if session.is_running or session.is_closing else _now() - session.used_s
+        idle_s = 0.0 if session.is_running or session.is_closing else loop_s() - session.used_s
         if idle_s >= self._timeout_s:
             self._end(session, session.report(SessionEnding.ABANDONED))
         else:
@@ -357,7 +354,3 @@ def _without_part(session_id: str) -> str:
     """The id of the session itself. For a driven session, clients may append a dot and the name of
     a part of its rollout."""
     return session_id.partition(".")[0] if session_id.startswith(DRIVEN) else session_id
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_rl.aio import STOOD_STILL_S, cancel_all
+from torchtitan_rl.aio import STOOD_STILL_S, cancel_all, loop_s
 from torchtitan_rl.bounds import field_errors
 from torchtitan_rl.config.lora import (
     MOST,
@@ -173,7 +173,7 @@ class Tenants:
         is_ours = leased is not None and _are_equal(leased.secret, arguments["lease"])
         if leased is None or leased.ending is not None or not is_ours:
             raise _no_lease()
-        leased.heard_s = _now()
+        leased.heard_s = loop_s()
         return leased
 
     async def _send(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -269,12 +269,12 @@ class Tenants:
 
     async def _end_silent(self) -> None:
         while True:
-            due_s = _now() + LEASE_S / 8
+            due_s = loop_s() + LEASE_S / 8
             await asyncio.sleep(LEASE_S / 8)
-            if _now() > due_s + STOOD_STILL_S:
+            if loop_s() > due_s + STOOD_STILL_S:
                 continue  # this process was stopped; what runs sent meanwhile is read first
             for leased in self._by_name.values():
-                if _now() > leased.heard_s + LEASE_S:
+                if loop_s() > leased.heard_s + LEASE_S:
                     self._end(leased)
 
 
@@ -292,7 +292,7 @@ class _Leased:
     tenant: Tenant
     owner: str
     secret: str
-    heard_s: float = field(default_factory=lambda: _now())
+    heard_s: float = field(default_factory=lambda: loop_s())
     num_sent: int = 0
     num_received: int = 0
     batch: bytes = b""
@@ -334,7 +334,3 @@ def _are_equal(one: str, other: str) -> bool:
 
 def _no_lease() -> RefusedError:
     return RefusedError(410, "no_lease", "this lease has ended; register again")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -18,7 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_rl.aio import cancel_all
+from torchtitan_rl.aio import cancel_all, loop_s
 from torchtitan_rl.channel import Call, CallId, End, Outbox
 from torchtitan_rl.config.lora import LoraConfig, slot_adapter
 from torchtitan_rl.errors import (
@@ -270,7 +270,7 @@ class Tenant:
         await self._router.abort([one.piece_id for one in found if one.piece_id])
 
     async def _pull(self, version: int) -> PullReport:
-        started_s = _now()
+        started_s = loop_s()
         if version not in self.staged:
             raise WeightSyncError(f"version {version} is not staged; staged are {[*self.staged]}")
         self._version = version
@@ -278,7 +278,7 @@ class Tenant:
         await self._interrupt(old)
         return PullReport(
             version=version,
-            stall_s=_now() - started_s,
+            stall_s=loop_s() - started_s,
             running_requests=len(old),
             recomputed=bool(old),
         )
@@ -336,7 +336,3 @@ class Tenant:
     async def _wait_until(self, condition: Any) -> None:
         while not condition():
             await self._changed.wait()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -16,7 +16,7 @@ from typing import Any
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from torchtitan_rl.aio import cancel_all, first_of, retrieve
+from torchtitan_rl.aio import cancel_all, first_of, loop_s, retrieve
 from torchtitan_rl.backends.monarch.hosts import Host, Hosts, NotAttachedError
 from torchtitan_rl.config.machine import host_name
 from torchtitan_rl.errors import ConfigError, HostLeftError, HostLostError, HostsBusyError
@@ -148,7 +148,7 @@ class HostWatch:
                 if leaving.done():
                     error = HostLeftError("its worker was told to end (SIGTERM)")
                 leaving.cancel()
-            failure = Failure.of(Part.HOST, name, error, now_s=_now())
+            failure = Failure.of(Part.HOST, name, error, now_s=loop_s())
             self._note_loss(host)
             how = "has left" if isinstance(error, HostLeftError) else "is lost"
             self.say(f"{name} ({host.name}) {how}: {error}")
@@ -168,8 +168,8 @@ class HostWatch:
             host = back
             self._lost[host.index].clear()
             self.say(f"{name} is back")
-            failure = failure.restarted(name, now_s=_now())
-            self.on_failure(failure.serving(now_s=_now()))
+            failure = failure.restarted(name, now_s=loop_s())
+            self.on_failure(failure.serving(now_s=loop_s()))
 
     async def _beat_until_lost(self, host: Host) -> HostLostError:
         """Send heartbeats until the host is lost, or the run has left it. Returns the cause."""
@@ -318,10 +318,6 @@ def _cause(error: BaseException) -> str:
     only the reason is returned."""
     status = " ".join(str(error).split()).rpartition("has status: ")[2]
     return f"its agent does not answer ({status or type(error).__name__})"
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 async def _beat(host: Host) -> tuple[RoundTrip, bool]:
