@@ -51,10 +51,9 @@ class AgentCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """The result of an agent. An agent may also return just its reward, as a number. If ``reward``
-    is None, the rubric or the client that closes the session gives the reward.
-    ``part_rewards[PART]`` is the reward of the branches whose requests named the session
-    ``SESSION.PART``."""
+    """The result of an agent, which may also return just its reward. If ``reward`` is None, the
+    rubric or the client that closes the session gives it. ``part_rewards[PART]`` is the reward of
+    the branches whose requests named the session ``SESSION.PART``."""
 
     reward: float | None = None
     part_rewards: Mapping[str, float] = field(default_factory=dict)
@@ -70,12 +69,11 @@ AgentFunction = Callable[[AgentCall], AgentAnswer | Awaitable[AgentAnswer]]
 class AgentCommand:
     """An agent that is a program.
 
-    The program's environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``TORCHTITAN_RL_MODEL``
-    and ``TORCHTITAN_RL_SESSION_ID``. The program gets its problem as JSON (``problem_id``,
-    ``data``) on stdin; a short problem is also in ``TORCHTITAN_RL_PROBLEM``. The last line that the
-    program prints is the reward: a number, or ``{"reward": number, "metrics": {name: number}}``.
-    Any other last line means that there is no reward. An exit code other than 0 is a failure. When
-    the program ends, all processes that it started are killed.
+    Its environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``TORCHTITAN_RL_MODEL`` and
+    ``TORCHTITAN_RL_SESSION_ID``. It gets its problem as JSON (``problem_id``, ``data``) on stdin; a
+    short problem is also in ``TORCHTITAN_RL_PROBLEM``. The last line that it prints is the reward:
+    a number, or ``{"reward": number, "metrics": {name: number}}``; any other line is no reward. An
+    exit code other than 0 is a failure. At its end all processes that it started are killed.
     """
 
     argv: tuple[str, ...]
@@ -88,10 +86,9 @@ class AgentCommand:
 class RemoteAgent:
     """An agent that runs elsewhere: its problem waits in the run's queue until a worker leases it.
 
-    A worker loses its lease after ``lease_s`` without a request or a heartbeat from the worker.
-    After ``max_leases`` lost leases of one problem, the problem's rollout fails. When the worker
-    has returned its lease as done, the reward must arrive within ``reward_timeout_s`` (None means
-    ``rollout.step_timeout_s``).
+    A worker loses its lease after ``lease_s`` without a request or heartbeat. After ``max_leases``
+    lost leases the rollout fails. After a lease was returned as done, the reward must arrive within
+    ``reward_timeout_s`` (None: ``rollout.step_timeout_s``).
     """
 
     lease_s: float = 60.0
@@ -103,12 +100,8 @@ Agent = AgentFunction | AgentCommand | RemoteAgent
 
 
 async def run_agent(agent: AgentFunction | AgentCommand, agent_call: AgentCall) -> AgentResult:
-    """Run an agent to its end.
-
-    Raises:
-        AgentError: the agent is a command, and it failed.
-        Exception: the agent is a function, and it raised this exception.
-    """
+    """Run an agent to its end. AgentError: it is a command, and failed; any exception: it is a
+    function that raised it."""
     if isinstance(agent, AgentCommand):
         return await _run_command(agent, agent_call)
     answer = await call(agent, agent_call)
@@ -146,8 +139,7 @@ async def _run_command(command: AgentCommand, agent_call: AgentCall) -> AgentRes
         stderr = result.stderr.decode(errors="replace").strip()[-_STDERR_CHARS:]
         raise AgentError(f"{program} {how}: {stderr or 'it wrote nothing to stderr'}")
     if result.truncated:
-        limit = f"{_MAX_OUTPUT_BYTES >> 20} MiB"
-        raise AgentError(f"{program} wrote more than {limit}; its last line is lost")
+        raise AgentError(f"{program} wrote more than {_MAX_OUTPUT_BYTES >> 20} MiB")
     return _last_line_result(result.stdout.decode(errors="replace"))
 
 

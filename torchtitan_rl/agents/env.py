@@ -14,10 +14,9 @@ seeds, versions, journal and advantages work as for any other rollout.
 | ``logit_bias``, ``min_tokens``, ... | refused (400): ignoring them would give a wrong answer |
 
 Invariants: each request is answered or refused, once. If the caller of a turn leaves before it gets
-the answer, the turn counts as unseen, and is not trained on. An unseen turn is still sampled to its
-end, so that the turn's tokens do not depend on when the caller left. When `close` returns, the
-agent has ended; `close` raises if the agent does not end. A `RunningAgent` ends once, and
-``on_end`` is called on the event loop that started the agent.
+the answer, the turn counts as unseen, and is not trained on, but is sampled to its end, so that its
+tokens do not depend on when the caller left. When `close` returns, the agent has ended; `close`
+raises if it does not end. ``on_end`` is called once, on the event loop that started the agent.
 """
 
 from __future__ import annotations
@@ -79,10 +78,9 @@ _IGNORED = frozenset(
 class AgentHost:
     """The endpoint that agents use, and the place where they run.
 
-    ``loop`` is the event loop that runs async agents, in another thread (`AgentThread`). If
-    ``loop`` is None, agents run on the current loop. An agent that blocks would then cause a
-    deadlock, because the current loop also answers its requests.
-    ``problems`` is the queue in which problems of `RemoteAgent`s wait for workers.
+    ``loop`` runs async agents, in another thread (`AgentThread`). On the current loop (None), which
+    answers its requests, an agent that blocks would cause a deadlock. ``problems`` is the queue in
+    which problems of `RemoteAgent`s wait for workers.
     """
 
     base_url: str
@@ -103,11 +101,8 @@ class AgentHost:
 
 
 class AgentThread:
-    """A daemon thread with an event loop for agents, for a ``with`` block.
-
-    Agents share the thread: an agent that blocks delays the other agents, but not the controller,
-    which answers their requests.
-    """
+    """A daemon thread with an event loop for agents, for a ``with`` block. An agent that blocks
+    delays the others, but not the controller, which answers their requests."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -135,10 +130,8 @@ class AgentThread:
 
 
 class RunningAgent:
-    """One run of an agent. ``work`` is the agent's code, which is started at once.
-
-    ``outcome`` is None until the agent has ended; then it is the agent's result or exception.
-    """
+    """One run of an agent, whose ``work`` is started at once. ``outcome`` is None until it has
+    ended; then it is its result or exception."""
 
     def __init__(
         self,
@@ -166,11 +159,7 @@ class RunningAgent:
         return self._ended.is_set()
 
     async def end(self, timeout_s: float) -> None:
-        """Cancel the agent, unless it has ended, and wait for its end.
-
-        Raises:
-            AgentError: the agent has not ended within its time limit.
-        """
+        """Cancel the agent, and wait for its end. AgentError: it has not ended in time."""
         if self._ended.is_set():
             return
         with contextlib.suppress(RuntimeError):  # a closed loop has already cancelled its tasks
@@ -208,14 +197,13 @@ class AgentEnv:
 
     After a limit, the agent has ``grace_s`` to return its reward; otherwise the reward is
     ``reward_at_limit``. A cancelled agent must also end within ``grace_s``. ``decode`` makes the
-    turns readable in logged rollouts. ``prepare`` is called before the agent runs; the time that it
-    takes does not count as the agent's time.
+    turns readable in logged rollouts. ``prepare`` is called before the agent runs, outside of its
+    time.
 
     ``replays`` declares that the agent sends the same requests again when it gets the same answers.
-    An agent that fails is then restarted, up to ``max_restarts`` times, and its repeated requests
-    are answered from the recorded turns. The same happens when a resumed run starts the agent
-    again. If the worker of a `RemoteAgent` is lost, the problem is always handed out again; without
-    ``replays`` the new worker begins a new conversation.
+    When it has failed (up to ``max_restarts`` times) or the run was resumed, it is started again,
+    and its repeated requests are answered from the recorded turns. If the worker of a `RemoteAgent`
+    is lost, the problem is always handed out again, without ``replays`` in a new conversation.
     """
 
     def __init__(
@@ -292,11 +280,7 @@ class AgentEnv:
         return self._terminal(result, self._reward_at_limit if posted is None else posted)
 
     async def close(self) -> None:
-        """End the agent and its session.
-
-        Raises:
-            AgentError: the agent has not ended within its time limit.
-        """
+        """End the agent and its session. AgentError: it has not ended within its time limit."""
         self._refuse_all()
         try:
             if self._running is not None:
@@ -307,7 +291,6 @@ class AgentEnv:
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
-        """Complete one of the agent's requests; see `SessionDriver`."""
         if self._is_over or self._turns is None:
             raise self._closed()
         self._check(request.sampling)
@@ -346,18 +329,14 @@ class AgentEnv:
 
     @property
     def request_ids(self) -> list[str]:
-        """See `SessionDriver`."""
         return list(self._turn_ids)
 
     def reward_turns(self, request_ids: Collection[str], reward: float) -> None:
-        """Give the branches with these turns their own reward; see `SessionDriver`."""
         for request_id in request_ids:
             assert self._turns is not None
             self._turns.reward(self._turn_ids[request_id], reward)
 
     def close_session(self, reward: float | None) -> None:
-        """End the rollout with ``reward``. Without a reward only refuse further requests; the agent
-        may still return its own reward. See `SessionDriver`."""
         self._posted = reward
         self._refuse_all()
         self._changed.set()
@@ -416,10 +395,8 @@ class AgentEnv:
             counts["replayed_turns"] = self._turns.num_replayed
             counts["unreplayed_turns"] = self._turns.num_unreplayed
         metrics = {} if result is None else dict(result.metrics)
-        return Terminal(
-            reward=reward,
-            metrics={**metrics, **{f"agent/{name}": float(n) for name, n in counts.items()}},
-        )
+        metrics |= {f"agent/{name}": float(number) for name, number in counts.items()}
+        return Terminal(reward=reward, metrics=metrics)
 
     def _reward_parts(self, rewards: Mapping[str, float]) -> None:
         """Give each part's reward to the last turns of the part's branches."""
@@ -460,34 +437,29 @@ class AgentEnv:
             unsupported.add("ignore_eos")
         if unsupported:
             self._counts["refused_requests"] += 1
-            message = (
-                f"{', '.join(sorted(unsupported))}: not in a training session, for its loss would "
-                "not know the sampling distribution; leave it out"
-            )
+            names = ", ".join(sorted(unsupported))
+            message = f"{names}: the loss would not know the sampling distribution; leave it out"
             raise RefusedError(400, "invalid_request", message)
         truncations = (sampling.top_p < 1.0, sampling.top_k > 0, sampling.min_p > 0.0)
         self._counts["ignored_options"] += sum(truncations) + len(options - CONSTRAINTS)
 
 
 def _rollout_error(error: BaseException) -> BaseException:
-    """Return an error that ends only the rollout. Exceptions that would end the whole run, such as
-    `KeyboardInterrupt`, become an `AgentError`."""
+    """Return an error that ends only the rollout, not the run, as `KeyboardInterrupt` would."""
     if isinstance(error, Exception | asyncio.CancelledError | SystemExit):
         return error
     return AgentError(f"the agent raised {summary(error)}")
 
 
 def _observation(request: GenerationRequest) -> Observation:
+    sampling = request.sampling
+    options = sampling.engine_options
     return Observation(
         prompt_token_ids=request.prompt_token_ids,
-        max_tokens=request.sampling.max_tokens,
-        stop_token_ids=request.sampling.stop_token_ids,
-        stop=request.sampling.stop,
-        num_logprobs=request.sampling.num_logprobs,
-        constraints={
-            name: value
-            for name, value in request.sampling.engine_options.items()
-            if name in CONSTRAINTS
-        },
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        stop=sampling.stop,
+        num_logprobs=sampling.num_logprobs,
+        constraints={name: options[name] for name in options if name in CONSTRAINTS},
         images=request.images,
     )

@@ -13,12 +13,11 @@ reward there.
 | ``lease_s`` pass without a request or a heartbeat | the lease is lost |
 | the worker left before it got the lease | the problem is the next one to be leased |
 
-After a lost lease, the problem is handed out again in a new session (`AgentEnv`). After too many
-lost leases, the problem's rollout fails with `LeaseLostError`.
+After a lost lease, the problem is handed out again in a new session (`AgentEnv`).
 
 Invariants: a problem has one lease at a time. After a lease is lost, its session refuses all
-requests. Every lease ends once, and each kind of ending is counted. The queue is used on one event
-loop. A resumed run starts with an empty queue, and its rollouts add their problems again.
+requests. Every lease ends once, and each kind of ending is counted. A resumed run starts with an
+empty queue, and its rollouts add their problems again.
 """
 
 from __future__ import annotations
@@ -75,19 +74,12 @@ class ProblemQueue:
 
     def counts(self) -> dict[str, float]:
         """Gauges and counters, by name."""
-        return {
-            **self._counts,
-            "problems_waiting": len(self._waiting),
-            "problems_leased": len(self._leased),
-        }
+        waiting = {"problems_waiting": len(self._waiting), "problems_leased": len(self._leased)}
+        return self._counts | waiting
 
     async def serve(self, agent: RemoteAgent, call: AgentCall, waits: TurnTree) -> AgentResult:
-        """Have a worker solve the problem of ``call``; return once the session of the problem has
-        been closed.
-
-        Raises:
-            LeaseLostError: the worker was lost.
-        """
+        """Have a worker solve the problem of ``call``; return once its session has been closed, or
+        raise LeaseLostError."""
         entry = _Entry(agent, call, waits, asyncio.get_running_loop().create_future())
         self._waiting[call.session_id] = entry
         self._expect_worker(entry)
@@ -114,10 +106,8 @@ class ProblemQueue:
     async def lease(
         self, *, problem_id: str | None = None, worker: str = "", wait_s: float = 0.0
     ) -> Mapping[str, Any]:
-        """Lease the problem named ``problem_id``, or the problem that has waited longest.
-
-        Returns:
-            The lease; empty if no problem arrived within ``wait_s``.
+        """Lease the problem named ``problem_id``, or the one that has waited longest. Empty if none
+        arrived within ``wait_s``.
 
         Raises:
             RefusedError: too many workers wait.
@@ -139,11 +129,7 @@ class ProblemQueue:
         }
 
     def heartbeat(self, session_id: str) -> Mapping[str, Any]:
-        """Extend a lease.
-
-        Raises:
-            RefusedError: the lease does not exist, or has ended.
-        """
+        """Extend a lease; RefusedError if there is none, or it has ended."""
         entry = self._require(session_id)
         entry.used_s = loop_s()
         return {"session_id": session_id, "lease_s": entry.agent.lease_s}
@@ -151,12 +137,8 @@ class ProblemQueue:
     def return_(
         self, session_id: str, outcome: Literal["done", "failed", "unused"], cause: str
     ) -> None:
-        """End a lease. ``unused`` means that no worker got the lease, so its problem waits again in
-        this session.
-
-        Raises:
-            RefusedError: the lease does not exist, or has ended.
-        """
+        """End a lease; raises as `heartbeat` does. ``unused``: no worker got the lease, so its
+        problem waits again in this session."""
         entry = self._require(session_id)
         if outcome == "unused":
             self._give_back(entry)

@@ -1,8 +1,6 @@
-"""Tasks whose rollouts are agents.
-
-A subclass of `AgentTask` defines the dataset and an agent for each problem (and a rubric, if the
-agent's own reward is not the whole reward). The training run must enable its endpoint, which serves
-the agents.
+"""Tasks whose rollouts are agents: a subclass of `AgentTask` defines the dataset and an agent for
+each problem (and a rubric, if the agent's own reward is not the whole one). The run must enable its
+endpoint, which serves the agents.
 """
 
 from __future__ import annotations
@@ -27,10 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask(Task):
-    """A task that runs an agent for each rollout.
-
-    An agent may take ``rollout.step_timeout_s`` between two requests.
-    """
+    """A task with an agent for each rollout, which may take ``rollout.step_timeout_s`` between two
+    requests."""
 
     grace_s: PositiveFloat = 5.0
     """Seconds in which an agent must return a reward after it reached a limit, and in which it must
@@ -46,15 +42,13 @@ class AgentTask(Task):
     """How often the agent of a rollout is started again after it failed, if it is replayable."""
 
     def agent(self, problem: Problem) -> Agent:
-        """The agent for one rollout: a function of an `AgentCall`, or an `AgentCommand`.
-
-        Called on the controller's event loop: do slow work in the agent, not here.
-        """
+        """The agent for one rollout: a function of an `AgentCall`, or an `AgentCommand`. Called on
+        the controller's event loop: do slow work in the agent, not here."""
         raise NotImplementedError(f"{type(self).__name__} does not override `agent`")
 
     async def prepare(self, problem: Problem) -> None:
-        """Prepare a run of the agent, for example start a server. Called before each run, on the
-        controller's event loop. The preparation does not count as the agent's time."""
+        """Prepare a run of the agent, outside of its time, for example start a server. Called
+        before each run, on the controller's event loop."""
 
     def agent_environment(
         self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost
@@ -77,12 +71,8 @@ class AgentTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteAgentTask(AgentTask):
-    """A task whose agents run elsewhere: workers lease its problems from the endpoint.
-
-    Only `dataset` has to be overridden. Groups are admitted as for other tasks, so the staleness
-    cap (``schedule.staleness``) holds. Each rollout waits until a worker leases its problem.
-    `docs/agents.md` has an example of a worker.
-    """
+    """A task whose agents run elsewhere: workers lease its problems from the endpoint. Only
+    `dataset` has to be overridden. `docs/agents.md` has an example of a worker."""
 
     lease_s: PositiveFloat = 60.0
     """Seconds without a request or a heartbeat after which a worker counts as lost."""
@@ -103,11 +93,8 @@ class RemoteAgentTask(AgentTask):
 def environment_factory(
     task: Task, *, tokenizer: Any, limits: RolloutConfig, host: AgentHost | None
 ) -> EnvironmentFactory:
-    """The function that makes a task's environments, one for each rollout.
-
-    Raises:
-        ValueError: the task's rollouts are agents, and ``host`` is None.
-    """
+    """The function that makes a task's environments. ValueError: its rollouts are agents, and
+    ``host`` is None."""
     if not isinstance(task, AgentTask):
         return partial(task.environment, tokenizer=tokenizer, limits=limits)
     if host is None:
@@ -136,10 +123,9 @@ def agent_errors(task: Task, endpoint: EndpointConfig, *, num_rollouts: int = 0)
             f"endpoint.enabled is False: the rollouts of {type(task).__name__} are agents, which "
             "get completions from the endpoint; give --endpoint.enabled"
         )
-    if num_rollouts > endpoint.max_concurrent_requests:
+    if num_rollouts > (most := endpoint.max_concurrent_requests):
         errors.append(
-            f"endpoint.max_concurrent_requests is {endpoint.max_concurrent_requests}: up to "
-            f"{num_rollouts} agents ask at once, and the endpoint would refuse some; give at least "
-            f"{num_rollouts}"
+            f"endpoint.max_concurrent_requests is {most}: up to {num_rollouts} agents ask at once; "
+            f"give at least {num_rollouts}"
         )
     return errors

@@ -174,10 +174,8 @@ class DataTask(Task):
         if not self.validation and not self.validation_share:
             found.append("task.validation_share is 0: give more, or give files by task.validation")
         if not self.rest.hard_at < self.rest.easy_at:
-            found.append(
-                f"task.rest.hard_at={self.rest.hard_at}: must be below task.rest.easy_at "
-                f"({self.rest.easy_at})"
-            )
+            hard, easy = self.rest.hard_at, self.rest.easy_at
+            found.append(f"task.rest.hard_at={hard}: must be below task.rest.easy_at ({easy})")
         if self.compare == "math":
             found += checker_sandbox(MATH_SCORE, self.sandbox).errors("task.sandbox")
         return found
@@ -206,15 +204,16 @@ class DataTask(Task):
                 fill(self.prompt, row, f"{place}, task.prompt"),
             )
         found = column(self.messages, row, f"{place}, task.messages")
-        are_messages = isinstance(found, list) and all(
-            isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in found
-        )
-        if not are_messages or not found:
+        if not found or not isinstance(found, list) or not all(map(_is_message, found)):
             raise DataError(
                 f"{place}, task.messages: column {self.messages!r} is not a list of messages with "
                 "role and content"
             )
         return [_jsonable(one) for one in found]
+
+
+def _is_message(one: Any) -> bool:
+    return isinstance(one, Mapping) and {"role", "content"} <= one.keys()
 
 
 def _jsonable(value: Any) -> Any:
@@ -242,8 +241,7 @@ def tool_environment(
             "task: the policy's chat format has no tools; give a model that has (such as Qwen3), "
             "or task.renderer qwen3"
         )
-    score = partial(task.score, problem=problem)
-    messages = problem.data["messages"]
+    score, messages = partial(task.score, problem=problem), problem.data["messages"]
     env = ToolEnv(messages, tools, score, replays=replays, shows_tools=shows_tools)
     return MessageTokenEnv(env, renderer)
 
@@ -263,14 +261,10 @@ class PythonTask(DataTask):
     describes the tool in fewer tokens, or if the policy knows the tool."""
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
-        return tool_environment(
-            self,
-            PythonTools(self.sandbox),
-            problem,
-            tokenizer,
-            replays=True,  # a replay notices if a program prints something else
-            shows_tools=self.shows_tools,
-        )
+        tools = PythonTools(self.sandbox)
+        # A replay notices if a program prints something else.
+        shown = {"replays": True, "shows_tools": self.shows_tools}
+        return tool_environment(self, tools, problem, tokenizer, **shown)
 
     def errors(self) -> list[str]:
         return list(dict.fromkeys(super().errors() + self.sandbox.errors("task.sandbox")))
@@ -292,15 +286,11 @@ PYTHON: Mapping[str, Any] = {
 
 
 class PythonTools:
-    """The tool ``python`` for a rollout or an agent; each call runs in a new process.
-
-    All instances share one sandbox (see `shared_sandbox`)::
+    """The tool ``python`` for a rollout or an agent; each call runs in a new process of the shared
+    sandbox (see `shared_sandbox`)::
 
         ToolEnv(messages, PythonTools(), score, replays=True)
-
-    An agent calls the tool itself::
-
-        answer = await PythonTools().call("python", {"code": "print(6 * 7)"})
+        answer = await PythonTools().call("python", {"code": "print(6 * 7)"})  # by an agent
 
     With ``traceback`` the policy also sees where an exception was raised.
     """
@@ -327,8 +317,8 @@ class PythonTools:
         result = await shared_sandbox(self._config).run(code, print_last=True)
         if not self._traceback:
             result = replace(result, stderr=result.stderr.strip().rpartition("\n")[2])
-        text = _shown(result, self._config.limits)
-        return ToolAnswer(text=text, failed=result.status is not SandboxStatus.OK)
+        is_ok = result.status is SandboxStatus.OK
+        return ToolAnswer(text=_shown(result, self._config.limits), failed=not is_ok)
 
     async def close(self) -> None:
         """Does nothing: the sandbox is shared."""

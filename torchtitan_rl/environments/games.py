@@ -1,9 +1,8 @@
 """Games in chat messages: observations become text, answers become actions, rewards add up.
 
-A `Game` is for example a gymnasium environment, an OpenEnv server, or your own code. `GameEnv`
-plays it in messages. `GameTask` is the base class of tasks with games: problems are seeds, and
-templates and rewards are options. An invalid action is answered with the reason, does not change
-the game, and is counted.
+A `Game` is for example a gymnasium environment, an OpenEnv server, or your own code; `GameTask` is
+the base class of tasks with games, whose problems are seeds. An invalid action is answered with the
+reason, does not change the game, and is counted.
 """
 
 from __future__ import annotations
@@ -123,11 +122,10 @@ class GameTask(Task):
 
     def total(self, rewards: Sequence[float], num_invalid: int) -> float:
         """Combine the steps' rewards into the rollout's reward; see ``reward``."""
-        penalty = num_invalid * self.invalid_reward if num_invalid else 0.0
-        if self.reward == "last":
-            return penalty + (rewards[-1] if rewards else 0.0)
+        counted = rewards[-1:] if self.reward == "last" else rewards
         discount = self.discount if self.reward == "discounted" else 1.0
-        return penalty + sum(discount**step * reward for step, reward in enumerate(rewards))
+        total = sum(discount**step * reward for step, reward in enumerate(counted))
+        return total + (num_invalid * self.invalid_reward if num_invalid else 0.0)
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
         name, first, count = self.name(), self.data_seed, self.num_problems
@@ -150,10 +148,8 @@ class GameTask(Task):
         return self.solved_at - _TOLERANCE
 
     def errors(self) -> list[str]:
-        return [
-            *pattern_errors(self, "task", "answer_pattern"),
-            *template_errors(self, "task", *TEXTS),
-        ]
+        patterns = pattern_errors(self, "task", "answer_pattern")
+        return patterns + template_errors(self, "task", *TEXTS)
 
 
 class GameEnv:

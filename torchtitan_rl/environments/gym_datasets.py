@@ -1,9 +1,8 @@
 """The reasoning-gym library: datasets by name, and levels of their curricula.
 
-A dataset is described by JSON (`MadeFrom`). Some tasks depend on the order of sets, and therefore
-on the interpreter's hash seed. So problems are made only in processes with a fixed hash seed: the
-process of `call_gym` and the processes that score answers. Only this module and `gym_score` use the
-library.
+Some tasks depend on the order of sets, and so on the interpreter's hash seed. So problems are made
+only in processes with a fixed hash seed: that of `call_gym` and those that score answers. Only this
+module and `gym_score` use the library.
 
     python -m torchtitan_rl.environments.gym_datasets     # lists all tasks with their options
 """
@@ -45,6 +44,11 @@ class GymError(TorchtitanRLError):
     """An error that the library raised, in one line."""
 
 
+@functools.cache
+def _process() -> _Process:
+    return _Process()
+
+
 def call_gym(function: str, *args: Any) -> Any:
     """Call a function of this module in the process with the fixed hash seed. Arguments and result
     are JSON.
@@ -54,11 +58,6 @@ def call_gym(function: str, *args: Any) -> Any:
         ConfigError: reasoning-gym is not installed.
     """
     return _process().call(function, args)
-
-
-@functools.cache
-def _process() -> _Process:
-    return _Process()
 
 
 class _Process:
@@ -130,16 +129,11 @@ def gym_entry(made: MadeFrom, index: int) -> Any:
 
 
 def check_dataset(made: MadeFrom) -> None:
-    """Raise the library's error if it cannot make the dataset."""
     gym_dataset(made)
 
 
 def gym_dataset(made: MadeFrom) -> Any:
-    """Return the library's dataset for ``made``. Datasets that were used recently are kept.
-
-    Raises:
-        Exception: the library cannot make the dataset, or its options are not JSON.
-    """
+    """Return the library's dataset for ``made``; raises its error if it cannot make it."""
     return _make(json.dumps(made, sort_keys=True))
 
 
@@ -154,13 +148,10 @@ def _make(description: str) -> Any:
         curriculum = create_curriculum(made["name"])
         curriculum.set_global_level(made["level"])
         config = curriculum.generate_configuration(options)
-        options |= {
-            key: getattr(config, key)
-            for attribute in curriculum.attributes.values()
-            for key in _fields_of(attribute)
-        }
+        keys = [key for one in curriculum.attributes.values() for key in _fields_of(one)]
+        options |= {key: getattr(config, key) for key in keys}
     return gym.create_dataset(
-        made["name"], **{**options, "seed": made["seed"], "size": made["size"]}
+        made["name"], **options | {"seed": made["seed"], "size": made["size"]}
     )
 
 

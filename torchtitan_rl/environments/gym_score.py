@@ -46,8 +46,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 def gym_scorer(made: MadeFrom, index: int, digest: str) -> Callable[[str], float]:
-    """Make the function that scores answers to a problem. The sandbox's zygote calls `gym_scorer`.
-    Each answer is then scored in a fork of the zygote, so the zygote itself never sees an answer.
+    """Make the function that scores answers to a problem: the sandbox's zygote calls this, and each
+    answer is scored in a fork of it.
 
     Raises:
         ValueError: this process makes a problem with another `question_digest` than ``digest``.
@@ -64,11 +64,8 @@ def _entry(made: str, index: int) -> Any:
 
 
 def _parse_formula(text: str, **options: Any) -> Any:
-    """Call `parse_expr`, but only for numbers, names and mathematical functions.
-
-    Raises:
-        ValueError, SyntaxError: the text has anything else.
-    """
+    """Call `parse_expr`, but only for numbers, names and mathematical functions; raises ValueError
+    or SyntaxError for anything else."""
     for node in ast.walk(ast.parse(text.strip(), mode="eval")):
         is_known = isinstance(node, _FORMULA)
         if isinstance(node, ast.Constant):
@@ -83,10 +80,8 @@ def _parse_formula(text: str, **options: Any) -> Any:
 
 
 def _parse_arithmetic(text: str) -> Fraction:
-    """Evaluate an expression of whole numbers with ``+ - * /``.
-
-    Other syntax would let an answer use numbers that the puzzle does not give: ``floor(pi)``,
-    ``0x10``, ``1.5``.
+    """Evaluate an expression of whole numbers with ``+ - * /``. With other syntax an answer could
+    use numbers that the puzzle does not give: ``floor(pi)``, ``0x10``, ``1.5``.
 
     Raises:
         ValueError, SyntaxError, KeyError, ZeroDivisionError: the text is not such an expression.

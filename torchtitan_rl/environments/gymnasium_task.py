@@ -1,8 +1,6 @@
-"""Environments of gymnasium (PyPI) whose actions can be written as text, as a `Task`.
-
-Each rollout has its own environment. Its methods block, so each call runs in a thread. The second
-half of this module reads actions from text and writes observations as text; it depends only on
-gymnasium's spaces, not on environments.
+"""Environments of gymnasium (PyPI) whose actions can be written as text, as a `Task`. Their methods
+block, so each call runs in a thread. What reads actions and writes observations depends only on
+gymnasium's spaces.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torchtitan_rl.data.columns import fill
 from torchtitan_rl.data.rows import require
@@ -22,20 +20,9 @@ from torchtitan_rl.rollout.calls import in_thread
 
 _SHORT_CHARS, _LONG_CHARS = 100, 1000  # lengths in error messages
 _FEW = 20  # up to so many numbers are listed one by one
-_NUMBERS: dict[str, tuple[type, ...]] = {  # by numpy's kinds
-    "i": (int,),
-    "u": (int,),
-    "f": (int, float),
-    "b": (bool,),
-}
-_NO_ACTION = (  # exceptions raised by JSON of another shape
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+_NUMBERS: dict[str, tuple[type, ...]] = {"i": (int,), "u": (int,), "f": (int, float), "b": (bool,)}
+# Exceptions raised by JSON of another shape.
+_NO_ACTION = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _MARKED = re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -68,9 +55,8 @@ class GymnasiumTask(GameTask):
         return require("gymnasium", "gymnasium").make(self.env_id, **self.kwargs)
 
     def describe(self, env: Any, observation: Any, info: Mapping[str, Any]) -> str:
-        """The text for ``{observation}`` in the templates. If the environment's ``render_mode`` is
-        ``ansi``, this is the rendered text, with a highlighted place in brackets; otherwise it is
-        the observation. Called in a thread."""
+        """The text for ``{observation}`` in the templates: with the ``render_mode`` ``ansi`` the
+        rendered text, with a highlighted place in brackets. Called in a thread."""
         if env.render_mode == "ansi":
             return without_colours(env.render())
         return observation_text(observation)
@@ -102,11 +88,8 @@ class GymnasiumTask(GameTask):
 
 
 class GymnasiumGame:
-    """A `Game`; the methods without ``async`` block.
-
-    The blocking methods run one at a time. `end` waits for a step that takes too long, because few
-    environments can be closed by another thread during a step.
-    """
+    """A `Game`; the methods without ``async`` block, and run one at a time. `end` waits for a step
+    that takes too long: few environments can be closed by another thread during a step."""
 
     def __init__(self, task: GymnasiumTask, seed: int) -> None:
         self._task = task
@@ -119,12 +102,10 @@ class GymnasiumGame:
         return self._env.action_space
 
     async def reset(self) -> Mapping[str, Any]:
-        fields: Mapping[str, Any] = await in_thread(self.begin)
-        return fields
+        return cast("Mapping[str, Any]", await in_thread(self.begin))
 
     async def step(self, action: str) -> Move:
-        move: Move = await in_thread(self.play, action)
-        return move
+        return cast("Move", await in_thread(self.play, action))
 
     async def close(self) -> None:
         await in_thread(self.end)
@@ -175,11 +156,8 @@ def actions_text(space: Any, names: Sequence[str]) -> str:
 
 
 def read_action(space: Any, names: Sequence[str], text: str) -> Any:
-    """Read an action from a text: a name, a number, JSON, or the text of a `Text` space.
-
-    Raises:
-        InvalidActionError: the text is not an action of the space.
-    """
+    """Read an action from a text: a name, a number, JSON, or the text of a `Text` space; raises
+    InvalidActionError if it is not an action of the space."""
     kind = type(space).__name__
     wanted = " ".join(text.split()).casefold()
     for number, name in enumerate(names):
@@ -195,7 +173,6 @@ def read_action(space: Any, names: Sequence[str], text: str) -> Any:
 
 
 def _names_error(space: Any, names: Sequence[str]) -> str | None:
-    """The reason why the names do not fit the space, or None."""
     if not names:
         return None
     if type(space).__name__ != "Discrete":

@@ -1,9 +1,8 @@
 """A reward by a language model: an endpoint that speaks the OpenAI API scores each rollout.
 
-Metrics report each score and its cost; a failed attempt to get a score is reported, too. The same
-question is asked once, even if several rollouts ask it at the same time. The policy's text goes
-only into the judge's prompt, where it cannot end the message. A score is read only from the judge's
-answer.
+Metrics report each score, its cost, and failed attempts. The same question is asked once, even if
+several rollouts ask it at the same time. The policy's text goes only into the judge's prompt, where
+it cannot end the message; a score is read only from the judge's answer.
 
 Invariants: within any 60 seconds at most ``requests_per_minute`` requests begin. Every request that
 is sent is counted, including those that the client repeats by itself.
@@ -15,7 +14,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import os
 import random
 import re
@@ -28,12 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from weakref import WeakValueDictionary
 
 from torchtitan_rl.bounds import Count, NotNegative, Positive, PositiveFloat, Share, without_login
-from torchtitan_rl.data.columns import (
-    fill,
-    pattern_errors,
-    template_errors,
-    url_errors,
-)
+from torchtitan_rl.data.columns import fill, pattern_errors, template_errors, url_errors
 from torchtitan_rl.environments.question import as_messages
 from torchtitan_rl.environments.scoring import CheckTimeoutError, extract
 from torchtitan_rl.errors import ConfigError, one_line
@@ -124,12 +117,9 @@ class JudgeConfig:
     """For the metric ``reward/judge/cost``, in any currency."""
 
     def errors(self, section: str = "task.judge") -> list[str]:
-        """What is wrong with the fields of the section."""
         found = url_errors(self, section, "base_url")
         if not self.model:
-            found.append(
-                f"{section}.model is empty: give the name that the endpoint lists under /v1/models"
-            )
+            found.append(f"{section}.model is empty: give a name that /v1/models lists")
         found += template_errors(self, section, "prompt", "system")
         found += pattern_errors(self, section, "score_pattern")
         if not self.lowest < self.highest:
@@ -189,11 +179,7 @@ class Judge:
         return RewardFunction(name=name, function=self.score, weight=weight)
 
     async def score(self, rollout: Rollout, problem: Problem) -> Score:
-        """Score a rollout.
-
-        Raises:
-            DataError: the prompt names a column that the problem does not have.
-        """
+        """Score a rollout. DataError: the prompt names a column that the problem does not have."""
         asked = await self.ask({**problem.data, **texts_of(rollout)}, rollout.rollout_id)
         if asked.reward is not None or self._config.on_failure == "error":
             return asked
@@ -202,11 +188,7 @@ class Judge:
 
     async def ask(self, row: Mapping[str, Any], name: str) -> Score:
         """Ask for the score of what the prompt says of ``row``; ``name`` is for errors. Without a
-        score, the result has a cause.
-
-        Raises:
-            DataError: the prompt names a column that ``row`` does not have.
-        """
+        score, the result has a cause. Raises as `score` does."""
         config, cost = self._config, _Cost()
         _cost.set(cost)
         place = f"{name}, the judge's prompt"
@@ -244,7 +226,6 @@ class Judge:
         return score
 
     async def _ask(self, messages: Sequence[Message], cost: _Cost) -> float | None:
-        """The score in the first answer that has a score; None if all attempts failed."""
         from openai import APIConnectionError, APIStatusError, OpenAIError
 
         while (left := self._config.attempts - (num_before := cost.requests)) > 0:
@@ -271,8 +252,8 @@ class Judge:
         return None
 
     async def _answer(self, messages: Any, cost: _Cost, *, max_retries: int) -> str:
-        """The judge's text. The client does not validate the endpoint's answer, so any part of the
-        answer may be missing."""
+        """The judge's text. The client does not validate the answer, of which parts may be
+        missing."""
         response: Any = await self._client.with_options(
             max_retries=max_retries
         ).chat.completions.create(
@@ -307,19 +288,17 @@ class Judge:
 
     def _components(self, cost: _Cost, *, failures: int) -> Mapping[str, float]:
         config = self._config
-        components = {
-            "requests": float(cost.requests),
-            "prompt_tokens": float(cost.prompt_tokens),
-            "completion_tokens": float(cost.completion_tokens),
-            "cached": float(not cost.requests and not failures),
-            "failures": float(failures),
+        counts = {
+            "requests": cost.requests,
+            "prompt_tokens": cost.prompt_tokens,
+            "completion_tokens": cost.completion_tokens,
+            "cached": not cost.requests and not failures,
+            "failures": failures,
         }
-        price = math.fsum(
-            (
-                config.price_per_million_prompt_tokens * cost.prompt_tokens / 1e6,
-                config.price_per_million_completion_tokens * cost.completion_tokens / 1e6,
-            )
-        )
+        components = {name: float(count) for name, count in counts.items()}
+        for_prompt = config.price_per_million_prompt_tokens * cost.prompt_tokens / 1e6
+        for_completion = config.price_per_million_completion_tokens * cost.completion_tokens / 1e6
+        price = for_prompt + for_completion
         return components | {"cost": price} if price else components
 
 
@@ -328,22 +307,20 @@ async def _after_response(response: Any) -> None:
 
 
 def _as_text(prompt: str) -> str:
-    """Insert a space into each text that an endpoint might parse as a control token. Our endpoint
-    does not parse control tokens in text. Other endpoints may, and we do not know which control
-    tokens they have."""
+    """Insert a space into each text that an endpoint might parse as a control token, which ours
+    does not, and others may."""
     return _CONTROL_STRING.sub(r"\g<0> ", prompt)
 
 
 def texts_of(rollout: Rollout) -> dict[str, Any]:
-    """The texts of a rollout for the judge's prompt: ``prompt``, ``completion`` and
-    ``conversation``."""
+    """The texts for the judge's prompt: ``prompt``, ``completion`` and ``conversation``."""
     messages = rollout.messages
     if not messages:  # the environment has no messages
-        texts = [turn.text or "" for turn in rollout.turns]
+        texts = ["", *(turn.text or "" for turn in rollout.turns)]
         return {
             "prompt": "",
-            "completion": texts[-1] if texts else "",
-            "conversation": "\n\n".join(texts),
+            "completion": texts[-1],
+            "conversation": "\n\n".join(texts[1:]),
         }
     spoken = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
     before = messages[: spoken[0]] if spoken else messages
@@ -363,9 +340,8 @@ def _content(message: Message) -> str:
 
 
 class ScoreCache:
-    """The newest ``size`` scores, in memory or in a file. The file outlives the run, and several
-    processes may share it. `get` and `put` raise a `sqlite3.Error` if the file cannot be read or
-    written.
+    """The newest ``size`` scores, in memory or in a file, which several processes may share. `get`
+    and `put` raise `sqlite3.Error` if the file cannot be read or written.
 
     Raises:
         ConfigError: ``file`` cannot be opened, or is not a database.

@@ -1,5 +1,4 @@
-"""Compares answers as mathematics, for `scoring.run_checker`. `run_checker` imports this module,
-and with it `math-verify`, before the time limit of a comparison begins to count."""
+"""Compares answers as mathematics, for `scoring.run_checker`."""
 
 from __future__ import annotations
 
@@ -11,12 +10,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has
 
 
 def math_score(right: str, answer: str) -> float:
-    """Return 1 if `math-verify` finds that the two answers are equal, otherwise 0. `math-verify`
-    compares numbers, fractions, sets, expressions and LaTeX.
-
-    The comparison has no limit on time or memory. A tower of powers, for example, needs much of
-    both.
-    """
+    """Return 1 if `math-verify` finds the answers equal (numbers, fractions, sets, expressions,
+    LaTeX), otherwise 0. There is no limit on time or memory."""
     expected = parse(_as_math(right), parsing_timeout=None)
     given = parse(_as_math(answer), parsing_timeout=None)
     return float(bool(verify(expected, given, timeout_seconds=None)))

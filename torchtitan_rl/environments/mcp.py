@@ -1,15 +1,13 @@
 """Tools of MCP servers: for your own environments, and for a `DataTask` that answers with them.
 
-A session connects to a server, which is either a process on standard streams or has an address. The
-`mcp` library binds a connection to the asyncio task that opened it, so each session runs in its own
-task; other tasks may call its tools. (The library's `ClientSessionGroup` is not used, because it
-also belongs to one task, reads only the first page of the tools, and drops a server's standard
-error.)
+A session connects to a server: a process on standard streams, or an address. The `mcp` library
+binds a connection to the asyncio task that opened it, so each session runs in its own task; other
+tasks may call its tools. (The library's `ClientSessionGroup` also belongs to one task, reads only
+the first page of the tools, and drops a server's standard error.)
 
 Invariant: when the session ends, its task, the server's process and all processes that the server
 started end, too. The library closes the server's input, waits, and then ends `shim.py`, the
-server's parent process. `shim.py` kills all processes that are left. It also kills them if this
-process is killed.
+server's parent, which kills all processes that are left, also if this process is killed.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpSession]] = W
 
 
 class McpServerError(TorchtitanRLError):
-    """A server cannot be reached, or its session was lost. The message names the server and the
-    cause."""
+    """A server cannot be reached, or its session was lost. The message names it and the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +87,6 @@ class McpServer:
     """Characters after which an answer is cut off."""
 
     def resume_identity(self) -> Mapping[str, Any]:
-        """See `Task.resume_identity`."""
         return {"url": None, "start_timeout_s": None}
 
     def errors(self, section: str) -> list[str]:
@@ -98,10 +94,7 @@ class McpServer:
         if bool(self.command) == bool(self.url):
             found.append(f"{section}: give either command or url")
         if self.shared and self.in_order:
-            found.append(
-                f"{section}: shared and in_order are True: calls of all rollouts would run one "
-                "after another; a shared server keeps no state, so leave in_order out"
-            )
+            found.append(f"{section}: a shared server keeps no state, so leave in_order out")
         if self.url:
             found += url_errors(self, section, "url")
         return found
@@ -175,8 +168,7 @@ class McpSession:
         return ToolAnswer(text=prefix + text, failed=result.is_error)
 
     async def close(self) -> None:
-        """End the session, and the server's process if there is one. No effect if the session has
-        already ended."""
+        """End the session, and the server's process. No effect if it has ended."""
         if self._task is None:
             return
         self._may_end.set()
@@ -185,8 +177,8 @@ class McpSession:
         await asyncio.wait({self._task})
 
     def _give_up(self, task: asyncio.Task[None], cause: str) -> None:
-        """Stop connecting. Called once, while `start` waits for the tools: a second cancellation
-        would interrupt the library as it ends the process."""
+        """Stop connecting. Called once: a second cancellation would interrupt the library as it
+        ends the process."""
         self._fail(cause)
         task.cancel()
 
@@ -219,7 +211,6 @@ class McpSession:
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[AbstractAsyncContextManager[Any]]:
-        """The transport for the library's client."""
         server = self._server
         if server.url:
             import httpx2
@@ -248,7 +239,6 @@ class McpSession:
         return McpServerError(f"MCP server {self._name} ({where}): {cause}{self._last_words()}")
 
     def _last_words(self) -> str:
-        """The last line that the server wrote to its standard error."""
         if self._words is None or self._words.closed:
             return ""
         words = last_lines(Path(f"/proc/self/fd/{self._words.fileno()}"), 1)
@@ -294,11 +284,8 @@ def _expanded(values: Mapping[str, str]) -> dict[str, str]:
 
 
 class McpTools:
-    """The `Tools` of one rollout: the tools of all servers.
-
-    A shared session stays open until the event loop ends. A shared session that was lost is
-    replaced for rollouts that begin later.
-    """
+    """The `Tools` of one rollout: the tools of all servers. A shared session stays open until the
+    event loop ends; a lost one is replaced for rollouts that begin later."""
 
     def __init__(self, servers: Mapping[str, McpServer]) -> None:
         self._servers = servers
@@ -306,11 +293,8 @@ class McpTools:
         self._session_of: dict[str, McpSession] = {}
 
     async def open(self) -> list[Mapping[str, Any]]:
-        """Connect to all servers, and return the schemas of their tools.
-
-        Raises:
-            McpServerError: a server cannot be reached, or two have a tool of the same name.
-        """
+        """Connect to all servers, and return the schemas of their tools. McpServerError: a server
+        cannot be reached, or two have a tool of the same name."""
         sessions = {name: self._session(name, server) for name, server in self._servers.items()}
         schemas = await asyncio.gather(*(session.start() for session in sessions.values()))
         for (name, session), tools in zip(sessions.items(), schemas, strict=True):
@@ -325,11 +309,7 @@ class McpTools:
         return [tool for tools in schemas for tool in tools]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
-        """Call a tool on its server.
-
-        Raises:
-            McpServerError: the server was lost.
-        """
+        """Call a tool on its server; McpServerError if the server was lost."""
         session = self._session_of.get(name)
         if session is None:
             names = ", ".join(self._session_of)
@@ -373,14 +353,9 @@ class McpTask(DataTask):
     resumed run can make its calls again; otherwise it starts such rollouts again."""
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
-        return tool_environment(
-            self,
-            McpTools(self.servers),
-            problem,
-            tokenizer,
-            replays=self.replays,
-            shows_tools=self.shows_tools,
-        )
+        tools = McpTools(self.servers)
+        shown = {"replays": self.replays, "shows_tools": self.shows_tools}
+        return tool_environment(self, tools, problem, tokenizer, **shown)
 
     def errors(self) -> list[str]:
         found = super().errors()
@@ -403,21 +378,17 @@ def _absences(section: str, server: McpServer) -> list[str]:
         for key, value in values.items():
             names = [one.strip("{}") for one in _VARIABLE.findall(value)]
             if unset := [one for one in names if one not in os.environ]:
-                found.append(
-                    f"{section}.{kind}: {key} names {unset[0]}, which is not set; export it"
-                )
+                why = f"{key} names {unset[0]}, which is not set; export it"
+                found.append(f"{section}.{kind}: {why}")
     path = _expanded(server.env).get("PATH")
     if server.command and shutil.which(server.command[0], path=path) is None:
-        found.append(
-            f"{section}.command: there is no program {server.command[0]!r}; install it, or give a "
-            "path"
-        )
+        why = f"there is no program {server.command[0]!r}; install it, or give a path"
+        found.append(f"{section}.command: {why}")
     return found or (server_errors(server, section, "url") if server.url else [])
 
 
 def parts_of(task: Task, name: str = "task") -> Iterator[tuple[str, Task | McpServer]]:
-    """Yield the task, its parts (including nested ones) and all their servers, each with the name
-    of its field."""
+    """Yield the task, its parts and all their servers, each with the name of its field."""
     yield name, task
     for one in fields(task):
         value = getattr(task, one.name)

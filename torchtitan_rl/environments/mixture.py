@@ -1,9 +1,8 @@
 """Several tasks in one run, each with its weight, its environments and its rubric.
 
-Invariants of `MixtureDataset`: every batch has the mixture's proportions. After n problems, the
-number of problems from each part differs from the part's share of n by at most one if there are two
-parts, and by at most a few if there are more. The next part depends only on the weights and on how
-many problems each part has given. Problem ids begin with the part's name.
+Invariants of `MixtureDataset`: after n problems, the number of problems from each part differs from
+the part's share of n by at most one if there are two parts, and by at most a few if there are more.
+The next part depends only on the weights and on how many problems each part has given.
 """
 
 from __future__ import annotations
@@ -125,10 +124,8 @@ class _GroupRubrics(_Rubrics):
 
 
 class MixtureDataset:
-    """Problems of several datasets. The next problem comes from the part that is furthest below its
-    share.
-
-    The dataset ends when one of its parts ends.
+    """Problems of several datasets: the next comes from the part that is furthest below its share.
+    Ends when a part ends.
 
     Raises:
         ValueError: there is no part, or a weight is not above 0.
@@ -167,12 +164,8 @@ class MixtureDataset:
                 part.record([replace(one, problem=split_off(one.problem)) for one in own])
 
     def metrics(self) -> Mapping[str, float]:
-        """The metrics of all parts, with the part's name as prefix."""
-        return {
-            f"{name}/{metric}": value
-            for name, part in self._parts.items()
-            for metric, value in metrics_of(part).items()
-        }
+        metrics = {name: metrics_of(part).items() for name, part in self._parts.items()}
+        return {f"{name}/{key}": one for name, own in metrics.items() for key, one in own}
 
     def state_dict(self) -> dict[str, Any]:
         return {

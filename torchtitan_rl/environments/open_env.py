@@ -1,9 +1,8 @@
 """Environments of OpenEnv servers, as a `Task`: each rollout has its own session.
 
-This module implements the server's WebSocket protocol itself, for two reasons. If the connection is
-lost between two steps, the `openenv` package's client reconnects to a new environment, and the
-rollout would continue in another game; here a lost connection is an error. The package's
-requirements also conflict with vLLM's.
+This module implements the server's WebSocket protocol itself: after a lost connection the `openenv`
+package's client reconnects to a new environment, and the rollout would continue in another game.
+The package's requirements also conflict with vLLM's.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class OpenEnvTask(GameTask):
 
     def describe(self, observation: Mapping[str, Any]) -> str:
         """The text for ``{observation}`` in the templates: the observation's only field if that is
-        a text, and otherwise the observation as JSON."""
+        a text, or else the observation as JSON."""
         fields = {name: value for name, value in observation.items() if name != "metadata"}
         values = list(fields.values())
         if len(values) == 1 and isinstance(values[0], str):
@@ -89,11 +88,7 @@ class OpenEnvTask(GameTask):
         return json.dumps(fields, ensure_ascii=False)
 
     def action(self, answer: str) -> Mapping[str, Any]:
-        """Convert an answer to the argument of ``step``.
-
-        Raises:
-            InvalidActionError: the answer is not an action.
-        """
+        """Convert an answer to the argument of ``step``, or raise InvalidActionError."""
         if not self.action_field:
             try:
                 found = json.loads(answer)
@@ -144,12 +139,8 @@ class OpenEnvGame:
         return await self._fields(await self._ask("reset", options))
 
     async def step(self, action: str) -> Move:
-        """Perform an action.
-
-        Raises:
-            InvalidActionError: the action does not fit the environment's schema.
-            OpenEnvError: the environment failed, or the connection was lost.
-        """
+        """Perform an action; raises as `reset`, and InvalidActionError if the action does not fit
+        the environment's schema."""
         result = await self._ask("step", self._task.action(action))
         fields = await self._fields(result)
         return Move(fields=fields, reward=fields["reward"], ended=bool(result.get("done")))
@@ -173,8 +164,8 @@ class OpenEnvGame:
         }
 
     async def _connect(self) -> None:
-        """Connect. While no server listens, retry for ``connect_timeout_s``, because the server may
-        be starting."""
+        """Connect. While no server listens, for it may be starting, retry for
+        ``connect_timeout_s``."""
         client = require("websockets.asyncio.client", "websockets")
         address = "ws" + self._task.url.removeprefix("http").rstrip("/") + "/ws"
         headers = {name: os.path.expandvars(value) for name, value in self._task.headers.items()}
@@ -207,10 +198,7 @@ class OpenEnvGame:
         if code == "VALIDATION_ERROR":
             raise InvalidActionError(_validation_text(content))
         if code == "CAPACITY_REACHED":
-            text += (
-                "; start it with a max_concurrent_envs of at least rollout.groups_per_step x "
-                "rollout.group_size and evaluation.num_problems"
-            )
+            text += "; start it with max_concurrent_envs for all rollouts that run concurrently"
         raise self._error(f"{kind}: {text} ({code})")
 
     def _error(self, cause: str) -> OpenEnvError:
@@ -225,9 +213,8 @@ def _validation_text(content: Mapping[str, Any]) -> str:
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether an error means that no server listens at the host's addresses, that a proxy reaches
-    no server, or that a server is just ending. If a host has several addresses, asyncio raises a
-    plain OSError."""
+    """Whether no server listens, a proxy reaches none, or a server is just ending. If a host has
+    several addresses, asyncio raises a plain OSError."""
     from websockets.exceptions import InvalidMessage, InvalidStatus
 
     if isinstance(error, InvalidStatus):  # from a proxy

@@ -80,10 +80,8 @@ class PairwiseJudgedTask(JudgedTask):
             if name not in self.judge.prompt:
                 found.append(f"task.judge.prompt={self.judge.prompt!r}: it must contain {name}")
         if self.judge.on_failure != "error":
-            found.append(
-                f"task.judge.on_failure={self.judge.on_failure!r}: a comparison without a verdict "
-                "is a tie; leave it out"
-            )
+            why = "a comparison without a verdict is a tie; leave it out"
+            found.append(f"task.judge.on_failure={self.judge.on_failure!r}: {why}")
         return found
 
 

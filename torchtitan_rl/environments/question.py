@@ -1,7 +1,5 @@
-"""Environments for questions with one answer, given at once or after any number of tool calls.
-
-An error in a call is returned to the policy and counted. The rollout fails only if the tools are
-lost, for example because a server died.
+"""Environments for questions with one answer, given at once or after any number of tool calls. An
+error in a call is returned to the policy and counted; the rollout fails if the tools are lost.
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ _SHORT_CHARS = 200
 class QuestionEnv:
     """A `MessageEnv` of one turn.
 
-    If scoring takes too long, the score is 0 and the metric ``check_timeouts`` counts it. If
-    scoring raises a `CheckFailedError`, the score is 0 and ``check_errors`` counts it. ``metrics``
-    are reported with each rollout.
+    If scoring takes too long or raises a `CheckFailedError`, the score is 0, and a metric,
+    ``check_timeouts`` or ``check_errors``, counts it. ``metrics`` are reported with each rollout.
     """
 
     replays = True  # the environment depends only on the problem and the completion
@@ -101,8 +98,8 @@ class Tools(Protocol):
 
 
 class ToolEnv:
-    """A `MessageEnv`. After a message with tool calls, the policy gets the results of the tools. A
-    message without a call is the policy's final answer.
+    """A `MessageEnv`. After a message with tool calls, the policy gets their results; a message
+    without a call is its final answer.
 
     ``replays``: repeated calls have the same results, and change nothing outside of the rollout.
     ``shows_tools``: the chat format puts the tools' schemas into the prompt.
@@ -165,8 +162,5 @@ class ToolEnv:
         return await self._tools.call(function["name"], arguments)
 
     def _with_counts(self, end: Terminal) -> Terminal:
-        counts = {
-            "tool_calls": float(self._num_calls),
-            "failed_tool_calls": float(self._num_failed),
-        }
+        counts = {"tool_calls": self._num_calls, "failed_tool_calls": self._num_failed}
         return replace(end, metrics={**end.metrics, **counts})

@@ -1,8 +1,7 @@
 """The procedural tasks of reasoning-gym (PyPI) as a `Task`: any of them by name, or a mixture.
 
-A problem is made from its index, in a process with a fixed hash seed. The task's own
-``score_answer`` runs in the sandbox, because it may evaluate the answer as code and compute for
-long.
+A problem is made from its index, in a process with a fixed hash seed. The task's ``score_answer``
+runs in the sandbox: it may evaluate the answer as code and compute for long.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ from torchtitan_rl.environments.gym_datasets import (
 )
 from torchtitan_rl.environments.mixture import MixtureDataset
 from torchtitan_rl.environments.question import QuestionEnv, as_messages
-from torchtitan_rl.environments.scoring import (
-    checked_score,
-    checker_sandbox,
-    extract,
-    run_checker,
-)
+from torchtitan_rl.environments.scoring import checked_score, checker_sandbox, extract, run_checker
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.env import TokenEnv
 from torchtitan_rl.rollout.message_env import MessageTokenEnv
@@ -106,25 +100,17 @@ class ReasoningGymTask(Task):
         return MessageTokenEnv(QuestionEnv(messages, score, metrics=metrics), renderer)
 
     async def score(self, answer: str, problem: Problem) -> float:
-        """The task's own score of a completion.
-
-        Raises:
-            CheckFailedError: the task's scorer raised an error.
-            CheckTimeoutError: scoring took too long.
-        """
+        """The task's own score of a completion; raises as `run_checker` does."""
         found = await extract(self.answer_pattern, answer)
         if found is None:
             return 0.0
         data = problem.data
+        made = self._made(data["name"], data["level"])
         score = await run_checker(
             GYM_SCORE,
             found,
             timeout_s=self.check_timeout_s,
-            made=(
-                self._made(data["name"], data["level"]),
-                data["index"],
-                question_digest(data["question"]),
-            ),
+            made=(made, data["index"], question_digest(data["question"])),
             sandbox=self.sandbox,
         )
         return checked_score(score)
@@ -147,10 +133,8 @@ class ReasoningGymTask(Task):
     def _name_errors(self, name: str, names: Mapping[str, bool]) -> list[str]:
         if name not in names:
             similar = difflib.get_close_matches(name, names) or sorted(names)
-            return [
-                f"task.tasks has {name}: reasoning-gym has no such task; similar: "
-                f"{', '.join(similar[:5])}"
-            ]
+            which = ", ".join(similar[:5])
+            return [f"task.tasks has {name}: reasoning-gym has no such task; similar: {which}"]
         if self.curriculum.enabled and not names[name]:
             return [f"task.curriculum.enabled: {name} has no curriculum; leave one out"]
         return self._option_errors(name)

@@ -1,10 +1,10 @@
 """Scores answers: compares them exactly, as numbers, as mathematics, or by your own function.
 
 `extract` finds the answer in the policy's text, and `score_text` compares it in this process. A
-function that computes with an answer may hang, crash or use up the memory. So `run_checker` calls
-such a function in the sandbox, in a fork of a process that has imported the function's module and
-has never seen a policy's text. The function's result is JSON. Code in the answer may have forged
-this result, so `checked_score` accepts only a number from 0 to 1.
+function that computes with an answer may hang, crash or use up the memory, so `run_checker` calls
+it in the sandbox, in a fork of a process that has imported the function's module and has never seen
+a policy's text. Code in the answer may have forged its result, which is JSON, so `checked_score`
+accepts only a number from 0 to 1.
 """
 
 from __future__ import annotations
@@ -66,14 +66,11 @@ async def extract(pattern: str, text: str) -> str | None:
 
 
 def last_match(pattern: str, text: str, timeout_s: float | None = None) -> str | None:
-    """The last match of ``pattern`` (its first group, if it has one), or None. An empty pattern
-    matches the whole text.
+    """The last match of ``pattern`` (its first group, if it has one), or None; an empty pattern
+    matches the whole text. TimeoutError: it took more than ``timeout_s`` of CPU time.
 
     >>> last_match(r"#### (.+)", "3 + 4 is 7, so\\n#### 7")
     '7'
-
-    Raises:
-        TimeoutError: the search took more than ``timeout_s`` of CPU time.
     """
     if not pattern:
         return text.strip()
@@ -101,8 +98,8 @@ def score_text(comparison: Literal["exact", "number"], right: str, answer: str) 
 
 
 def _last_number(text: str) -> Fraction | None:
-    """The last number in a text; None if there is none, or if the number has more than
-    `_MAX_DIGITS` digits or a larger exponent."""
+    """The last number in a text, unless it has more than `_MAX_DIGITS` digits or a larger
+    exponent."""
     numbers = _NUMBER.findall(text)
     if not numbers or max(map(len, numbers[-1])) > _MAX_DIGITS:
         return None
@@ -165,11 +162,7 @@ def checker_sandbox(function: str, sandbox: SandboxConfig | None) -> SandboxConf
 
 
 def checked_score(score: object) -> float:
-    """Convert a result of `run_checker` to a reward.
-
-    Raises:
-        CheckFailedError: the result is not a number from 0 to 1.
-    """
+    """Return a result of `run_checker`; CheckFailedError: it is no number from 0 to 1."""
     if not isinstance(score, int | float) or not 0 <= score <= 1:
         raise CheckFailedError(f"{reprlib.repr(score)} is no score from 0 to 1")
     return float(score)

@@ -1,5 +1,4 @@
-"""The task of a run without rollouts, which trains on conversations from files: the runs of
-``torchtitan-rl sft`` and ``torchtitan-rl dpo``."""
+"""The task of a run without rollouts: ``torchtitan-rl sft`` and ``torchtitan-rl dpo``."""
 
 from __future__ import annotations
 
@@ -56,27 +55,20 @@ class SupervisedTask(Task):
 
     def conversations(self, tokenizer: Any, *, seed: int, max_tokens: int) -> Conversations:
         """Open the files that are trained on."""
-        return Conversations(
-            self.data,
-            self.data.train,
-            tokenizer,
-            seed=seed,
-            shuffle=self.data.shuffle,
-            max_tokens=max_tokens,
-        )
+        options: dict[str, Any] = {
+            "seed": seed,
+            "shuffle": self.data.shuffle,
+            "max_tokens": max_tokens,
+        }
+        return Conversations(self.data, self.data.train, tokenizer, **options)
 
     def held_out_conversations(self, tokenizer: Any, *, max_tokens: int) -> Conversations | None:
         """Open the files of the evaluation; None without files."""
         if not self.held_out.files:
             return None
+        options: dict[str, Any] = {"seed": 0, "shuffle": False, "max_tokens": max_tokens}
         return Conversations(
-            self.data,
-            self.held_out.files,
-            tokenizer,
-            seed=0,
-            shuffle=False,
-            max_tokens=max_tokens,
-            prefix="held_out/",
+            self.data, self.held_out.files, tokenizer, prefix="held_out/", **options
         )
 
     def errors(self) -> list[str]:
@@ -97,8 +89,8 @@ class SupervisedTask(Task):
     def row_errors(
         self, tokenizer: Any, *, seed: int, num_steps: int, max_tokens: int
     ) -> tuple[list[str], list[str]]:
-        """Render the first rows that the run will use, at most 4,096, and those of the evaluation.
-        Returns errors, and notes about rows that are too long. `errors` must be empty."""
+        """Render the first rows that the run will use, and those of the evaluation. Returns errors,
+        and notes about rows that are too long. `errors` must be empty."""
         errors: list[str] = []
         notes: list[str] = []
         try:
@@ -118,10 +110,10 @@ class SupervisedTask(Task):
                 errors.append(f"{name}: {error}")
                 continue
             if too_long:
+                longest, number = max(one.longest for one in too_long), len(fitting + too_long)
                 what = (
-                    f"{len(too_long)} of {len(fitting) + len(too_long)} rows are longer than "
-                    f"trainer.max_episode_tokens ({max_tokens}); the longest has "
-                    f"{max(one.longest for one in too_long)} tokens"
+                    f"{len(too_long)} of {number} rows are longer than trainer.max_episode_tokens "
+                    f"({max_tokens}); the longest has {longest} tokens"
                 )
                 if self.data.too_long == "refuse" or not fitting:
                     errors.append(f"{name}: {what}: raise that, or leave these rows out")

@@ -1,11 +1,10 @@
 """Calls user code (environments, rewards, agents) without blocking the event loop.
 
 A synchronous function runs in a new daemon thread: any number of calls may block together, and a
-hanging call does not keep the process alive. A thread cannot be killed, and a task may ignore its
-cancellation. Such a call is abandoned (`abandoned`): it continues to run and keeps its resources,
-and its result is dropped. A few abandoned calls do no harm; their number is logged whenever it
-doubles. If too many calls hang for long, the run fails with an error that names the calls; from
-then on, environments are closed but not called.
+hanging call does not keep the process alive. A call that cannot be ended is abandoned
+(`abandoned`): it runs on and keeps its resources, and its result is dropped. The number of such
+calls is logged whenever it doubles. If too many hang for long, the run fails with an error that
+names them; from then on, environments are closed but not called.
 
 Invariant: a call is counted once, from the moment its caller stops waiting until it ends.
 """
@@ -42,11 +41,8 @@ class HangingCallsError(TorchtitanRLError):
 
 
 class AbandonedCalls:
-    """The abandoned calls of one process. May be used from any thread.
-
-    A call counts as hanging ``hangs_after_s`` after its caller stopped waiting. Before that, it may
-    only be slow to notice its cancellation.
-    """
+    """The abandoned calls of one process. May be used from any thread. A call counts as hanging
+    ``hangs_after_s`` after its caller stopped waiting; before, it may only be slow to notice."""
 
     def __init__(
         self,
@@ -67,7 +63,6 @@ class AbandonedCalls:
         return len(self._running)
 
     def add(self, call: object, name: str) -> None:
-        """Record that the caller of ``call`` no longer waits."""
         with self._lock:
             self._running[call] = (name, self._clock())
             number = len(self._running)
@@ -83,18 +78,13 @@ class AbandonedCalls:
             self._running.pop(call, None)
 
     def names(self) -> str:
-        """Return, in one line, the functions with the most abandoned calls, with the number of
-        calls."""
+        """Name the functions with the most abandoned calls, with their numbers."""
         with self._lock:
             counts = Counter(name for name, _ in self._running.values())
         return ", ".join(f"{name}: {number}" for name, number in counts.most_common(5))
 
     def require_few(self) -> None:
-        """Check that fewer than ``max_hanging`` calls hang.
-
-        Raises:
-            HangingCallsError: ``max_hanging`` calls or more hang.
-        """
+        """Raise HangingCallsError if ``max_hanging`` calls or more hang."""
         if len(self._running) < self._max_hanging:
             return
         latest = self._clock() - self._hangs_after_s
@@ -179,10 +169,8 @@ async def compute(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_cancelled() -> bool:
-    """Whether the current task is being cancelled from outside.
-
-    False inside ``except CancelledError`` means that the called code raised it itself.
-    """
+    """Whether the current task is being cancelled from outside; otherwise the called code raised
+    the CancelledError itself."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

@@ -1,19 +1,16 @@
 """ChatML, the chat format of SmolLM2, Qwen2.5 and many others, as a renderer without a library.
 
-Contents never become control tokens.
-
-A tool's output, a question or a row may contain ``<|im_end|>``. In the rendered text, no tokenizer
-can distinguish this text from the template's own control strings. So `ContentTokenizer` inserts a
-break after the first character of each control string in messages before they are rendered. It then
-splits the rendered text at the breaks and encodes the pieces: a control string in a message is
-encoded as plain text.
+Contents never become control tokens. A tool's output, a question or a row may contain
+``<|im_end|>``, which no tokenizer can distinguish from the template's own control strings. So
+`ContentTokenizer` inserts a break after the first character of each control string in messages
+before they are rendered. It then splits the rendered text at the breaks and encodes the pieces: a
+control string in a message is encoded as plain text.
 
 Every added token of the vocabulary counts as a control string, unless it is white space. Assistant
 messages keep added tokens that are not marked special, such as ``<think>``: the policy can sample
 them within its turn, and templates read them.
 
-Invariant: if a message has no control strings, it is encoded to the same tokens as by the tokenizer
-alone.
+Invariant: a message without control strings is encoded as by the tokenizer alone.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class ChatMLRenderer:
         ends = {self._im_end, tokenizer.eos_token_id}
         if has_token(tokenizer, "<|endoftext|>"):
             ends.add(tokenizer.convert_tokens_to_ids("<|endoftext|>"))
-        self._stop_token_ids = tuple(sorted(end for end in ends if end is not None))
+        self.stop_token_ids: TokenIds = tuple(sorted(end for end in ends if end is not None))
         self.image_token_id: int | None = None
         if all(has_token(tokenizer, token) for token in _IMAGE_TOKENS):
             self.image_token_id = tokenizer.convert_tokens_to_ids(_IMAGE_TOKENS[1])
@@ -67,10 +64,6 @@ class ChatMLRenderer:
     @property
     def image_reader(self) -> ImageReader | None:
         return image_reader(Path(self._tokenizer.name_or_path))
-
-    @property
-    def stop_token_ids(self) -> TokenIds:
-        return self._stop_token_ids
 
     def initial_prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -103,7 +96,7 @@ class ChatMLRenderer:
 
     def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
         end = len(completion)
-        while end and completion[end - 1] in self._stop_token_ids:
+        while end and completion[end - 1] in self.stop_token_ids:
             end -= 1
         return {"role": "assistant", "content": self.decode(completion[:end])}
 
@@ -113,7 +106,7 @@ class ChatMLRenderer:
     def _append(
         self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
     ) -> TokenIds:
-        ended = bool(completion) and completion[-1] in self._stop_token_ids
+        ended = bool(completion) and completion[-1] in self.stop_token_ids
         missing_end = () if ended else (self._im_end,)
         text = f"\n{self._chatml(new_messages)}<|im_start|>assistant\n"
         return prompt + completion + missing_end + self._encode(text)
@@ -191,9 +184,8 @@ def apply_template(
 
 
 def spoken_tokens(prompt: TokenIds, whole: TokenIds, ends: TokenIds) -> TokenIds:
-    """Return the tokens of ``whole`` after ``prompt`` up to the first one that ends a turn. If
-    there is none, because the next message's header would end the turn, append the first of
-    ``ends``.
+    """Return the tokens of ``whole`` after ``prompt`` up to the first one that ends a turn; without
+    one, because the next header would end the turn, the first of ``ends`` is appended.
 
     Raises:
         ValueError: ``whole`` does not begin with ``prompt``.
@@ -219,10 +211,7 @@ _WORD = re.compile(r"[\w.-]*")
 
 
 class ContentTokenizer:
-    """Wraps a `transformers` tokenizer and changes only rendering and encoding.
-
-    May be called from any thread.
-    """
+    """Wraps a `transformers` tokenizer and changes only rendering and encoding. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = tokenizer.added_tokens_decoder.values()
@@ -232,8 +221,8 @@ class ContentTokenizer:
         self._special = _Marker([one for one in controls if one.special], tokenizer)
 
     def marked_messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return copies of the messages with breaks in their control strings. Text rendered from
-        the copies must be encoded by this tokenizer. Marking the copies again changes nothing."""
+        """Return copies of the messages with breaks in their control strings, whose rendered text
+        this tokenizer must encode. Marking the copies again changes nothing."""
         return [
             {
                 key: (self._special if _is_speech(one, key) else self._all).field(key, value)
@@ -339,15 +328,13 @@ class _Marker:
         return marked[: len(text) + num_breaks * len(_BREAK)]
 
     def _name(self, name: Any) -> Any:
-        """Insert breaks into a name. Templates may render ``<name>``, which must not become a
-        control string either."""
+        """Insert breaks into a name, also into ``<name>``, which templates may render."""
         if not isinstance(name, str):
             return name
         return self._text(name) if _WORD.fullmatch(name) else self._text(f"<{name}>")[1:-1]
 
     def _arguments(self, text: str) -> str:
-        """Insert breaks into a tool call's arguments, given as JSON, in which a control string may
-        be escaped."""
+        """Insert breaks into a call's arguments in JSON, which may escape a control string."""
         try:
             arguments = json.loads(text)
         except (ValueError, RecursionError):
@@ -364,8 +351,8 @@ def _by_first_character(words: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _beginning_with(words: Sequence[str]) -> str:
-    """Return a pattern that matches if one of the words begins here. It is built as a tree, because
-    there may be thousands of words."""
+    """Return a pattern that matches if one of the words begins here: a tree, because there may be
+    thousands."""
     if "" in words:
         return ""
     branches = _by_first_character(words).items()

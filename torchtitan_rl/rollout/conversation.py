@@ -1,18 +1,18 @@
 """Converts whole conversations to episodes with loss on the assistant's turns: the demonstrations
 of supervised training.
 
-The tokens are those of a rollout in which the policy samples each turn of the assistant: a turn is
-the tokens after the header of the turn, up to the token that ends the turn. Headers, other
-messages, tokens that the chat format adds after a turn, and a prefilled thought have no loss.
+The tokens are those of a rollout in which the policy samples each turn of the assistant: the tokens
+after the turn's header, up to the one that ends the turn. Headers, other messages, tokens that the
+chat format adds after a turn, and a prefilled thought have no loss.
 
-Invariants: each turn of the assistant has loss in exactly one episode. Each episode has the tokens
-that a rollout's episode would have (`rollout_to_episodes`); there are several if the chat format
-rewrites the history, for example if it drops earlier thoughts.
+Invariants: each turn of the assistant has loss in exactly one episode. Episodes are those of
+`rollout_to_episodes`: several if the chat format rewrites the history (drops earlier thoughts).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from torchtitan_rl.rollout.chatml import Message, TokenIds
@@ -29,7 +29,6 @@ def conversation_to_episodes(
     first: int = 1,
 ) -> list[Episode]:
     """Convert a conversation. The loss is on the assistant's messages from index ``first`` on.
-
     ``name`` becomes the id of the episodes and of their group.
 
     Raises:
@@ -45,7 +44,7 @@ def conversation_to_episodes(
             continue
         prompt = None
         if token_ids:
-            spoken = len(mask) - _last_start(mask)
+            spoken = sum(1 for _ in takewhile(bool, reversed(mask)))
             prompt = renderer.extend(
                 token_ids[:-spoken], token_ids[-spoken:], messages[before + 1 : index]
             )
@@ -61,13 +60,7 @@ def conversation_to_episodes(
     return [*episodes, _imitated(name, token_ids, mask)]
 
 
-def _last_start(mask: Sequence[bool]) -> int:
-    """Return the index at which the last turn begins."""
-    return next((place for place in range(len(mask), 0, -1) if not mask[place - 1]), 0)
-
-
 def _imitated(name: str, token_ids: TokenIds, mask: Sequence[bool]) -> Episode:
-    """Make an episode with loss on the tokens for which ``mask`` is True."""
     zeros = (0.0,) * len(token_ids)
     return Episode(
         rollout_id=name,

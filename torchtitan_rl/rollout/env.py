@@ -1,11 +1,6 @@
 """The environment protocol: an environment returns prompts as token ids, and gets sampled
-completions.
-
-An environment whose methods block (a subprocess, a simulator, a synchronous HTTP client) has the
-same methods without ``async``, and is wrapped: ``threaded(BlockingEnv())``.
-
-Values returned by an environment are checked and converted to plain Python types: a numpy reward
-becomes a float.
+completions. Its values are checked and converted to plain Python types: a numpy reward becomes a
+float.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ from torchtitan_rl.rollout.calls import in_thread
 from torchtitan_rl.types import CONSTRAINTS, Completion, RolloutStatus
 
 _S = TypeVar("_S", str, tuple[int, ...])
+_T = TypeVar("_T")
 
 _METHODS = ("reset", "step", "finish", "close")
 _TREE_METHODS = ("run", "finish", "close")
@@ -35,10 +31,9 @@ class Observation:
 
     The rollout stays one episode as long as each prompt extends the previous prompt and completion.
     ``constraints`` are engine options that exclude tokens (structured_outputs, allowed_token_ids,
-    bad_words); the loss takes them into account. ``turn_reward`` and ``turn_text`` (see `Turn`)
-    describe the completion that `TokenEnv.step` was called with. With ``rollout.credit`` ``turn``,
-    training uses this reward. ``images`` are all images of the prompt, in the order of their
-    tokens.
+    bad_words), which the loss takes into account. ``turn_reward`` and ``turn_text`` (see `Turn`)
+    describe the completion that `TokenEnv.step` was called with. ``images`` are those of the whole
+    prompt, in the order of their tokens.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -126,12 +121,11 @@ class Stateful(Protocol):
 
 
 def threaded(env: Any) -> Any:
-    """Make an environment with async methods from one with synchronous methods; each call gets a
-    thread.
+    """Make an environment with async methods from one whose methods block; each call gets a thread.
 
-    Use it for a blocking `TokenEnv` (``threaded(MyEnv())``) or a blocking `MessageEnv`
-    (``MessageTokenEnv(threaded(MyEnv()), renderer)``). Any number of environments may block at
-    once. A call that exceeds its time limit cannot be stopped and keeps its thread.
+    For a `TokenEnv` (``threaded(MyEnv())``) or a `MessageEnv`
+    (``MessageTokenEnv(threaded(MyEnv()), renderer)``). Any number may block at once. A call that
+    exceeds its time limit cannot be stopped and keeps its thread.
 
     Raises:
         TypeError: a method is missing or already async.
@@ -164,11 +158,7 @@ class _ThreadedEnv:
 
 
 def require_async(env: object) -> None:
-    """Check that the environment has all methods, and that they are async.
-
-    Raises:
-        TypeError: a method of the environment is missing or not async.
-    """
+    """Raise TypeError if a method of the environment is missing or not async."""
     optional = [name for name in _STATE_METHODS if hasattr(env, name)]
     methods = _METHODS if hasattr(env, "step") or not hasattr(env, "run") else _TREE_METHODS
     for name in (*methods, *optional):
@@ -207,8 +197,7 @@ def _innermost(env: object) -> object:
 
 
 class WrongAnswerError(Exception):
-    """An environment returned a wrong value. The message contains the expected type and the
-    value."""
+    """An environment returned a wrong value; the message has it and the expected type."""
 
 
 _brief = reprlib.Repr()  # short, and never raises
@@ -216,10 +205,8 @@ _brief.maxother = 200
 
 
 def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Terminal:
-    """Check the answer of `TokenEnv.reset` or `step`, and convert it to tuples and plain numbers.
-
-    A prompt longer than ``max_prompt_tokens`` gets no turn; it is truncated to
-    ``max_prompt_tokens`` + 1 tokens, so that it is still recognized as too long.
+    """Check the answer of `TokenEnv.reset` or `step`, and convert it to tuples and plain numbers. A
+    prompt is cut after ``max_prompt_tokens`` + 1 tokens, with which it is too long for a turn.
 
     Raises:
         WrongAnswerError: the answer is neither an Observation nor a Terminal, or a field has a
@@ -242,12 +229,8 @@ def checked_answer(answer: object, max_prompt_tokens: int) -> Observation | Term
 
 
 def checked_terminal(answer: object) -> Terminal:
-    """Check the answer of `TokenEnv.finish`. Scoring checks later that the reward is finite.
-
-    Raises:
-        WrongAnswerError: the answer is not a `Terminal`, or a field has a wrong type.
-        Exception: a user's object raised it when it was converted.
-    """
+    """Check the answer of `TokenEnv.finish`; raises as `checked_answer` does. Scoring checks later
+    that the reward is finite."""
     if not isinstance(answer, Terminal):
         raise wrong_answer("a Terminal", answer)
     return replace(answer, **_converted(answer, _TERMINAL))
@@ -290,10 +273,16 @@ def _strings(value: Iterable[Any]) -> tuple[str, ...]:
     return tuple(_not_empty(_text(one)) for one in value)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
+def _instance(kind: type[_T]) -> Callable[[Any], _T]:
+    def check(value: Any) -> _T:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value
+
+    return check
+
+
+_text = _instance(str)
 
 
 def _constraints(value: Any) -> Mapping[str, Any]:
@@ -321,12 +310,6 @@ def _metrics(value: Mapping[Any, Any]) -> dict[str, float]:
     return {str(name): _number(one) for name, one in value.items() if one is not None}
 
 
-def _status(value: Any) -> RolloutStatus:
-    if not isinstance(value, RolloutStatus):
-        raise TypeError
-    return value
-
-
 def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else convert(value)
 
@@ -346,7 +329,7 @@ _OBSERVATION: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 _TERMINAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "reward": ("a number", _or_none(_number)),
-    "status": ("a RolloutStatus", _status),
+    "status": ("a RolloutStatus", _instance(RolloutStatus)),
     "metrics": ("a mapping from names to numbers", _metrics),
     **_TURN,
 }

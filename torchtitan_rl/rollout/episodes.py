@@ -1,22 +1,20 @@
 """Converts a rollout's turns to the token sequences to train on, and a group's rewards to the
 advantages of its turns. No I/O and no state.
 
-A turn extends an episode if its prompt begins with all tokens of that episode so far: the prompt
-and completion of the episode's last turn. A turn that extends several episodes joins the longest of
-them, so that two simultaneous conversations of an agent stay separate episodes. A turn that extends
-no episode (its history was edited) starts a new episode. Turns without sampled tokens, and turns
-that their agent never saw, are left out.
+A turn extends an episode if its prompt begins with all tokens of that episode so far. A turn that
+extends several episodes joins the longest of them, so that two simultaneous conversations of an
+agent stay separate episodes. A turn that extends none (its history was edited) starts a new
+episode. Turns without sampled tokens, and turns that their agent never saw, are left out.
 
 Invariant: each sampled token of the remaining turns is in exactly one episode, and is in the loss
 if its set of kept tokens is known. No other token is in the loss.
 
 A rollout without a reward (a failed rollout) gets no advantage and does not enter a baseline.
 
-``rollout.credit`` selects the value that is compared with the siblings' values. With ``outcome``,
-the value of every turn is the rollout's reward; in a branch that has its own reward, the value is
-the branch's reward. With ``turn``, the value is the turn's return: the turn's reward plus the
-discounted return of the next turn. The return of the last turn includes the rollout's reward R,
-with a weight:
+``rollout.credit`` selects the value that is compared with the siblings' values: with ``outcome``
+the reward of the turn's branch, or else of the rollout; with ``turn`` the turn's return, which is
+its reward plus the discounted return of the next turn. The return of the last turn includes the
+rollout's reward R, with a weight:
 
     G_t = r_t + turn_discount x G_(t+1)        G_last = r_last + final_reward_weight x R
 
@@ -25,7 +23,7 @@ advantage from GTPO (Ding et al. 2025, 2511.14846), and the sum of turn rewards 
 outcome from MT-GRPO (Zeng et al. 2025, 2505.11821).
 
 The baseline is computed from the siblings' returns at the same turn; a sibling that ended earlier
-counts with the return of its last turn. So every baseline includes all N siblings. Therefore
+counts with the return of its last turn. As every baseline includes all N siblings,
 ``leave_one_out`` is unbiased, and the advantages of ``mean`` are (N - 1) / N times those of
 ``leave_one_out`` at every turn. Without turn rewards, and with a discount and a weight of 1,
 ``outcome`` and ``turn`` give bitwise equal advantages. `docs/training.md` describes the
@@ -59,12 +57,11 @@ from torchtitan_rl.types import (
 def rollout_to_episodes(
     rollout: Rollout, advantage: float | Sequence[float], *, teacher_coefficient: float = 0.0
 ) -> list[Episode]:
-    """Return the episodes of one rollout, ordered by their tokens; the list is empty if nothing was
-    sampled.
+    """Return the episodes of one rollout, ordered by their tokens.
 
-    ``advantage`` is one number for all turns, or a sequence with one number per turn. The advantage
-    of each token that a teacher scored also gets ``teacher_coefficient`` x (teacher's logprob -
-    logprob): see `docs/distillation.md`.
+    ``advantage`` is one number for all turns, or one per turn. The advantage of each token that a
+    teacher scored also gets ``teacher_coefficient`` x (teacher's logprob - logprob): see
+    `docs/distillation.md`.
 
     Raises:
         ValueError: a completion's token-aligned fields differ in length.
@@ -80,11 +77,8 @@ def rollout_to_episodes(
 
 
 def turns_by_episode(rollout: Rollout) -> list[list[Turn]]:
-    """Return the turns of each episode, without the turns that are left out.
-
-    Simultaneous turns have no order in time. So turns are sorted by their tokens: a turn comes
-    before all turns that extend it.
-    """
+    """Return the turns of each episode, sorted by their tokens, because simultaneous turns have no
+    order in time: a turn comes before all turns that extend it."""
     episodes: list[list[Turn]] = []
     for turn in sorted(rollout.turns, key=_tokens_in_order):
         if not turn.completion.token_ids or not turn.is_seen:
@@ -110,12 +104,12 @@ def outcome_rewards(rollout: Rollout) -> list[float]:
 
 
 def previous_turns(turns: Sequence[Turn]) -> dict[int, int | None]:
-    """Map the index of each seen turn to the index of the previous turn; None for a first turn. In
-    the result, a turn comes after its previous turn.
+    """Map the index of each seen turn to that of the previous turn, which comes before it in the
+    result; None for a first turn.
 
-    An environment's turns follow each other in recorded order, even if the environment edited the
-    history. Turns that an agent requested itself (`TurnTree`) follow the turn that their prompt
-    extends; turns without tokens are left out.
+    An environment's turns follow each other in recorded order, even after edits of the history.
+    Turns that an agent requested itself (`TurnTree`) follow the turn that their prompt extends;
+    turns without tokens are left out.
     """
     seen = [index for index, turn in enumerate(turns) if turn.is_seen]
     if all(turns[index].request_key is None for index in seen):
@@ -208,8 +202,7 @@ def _token_advantages(turn: Turn, advantage: float, teacher_coefficient: float) 
     """Return the advantages of a turn's sampled tokens.
 
     The teacher's part is the single-sample estimate of the gradient of the reverse KL to the
-    teacher (Lu, "On-Policy Distillation", Thinking Machines Lab 2025). A token whose own logprob is
-    not finite is not trained on, so it gets none.
+    teacher (Lu, "On-Policy Distillation", Thinking Machines Lab 2025).
     """
     logprobs, teacher = turn.completion.logprobs, turn.teacher
     if teacher is None or teacher_coefficient == 0.0:
@@ -345,11 +338,7 @@ def _comparison(
 
 
 def _pair(values: Sequence[float]) -> dict[int, float]:
-    """Return 1 for the first best value and -1 for the first worst one; nothing if all are equal.
-
-    Raises:
-        ValueError: a value is not finite.
-    """
+    """Return 1 for the first best value, -1 for the first worst one; nothing if all are equal."""
     _require_finite(values)
     if len(set(values)) < 2:
         return {}
@@ -378,9 +367,6 @@ def _baseline(values: Sequence[float], kind: str) -> tuple[float, float]:
       Ahmadian et al. 2024, arXiv:2402.14740)
 
     If all values are equal, each differs from the mean by exactly 0.0.
-
-    Raises:
-        ValueError: a value is not finite.
     """
     _require_finite(values)
     if len(set(values)) < 2:
@@ -395,6 +381,7 @@ def _baseline(values: Sequence[float], kind: str) -> tuple[float, float]:
 
 
 def _require_finite(values: Sequence[float]) -> None:
+    """Raise ValueError if a value is not finite."""
     if not all(map(math.isfinite, values)):
         raise ValueError(f"rewards must be finite, got {list(values)}")
 

@@ -2,9 +2,8 @@
 
 ``MessageTokenEnv(MyEnv(), make_renderer(tokenizer))`` is the `TokenEnv` that a task returns. It
 parses completions into messages, calls the environment with them, and renders the answer as the
-next prompt. This prompt extends the previous prompt and completion if the renderer can prove that
-this is safe. Limits on turns, tokens and time apply as for any environment, and are not enforced
-here.
+next prompt, which extends the previous prompt and completion if the renderer can prove that this is
+safe.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ _SHORT_CHARS = 4000
 class MessageObservation:
     """The messages that the environment adds to the conversation before the model's next turn.
 
-    ``messages`` follow the assistant's last message. If ``replace_messages`` is given, it replaces
-    the whole conversation (edited, summarized or shortened). The new conversation is rendered from
-    scratch, and the rollout continues in another episode. ``tools`` are read from the first
-    observation and from observations that replace the conversation. ``turn_reward`` is for the
-    message that `MessageEnv.step` was called with.
+    ``messages`` follow the assistant's last message; ``replace_messages``, if given, replaces the
+    whole conversation, which is rendered from scratch, and the rollout continues in another
+    episode. ``tools`` are read from the first observation and from such replacements.
+    ``turn_reward`` is for the message that `MessageEnv.step` was called with.
 
     A message's content is a text or a list of parts: ``{"type": "text", "text": "What is it?"}``
     and, for a policy that takes images, ``{"type": "image", "image": PIL.Image or path}``, with
@@ -54,11 +52,7 @@ class MessageObservation:
 
 
 class MessageEnv(Protocol):
-    """The environment of one rollout, in chat messages. Each rollout gets a new instance.
-
-    The rules of `TokenEnv` apply: methods are async, `threaded` wraps environments whose methods
-    are synchronous, and environments that replay or are `Stateful` can be resumed.
-
+    """The environment of one rollout, in chat messages. The rules of `TokenEnv` apply.
     >>> import asyncio
     >>> class SumEnv:
     ...     async def reset(self) -> MessageObservation:
@@ -111,8 +105,7 @@ class MessageTokenEnv:
         return tuple(self._messages)
 
     async def state_dict(self) -> dict[str, Any] | None:
-        """Return the conversation and the state of the `MessageEnv`; None if the `MessageEnv` has
-        no state."""
+        """Return the conversation and the environment's state; None if it has none."""
         env: Any = self.wrapped_env
         state = await env.state_dict() if is_stateful(env) else None
         if state is None:
@@ -122,7 +115,9 @@ class MessageTokenEnv:
             "messages": self._messages,
             "tools": list(self._tools),
             "prompt": self._prompt,
-            "images": [asdict(one) | {"data": _to_text(one.data)} for one in self._images],
+            "images": [
+                asdict(one) | {"data": b64encode(one.data).decode()} for one in self._images
+            ],
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -170,8 +165,8 @@ class MessageTokenEnv:
         await self.wrapped_env.close()
 
     async def _compute(self, function: Callable[..., Any], *args: Any, size: int = 0) -> Any:
-        """Call ``function`` in another thread, or directly if the conversation with ``size`` more
-        tokens or characters is short: then the call takes less time than the change of threads."""
+        """Call ``function``, in another thread if the conversation with ``size`` more tokens or
+        characters is so long that the change of threads takes less time than the call."""
         if size + _size(self._messages) < _SHORT_CHARS:
             return function(*args)
         return await compute(function, *args)
@@ -254,16 +249,8 @@ def _size(messages: Sequence[Message]) -> int:
     return _SHORT_CHARS if parts else sum(len(str(one)) for one in messages)
 
 
-def _to_text(data: bytes) -> str:
-    return b64encode(data).decode()
-
-
 def _checked(answer: object, expected: str) -> MessageObservation:
-    """Return the answer if it is valid.
-
-    Raises:
-        WrongAnswerError: the answer is not a MessageObservation, or a message or tool is not valid.
-    """
+    """Return the answer, or raise WrongAnswerError if it, a message or a tool is not valid."""
     if not isinstance(answer, MessageObservation):
         raise wrong_answer(expected, answer)
     for name in ("messages", "replace_messages", "tools"):

@@ -1,20 +1,20 @@
 """How many rollouts run at the same time: a given number, or as many as the KV caches hold.
 
 A rollout takes a place before its environment is made, and keeps it until it ends, during tool
-calls too. So a running rollout never waits for a place, and there can be no deadlock. Places are
-given in the order in which rollouts asked: the oldest group first, siblings together. Places do not
-decide which groups are admitted, so the order of groups and the age of tokens do not depend on
-them. Rollouts of evaluations take no place.
+calls too: a running rollout never waits for a place, and there can be no deadlock. Places are given
+in the order in which rollouts asked: the oldest group first, siblings together. They do not decide
+which groups are admitted, so the order of groups and the age of tokens do not depend on them.
+Rollouts of evaluations take no place.
 
 `KvLimit` is a state machine without I/O or clock. From readings of the replicas it learns how much
-of the caches a rollout uses on average, and so how many rollouts fill them. Prompts that siblings
-share, several turns and tool calls need no rule of their own, because the use is measured. At first
-all rollouts are young and will use more: three times as much is assumed, and less as rollouts end.
+of the caches a rollout uses on average (with the prompts that siblings share, turns and tool
+calls), and so how many rollouts fill them. At first all rollouts are young and will use more: three
+times as much is assumed, and less as rollouts end.
 
-Rollouts vary in length, so the right number of rollouts would overflow the caches at times, and
-leave room at others. Against this, the limit exceeds the number that fills the caches by twice
-their free share. What is too much for a moment waits in the engine loops, which start no request in
-a nearly full cache (`num_fitting`).
+Rollouts vary in length, so the right number would overflow the caches at times, and leave room at
+others. Against this, the limit exceeds the number that fills the caches by twice their free share.
+What is too much for a moment waits in the engine loops, which start no request in a nearly full
+cache (`num_fitting`).
 
 | reading | limit |
 |---|---|
@@ -59,14 +59,9 @@ class KvLimit:
     def observe(
         self, serving: Collection[EngineStats], *, num_replicas: int, running: int, ended: int
     ) -> None:
-        """Take a reading.
-
-        Args:
-            serving: statistics of the replicas that serve rollouts at the moment.
-            num_replicas: number of live replicas, including those that pause or drain.
-            running: number of rollouts that have a place.
-            ended: number of rollouts that have ended since the last reading.
-        """
+        """Take a reading of the replicas that serve rollouts. ``num_replicas`` also counts those
+        that pause or drain, ``running`` the rollouts with a place, and ``ended`` those that have
+        ended since the last reading."""
         if not num_replicas:
             return
         is_taken = running >= self.limit

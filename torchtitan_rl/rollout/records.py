@@ -7,8 +7,8 @@ Invariants
 - Values are read exactly as they were written: floats to the last bit (NaN and Infinity included),
   bytes, enums.
 
-If a prompt begins with the previous turn's prompt and completion, -1 is written in place of these
-tokens, so that a long conversation takes linear space; likewise its images are left out.
+Where a prompt extends the previous turn, -1 is written in place of that turn's tokens, and its
+images are left out, so that a long conversation takes linear space.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _MAX_INT_BITS = 63
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvState:
     """The state of an environment between two turns, with its last answer: an ``observation`` or a
-    ``terminal``.
+    ``terminal``; the conversation ``messages`` is recorded only with the latter.
 
-    ``state`` is the result of the environment's `state_dict` as JSON, because JSON has integers of
-    any size. ``state`` is None if there is no `state_dict`; then only a `Terminal` is recorded.
-    ``messages`` is the conversation, recorded only with a `Terminal`.
+    ``state`` is the result of `state_dict` as JSON, which has integers of any size; None if there
+    is no `state_dict`: then only a `Terminal` is recorded.
     """
 
     observation: Observation | None = None
@@ -51,11 +50,10 @@ class EnvState:
 class RecordedRollout:
     """One rollout so far.
 
-    ``env_states[n]`` is the environment's state after the first ``n`` turns; any of these states
-    may be missing. ``partial`` is the completion of the running turn, whose prompt is
-    ``prompt_token_ids``. With the finish reason ABORT, it has partial tokens. Otherwise it is a
-    whole completion that the environment has not answered. ``images`` are those of the running
-    turn's prompt. ``ended`` is the rollout before scoring, once it has ended.
+    ``env_states[n]`` is the environment's state after the first ``n`` turns; any may be missing.
+    ``partial`` is the completion of the running turn, whose prompt is ``prompt_token_ids`` with
+    ``images``: partial tokens with the finish reason ABORT, otherwise a whole completion that the
+    environment has not answered. ``ended`` is the rollout before scoring, once it has ended.
     """
 
     rollout_id: str
@@ -68,7 +66,6 @@ class RecordedRollout:
 
     @property
     def env_state(self) -> EnvState | None:
-        """The environment's state after the last recorded turn."""
         return self.env_states.get(len(self.turns))
 
     @property
@@ -84,8 +81,8 @@ because msgpack keys are written as texts."""
 
 
 def to_bytes(value: object) -> bytes:
-    """Encode dataclasses as msgpack. User code may have put any values into their fields: numbers
-    of other types become Python numbers, and other objects become their ``repr``."""
+    """Encode dataclasses as msgpack. Other numbers of user code become Python numbers, and other
+    objects their ``repr``."""
     try:
         return _ENCODER.encode(value)
     except (OverflowError, TypeError, UnicodeEncodeError):
@@ -113,12 +110,11 @@ def turn_from_bytes(data: bytes, previous: Turn | None) -> tuple[Turn, EnvState 
 
 
 def completion_in(data: bytes) -> Completion:
-    """Decode only the completion of a turn encoded by `turn_to_bytes`."""
     return _TURN.decode(data)[0].completion
 
 
 def short_group(group: RolloutGroup) -> RolloutGroup:
-    """Shorten the group's prompts for writing; `whole_group` restores them."""
+    """Shorten the group's prompts for writing."""
     return replace(group, rollouts=tuple(map(_short_rollout, group.rollouts)))
 
 
@@ -129,7 +125,6 @@ def whole_group(group: RolloutGroup) -> RolloutGroup:
 
 
 def saved_rollout(recorded: RecordedRollout) -> SavedRollout:
-    """Convert a recorded rollout to its written form."""
     turns, ended = recorded.turns, recorded.ended
     before = (None, *turns)  # entry n is the turn before `env_states[n]`
     short = replace(
@@ -225,8 +220,7 @@ def _with_prompt(
     turn: Turn | None,
     convert: Callable[[Observation, Turn | None], Observation],
 ) -> EnvState:
-    """Convert an `EnvState` to its written form. ``turn`` is the turn before this state; None after
-    `reset`."""
+    """Convert the prompt after ``turn``, which is None for the state after `reset`."""
     if (observation := state.observation) is None:
         return state
     return replace(state, observation=convert(observation, turn))
@@ -259,9 +253,8 @@ _TURN = msgspec.msgpack.Decoder(tuple[Turn, EnvState | None])
 def with_turn(
     recorded: RecordedRollout, index: int, turn: Turn, env_state: EnvState | None
 ) -> RecordedRollout:
-    """Return the record with ``turn`` at ``index``; the turn recorded at this index and all later
-    turns are dropped. If ``turn`` is already recorded as the last turn, only ``env_state`` is
-    added.
+    """Return the record with ``turn`` at ``index``, in place of all later turns. If ``turn`` is the
+    last one already, only ``env_state`` is added.
 
     Raises:
         ValueError: turns before ``index`` are missing.
@@ -286,8 +279,7 @@ def usable_turns(
     the number of tokens dropped.
 
     The part is the longest prefix of turns whose tokens all have versions from ``admitted_version``
-    (of the group) to ``restored_version``. The tokens of a running turn are kept or dropped
-    together.
+    (of the group) to ``restored_version``; a running turn is used as a whole or not at all.
     """
 
     def usable(completion: Completion) -> bool:

@@ -48,10 +48,7 @@ _QWEN3_TOKENS = (
 
 class ChatRenderer(Protocol):
     """Renders one model family's conversations. Stateless, and may be called from any thread.
-
-    In a rendered prompt, ``image_token_id`` stands once for each image; None: the renderer takes no
-    images.
-    """
+    ``image_token_id`` stands once for each image in a prompt; None: it takes no images."""
 
     image_token_id: int | None
 
@@ -71,17 +68,15 @@ class ChatRenderer(Protocol):
     def extend(
         self, prompt: TokenIds, completion: TokenIds, new_messages: Sequence[Message]
     ) -> TokenIds | None:
-        """Return the next prompt, which begins with ``prompt + completion``.
-
-        Return None if it cannot be proven that the template renders the same tokens. The caller
-        then renders the conversation from scratch.
-        """
+        """Return the next prompt, which begins with ``prompt + completion``; None if it cannot be
+        proven that the template renders the same tokens. The caller then renders the conversation
+        from scratch."""
 
     def completion(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> TokenIds:
-        """Return the tokens that a policy samples to write the last message, which is an
-        assistant's, after ``initial_prompt(messages[:-1], tools)``. The last token ends the turn.
+        """Return the tokens that a policy samples to write the last message, an assistant's, after
+        ``initial_prompt(messages[:-1], tools)``. The last token ends the turn.
 
         Raises:
             ValueError: the template does not continue that prompt with the message.
@@ -90,10 +85,10 @@ class ChatRenderer(Protocol):
     def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
         """Convert the completion to an assistant message. Never raises.
 
-        The message has ``content`` (a text, maybe empty). It has ``reasoning_content``,
-        ``tool_calls`` and ``invalid_tool_calls`` (as raw text) only if the model wrote any. A tool
-        call is ``{"type": "function", "function": {"name": ..., "arguments": ...}}``; its arguments
-        are a dict, or a text if the model wrote one.
+        The message has ``content`` (a text, maybe empty), and what the model wrote of
+        ``reasoning_content``, ``tool_calls`` and ``invalid_tool_calls`` (as raw text). A tool call
+        is ``{"type": "function", "function": {"name": ..., "arguments": ...}}``; its arguments are
+        a dict, or a text if the model wrote one.
         """
 
     def decode(self, token_ids: TokenIds) -> str:
@@ -103,9 +98,8 @@ class ChatRenderer(Protocol):
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer in a policy's folder, as `AutoTokenizer` does.
 
-    To choose a class, `AutoTokenizer` imports the code of models, which takes seconds. If the files
-    of a ``llama`` or ``qwen3`` model name the general class of `transformers`, this function uses
-    that class directly.
+    To choose a class, `AutoTokenizer` imports the code of models, which takes seconds; this does
+    not where the files of a ``llama`` or ``qwen3`` model name the general class.
     """
     files = (folder / "tokenizer_config.json", folder / "config.json")
     fields: dict[str, Any] = {}
@@ -135,9 +129,9 @@ def make_renderer(
     - "auto": "library" if `renderers` knows the model by name; else "qwen3" if the vocabulary has
       its special tokens and the chat template agrees; else "chatml", else "template".
 
-    ``thinking`` is for Qwen3. "off" prefills an empty thought. "keep" leaves earlier thoughts in
-    the history, so that a rollout stays one episode. "strip" drops earlier thoughts at each new
-    user message, as Qwen3's own template does; then each turn becomes an episode.
+    ``thinking`` is for Qwen3: "off" prefills an empty thought; "keep" leaves earlier thoughts in
+    the history, so that a rollout stays one episode; "strip" drops them at each new user message,
+    as Qwen3's own template does, so that each turn becomes an episode.
 
     Raises:
         ConfigError: the vocabulary or the template does not fit ``kind``.
@@ -227,10 +221,8 @@ class LibraryRenderer:
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
             ]
-        if len(calls) < len(parsed.tool_calls):
-            message["invalid_tool_calls"] = [
-                call.raw for call in parsed.tool_calls if not _is_sound(call)
-            ]
+        if invalid := [call.raw for call in parsed.tool_calls if not _is_sound(call)]:
+            message["invalid_tool_calls"] = invalid
         return message
 
     def decode(self, token_ids: TokenIds) -> str:
@@ -286,10 +278,8 @@ def _qwen3(tokenizer: Any, thinking: Thinking) -> LibraryRenderer:
 
 
 def _template_agrees(tokenizer: Any, thinking: Thinking, *, enable_thinking: bool) -> bool:
-    """Whether the tokenizer's template renders as Qwen3's does; True without a template.
-
-    Other models share Qwen3's vocabulary, but not its template.
-    """
+    """Whether the tokenizer's template, if any, renders as Qwen3's does, whose vocabulary other
+    models share."""
     if not getattr(tokenizer, "chat_template", None):
         return True
     renderer = _qwen3(tokenizer, thinking)
@@ -318,13 +308,9 @@ def _name(tokenizer: Any) -> str:
 
 
 class _CachingTokenizer:
-    """Wraps a tokenizer for the `renderers` package, which encodes the same headers and messages
-    for all siblings of a group. This wrapper caches encodings, and passes everything else to the
-    tokenizer.
-
-    May be called from any thread. Results of ``__call__`` (not of `encode`) are shared and must
-    not be changed.
-    """
+    """Caches encodings for the `renderers` package, which encodes the same headers and messages for
+    all siblings of a group. Thread-safe. Results of ``__call__`` (not of `encode`) are shared and
+    must not be changed."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

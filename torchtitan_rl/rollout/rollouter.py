@@ -2,11 +2,9 @@
 scored, and are returned together.
 
 Siblings are independent: if one fails, it gets a status and a cause, and the others continue. Each
-sibling is scored and reported to ``on_rollout`` as soon as it ends, unless the rubric scores whole
-groups after the last sibling. Limits are enforced in `run.py`.
-
+is scored and reported to ``on_rollout`` as soon as it ends, unless the rubric scores whole groups.
 A running group can be saved (`snapshot`, ``on_turn``) and continued by another process
-(``recorded``). A sibling that has ended keeps its status and is only scored again.
+(``recorded``); a sibling that has ended is only scored again.
 
 Invariant: ids and seeds depend only on the group's id, the sibling's number, the attempt and the
 run's seed, so that the same policy gives the same rollouts in every process.
@@ -97,12 +95,11 @@ class Rollouter:
     def snapshot(
         self, group_id: str, partials: Mapping[str, Completion] | None = None
     ) -> tuple[RecordedRollout, ...]:
-        """Record the siblings of a running group as they are now, including those that have ended.
+        """Record the siblings of a running group as they are now, including those that have ended,
+        and the environments' states if the group has an ``on_turn``. A group whose `run_group`
+        raised an error keeps its last state.
 
-        If `run_group` raised an error, the group keeps its last state and can still be saved.
-
-        ``partials`` are the tokens sampled so far for running requests, by request id. The
-        environments' states are included if the group has an ``on_turn``.
+        ``partials`` are the tokens sampled so far for running requests, by request id.
 
         Raises:
             KeyError: no group with this id runs.
@@ -268,11 +265,9 @@ _MOST_UNEVEN = 1.125  # limit of the busiest replica's rollouts, relative to the
 
 
 def siblings_together(config: RolloutConfig, num_replicas: int) -> int:
-    """Return how many siblings share a replica. The replica computes the prompt of these siblings
-    once.
-
-    The result is the largest number for which the busiest replica gets at most an eighth more
-    rollouts of a step than a replica gets on average.
+    """Return how many siblings share a replica, which computes their prompt once: the largest
+    number for which the busiest replica gets at most an eighth more rollouts of a step than the
+    mean.
 
     >>> [siblings_together(RolloutConfig(groups_per_step=8, group_size=8), n) for n in (2, 5, 16)]
     [8, 2, 4]
@@ -304,8 +299,7 @@ async def roll_out_problems(
 
     Args:
         groups_at_once: how many problems run at a time; None: all of them.
-        kept: finished rollouts of an interrupted evaluation, by id. They are returned unchanged,
-            and neither run nor reported again.
+        kept: finished rollouts of an interrupted evaluation, by id, which are returned unchanged.
         on_rollout: called with each new rollout when it has its final status and reward.
         generate, active_time: replace those of the `Rollouter` for this call.
     """
@@ -344,8 +338,8 @@ async def roll_out_problems(
 def finished_group(
     problem: Problem, kept: Mapping[str, Rollout], *, split: Split, samples: int
 ) -> RolloutGroup:
-    """Return the group of a problem with the rollouts in ``kept``, which have finished. With
-    ``samples`` rollouts, the group is complete."""
+    """Return the group of a problem with its finished rollouts in ``kept``; it is complete with
+    ``samples`` of them."""
     group_id = f"{split}/{problem.problem_id}"
     names = (f"{group_id}/r{number}" for number in range(samples))
     rollouts = tuple(kept[name] for name in names if name in kept)
@@ -366,7 +360,7 @@ def num_failed(groups: Sequence[RolloutGroup]) -> int:
 
 def describe_failures(groups: Sequence[RolloutGroup]) -> str:
     """Describe failed rollouts with their most frequent cause, such as ``2 of 16 rollouts failed:
-    env_error: no disk (2x)``; empty if no rollout failed."""
+    env_error: no disk (2x)``; empty without any."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     failed = [rollout for rollout in rollouts if rollout.status.is_failure]
     if not failed:
@@ -393,6 +387,5 @@ def _cause(rollout: Rollout) -> str:
 
 
 def _kind(rollout: Rollout) -> str:
-    """Return the cause without ids and numbers, so that rollouts with the same failure compare
-    equal."""
+    """Return the cause without ids and numbers, so that equal failures compare equal."""
     return _PARTICULARS.sub("#", _cause(rollout).replace(rollout.rollout_id, "#0"))

@@ -35,11 +35,10 @@ RewardCallable = Callable[[Rollout, Problem], float | Score | Awaitable[float | 
 class RewardFunction:
     """One component of a reward; also logged as the metric ``reward/<name>``.
 
-    The function is called with the finished rollout and its problem; the rollout's ``reward`` is
-    the environment's reward or None. The function may be async. A synchronous function runs on the
-    event loop, or in a thread if ``blocking`` is set (for functions that wait, or compute for
-    long). With ``weight`` 0 the value is only a metric. If the function returns a `Score`, its
-    components are also logged, as ``reward/<name>/<component>``.
+    The function, which may be async, is called with the finished rollout (whose ``reward`` is the
+    environment's or None) and its problem. A synchronous function runs on the event loop, or in a
+    thread if it is ``blocking`` (it waits, or computes for long). With ``weight`` 0 the value is
+    only a metric. The components of a `Score` are logged as ``reward/<name>/<component>``.
     """
 
     name: str
@@ -95,14 +94,12 @@ class Rubric:
         return Score(reward=total, components=components)
 
     async def score_group(self, rollouts: Sequence[Rollout], problem: Problem) -> Sequence[Score]:
-        """Return one score for each rollout that did not fail, in their order. Subclasses override
-        this."""
+        """Return one score for each rollout that did not fail, in their order."""
         return await asyncio.gather(*(self.score(rollout, problem) for rollout in rollouts))
 
     async def _evaluate(
         self, function: RewardFunction, rollout: Rollout, problem: Problem
     ) -> Score:
-        """Return the function's score, or a score with the cause of its failure."""
         try:
             name = f"reward {function.name}"
             score = await within(self.timeout_s, _score, function, rollout, problem, name=name)
@@ -171,14 +168,12 @@ def with_score(rollout: Rollout, score: Score) -> Rollout:
 
 
 def _can_be_trained_on(reward: float) -> bool:
-    """Whether squared differences of such rewards are finite, and advantages are finite in
-    float32."""
+    """Whether squared differences of such rewards are finite, and advantages in float32."""
     return abs(reward) <= _MAX_REWARD
 
 
 def _wrong_turn(rollout: Rollout) -> str:
-    """Return an error that names a turn whose reward cannot be trained on; empty if there is
-    none."""
+    """Return the error of a turn whose reward cannot be trained on, or nothing."""
     for number, turn in enumerate(rollout.turns, start=1):
         for reward in (turn.reward, turn.branch_reward):
             if reward is not None and not _can_be_trained_on(reward):

@@ -10,20 +10,17 @@ All limits of a rollout are enforced here, for every kind of environment:
 | ``rollout_timeout_s`` | the rollout's running time without pauses | ROLLOUT_TIMEOUT |
 
 A completion's length is limited by the rest of ``max_total_tokens``, by ``max_tokens_per_turn`` and
-by the observation. A completion cut off at this length is passed to the environment like any other.
-The rollout's time-out interrupts generation, but no call of the environment. A rollout that runs
-out of time counts as failed, because its length, and therefore its reward, depends on the machine's
-speed.
+by the observation; a completion cut off there is passed to the environment like any other. The
+rollout's time-out interrupts generation, but no call of the environment. It makes the rollout
+fail, because its length, and so its reward, depends on the machine's speed.
 
 Invariants: a rollout ends once, with one status. Every created environment is closed exactly once.
 Errors of the environment and the generator become a status with a cause and are never raised.
 
 A recorded rollout continues after its finished turns, with the same requests and seeds as without
-the interruption; only its time-out starts again. If its environment cannot be restored, the rollout
-starts from the beginning, and the recorded tokens are reported as discarded.
-
-Requests are the same in every run with the same seed: a request's id and seed depend only on the
-run's seed, the rollout, the turn and the attempt.
+the interruption; only its time-out starts again. If its environment cannot be restored, it starts
+from the beginning, and the recorded tokens are reported as discarded. A request's id and seed
+depend only on the run's seed, the rollout, the turn and the attempt.
 """
 
 from __future__ import annotations
@@ -123,11 +120,8 @@ class GroupSettings:
         *,
         branch: str | None = None,
     ) -> GenerationRequest:
-        """Build the request for a turn's completion, which continues ``partial``.
-
-        If ``branch`` is given, the seed depends on the branch instead of the turn's number, because
-        simultaneous turns have no order.
-        """
+        """Build the request for a turn's completion, which continues ``partial``. The seed depends
+        on ``branch`` if it is given, because simultaneous turns have no order."""
         sampling = self.sampling
         room = self.config.max_total_tokens - len(observation.prompt_token_ids)
         budget = min(room, sampling.max_tokens_per_turn)
@@ -234,10 +228,7 @@ class RolloutRun:
         )
 
     def snapshot(self, partials: Mapping[str, Completion]) -> RecordedRollout:
-        """Return the record from which another process can continue this rollout.
-
-        ``partials``: the tokens sampled so far for running requests, by request id.
-        """
+        """Return the record from which another process can continue; see `Rollouter.snapshot`."""
         record = self._record
         if self._is_restoring or record.ended is not None:
             return record
@@ -381,11 +372,8 @@ class RolloutRun:
         self.enter(phase, request_id or detail)
 
     async def _start(self, env: EnvSession) -> Observation:
-        """Return the first observation, or the observation after the recorded turns.
-
-        Raises:
-            NotResumableError: the rollout has to start from the beginning.
-        """
+        """Return the first observation, or the one after the recorded turns; raises
+        NotResumableError if the rollout has to start from the beginning."""
         if self._is_restoring:
             observation = await env.restore(self._record)
             self._is_restoring = False
@@ -405,11 +393,8 @@ class RolloutRun:
             cause = f"{completion.request_id}: aborted, but not by this rollout"
             raise RolloutEnded(RolloutStatus.GENERATION_ERROR, cause)
         answer = await env.step(completion)
-        turn = self._open_turn = replace(
-            self._open_turn,
-            reward=answer.turn_reward,
-            text=answer.turn_text,
-        )
+        turn = replace(self._open_turn, reward=answer.turn_reward, text=answer.turn_text)
+        self._open_turn = turn
         await self._record_turns(env, (*self._record.turns, turn), answer)
         if self._group.on_turn is not None:
             self._group.on_turn(self._record)

@@ -42,8 +42,8 @@ class NotResumableError(Exception):
 
 
 class EnvSession:
-    """The environment of one rollout. ``make`` creates the environment; ``on_call`` is called with
-    the name of each method before its call.
+    """The environment of one rollout. ``on_call`` is called with the name of each method before its
+    call.
 
     All methods but `close` and `messages` raise `RolloutEnded`, and `HangingCallsError` if too many
     abandoned calls hang.
@@ -110,11 +110,11 @@ class EnvSession:
             raise RolloutEnded(RolloutStatus.ENV_ERROR, cause) from error
 
     async def restore(self, recorded: RecordedRollout) -> Observation:
-        """Continue a recorded rollout; called instead of `reset`. Returns the next observation.
+        """Continue a recorded rollout, instead of `reset`. Returns the next observation.
 
-        The environment loads its recorded state. If no state is recorded, the environment is reset
-        and stepped with the recorded completions; this needs an environment that replays, unless
-        there are no recorded turns. Each prompt must equal the recorded prompt.
+        The environment loads its recorded state, or else is reset and stepped with the recorded
+        completions, which needs an environment that replays. Each prompt must equal the recorded
+        one.
 
         Raises:
             NotResumableError: there is no state and the environment does not replay, the
@@ -145,11 +145,8 @@ class EnvSession:
         return tuple(plain(message) for message in messages)
 
     async def close(self) -> str | None:
-        """Close the environment. Even if this call is cancelled, it waits until the environment is
-        closed or the time-out has passed.
-
-        Returns the error, or None.
-        """
+        """Close the environment, even if this call is cancelled, within the time-out. Returns the
+        error, or None."""
         try:
             await uninterrupted(self._call("close"))
         except RolloutEnded as error:
@@ -157,11 +154,7 @@ class EnvSession:
         return None
 
     def require_replayable(self, recorded: RecordedRollout) -> None:
-        """Check that the recorded turns, if there are any, can be replayed.
-
-        Raises:
-            NotResumableError: there are turns, and the environment cannot be replayed.
-        """
+        """Raise NotResumableError if there are recorded turns that cannot be replayed."""
         if recorded.turns and not replays(self._env):
             raise NotResumableError("it has no saved state and does not declare `replays`")
 

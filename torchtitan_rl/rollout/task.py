@@ -68,18 +68,12 @@ class Outcome:
 
 @runtime_checkable
 class AdaptiveDataset(Dataset, Protocol):
-    """A dataset that chooses problems by earlier outcomes.
-
-    The recorded outcomes are part of its `state_dict`.
-    """
+    """A dataset that chooses problems by earlier outcomes, which are part of its `state_dict`."""
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn from outcomes.
-
-        Called once a step, with the groups that were trained on or skipped since the last call, in
-        the same order in every run with the same results. Also called within a step, when
-        ``rollout.groups_per_step`` groups were skipped since the last call.
-        """
+        """Learn from outcomes. Called once a step, with the groups that were trained on or skipped
+        since the last call, in the same order in every run with the same results. Also called
+        within a step, when ``rollout.groups_per_step`` groups were skipped since the last call."""
 
 
 @runtime_checkable
@@ -91,9 +85,8 @@ class MeasuredDataset(Dataset, Protocol):
 
 
 def adapts(dataset: Dataset) -> bool:
-    """Whether the dataset chooses problems by earlier outcomes. A dataset composed of others always
-    has the method `record`; the attribute ``adapts`` of such a dataset says whether one of its
-    parts adapts."""
+    """Whether the dataset chooses problems by earlier outcomes. One composed of others always has
+    the method `record`; its attribute ``adapts`` says whether a part adapts."""
     return isinstance(dataset, AdaptiveDataset) and getattr(dataset, "adapts", True)
 
 
@@ -135,19 +128,13 @@ class Task:
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
         """Return the problems of a split. Ids are unique in the validation set, and in an epoch of
-        the training set.
-
-        Also called before the run starts, to check the first problems of the dataset; that instance
-        is not used further.
-        """
+        the training set. Also called before the run, to check the first problems."""
         raise NotImplementedError(f"{type(self).__name__} does not override `dataset`")
 
     def environment(self, problem: Problem, *, tokenizer: Any, limits: RolloutConfig) -> TokenEnv:
         """Return a new environment for one rollout. ``tokenizer`` is a `transformers` tokenizer.
-
         Called on the controller's event loop: slow set-up belongs in the environment's `reset`.
-        ``limits`` are enforced elsewhere; they are passed for tasks that depend on them.
-        """
+        ``limits`` are enforced elsewhere; they are passed for tasks that depend on them."""
         raise NotImplementedError(f"{type(self).__name__} does not override `environment`")
 
     def rubric(self) -> Rubric | None:
@@ -159,11 +146,8 @@ class Task:
         return 1.0 - 1e-9
 
     def resume_identity(self) -> Mapping[str, Any]:
-        """Return values that a resumed run compares instead of the task's fields, by field name.
-
-        For a field that contains a path, the value can be the contents of the file. If a value is
-        None, the field is not compared.
-        """
+        """Return values that a resumed run compares instead of the task's fields, by field name,
+        such as the contents of a file instead of its path. A field with None is not compared."""
         return {}
 
     def with_all_options(self) -> Task:

@@ -6,9 +6,9 @@ apply to the whole tree, except the token limit, which applies to each branch.
 
 When the environment restarts, every turn so far counts as unseen. A new request repeats a recorded
 one if both have the same prompt, the same number of earlier requests with this prompt, and the same
-options (stops, constraints, logprobs). If the recorded completion also fits the budget of the new
-request, the new request is answered from the record, and the turn counts as seen again. Any other
-request is sampled, as a new branch. Turns that stay unseen are not trained on.
+options (stops, constraints, logprobs). If the recorded completion also fits the new budget, it is
+the answer, and the turn counts as seen again. Any other request is sampled, as a new branch. Turns
+that stay unseen are not trained on.
 
 Invariants: each accepted request is answered, or the rollout ends with a cause. Each sampled
 completion is in exactly one turn. After a limit is reached, the rollout ends as soon as the running
@@ -59,14 +59,14 @@ class TurnTree:
     the rollout calls the other methods.
 
     ``limit`` is the status of the limit that was reached. ``num_asked`` and ``num_replayed`` count
-    requests since the start or the last restart. ``is_amended`` says whether recorded turns were
-    changed. ``start_time()`` starts the rollout's time-out.
+    requests since the start or the last restart. ``is_amended``: recorded turns were changed.
+    ``start_time()`` starts the rollout's time-out.
 
     Args:
         make_request: builds a turn's request from the turn's number, observation and branch.
         complete: samples a request; returns None when the rollout's time is over.
-        reached_limit: called with an observation and the number of turns before it; returns the
-            status of the reached limit, or None.
+        reached_limit: returns the status of the limit that an observation reaches after a number of
+            turns, or None.
         on_turns: called after each change with all recorded turns, and whether the last one is new.
         on_activity: called with a request's id and "", or with None and the environment's activity.
     """
@@ -133,13 +133,12 @@ class TurnTree:
     ) -> str:
         """Have a turn sampled, or answer it from the record. Returns the id of its request.
 
-        ``answer`` is called once with the completion, and returns whether the completion reached
-        its caller. It is not called if the rollout ends first. ``decode`` converts the completion
-        to the turn's text.
+        ``answer`` is called once with the completion, unless the rollout ends first, and returns
+        whether it reached its caller. ``decode`` converts the completion to the turn's text.
 
         Raises:
-            LimitReachedError: a limit is reached, a turn failed, or the tree is closed. The rollout
-                ends.
+            LimitReachedError: the rollout ends: a limit is reached, a turn failed, or the tree is
+                closed.
         """
         if self._is_closed or self._failure is not None:
             raise LimitReachedError
@@ -217,11 +216,8 @@ class TurnTree:
             raise self._failure
 
     async def close(self) -> None:
-        """Cancel all sampling, and accept no more requests.
-
-        When this call returns, even by cancellation, all sampling has ended, so that all tokens are
-        counted.
-        """
+        """Cancel all sampling, and accept no more requests. All sampling has ended when this
+        returns, even by cancellation, so that all tokens are counted."""
         self._is_closed = True
         await uninterrupted(cancel_all(self._running))
 
@@ -308,8 +304,7 @@ class TurnTree:
         self.is_amended = self.is_amended or bool(self._turns)
 
     def _count_like(self, observation: Observation) -> tuple[str, int]:
-        """Return the prompt's digest, and the number of requests with this prompt so far, including
-        this one."""
+        """Return the prompt's digest, and the number of requests with it, including this one."""
         images = "".join(one.digest for one in observation.images).encode()
         prompt = array("q", observation.prompt_token_ids).tobytes()
         digest = blake2b(prompt + images, digest_size=16).hexdigest()
@@ -322,8 +317,7 @@ def _number_of(turn: Turn) -> int:
 
 
 def _options_digest(sampling: SamplingParams) -> str:
-    """Return a digest of the options that affect an answer, besides prompt, budget and seed. Equal
-    in every process."""
+    """Return a digest of the options that affect an answer, besides prompt, budget and seed."""
     stops = sorted(sampling.stop), sorted(sampling.stop_token_ids)
     constraints = sorted(map(repr, sampling.engine_options.items()))
     options = repr((*stops, constraints, sampling.num_logprobs))
@@ -342,20 +336,18 @@ def _answers(turn: Turn, request: GenerationRequest) -> bool:
 class TreeEnv(Protocol):
     """An environment that requests completions itself, possibly several concurrently.
 
-    Its turns form a tree: each prompt extends an earlier turn, or begins another branch. In all
-    other respects it is like a `TokenEnv`, with `run` instead of `reset` and `step`. A resumed run
-    continues such an environment if it ``replays``: repeated requests are answered from the record.
+    Its turns form a tree: each prompt extends an earlier turn, or begins another branch. Otherwise
+    it is like a `TokenEnv`, with `run` instead of `reset` and `step`. A resumed run continues it if
+    it ``replays``: repeated requests are answered from the record.
     """
 
     async def run(self, turns: TurnTree, /) -> Terminal:
         """Request completions until the rollout ends. When a limit is reached, this call is
         cancelled, and then `finish` is called."""
 
-    async def finish(self, status: RolloutStatus, /) -> Terminal:
-        """See `TokenEnv.finish`."""
+    async def finish(self, status: RolloutStatus, /) -> Terminal: ...
 
-    async def close(self) -> None:
-        """See `TokenEnv.close`."""
+    async def close(self) -> None: ...
 
 
 RolloutEnv = TokenEnv | TreeEnv

@@ -68,7 +68,7 @@ class RefusedError(TorchtitanRLError):
         return {"error": inner}
 
 
-def _anthropic_error(error: Mapping[str, Any], status: int) -> dict[str, Any]:
+def anthropic_error(error: Mapping[str, Any], status: int) -> dict[str, Any]:
     """Convert the inner object of an OpenAI error to Anthropic's error object."""
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     own = {"message": str(error["message"]), "code": error.get("code"), "param": error.get("param")}
@@ -142,14 +142,14 @@ class _Answer:
             await self.send_internal_error()
             return
         with contextlib.suppress(ValueError, KeyError, TypeError):  # other bodies pass unchanged
-            body = json.dumps(_anthropic_error(json.loads(body)["error"], start["status"])).encode()
+            body = json.dumps(anthropic_error(json.loads(body)["error"], start["status"])).encode()
         headers = [pair for pair in start["headers"] if pair[0].lower() != b"content-length"]
         await self._respond(start["status"], headers, body)
 
     async def send_error(self, error: RefusedError) -> None:
         content = error.body()
         if self._is_anthropic:
-            content = _anthropic_error(content["error"], error.status)
+            content = anthropic_error(content["error"], error.status)
         headers = {"content-type": "application/json", **error.headers}
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._respond(error.status, pairs, json.dumps(content).encode())

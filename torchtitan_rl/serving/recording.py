@@ -315,12 +315,12 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
     made = []
     for turn in turns:
         assert turn.completion is not None
-        unknown = {"kept_tokens": (KeptRun(0, None),)} if turn.is_shifted else {}
+        unknown = replace(turn.completion, kept_tokens=(KeptRun(0, None),))
         made.append(
             Turn(
                 prompt_token_ids=turn.prompt_token_ids,
                 images=turn.images,
-                completion=replace(turn.completion, **unknown),
+                completion=unknown if turn.is_shifted else turn.completion,
                 is_seen=turn.is_seen,
                 branch_reward=turn.branch_reward,
             )

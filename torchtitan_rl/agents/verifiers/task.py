@@ -1,9 +1,8 @@
 """Environments of verifiers (PyPI) as a `Task`: any installed environment, by its name.
 
-The environment runs in its own process, in an interpreter that has verifiers: its dependencies may
-conflict with ours, and code of the environment that blocks then blocks only that process. The
-environment's episodes send their model calls to the run's endpoint, as agents do, so training uses
-exactly the tokens that the engine sampled.
+The environment runs in its own process, in an interpreter that has verifiers, because its
+dependencies may conflict with ours and its code may block. Its episodes send their model calls to
+the run's endpoint, as agents do, so training uses exactly the tokens that the engine sampled.
 
 Invariant: each rollout that was sent to a process ends once, with its result, or with an error if
 the process has ended.
@@ -104,11 +103,7 @@ class VerifiersTask(AgentTask):
         await start_environment(self._spec(problem.data["split"]), processes=self.num_processes)
 
     async def run(self, call: AgentCall) -> AgentResult:
-        """Run one episode of the environment.
-
-        Raises:
-            VerifiersError: the episode failed.
-        """
+        """Run one episode of the environment, or raise VerifiersError."""
         request = {
             "task": call.problem.data["task"],
             "base_url": call.base_url,
@@ -127,10 +122,8 @@ class VerifiersTask(AgentTask):
     def errors(self) -> list[str]:
         found = []
         if not self.validation_args and not 0 < self.validation_share < 1:
-            found.append(
-                f"task.validation_share={self.validation_share}: must be between 0 and 1; or give "
-                "task.validation_args"
-            )
+            why = "must be between 0 and 1; or give task.validation_args"
+            found.append(f"task.validation_share={self.validation_share}: {why}")
         if missing := [name for name in self.variables if name not in os.environ]:
             found.append(f"task.variables has {', '.join(missing)}, not set here; export it")
         if self.python and shutil.which(self.python) is None:
@@ -197,8 +190,7 @@ class EnvironmentSpec:
         return [self.interpreter, str(_WORKER), name, self.as_text()]
 
     def environment(self) -> dict[str, str]:
-        """The process's environment variables: those that every program needs, those named in
-        ``variables``, and PYTHONPATH with ``folders``."""
+        """The process's environment variables, with ``folders`` in PYTHONPATH."""
         names = (*_VARIABLES, *self.variables)
         environment = {name: os.environ[name] for name in names if name in os.environ}
         paths = [str(Path(folder).resolve()) for folder in self.folders]
@@ -208,11 +200,8 @@ class EnvironmentSpec:
 
 
 def environment_tasks(spec: EnvironmentSpec) -> list[dict[str, Any]]:
-    """The data of an environment's tasks. Starts a process, once for each spec.
-
-    Raises:
-        ConfigError: the environment cannot be loaded. The message is one line.
-    """
+    """The data of an environment's tasks. Starts a process, once for each spec. ConfigError: the
+    environment cannot be loaded."""
     return _tasks(spec.as_text())
 
 
@@ -252,20 +241,14 @@ def _remedy(error: str, interpreter: str) -> str:
 
 
 async def start_environment(spec: EnvironmentSpec, *, processes: int) -> None:
-    """Wait until a process can run rollouts; the first call starts the process.
-
-    Raises:
-        VerifiersError: the process does not start.
-    """
+    """Wait until a process can run rollouts; the first call starts it. VerifiersError: it does not
+    start."""
     await shield(wrap_future(_pool(spec.as_text(), processes).pick().started))
 
 
 async def run_episode(spec: EnvironmentSpec, request: Mapping[str, Any], *, processes: int) -> Any:
-    """Run one rollout in one of ``processes``, and return its answer.
-
-    Raises:
-        VerifiersError: the environment failed, or its process ended.
-    """
+    """Run one rollout in one of ``processes``, and return its answer. VerifiersError: the
+    environment failed, or its process ended."""
     return await _pool(spec.as_text(), processes).pick().run(request)
 
 
@@ -323,11 +306,6 @@ class _Process:
         return len(self._running)
 
     async def run(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Run one rollout, and return its result.
-
-        Raises:
-            VerifiersError: the rollout failed.
-        """
         number = next(self._numbers)
         answer: Future[Mapping[str, Any]] = Future()
         with self._lock:

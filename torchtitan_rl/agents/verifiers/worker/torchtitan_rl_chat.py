@@ -1,8 +1,7 @@
 """A verifiers harness that runs conversations in the worker's own process: prompts, answers, tools.
 
-verifiers' own chat program starts a process for each rollout, and ``uv`` installs the program when
-it starts, which needs a network connection. This harness offers only the tools of the task. It is a
-plug-in of verifiers, which finds it by the name of this module.
+verifiers' own chat program starts a process for each rollout, which ``uv`` installs over the
+network. This harness is a plug-in of verifiers, which finds it by the name of this module.
 """
 
 from __future__ import annotations
@@ -50,15 +49,12 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         else:
             messages += [message_to_wire(message) for message in prompt or []]
         async with AsyncExitStack() as stack:
+            headers = {"Authorization": f"Bearer {secret}"}
             http = await stack.enter_async_context(
-                httpx.AsyncClient(
-                    headers={"Authorization": f"Bearer {secret}"}, timeout=None, verify=False
-                )
+                httpx.AsyncClient(headers=headers, timeout=None, verify=False)
             )
-            servers = {
-                name: {"url": url, "timeout": self.config.tool_timeout}
-                for name, url in mcp_urls.items()
-            }
+            timeout = self.config.tool_timeout
+            servers = {name: {"url": url, "timeout": timeout} for name, url in mcp_urls.items()}
             tools, *connections = await connect_mcp({"mcpServers": servers}, stack)
             body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
             while (message := await _ask(http, endpoint, body)) is not None:
@@ -75,11 +71,8 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 async def _ask(
     http: httpx.AsyncClient, endpoint: str, body: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Ask the model for its next message; None once a limit of the rollout is reached.
-
-    Raises:
-        RuntimeError: the request failed, or verifiers stopped the rollout.
-    """
+    """Ask the model for its next message; None once the rollout is at a limit. RuntimeError: the
+    request failed, or verifiers stopped the rollout."""
     answer = await http.post(f"{endpoint}/chat/completions", json=body)
     if answer.status_code != httpx.codes.OK:
         if _ROLLOUT_IS_OVER in answer.text:
@@ -93,10 +86,7 @@ async def _refusal(
     http: httpx.AsyncClient, gate_url: str | None, call: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return the message with which the task's hooks replace a tool call; None if the call may run.
-
-    Raises:
-        RuntimeError: the hooks stopped the rollout.
-    """
+    RuntimeError: the hooks stopped the rollout."""
     if gate_url is None:
         return None
     name, arguments = call["function"]["name"], call["function"]["arguments"]

@@ -2,13 +2,11 @@
 
 ``describe SPEC`` prints the environment's tasks as JSON, or why they cannot be listed. ``serve
 SPEC`` reads from stdin which rollouts to run or to cancel, and writes the result of each rollout;
-each message is one line of JSON. The program ends when its stdin is closed, so it does not outlive
-the process that started it. The program imports nothing from torchtitan_rl, which need not be
-installed for this interpreter. `agents/verifiers/task.py` starts the program.
+each message is one line of JSON. The program ends when its stdin is closed. It imports nothing from
+torchtitan_rl, which need not be installed for this interpreter (see `agents/verifiers/task.py`).
 
-Model calls go to the run's endpoint. verifiers sends the name of each trace in the header
-``X-Session-ID``. The traces of agents that are trained are named after the rollout's session, so
-their requests belong to that session.
+Model calls go to the run's endpoint, with the name of the trace in the header ``X-Session-ID``. The
+traces of agents that are trained are named after the rollout's session.
 """
 
 from __future__ import annotations
@@ -52,11 +50,7 @@ def main() -> None:
 
 
 def load(spec: Mapping[str, Any]) -> vf.Env:
-    """Load the environment.
-
-    Raises:
-        Exception: there is no such environment, or it does not accept these options.
-    """
+    """Load the environment; any exception: there is none, or it does not accept these options."""
     import verifiers.v1 as vf
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.compile import validate_pairing
@@ -80,10 +74,8 @@ def load(spec: Mapping[str, Any]) -> vf.Env:
 
 
 def local(name: str, agent: vf.AgentConfig, taskset_id: str) -> vf.AgentConfig:
-    """Complete the agent's configuration. If the environment does not say how to run the agent, the
-    agent runs in this process, as a chat.
-
-    By default, verifiers itself would give the policy a shell in a remote sandbox.
+    """Complete the agent's configuration. If the environment does not say how to run the agent, it
+    runs in this process, as a chat: verifiers would give the policy a shell in a remote sandbox.
 
     Raises:
         ValueError: the agent runs code, and no option says where.
@@ -121,11 +113,8 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tasks(environment: vf.Env, most: int | None) -> list[Any]:
-    """The data of the first ``most`` tasks of the taskset (None: of all).
-
-    Raises:
-        ValueError: the tasks never end, and ``most`` is None.
-    """
+    """The data of the first ``most`` tasks of the taskset (None: of all). ValueError: they never
+    end, and ``most`` is None."""
     taskset = environment.taskset
     if most is None and not taskset.bounded:
         raise ValueError("its tasks never end; give task.num_problems")
@@ -221,8 +210,8 @@ async def close_sessions(names: Sequence[str], base_url: str, key: str) -> None:
 
 
 def outcome(episode: vf.Episode, *, is_valid: bool) -> dict[str, Any]:
-    """The reward and metrics of an episode. Both are means over the traces of the agents that are
-    trained. If there are several such traces, ``part_rewards`` has the reward of each."""
+    """The reward and metrics of an episode: means over the traces of the agents that are trained.
+    If there are several such traces, ``part_rewards`` has the reward of each."""
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not is_valid:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -236,18 +225,14 @@ def outcome(episode: vf.Episode, *, is_valid: bool) -> dict[str, Any]:
         for name, value in {**own, **scores, "truncated": float(trace.is_truncated)}.items():
             values.setdefault(name, []).append(value)
     parts = {trace.id.rpartition(".")[2]: trace.reward for trace in trained if trace.rewards}
+    from verifiers.v1.dialects.chat import message_to_wire
+
     return {
         "part_rewards": parts if len(trained) > 1 else {},
         "reward": fmean(trace.reward for trace in trained) if trained[-1].rewards else None,
         "metrics": {name: fmean(of_traces) for name, of_traces in values.items()},
-        "messages": messages(trained[-1]),
+        "messages": [message_to_wire(message) for message in trained[-1].messages],
     }
-
-
-def messages(trace: vf.Trace) -> list[Any]:
-    from verifiers.v1.dialects.chat import message_to_wire
-
-    return [message_to_wire(message) for message in trace.messages]
 
 
 def one_line(error: BaseException) -> str:
