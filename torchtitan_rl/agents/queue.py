@@ -75,7 +75,7 @@ class ProblemQueue:
     def counts(self) -> dict[str, float]:
         """Gauges and counters, by name."""
         waiting = {"problems_waiting": len(self._waiting), "problems_leased": len(self._leased)}
-        return self._counts | waiting
+        return {**self._counts, **waiting}
 
     async def serve(self, agent: RemoteAgent, call: AgentCall, waits: TurnTree) -> AgentResult:
         """Have a worker solve the problem of ``call``; return once its session has been closed, or

@@ -1,11 +1,10 @@
 """Rolls out a few problems of a task to find common mistakes of environments.
 
 Each problem is rolled out twice at the same time, like the rollouts of a group in training. If
-limits ended both rollouts, the problem is rolled out once more with room for many turns. Then the
-first rollout is continued from each of its saved states, and must proceed as before. Environments
-are observed from outside. For each call, the environment's answer, the duration of the call, and
-the time for which the call blocked the event loop are recorded. `audit/findings.py` finds the
-mistakes in these records.
+limits ended both, it is rolled out once more with room for many turns. Then the first rollout is
+continued from each of its saved states, and must proceed as before. Environments are observed from
+outside: the answer of each call, its duration, and the time for which it blocked the event loop.
+`audit/findings.py` finds the mistakes in these records.
 """
 
 from __future__ import annotations
@@ -32,13 +31,7 @@ from torchtitan_rl.audit.findings import (
 )
 from torchtitan_rl.generation.engine import EngineLimits, validate_request
 from torchtitan_rl.rollout.config import RolloutConfig
-from torchtitan_rl.rollout.env import (
-    Observation,
-    Terminal,
-    is_stateful,
-    replays,
-    require_async,
-)
+from torchtitan_rl.rollout.env import Observation, Terminal, is_stateful, replays, require_async
 from torchtitan_rl.rollout.records import EnvState, RecordedRollout
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.rubric import Rubric
@@ -61,19 +54,13 @@ _SIBLINGS = 2
 _MANY_TURNS = 64
 _MANY_TOKENS = 1 << 20
 _BY_LIMIT = (RolloutStatus.MAX_TURNS, RolloutStatus.MAX_TOKENS)
-_STOPS_CHECKS = {
-    Mistake.EXCEPTION,
-    Mistake.TIMEOUT,
-    Mistake.GENERATION,
-    Mistake.PROMPT_LENGTH,
-}
-"""After one of these mistakes the environment is not rolled out again or continued."""
+# After one of these mistakes the environment is not rolled out again or continued.
+_STOPS_CHECKS = {Mistake.EXCEPTION, Mistake.TIMEOUT, Mistake.GENERATION, Mistake.PROMPT_LENGTH}
 
 
 class ScriptedPolicy:
-    """A `GenerateFn` that gives the same texts in every rollout: one text per turn, each with a
-    stop token; the first text follows the last one. Requests that an engine with a vocabulary of
-    this size would refuse are refused."""
+    """A `GenerateFn` that gives the same texts in every rollout, in turns, each with a stop token;
+    refuses what an engine with a vocabulary of this size would refuse."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], *, vocab_size: int) -> None:
         self._limits = EngineLimits(max_model_len=2 * _MANY_TOKENS, vocab_size=vocab_size)
@@ -101,11 +88,8 @@ class ScriptedPolicy:
 @dataclass(slots=True, kw_only=True)
 class CheckedProblem:
     """The first rollout of a problem, and the findings of all its rollouts. ``watched`` is None for
-    agents.
-
-    ``part``: the part of a mixture. ``has_ended``: the environment ended a rollout by itself.
-    ``unclear``: why it is unknown whether the environment ends a rollout by itself.
-    """
+    agents. ``part``: of a mixture. ``has_ended``: the environment ended a rollout by itself;
+    ``unclear``: why that is unknown."""
 
     part: str
     rollout: Rollout
@@ -117,9 +101,8 @@ class CheckedProblem:
 
 
 def settled(checked: Sequence[CheckedProblem]) -> tuple[list[Finding], list[str]]:
-    """The findings and notes of all problems. A finding that rollouts never end is dropped if the
-    environment ended any other rollout (in a mixture: any other rollout of the same part). Then
-    the cause is the policy, not the environment."""
+    """The findings and notes of all problems. That rollouts never end is no finding if the
+    environment ended any other one (in a mixture: of the same part): the cause is the policy."""
     ending = {one.part for one in checked if one.has_ended}
     findings = [
         finding
@@ -147,8 +130,8 @@ class EnvChecker:
     max_block_s: float
 
     async def check(self, problem: Problem, *, is_first: bool) -> CheckedProblem:
-        """Check one problem. ``is_first``: this is the first problem. Caches are then still empty,
-        so the first rollout of the problem may block the event loop."""
+        """Check one problem. In the first rollout of the first problem caches are still empty, so
+        it may block the event loop."""
         all_watched: list[Watched] = []
         group = await self._rollouter(self.generate, self.limits, all_watched).run_group(
             f"check/{problem.problem_id}",
@@ -213,18 +196,15 @@ class EnvChecker:
                 "understands, or take --policy real"
             )
         else:
-            what = f"{len(longer.turns)} turns, and no end"
-            name = checked.rollout.rollout_id
+            what, name = f"{len(longer.turns)} turns, and no end", checked.rollout.rollout_id
             checked.findings.append(Finding(mistake=Mistake.NEVER_ENDS, rollout_id=name, what=what))
 
     async def _resuming(self, rollout: Rollout, watched: Watched) -> list[Finding]:
-        """Continue a rollout from each saved state. If the environment has no saved states but is
-        replayed, continue only from before the rollout's last turn."""
+        """Continue a rollout from each saved state, or if the environment is replayed only from
+        before the last turn."""
         saved: list[tuple[int, str | None]]
         if watched.is_stateful:
-            saved = [
-                (number, state) for number, state in enumerate(watched.states) if state is not None
-            ]
+            saved = [pair for pair in enumerate(watched.states) if pair[1] is not None]
         elif watched.replays and rollout.turns:
             saved = [(len(rollout.turns) - 1, None)]
         else:
@@ -236,16 +216,16 @@ class EnvChecker:
                 except (NotResumableError, RolloutEnded) as error:
                     what = getattr(error, "cause", None) or str(error)
                 if what:
-                    mistake = Mistake.STATE
                     what = f"continued after {number} turns: {what}"
-                    return [Finding(mistake=mistake, rollout_id=rollout.rollout_id, what=what)]
+                    name = rollout.rollout_id
+                    return [Finding(mistake=Mistake.STATE, rollout_id=name, what=what)]
         return []
 
     async def _continue(
         self, rollout: Rollout, watched: Watched, number: int, state: str | None
     ) -> str | None:
-        """Continue a rollout after ``number`` turns, and describe the first difference from the
-        later turns of the original rollout; None if there is no difference."""
+        """Continue a rollout after ``number`` turns, and describe the first difference from its
+        later turns; None if there is none."""
         answer = watched.answers[number]
         session = EnvSession(
             lambda: self.environment(watched.problem),
@@ -295,8 +275,8 @@ _SCHEDULING = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting fo
 
 
 def watching(environment: EnvironmentFactory, found: list[Watched]) -> EnvironmentFactory:
-    """Wrap the factory ``environment`` so that each environment that it makes is watched, and the
-    environment's `Watched` is added to ``found``. Environments of agents are not watched."""
+    """Wrap the factory ``environment`` so that each environment is watched, and its `Watched` is
+    added to ``found``. Environments of agents are not watched."""
 
     def make(problem: Problem) -> RolloutEnv:
         watched = Watched(problem=problem)
@@ -361,8 +341,8 @@ class _WatchedEnv:
 
 
 def _own_time_s() -> float:
-    """A clock that excludes the time for which this thread waits for a core, so that a busy machine
-    does not change the result. If the kernel does not report that time, it is included."""
+    """A clock that excludes the time for which this thread waits for a core, if the kernel reports
+    that, so that a busy machine does not change the result."""
     waited_ns = _waited_ns()
     while True:
         now_s = time.perf_counter()

@@ -59,8 +59,7 @@ class Mistake(StrEnum):
 
 
 _MENDS = {
-    Mistake.EXCEPTION: "correct the environment: each such rollout has no reward and is not "
-    "trained on",
+    Mistake.EXCEPTION: "correct the environment: such rollouts are not trained on",
     Mistake.TIMEOUT: "give what it waits for a time limit of its own, or raise "
     "rollout.step_timeout_s",
     Mistake.REWARD: "return Terminal(reward=...), and turn_reward where a turn has one, with a "
@@ -126,11 +125,8 @@ def rollout_findings(
     if rollout.status is RolloutStatus.MAX_TOKENS and not rollout.turns:
         first = watched.answers[0] if watched is not None else None
         tokens = len(first.prompt_token_ids) if isinstance(first, Observation) else "too many"
-        note(
-            Mistake.PROMPT_LENGTH,
-            f"the first prompt of {tokens} tokens leaves no room in rollout.max_total_tokens "
-            f"({limits.max_total_tokens})",
-        )
+        what = f"the first prompt of {tokens} tokens leaves no room in rollout.max_total_tokens"
+        note(Mistake.PROMPT_LENGTH, f"{what} ({limits.max_total_tokens})")
     if len(rollout.turns) > 1 and len(turns_by_episode(rollout)) == len(rollout.turns):
         seen = (n for n, turn in enumerate(rollout.turns[:-1], start=1) if not _is_cut(turn))
         if (left := next(seen, None)) is not None:
@@ -139,9 +135,8 @@ def rollout_findings(
 
 
 def cut_note(rollout: Rollout, watched: Watched | None) -> str:
-    """Return a note that the length limit truncated answers, because this can look like an error of
-    the environment. The note is empty if no answer was truncated, or if answers were truncated only
-    by the environment's own ``Observation.max_tokens``."""
+    """Return a note that the length limit truncated answers, which can look like an error of the
+    environment; empty without any, or if only its own ``Observation.max_tokens`` did."""
     asks = watched.answers if watched is not None else ()
     pairs = zip_longest(rollout.turns, asks[: len(rollout.turns)])
     cut = [turn for turn, asked in pairs if _is_cut(turn) and not _is_as_asked(turn, asked)]
@@ -156,8 +151,7 @@ def cut_note(rollout: Rollout, watched: Watched | None) -> str:
 
 
 def says_nothing_of_the_end(rollout: Rollout) -> str:
-    """Explain why the environment is not to blame for a rollout that did not end; empty if the
-    environment may be to blame."""
+    """Explain why the environment is not to blame for a rollout that did not end, or nothing."""
     turns = rollout.turns
     if all(_is_cut(turn) for turn in turns):
         return "all of its answers were cut by the length limit"
@@ -175,8 +169,7 @@ def _is_as_asked(turn: Turn, asked: Observation | Terminal | None) -> bool:
 
 
 def _divergence(turns: Sequence[Turn], number: int, decode: Callable[[Sequence[int]], str]) -> str:
-    """Describe where the prompt after turn ``number`` first differs from that turn's prompt and
-    completion."""
+    """Describe where the prompt after turn ``number`` first differs from that turn's tokens."""
     first, second = turns[number - 1 : number + 1]
     before = first.prompt_token_ids + first.completion.token_ids
     after = second.prompt_token_ids
@@ -194,15 +187,12 @@ def blocking_findings(watched: Watched, rollout_id: str, *, max_block_s: float) 
     longest: dict[str, float] = {}
     for call in watched.calls:
         longest[call.method] = max(call.blocked_s, longest.get(call.method, 0.0))
-    return [
-        Finding(
-            mistake=Mistake.BLOCKING,
-            rollout_id=rollout_id,
-            what=f"{method} blocks the event loop for {_MS * seconds:.0f} ms",
-        )
+    texts = [
+        f"{method} blocks the event loop for {_MS * seconds:.0f} ms"
         for method, seconds in longest.items()
         if seconds > max_block_s
     ]
+    return [Finding(mistake=Mistake.BLOCKING, rollout_id=rollout_id, what=one) for one in texts]
 
 
 def describe_rollout(
@@ -234,10 +224,7 @@ def describe_rollout(
         if turn.reward is not None:
             facts.append(f"reward {turn.reward:g}")
         lines.append(f"--- turn {number + 1}: {', '.join(facts)}")
-        lines += [
-            _text("prompt", decode(new)),
-            _text("policy", decode(completion.token_ids)),
-        ]
+        lines += [_text("prompt", decode(new)), _text("policy", decode(completion.token_ids))]
         before = prompt + completion.token_ids
     if rollout.metrics:
         values = ", ".join(f"{name} {value:g}" for name, value in sorted(rollout.metrics.items()))

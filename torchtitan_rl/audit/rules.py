@@ -1,9 +1,8 @@
 """The rules that metrics, checkpoints and journal of a run must satisfy. Without I/O.
 
 A rule yields a sentence for each violation. `Check` counts the checked items, and keeps the
-sentences with their places. `audit/run.py` applies the rules to the files of a run, and has the
-rules of ``rollouts.jsonl``. The campaign of simulated faults (`tests/campaign/`) applies the rules
-whenever its simulated run has stopped.
+sentences with their places. `audit/run.py` applies the rules to the files of a run, and the
+campaign of simulated faults (`tests/campaign/`) whenever its simulated run has stopped.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Promises:
 @dataclass(slots=True, kw_only=True)
 class Check:
     """The result of one check. ``looked_at`` is the number of checked items, which ``what`` names;
-    each violation is a line that says where and what."""
+    each violation says where and what."""
 
     name: str
     what: str = "files"
@@ -100,11 +99,10 @@ class Check:
 
 
 class MetricsRules:
-    """Checks that each row of ``metrics.jsonl`` adds up, and that each row fits the rows before it.
+    """Checks that each row of ``metrics.jsonl`` adds up, and fits the rows before it.
 
-    Pass the rows to `take`, one after another; `results` are complete after the last row.
-    The keys of ``totals`` and ``versions`` are steps. The keys of ``evaluated`` are the steps with
-    an evaluation. ``logged`` has the `logged_metrics` of the rows, by step and split.
+    Pass the rows to `take`; `results` are complete after the last one. The keys of ``totals`` and
+    ``versions`` are steps. ``logged`` has the `logged_metrics` of the rows, by step and split;
     ``num_problems`` is the number of problems of the largest evaluation.
     """
 
@@ -143,9 +141,8 @@ class MetricsRules:
             case RowKind.EVALUATION:
                 self._evaluations.look(where, self._evaluation_errors(row, line.life))
                 self.evaluated[row["step"]] = line.life
-                self.num_problems = max(
-                    self.num_problems or 0, int(row.get("evaluation/groups", 0))
-                )
+                number = int(row.get("evaluation/groups", 0))
+                self.num_problems = max(self.num_problems or 0, number)
             case RowKind.STEP:
                 self._take_step(where, row)
             case kind:
@@ -157,8 +154,7 @@ class MetricsRules:
         yield from self._place_errors(row)
 
     def _place_errors(self, row: Row) -> Errors:
-        """Check that a row about the weights after a step follows the row of that step, and has the
-        same version."""
+        """Check a row about the weights after a step against the row of that step."""
         step, version = row["step"], row["version"]
         if step > self.last_step:
             yield f"the step {step} of the row comes later"
@@ -208,10 +204,7 @@ def _step_errors(row: Row, promises: Promises) -> Errors:
         expected = [sampled, row.get("train/reward_sum", 0.0)]
         logged = [row[f"{LOGGED}/train/{name}"] for name in ("tokens", "reward_sum")]
         if logged != expected:
-            yield (
-                f"rollouts of {expected[0]} tokens and rewards of {expected[1]}; rollouts.jsonl "
-                f"has all of them, with {logged[0]} and {logged[1]}"
-            )
+            yield f"tokens and rewards are {expected}; rollouts.jsonl has them with {logged}"
     if "buffer/capacity" in row:
         held, room = sum(row[f"buffer/{state}"] for state in GroupState), row["buffer/capacity"]
         if held > room:
@@ -234,9 +227,9 @@ def _sum_errors(totals: LedgerTotals) -> Errors:
 
 
 def _growth_errors(row: Row, now: LedgerTotals, then: LedgerTotals) -> Errors:
-    """Check that totals do not fall, and grow by the counts in the row. tokens_generated is not
-    checked, because a killed run loses the tokens of unfinished groups."""
-    counts = [(n, getattr(now, n), getattr(then, n)) for n in _COUNTS if n in _GROWING]
+    """Check that totals do not fall, and grow by the counts in the row (but not tokens_generated: a
+    killed run loses the tokens of unfinished groups)."""
+    counts = [(name, getattr(now, name), getattr(then, name)) for name in _GROWING]
     for name in _BY_CAUSE:
         later, earlier = getattr(now, name), getattr(then, name)
         counts += [(f"{name}/{one}", later.get(one, 0), earlier[one]) for one in earlier]
@@ -254,14 +247,11 @@ def _growth_errors(row: Row, now: LedgerTotals, then: LedgerTotals) -> Errors:
 
 
 _GROWING = ("tokens_trained", "groups_admitted", "groups_trained")
-
-
 _NOTHING: Row = {f"total/{one.name}": 0 for one in fields(LedgerTotals)}
 
 
 def _totals(row: Row) -> LedgerTotals:
-    """The totals in a row. If a count is not the sum of its causes, the difference is added under
-    the cause "cause not named"."""
+    """The totals in a row. What a count exceeds the sum of its causes by is "cause not named"."""
     counts: dict[str, Any] = {name: int(row[f"total/{name}"]) for name in _COUNTS}
     for name in _BY_CAUSE:
         start = f"total/{name}/"
@@ -272,11 +262,8 @@ def _totals(row: Row) -> LedgerTotals:
 
 
 def check_checkpoint(where: str, step: int, saved: SavedRun, promises: Promises) -> list[Check]:
-    """Check the position in the checkpoint of ``step``, by itself and against the saved groups.
-
-    Raises:
-        KeyError, TypeError, ValueError: another version of this package wrote the checkpoint.
-    """
+    """Check the position in the checkpoint of ``step``, by itself and against the saved groups; a
+    KeyError, TypeError or ValueError if another version of this package wrote the checkpoint."""
     account = Check(name=f"checkpoint {step}: account", what="groups")
     entries = saved.entries
     account.look(where, _position_errors(step, saved, promises), len(entries))
@@ -395,11 +382,8 @@ def ending_errors(name: str, status: RolloutStatus | str, reward: float | None) 
 
 
 def errors_against_row(step: int, position: RunPosition, metrics: MetricsRules) -> Errors:
-    """Compare the position in a checkpoint with the row of its step.
-
-    The row is written before the checkpoint, so counts that grow in between may be larger in the
-    checkpoint.
-    """
+    """Compare the position in a checkpoint with the row of its step, which is written before: in
+    between counts may grow."""
     evaluated = position.evaluated_step
     if evaluated is not None and evaluated not in metrics.evaluated:
         yield f"there is no row of the evaluation of step {evaluated}"
@@ -423,11 +407,11 @@ def errors_against_row(step: int, position: RunPosition, metrics: MetricsRules) 
         if saved != recorded:
             yield f"{saved} {name}; {recorded} in the row of step {step}"
     discarded = sum(ledger["discarded"].values()), sum(totals.tokens_discarded.values())
-    grown = (
-        ("groups admitted", ledger["groups_admitted"], totals.groups_admitted),
-        ("tokens discarded", *discarded),
-    )
-    for name, saved, recorded in grown:
+    admitted = ledger["groups_admitted"], totals.groups_admitted
+    for name, (saved, recorded) in {
+        "groups admitted": admitted,
+        "tokens discarded": discarded,
+    }.items():
         if saved < recorded:
             yield f"{saved} {name}; already {recorded} in the row before"
 
@@ -446,11 +430,8 @@ def check_journal(
         if not row.is_intact:
             check.violations.append(f"{where} has a wrong checksum")
             continue
-        check.require(
-            group_of(row.rollout_id) not in finished,
-            f"{where}: the checkpoint of step {row.step} holds its group as finished",
-        )
-        check.require(
-            newest_version(row.completion) <= version,
-            f"{where} has tokens of a version after {version}",
-        )
+        if group_of(row.rollout_id) in finished:
+            why = f"the checkpoint of step {row.step} holds its group as finished"
+            check.violations.append(f"{where}: {why}")
+        if newest_version(row.completion) > version:
+            check.violations.append(f"{where} has tokens of a version after {version}")

@@ -50,14 +50,11 @@ _SavedRuns = Mapping[int, SavedRun]  # by step
 
 
 def audit(run_dir: Path, *, is_running: bool = False) -> list[Check]:
-    """Run all checks of a run or an evaluation, in the order in which they are shown.
-
-    Args:
-        is_running: the run is still writing, so its end is not checked.
+    """Run all checks of a run or an evaluation, in the order in which they are shown. The end of a
+    run that ``is_running`` is not checked.
 
     Raises:
-        OSError: a file cannot be read.
-        FileNotFoundError: ``run_dir`` is not the folder of a run or an evaluation.
+        OSError: a file cannot be read, or ``run_dir`` is not such a folder (FileNotFoundError).
     """
     rows = run_dir / "metrics.jsonl"
     checkpoints = CheckpointDirectory(run_dir / "checkpoints")
@@ -98,11 +95,8 @@ def _read_checkpoints(directory: CheckpointDirectory) -> tuple[_SavedRuns, Check
 
 
 def _identity(run_dir: Path, saved: _SavedRuns) -> Mapping[str, Any]:
-    """Read the identity of the run from its file; if there is no file, from the newest checkpoint.
-
-    The file is written at each start. So if a finished run is resumed with more steps, the file is
-    newer than the checkpoint.
-    """
+    """Read the identity of the run from its file, which each start writes: it may be newer than the
+    checkpoints, whose newest has it if there is no file."""
     with suppress(FileNotFoundError, ValueError):
         loaded = parse_object(IDENTITY_FILE, (run_dir / IDENTITY_FILE).read_bytes())
         if loaded:
@@ -130,10 +124,9 @@ def _audit_journal(journal: Journal, saved: _SavedRuns, promises: Promises) -> l
             place = (step, one.position.journal_mark)
             check_journal(turns, (row for row in rows if row[:2] == place), one, promises)
     restored = Check(name="journal: continues the checkpoints", what="checkpoints")
-    restored.require(
-        journal.path.is_file() or not saved,
-        f"{JOURNAL} is missing: restore it; without it, turns that it held are sampled again",
-    )
+    if saved and not journal.path.is_file():
+        why = "restore it; without it, turns that it held are sampled again"
+        restored.violations.append(f"{JOURNAL} is missing: {why}")
     for step, one in saved.items():
         restored.looked_at += 1
         with restored.reports_errors(f"checkpoint of step {step}"):
@@ -155,10 +148,9 @@ def _audit_failures(run_dir: Path, at_least: int) -> Check:
     with check.reports_errors(FAILURES):
         for number, row in enumerate(read_failures(run_dir), start=1):
             check.look(f"{FAILURES}, row {number}", failure_errors(row))
-        check.require(
-            check.looked_at >= at_least,
-            f"{FAILURES} has {check.looked_at} rows, and the metrics count {at_least}; {RESTORE}",
-        )
+        if (number := check.looked_at) < at_least:
+            why = f"has {number} rows, and the metrics count {at_least}"
+            check.violations.append(f"{FAILURES} {why}; {RESTORE}")
     return check
 
 
@@ -191,37 +183,29 @@ def _audit_end(
     """Check the files of a run that has taken all its steps."""
     check = Check(name="end of the run", what="finished runs")
     newest = max(saved, default=0)
+    last = metrics.last_step
     check.require(
-        newest <= metrics.last_step,
-        f"the newest checkpoint is of step {newest}, the last row of step {metrics.last_step}",
+        newest <= last, f"the newest checkpoint is of step {newest}, the last row of step {last}"
     )
     is_evaluated = not metrics.evaluated or newest in metrics.evaluated
     is_stopped = promises.num_steps is None or newest < promises.num_steps or not is_evaluated
     if is_running or is_stopped:
         return check  # the run is still running, or can be resumed
     check.looked_at = 1
-    check.require(
-        metrics.last_step == newest,
-        f"a finished run of {newest} steps has rows up to step {metrics.last_step}",
-    )
-    policy = run_dir / "policy"
+    check.require(last == newest, f"a finished run of {newest} steps has rows up to step {last}")
+    policy, adapter = run_dir / "policy", run_dir / ADAPTER_FOLDER
     is_exported = (policy / "config.json").is_file() and any(policy.glob("*.safetensors"))
-    check.require(
-        not promises.exports or is_exported,
-        f"all steps are done, and {policy} holds no policy: resume the run to export it",
-    )
-    adapter = run_dir / ADAPTER_FOLDER
     is_written = all((adapter / one).is_file() for one in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
-    check.require(
-        not (promises.exports and promises.has_adapters) or is_written,
-        f"all steps are done, and {adapter} holds no adapter: remove {policy} and resume the run, "
-        "which exports both",
-    )
-    check.require(
-        not metrics.logged or (run_dir / MANIFEST).is_file(),
-        f"all steps are done, and there is no {MANIFEST}: it was removed, or the run was killed in "
-        "its last moment; resume the run to write it again",
-    )
+    missing = []
+    if promises.exports and not is_exported:
+        missing.append(f"{policy} holds no policy: resume the run to export it")
+    if promises.exports and promises.has_adapters and not is_written:
+        fix = f"remove {policy} and resume the run, which exports both"
+        missing.append(f"{adapter} holds no adapter: {fix}")
+    if metrics.logged and not (run_dir / MANIFEST).is_file():
+        fix = "it was removed, or the run was killed in its last moment; resume the run to write it"
+        missing.append(f"there is no {MANIFEST}: {fix}")
+    check.violations += [f"all steps are done, and {one}" for one in missing]
     return check
 
 
@@ -236,12 +220,10 @@ def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) 
     missing: dict[tuple[int, str], str] = {}
     for (at, split), numbers in metrics.logged.items():
         if number := numbers[f"{LOGGED}/{split}/rollouts"]:
-            missing[at, split] = (
-                f"rollouts.jsonl: {number:.0f} {split} rollouts of step {at} are missing"
-            )
-    # Rollouts may be of later steps than the last row. A run may be killed after it has logged the
-    # rollouts of a step and before it writes the step's row. A resumed run may be killed after it
-    # has dropped rows and before it drops their rollouts.
+            what = f"{number:.0f} {split} rollouts of step {at}"
+            missing[at, split] = f"rollouts.jsonl: {what} are missing"
+    # Rollouts may be of later steps than the last row: those of a step are logged before its row is
+    # written, and rows are dropped before their rollouts.
     newest = last_step + 1 if promises.num_steps is None else promises.num_steps
     for (at, split), grouped in groupby(lines, key=lambda one: (one.row["step"], one.row["split"])):
         batch, is_train = list(grouped), split == "train"
@@ -269,11 +251,9 @@ def check_log(lines: Iterable[Line], promises: Promises, metrics: MetricsRules) 
             written.looked_at += 1
             missing.pop((at, split), None)
     written.violations += [f"{text}; {RESTORE}" for text in missing.values()]
-    ids.require(
-        metrics.num_problems is None or len(problems) <= metrics.num_problems,
-        f"{len(problems)} problems were validated, of {metrics.num_problems} that are the same "
-        "each time",
-    )
+    if (most := metrics.num_problems) is not None and len(problems) > most:
+        what = f"{len(problems)} problems were validated"
+        ids.violations.append(f"{what}, of {most} that are the same each time")
     return [ids, tokens, endings, written]
 
 
@@ -309,8 +289,7 @@ def check_rollout(
 
 
 def _turn_errors(version: int, turn: Row, staleness: int | None, is_train: bool) -> Errors:
-    """Check the lengths and versions of a turn. ``version`` is the policy version after the row's
-    step."""
+    """Check a turn's lengths and versions against the ``version`` after the row's step."""
     lengths = [len(turn[name]) for name in ("token_ids", "logprobs", "versions")]
     if len(set(lengths)) > 1:
         yield f"{lengths[0]} tokens, {lengths[1]} logprobs and {lengths[2]} versions"
@@ -324,14 +303,12 @@ def _turn_errors(version: int, turn: Row, staleness: int | None, is_train: bool)
     if max(found) > version:
         yield f"tokens of version {max(found)} at {version}"
     if staleness is not None and version - 1 - min(found) > staleness:
-        yield (
-            f"tokens of version {min(found)} trained at {version - 1}; schedule.staleness is "
-            f"{staleness}"
-        )
+        what = f"tokens of version {min(found)} trained at {version - 1}"
+        yield f"{what}; schedule.staleness is {staleness}"
 
 
 def _image_errors(turn: Row) -> Errors:
-    """Check the places of a turn's images, and their digests if the images are recorded."""
+    """Check the places of a turn's images, and their digests if they are recorded."""
     images = []
     for one in turn.get("images", ()):  # earlier versions did not write them
         sizes = {name: one[name] for name in ("start", "rows", "columns")}
@@ -370,8 +347,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _keep_what_lasts(checks: Sequence[Check], later: Sequence[Check]) -> None:
-    """Drop violations that a second audit does not find: the running run changed its files during
-    the first audit."""
+    """Drop violations that a second audit does not find, because the running run changed files."""
     again = {violation for check in later for violation in check.violations}
     for check in checks:
         check.violations = [one for one in check.violations if one in again]

@@ -5,8 +5,7 @@ of a nested column is ``{reward_model[ground_truth]}``. A condition is ``COLUMN 
 ``level <= 3``, ``subject == algebra``, ``answer != null``. A value is JSON, ``True``, ``False``,
 ``None``, or a text in single, double or no quotes. Its type must be the column's type, or null.
 
-`template_errors`, `pattern_errors`, `url_errors` and `server_errors` check fields of tasks: each
-message names field, value and fix.
+The functions ``*_errors`` check fields of tasks: each message names field, value and fix.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ def template_error(template: str) -> str | None:
 
 
 def fill(template: str, row: Row, place: str) -> str:
-    """Fill a template with a row's columns.
-
-    Raises:
-        DataError: a column is missing or null.
-    """
+    """Fill a template with a row's columns; raises as `column` does."""
     for _, name, _, _ in Formatter().parse(template):
         if name:
             column(re.split(r"[.\[]", name, maxsplit=1)[0], row, place)
@@ -74,11 +69,7 @@ def fill(template: str, row: Row, place: str) -> str:
 
 
 def column(name: str, row: Row, place: str) -> Any:
-    """The value of a column.
-
-    Raises:
-        DataError: the column is missing or null.
-    """
+    """The value of a column. DataError: the column is missing or null."""
     if name not in row:
         raise DataError(f"{place}: no column {name!r}; it has {', '.join(row)}")
     if row[name] is None:
@@ -87,33 +78,25 @@ def column(name: str, row: Row, place: str) -> Any:
 
 
 class Condition:
-    """A condition that rows must meet.
+    """A condition that rows must meet; ValueError if the text is not one.
 
     >>> Condition("level <= 3").holds({"level": 2}, "line 1")
     True
-
-    Raises:
-        ValueError: the text is not a condition.
     """
 
     def __init__(self, text: str) -> None:
         found = _CONDITION.fullmatch(text)
         if found is None:
-            raise ValueError(
-                f"{text!r} is not a condition; write COLUMN OPERATOR VALUE, the operator one of "
-                f"{' '.join(_OPERATORS)}"
-            )
+            signs = " ".join(_OPERATORS)
+            raise ValueError(f"{text!r} is not a condition; write COLUMN OPERATOR VALUE ({signs})")
         self._text = text
         self._column, sign, value = found.groups()
         self._compare = _OPERATORS[sign]
         self._value = _parse(value)
 
     def holds(self, row: Row, place: str) -> bool:
-        """Whether the row meets the condition.
-
-        Raises:
-            DataError: the column is missing, or its value has another type than the condition's.
-        """
+        """Whether the row meets the condition. DataError: the column is missing, or its value has
+        another type than the condition's."""
         if self._column not in row:
             raise DataError(f"{place}: no column {self._column!r}; it has {', '.join(row)}")
         found = row[self._column]

@@ -1,9 +1,8 @@
 """Conversations from data files, as episodes to imitate (`ExamplesConfig`) or to prefer one to
 another (`PairsConfig`).
 
-The examples of a step depend only on the files, the seed and the step: step k takes the next
-``per_step`` rows of an endless sequence of shuffled epochs. So a resumed run needs no saved
-position.
+The examples of step k are the next ``per_step`` rows of an endless sequence of shuffled epochs, so
+they depend only on the files, the seed and the step, and a resumed run needs no saved position.
 
 Invariants: a row that cannot be used is an error, which names the row; it is never skipped. An
 example with an episode that is too long is left out whole, and counted.
@@ -55,10 +54,6 @@ class ConversationsConfig:
     """How Qwen3 thinks: ``off`` prefills an empty thought; with ``keep`` and ``strip`` thoughts
     (``reasoning_content``) are learned."""
 
-    @property
-    def renders_by(self) -> tuple[RendererKind, Thinking]:
-        return self.renderer, self.thinking
-
     def resume_identity(self) -> Mapping[str, Any]:
         """A resumed run must have files with the same names and contents."""
         return contents_of(self, "train")
@@ -74,10 +69,7 @@ class ExamplesConfig(ConversationsConfig):
 
     def episodes(self, name: str, place: str, row: Row, renderer: ChatRenderer) -> list[Episode]:
         """Convert a row; there are several episodes if the chat format rewrites the history.
-
-        Raises:
-            DataError: the row cannot be used.
-        """
+        DataError: the row cannot be used."""
         messages = _messages(self.messages, row, place)
         return _rendered(name, place, messages, renderer, tools=_tools(self.tools, row, place))
 
@@ -96,22 +88,16 @@ class PairsConfig(ConversationsConfig):
     """Column with the worse continuation, like ``chosen``."""
 
     def episodes(self, name: str, place: str, row: Row, renderer: ChatRenderer) -> list[Episode]:
-        """Convert a row to two episodes, the chosen one first.
-
-        Raises:
-            DataError: the row cannot be used.
-        """
+        """Convert a row to two episodes, the chosen one first. DataError: it cannot be used."""
         tools = _tools(self.tools, row, place)
-        answers = [
-            _messages(name_of, row, place, text_of="assistant")
-            for name_of in (self.chosen, self.rejected)
-        ]
+        columns, tools = (self.chosen, self.rejected), _tools(self.tools, row, place)
+        answers = [_messages(name, row, place, text_of="assistant") for name in columns]
         if self.prompt:
             prompt = _messages(self.prompt, row, place, text_of="user")
             answers = [[*prompt, *answer] for answer in answers]
         first = len(prompt) if self.prompt else _num_common(*answers)
         found = []
-        for column_of, messages in zip((self.chosen, self.rejected), answers, strict=True):
+        for column_of, messages in zip(columns, answers, strict=True):
             at = f"{place}, {column_of}"
             made = _rendered(name, at, messages, renderer, tools=tools, first=first)
             if len(made) > 1:
@@ -143,12 +129,8 @@ class Example:
 
 
 class Conversations:
-    """The examples of a run's steps, or of a held-out file.
-
-    Args:
-        files: as `ConversationsConfig.train`.
-        max_tokens: examples with a longer episode are left out.
-        prefix: the beginning of the examples' names.
+    """The examples of a run's steps, or of a held-out file. Examples with an episode of more than
+    ``max_tokens`` are left out; ``prefix`` is the beginning of their names.
 
     Raises:
         ConfigError: a file cannot be read, or the policy's tokenizer does not fit the renderer.
@@ -165,7 +147,7 @@ class Conversations:
         max_tokens: int,
         prefix: str = "",
     ) -> None:
-        kind, thinking = config.renders_by
+        kind, thinking = config.renderer, config.thinking
         self._renderer = make_renderer(tokenizer, kind=kind, thinking=thinking)
         self._config = config
         self._max_tokens = max_tokens
@@ -173,21 +155,16 @@ class Conversations:
         self.rows = rows_of(files, seed=seed, shuffle=shuffle)
 
     def numbers(self, step: int) -> range:
-        """Return the rows of a step (the first is 1), as numbers in the endless sequence."""
         last = step * self._config.per_step
         return range(last - self._config.per_step, last)
 
     def names(self, numbers: range) -> list[str]:
-        """Return the names of the rows' examples, without rendering them."""
         problems = map(self.rows.at, numbers)
         return [self._prefix + one.problem_id for one in problems if one is not None]
 
     def read(self, numbers: range) -> tuple[list[Example], list[Example]]:
         """Return the examples of some rows, and those that are left out because they are too long.
-
-        Raises:
-            DataError: a row cannot be read or used.
-        """
+        DataError: a row cannot be read or used."""
         fitting: list[Example] = []
         too_long: list[Example] = []
         for example in self._examples(numbers):
@@ -205,14 +182,13 @@ class Conversations:
 
 
 def rows_of(files: Sequence[str], *, seed: int, shuffle: bool) -> RowDataset:
-    """Open the rows of files.
+    """Open the rows of files. ConfigError: a file cannot be read."""
 
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-    return RowDataset(
-        open_sources(files), _as_problem, seed=seed, shuffle=shuffle, chosen_by="the files"
-    )
+    def problem(row_id: str, place: str, row: Row) -> Problem:
+        return Problem(problem_id=row_id, data={"place": place, "row": row})
+
+    files_read = open_sources(files)
+    return RowDataset(files_read, problem, seed=seed, shuffle=shuffle, chosen_by="the files")
 
 
 def contents_of(config: Any, *names: str) -> dict[str, list[str] | None]:
@@ -224,10 +200,6 @@ def contents_of(config: Any, *names: str) -> dict[str, list[str] | None]:
         except ConfigError:  # a check of the run reports it
             continue
     return found
-
-
-def _as_problem(row_id: str, place: str, row: Row) -> Problem:
-    return Problem(problem_id=row_id, data={"place": place, "row": row})
 
 
 def _rendered(
@@ -243,10 +215,8 @@ def _rendered(
         raise DataError(f"{place}: the first message is the assistant's; begin with another role")
     try:
         if part := _part_without_tokens(renderer, messages, tools):
-            raise DataError(
-                f"{place}: the policy's chat format leaves out {part}; remove that, or give "
-                "another renderer"
-            )
+            why = f"the policy's chat format leaves out {part}; remove it, or give another renderer"
+            raise DataError(f"{place}: {why}")
         return conversation_to_episodes(
             name, messages, renderer=renderer, tools=tools, first=max(1, first)
         )
@@ -333,11 +303,9 @@ def _messages(name: str, row: Row, place: str, *, text_of: str = "") -> list[Mes
         isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in value
     )
     if not are_messages or not value:
-        or_text = "a text, or " if text_of else ""
-        raise DataError(
-            f"{place}: column {name!r} is not {or_text}a list of messages such as "
-            '{"role": "user", "content": "Hi"}'
-        )
+        what = f"{'a text, or ' if text_of else ''}a list of messages such as"
+        example = '{"role": "user", "content": "Hi"}'
+        raise DataError(f"{place}: column {name!r} is not {what} {example}")
     # Parquet files have a null for each field that only other messages have.
     messages = [{key: one[key] for key in one if one[key] is not None} for one in value]
     for number, message in enumerate(messages, start=1):
@@ -345,10 +313,8 @@ def _messages(name: str, row: Row, place: str, *, text_of: str = "") -> list[Mes
         if wrong := _wrong_field(message):
             raise DataError(f"{at}: {wrong}")
         if message["role"] == "assistant" and not _says_something(message):
-            raise DataError(
-                f"{at} is the assistant's and is empty; give it content or tool_calls, or leave "
-                "the row out"
-            )
+            why = "is the assistant's and is empty; give it content or tool_calls, or leave it out"
+            raise DataError(f"{at} {why}")
         message.setdefault("content", "")
     return list(messages)
 

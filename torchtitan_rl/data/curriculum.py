@@ -1,15 +1,13 @@
-"""Datasets that choose problems by the success of earlier ones: `LevelDataset`, `RestingDataset`.
+"""Datasets that choose problems by the success of earlier ones.
 
-`LevelDataset` has levels of difficulty: the level rises with success and falls with failure.
-Invariants: only outcomes of the current level count; the state has the level, these outcomes and
-the position in each level.
+`LevelDataset` has levels of difficulty, which rise with success and fall with failure. Invariants:
+only outcomes of the current level count; they and the position in each level are in the state.
 
 `RestingDataset` leaves out problems for some epochs (the problems *rest*), then tries them again. A
 problem goes into the pool ``easy`` if at least the share `easy_at` of its rollouts solved it, and
-into the pool ``hard`` if at most the share `hard_at` did. Invariants: a problem is in at most one
-pool; the pools are part of the state. To find the next problem, at most 64 problems are read, so
-that the event loop is not blocked. If all of these problems rest, the last one is returned
-nevertheless.
+into ``hard`` if at most the share `hard_at` did. Invariants: a problem is in at most one pool; the
+pools are part of the state. At most 64 problems are read to find the next one, so that the event
+loop is not blocked; if all of these rest, the last one is returned nevertheless.
 """
 
 from __future__ import annotations
@@ -55,41 +53,37 @@ class LevelDataset:
         self._config = config
         self._max_level = min(max_level, config.max_level)
         self._levels: dict[int, Dataset] = {}
-        self._level = 0
+        self.level = 0
         self._last = 0  # level of the problem that was returned last
         self._recent: deque[float] = deque(maxlen=config.window)
-
-    @property
-    def level(self) -> int:
-        return self._level
 
     @property
     def epoch(self) -> int:
         return self._of_level(self._last).epoch
 
     def next(self) -> Problem:
-        self._last = self._level
-        return replace(self._of_level(self._level).next(), task=level_name(self._level))
+        self._last = self.level
+        return replace(self._of_level(self.level).next(), task=level_name(self.level))
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            if outcome.solved is not None and outcome.problem.task == level_name(self._level):
+            if outcome.solved is not None and outcome.problem.task == level_name(self.level):
                 self._recent.append(outcome.solved)
                 self._move()
 
     def metrics(self) -> Mapping[str, float]:
-        return {"level": float(self._level)}
+        return {"level": float(self.level)}
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "level": self._level,
+            "level": self.level,
             "last": self._last,
             "recent": list(self._recent),
             "levels": {str(level): one.state_dict() for level, one in self._levels.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._level, self._last = int(state["level"]), int(state["last"])
+        self.level, self._last = int(state["level"]), int(state["last"])
         self._recent.clear()
         self._recent.extend(state["recent"])
         for level, saved in state["levels"].items():
@@ -100,8 +94,8 @@ class LevelDataset:
             return
         solved = fmean(self._recent)
         step = (solved >= self._config.raise_at) - (solved <= self._config.lower_at)
-        if 0 <= self._level + step <= self._max_level and step:
-            self._level += step
+        if 0 <= self.level + step <= self._max_level and step:
+            self.level += step
             self._recent.clear()
 
     def _of_level(self, level: int) -> Dataset:
@@ -145,9 +139,7 @@ class RestingDataset:
 
     def metrics(self) -> Mapping[str, float]:
         """``resting/easy`` and ``resting/hard``: the number of problems that rest in each pool."""
-        own = {
-            f"resting/{pool}": float(self._count(members)) for pool, members in self._until.items()
-        }
+        own = {f"resting/{pool}": float(self._count(one)) for pool, one in self._until.items()}
         return {**own, **metrics_of(self._source)}
 
     def next(self) -> Problem:
@@ -198,7 +190,6 @@ class RestingDataset:
         return self._epoch_size is not None and self._num_resting >= self._epoch_size
 
     def _count(self, members: Mapping[str, int]) -> int:
-        """The number of the pool's members that rest now."""
         return sum(until > self._source.epoch for until in members.values())
 
     def _pool_of(self, outcome: Outcome) -> str | None:

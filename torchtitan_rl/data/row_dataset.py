@@ -1,10 +1,9 @@
 """Problems made from rows or taken from a list, in a different order in each epoch.
 
-Invariants: the id of a problem is the source and the number of its row (``train.jsonl:17``); it
-does not depend on the seed, the filters or the split. The order depends only on the seed and the
-epoch. In an epoch each row is read once. The order of the blocks and the order of the rows within
-each block are shuffled separately, so each row group of a Parquet file is decoded once. The state
-is a position; only the current row is in memory.
+Invariants: the id of a problem is the source and the number of its row (``train.jsonl:17``). The
+order depends only on the seed and the epoch. In an epoch each row is read once. The blocks and the
+rows within each block are shuffled separately, so each row group of a Parquet file is decoded once.
+The state is a position; only the current row is in memory.
 """
 
 from __future__ import annotations
@@ -20,17 +19,14 @@ from torchtitan_rl.rollout.task import Split
 from torchtitan_rl.types import Problem
 
 MakeProblem = Callable[[str, str, Row], Problem | None]
-"""Makes a problem from a row's id, the row's place for error messages, and the row; returns None to
-skip the row."""
+"""Makes a problem from a row's id, its place for error messages, and the row; None skips it."""
 
 _ROUNDS = 4
 
 
 class RowDataset:
-    """Endless epochs over all rows for which ``make`` returns a problem.
-
-    ``chosen_by`` names the options that select rows; the error for an empty selection shows them.
-    """
+    """Endless epochs over all rows for which ``make`` returns a problem. ``chosen_by`` names the
+    options that select rows, for the error of an empty selection."""
 
     def __init__(
         self,
@@ -47,58 +43,42 @@ class RowDataset:
             for block, start in enumerate(list(accumulate(rows.blocks, initial=0))[:-1])
         ]
         self._sizes = [rows.size for rows in sources]
-        self._num_rows = sum(size for *_, size in self._blocks)
+        self.num_rows = sum(size for *_, size in self._blocks)  # of an epoch, skipped ones included
         self._make = make
         self._seed = seed
         self._shuffle = shuffle
         self._chosen_by = chosen_by
-        self._epoch = 0  # the epoch of the row that was read last
+        self.epoch = 0  # the epoch of the row that was read last
         self._position = 0  # the number of rows read in that epoch
         self._order: tuple[list[int], list[int]] | None = None
 
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of an epoch, including those that ``make`` skips."""
-        return self._num_rows
-
     def at(self, number: int) -> Problem | None:
         """Move to row ``number`` of the endless sequence (from 0), and return its problem, or None
-        if ``make`` skips the row or the line is empty.
-
-        Raises:
-            DataError: the row cannot be read or used, or there is no row.
-        """
-        if not self._num_rows:
+        if ``make`` skips the row or the line is empty. DataError: the row cannot be read or used,
+        or there is none."""
+        if not self.num_rows:
             raise DataError(f"no row in {', '.join(self._sizes)}; see {self._chosen_by}")
-        epoch, position = divmod(number, self._num_rows)
-        if epoch != self._epoch:
+        epoch, position = divmod(number, self.num_rows)
+        if epoch != self.epoch:
             self._move_to(epoch, position)
         self._position = position
         return self._problem_at(position)
 
     def next(self) -> Problem:
-        """The next problem.
-
-        Raises:
-            DataError: a row cannot be read or used, or the filters leave no row.
-        """
-        for _ in range(2 * self._num_rows):
-            if self._position == self._num_rows:
-                self._move_to(self._epoch + 1, 0)
+        """The next problem. DataError: a row cannot be read or used, or none is left."""
+        for _ in range(2 * self.num_rows):
+            if self._position == self.num_rows:
+                self._move_to(self.epoch + 1, 0)
             problem = self._problem_at(self._position)
             self._position += 1
             if problem is not None:
                 return problem
         files = ", ".join(self._sizes)
-        raise DataError(f"no row is left of {self._num_rows} ({files}); see {self._chosen_by}")
+        raise DataError(f"no row is left of {self.num_rows} ({files}); see {self._chosen_by}")
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "position": self._position,
             "seed": self._seed,
             "files": self._sizes,
@@ -106,21 +86,16 @@ class RowDataset:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of ``state``, in the order of the seed that ``state`` has.
-
-        Raises:
-            DataError: the state was taken with other files.
-        """
+        DataError: it was taken with other files."""
         if state["files"] != self._sizes:
             now, before = ", ".join(self._sizes), ", ".join(state["files"])
-            raise DataError(
-                f"the data is {now}; it was {before} when the checkpoint was written: give the "
-                "same files, or another name to start again"
-            )
+            why = "give the same files, or another name to start again"
+            raise DataError(f"the data is {now}; the checkpoint is of {before}: {why}")
         self._seed = int(state["seed"])
         self._move_to(int(state["epoch"]), int(state["position"]))
 
     def _move_to(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
+        self.epoch, self._position = epoch, position
         self._order = None
 
     def _problem_at(self, position: int) -> Problem | None:
@@ -130,9 +105,8 @@ class RowDataset:
         blocks, ends = self._order
         place = bisect_right(ends, position)
         rows, block, start, size = self._blocks[blocks[place]]
-        index = start + self._shuffled(
-            position - (ends[place] - size), size, f"{rows.name}/{block}"
-        )
+        within = position - (ends[place] - size)
+        index = start + self._shuffled(within, size, f"{rows.name}/{block}")
         row = rows.read(index)
         if row is None:
             return None
@@ -142,7 +116,7 @@ class RowDataset:
     def _shuffled(self, position: int, size: int, block: str) -> int:
         if not self._shuffle:
             return position
-        return shuffled(position, size, key=f"{self._seed}/{self._epoch}/{block}")
+        return shuffled(position, size, key=f"{self._seed}/{self.epoch}/{block}")
 
 
 def split_of_rows(
@@ -155,8 +129,8 @@ def split_of_rows(
     shuffle: bool = True,
     chosen_by: str = "task.num_problems and task.validation_share",
 ) -> RowDataset:
-    """One split of ``rows``; each row is a problem's data. `in_split` assigns a row by
-    ``text(row)``. If ``validation_share`` is None, all rows belong to ``split``."""
+    """One split of ``rows``, whose data are problems, by `in_split` of ``text(row)``; all of them
+    if ``validation_share`` is None."""
 
     def make(problem_id: str, place: str, row: Row) -> Problem | None:
         if validation_share is not None and not in_split(split, text(row), validation_share):
@@ -169,8 +143,7 @@ def split_of_rows(
 
 
 def in_split(split: Split, text: str, validation_share: float) -> bool:
-    """Whether a problem belongs to a split. The problem's text decides, so that problems with equal
-    texts are in the same split."""
+    """Whether a problem belongs to a split; equal texts are in the same one."""
     digest = blake2b(text.encode(), digest_size=6).digest()
     is_validation = int.from_bytes(digest, "big") / 2**48 < validation_share
     return is_validation == (split == "validation")
@@ -204,8 +177,8 @@ class ListDataset(RowDataset):
 
 
 def shuffled(position: int, size: int, *, key: str) -> int:
-    """The image of ``position`` under a permutation of ``range(size)``. The permutation depends
-    only on ``key`` and ``size``, is the same on every machine, and takes no memory.
+    """The image of ``position``, in ``range(size)``, under a permutation of this range, which
+    depends only on ``key`` and ``size``, is the same on every machine, and takes no memory.
 
     A Feistel network permutes ``range(4**k)``, for the smallest such range that holds ``size``; an
     image outside of ``range(size)`` is permuted again (Black and Rogaway, "Ciphers with Arbitrary
@@ -213,12 +186,8 @@ def shuffled(position: int, size: int, *, key: str) -> int:
 
     >>> sorted(shuffled(position, 5, key="epoch 0") for position in range(5))
     [0, 1, 2, 3, 4]
-
-    Raises:
-        ValueError: ``position`` is not in ``range(size)``.
     """
-    if not 0 <= position < size:
-        raise ValueError(f"position {position} is not in range({size})")
+    assert 0 <= position < size
     half = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
     index = position

@@ -67,10 +67,7 @@ class Rows:
 
 def open_sources(sources: Sequence[str]) -> list[Rows]:
     """Open the files of all sources, in their order; files of a pattern are sorted by name.
-
-    Raises:
-        ConfigError: a source names no file, or a file cannot be read.
-    """
+    ConfigError: a source names no file, or a file cannot be read."""
     opened: list[Rows] = []
     for source in sources:
         if source.startswith(HUB_PREFIX):
@@ -89,10 +86,8 @@ def open_sources(sources: Sequence[str]) -> list[Rows]:
 def _open_file(path: str) -> Rows:
     suffix = Path(path).suffix
     if suffix not in (*_JSON_LINES, ".parquet"):
-        raise ConfigError(
-            f"{path}: cannot tell the format; give {', '.join(_JSON_LINES)} (JSON Lines), .parquet "
-            "or hf:NAME"
-        )
+        known = f"{', '.join(_JSON_LINES)} (JSON Lines), .parquet or hf:NAME"
+        raise ConfigError(f"{path}: cannot tell the format; give {known}")
     try:
         return _parquet(path) if suffix == ".parquet" else _json_lines(path)
     except (OSError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
@@ -121,10 +116,8 @@ def _json_lines(path: str) -> Rows:
             what = "a JSON array" if isinstance(row, list) else "not a JSON object"
             raise DataError(f"{place} is {what}: {_ONE_A_LINE}")
         if b"\\u" in line and (name := _column_without_utf8(row)):
-            raise DataError(
-                f"{place}: column {name} has half of a surrogate pair (\\ud800 to \\udfff), which "
-                "no tokenizer reads; write the character, or remove it"
-            )
+            why = "has half of a surrogate pair (\\ud800 to \\udfff); write the character"
+            raise DataError(f"{place}: column {name} {why}, or remove it")
         return row
 
     name = Path(path).name
@@ -133,8 +126,7 @@ def _json_lines(path: str) -> Rows:
 
 
 def _column_without_utf8(row: Row) -> str:
-    """The first column, quoted, whose name or value cannot be written as UTF-8; empty if there is
-    none."""
+    """The first column, quoted, whose name or value cannot be written as UTF-8, or nothing."""
     for name, value in row.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
@@ -145,8 +137,7 @@ def _column_without_utf8(row: Row) -> str:
 
 @functools.lru_cache(maxsize=64)  # a run opens its files several times before it starts
 def _scan(path: str, num_bytes: int, _mtime_ns: int) -> tuple[Any, str]:
-    """The offset of each line's end (int64; the last line may lack its line break), and a digest of
-    the file."""
+    """The offset of each line's end (int64), and a digest of the file."""
     import numpy as np
 
     ends, digest = [np.empty(0, np.int64)], xxhash.xxh3_64()
@@ -201,8 +192,7 @@ def _digest_of_samples(path: str, num_bytes: int, _mtime_ns: int) -> str:
 
 
 def _evenly(size: int, step: int = 1) -> list[int]:
-    """Evenly spread start offsets of samples of length ``step``. They include the first and the
-    last sample; if there are few samples, they include all."""
+    """Evenly spread start offsets of samples of length ``step``; all, if there are few."""
     last = max(0, size - step)
     if size <= _NUM_SAMPLES * step:
         return list(range(0, size, step))
@@ -210,8 +200,8 @@ def _evenly(size: int, step: int = 1) -> list[int]:
 
 
 def _hub(source: str) -> Rows:
-    """Open a split of a Hugging Face dataset, named by its name on the hub or by a local folder,
-    which has the hub's layout or was written by ``save_to_disk`` of `datasets`."""
+    """Open a split of a Hugging Face dataset, of the hub or in a local folder, which has the hub's
+    layout or was written by ``save_to_disk``."""
     datasets = require("datasets", "datasets")
     folder, config, split = ([*source.removeprefix(HUB_PREFIX).split(":"), "", ""])[:3]
     split = split or "train"
@@ -256,14 +246,9 @@ def _unreachable(name: str) -> str:
 
 
 def require(module: str, package: str) -> Any:
-    """Import an optional module.
-
-    Raises:
-        ConfigError: its package is not installed.
-    """
+    """Import an optional module. ConfigError: its package is not installed."""
     try:
         return import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f"{package} is not installed ({error}); pip install 'torchtitan-rl[tasks]'"
-        ) from error
+        fix = "pip install 'torchtitan-rl[tasks]'"
+        raise ConfigError(f"{package} is not installed ({error}); {fix}") from error

@@ -1,12 +1,12 @@
 """A clock that stops while work is paused, and waits for a condition, on one event loop.
 
 Invariants
-- A deadline passes only after the clock has run for its number of seconds; pauses do not count. If
-  a deadline passed while this process was stopped, that time does not count either (see `aio.py`).
-- A task is woken when its condition holds after a change. It checks the condition again and, if it
-  still holds, continues in the same iteration of the event loop. Tasks with the same key share one
-  check per change, and are woken in the order in which they began to wait, at most 128 in 50 ms:
-  more would hold up the event loop. Simultaneous changes cause one check.
+- A deadline passes only after the clock has run for its number of seconds; neither pauses count nor
+  time in which this process was stopped (see `aio.py`).
+- A task is woken when its condition holds after a change. It checks again and, if it still holds,
+  continues in the same iteration of the event loop. Tasks with the same key share one check per
+  change, and are woken in the order in which they began to wait, at most 128 in 50 ms: more would
+  hold up the event loop. Simultaneous changes cause one check.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from torchtitan_rl.aio import STOOD_STILL_S
+from torchtitan_rl.aio import STOOD_STILL_S, loop_s
 
 
 @dataclass(slots=True, eq=False)
@@ -52,27 +52,22 @@ class ActiveTime:
 
     def now_s(self) -> float:
         """Return active seconds; only differences are meaningful."""
-        return self._loop_s() - self.paused_s()
+        return loop_s() - self.paused_s()
 
     def paused_s(self) -> float:
         """Return the total length of all pauses so far."""
         since_s = self._paused_since_s
-        return self._paused_s + (0.0 if since_s is None else self._loop_s() - since_s)
+        return self._paused_s + (0.0 if since_s is None else loop_s() - since_s)
 
     def pause(self) -> None:
-        """Stop the clock. No effect if it is stopped."""
-        if self._paused_since_s is not None:
-            return
-        self._paused_since_s = self._loop_s()
-        self._reschedule()
+        if self._paused_since_s is None:
+            self._paused_since_s = loop_s()
+            self._reschedule()
 
     def resume(self) -> None:
-        """Let the clock run again. No effect if it runs."""
-        if self._paused_since_s is None:
-            return
-        self._paused_s = self.paused_s()
-        self._paused_since_s = None
-        self._reschedule()
+        if self._paused_since_s is not None:
+            self._paused_s, self._paused_since_s = self.paused_s(), None
+            self._reschedule()
 
     def timeout(self, delay_s: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
         """Like `timeout_at`, with a deadline ``delay_s`` active seconds from now."""
@@ -80,8 +75,7 @@ class ActiveTime:
 
     @asynccontextmanager
     async def timeout_at(self, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
-        """Raise TimeoutError in the block at ``deadline_s`` on this clock, like
-        `asyncio.timeout_at`."""
+        """Like `asyncio.timeout_at`, on this clock."""
         async with asyncio.timeout(None) as limit:
             one = _Deadline(limit, deadline_s)
             self._deadlines[one] = None
@@ -101,22 +95,18 @@ class ActiveTime:
             one.timer = loop.call_at(due_s, self._on_due, one, due_s)
 
     def _on_due(self, one: _Deadline, due_s: float) -> None:
-        late_s = self._loop_s() - due_s
+        late_s = loop_s() - due_s
         if late_s > STOOD_STILL_S:
             # The process was suspended: credit that time, and handle pending answers first.
             self._paused_s += late_s + STOOD_STILL_S
             self._reschedule()
         else:
-            one.limit.reschedule(self._loop_s())
+            one.limit.reschedule(loop_s())
 
     def _reschedule(self) -> None:
         for one in self._deadlines:
             if not one.limit.expired():
                 self._schedule(one)
-
-    @staticmethod
-    def _loop_s() -> float:
-        return asyncio.get_running_loop().time()
 
 
 Condition = Callable[[], bool]
@@ -155,17 +145,14 @@ class Wakeups:
         self._is_due = False
 
     def notify(self) -> None:
-        """Check all conditions once, in the next iteration of the event loop; call this after a
-        change."""
+        """Check all conditions once, in the next iteration of the event loop."""
         if self._waits and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._check)
 
     async def until(self, condition: Condition, *, key: Hashable = None) -> None:
-        """Return once ``condition`` holds. An exception of ``condition`` is raised here.
-
-        Waits with the same ``key`` must have equal conditions.
-        """
+        """Return once ``condition`` holds; its exception is raised here. Waits with the same
+        ``key`` must have equal conditions."""
         key = object() if key is None else key
         while not condition():
             await self.once(condition, key, asyncio.get_running_loop().create_future())

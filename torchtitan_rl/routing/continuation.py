@@ -4,14 +4,12 @@ pieces.
 No I/O and no state, except in `PartialTokens`. The tokens so far become part of the prompt, as
 token ids, never as text. ``num_resumed`` says how many tokens at the prompt's end were sampled, so
 that stop strings, penalties, minimum lengths and grammars continue as without the interruption. A
-piece that ended by a stop is the last. A greedy continuation equals the uninterrupted run. A seeded
-continuation differs from the uninterrupted run, because its random generator starts again from
-`continued_seed`, but it is reproducible.
+piece that ended by a stop is the last. A greedy continuation equals the uninterrupted run; a seeded
+one is reproducible, but differs: its generator starts again from `continued_seed`.
 
-`PartialTokens` has the tokens of a request that is being completed in pieces, and reports them to
-the request's caller. Invariants: the partial completion never shrinks. The tokens reported to the
-caller are the beginning of the partial completion; each token is reported once, in order. A
-reported token is never lost with a replica.
+Invariants of `PartialTokens`: the partial completion never shrinks. The tokens reported to the
+caller are its beginning; each token is reported once, in order. A reported token is never lost with
+a replica.
 """
 
 from __future__ import annotations
@@ -23,13 +21,7 @@ from itertools import pairwise
 
 from torchtitan_rl.errors import InvalidRequestError
 from torchtitan_rl.routed_experts import join_routed, of_progress, routed_error
-from torchtitan_rl.token_sets import (
-    join_kept,
-    kept_after,
-    kept_error,
-    kept_of_each,
-    kept_runs,
-)
+from torchtitan_rl.token_sets import join_kept, kept_after, kept_error, kept_of_each, kept_runs
 from torchtitan_rl.types import (
     Completion,
     CompletionMetrics,
@@ -42,9 +34,8 @@ from torchtitan_rl.types import (
 
 
 def check_resumable(request: GenerationRequest) -> None:
-    """Refuse a ``resume_from`` that cannot be the beginning of this request's completion.
-
-    The replica checks that the prompt and the tokens fit into the context, as for any prompt.
+    """Refuse a ``resume_from`` that cannot be the beginning of this request's completion. The
+    replica checks that its tokens fit into the context.
 
     Raises:
         InvalidRequestError: ``resume_from`` does not fit. The message has the numbers.
@@ -52,23 +43,19 @@ def check_resumable(request: GenerationRequest) -> None:
     so_far = request.resume_from
     if so_far is None:
         return
-    num_tokens = len(so_far.token_ids)
+    num_tokens, most = len(so_far.token_ids), request.sampling.max_tokens
     errors = []
-    if num_tokens > request.sampling.max_tokens:
-        errors.append(
-            f"it has {num_tokens} tokens, and sampling.max_tokens = {request.sampling.max_tokens}"
-        )
+    if num_tokens > most:
+        errors.append(f"it has {num_tokens} tokens, and sampling.max_tokens = {most}")
     if len(so_far.logprobs) != num_tokens:
         errors.append(f"it has {num_tokens} tokens and {len(so_far.logprobs)} logprobs")
     starts = [run.start for run in so_far.version_runs]
     is_in_order = all(a < b for a, b in pairwise(starts))
     if num_tokens and (not starts or starts[0] != 0 or starts[-1] >= num_tokens or not is_in_order):
         errors.append(f"its version runs start at {starts}, for {num_tokens} tokens")
-    num_top = num_tokens if request.sampling.num_logprobs else 0
-    if len(so_far.top_logprobs) != num_top:
-        errors.append(
-            f"it has alternatives for {len(so_far.top_logprobs)} tokens instead of {num_top}"
-        )
+    num_top, found = num_tokens if request.sampling.num_logprobs else 0, len(so_far.top_logprobs)
+    if found != num_top:
+        errors.append(f"it has alternatives for {found} tokens instead of {num_top}")
     if error := kept_error(so_far.kept_tokens, num_tokens):
         errors.append(f"its {error}")
     if error := routed_error(
@@ -85,11 +72,9 @@ def check_resumable(request: GenerationRequest) -> None:
 def remaining_request(
     request: GenerationRequest, so_far: Completion | None, *, attempt: int = 0
 ) -> GenerationRequest | None:
-    """Build the request for the tokens after ``so_far``; None if no token is left to sample.
-
-    ``attempt`` is the number of earlier pieces; each piece has its own id on the engine. No token
-    is left if a piece ended by itself, or if the budget is used up.
-    """
+    """Build the request for the tokens after ``so_far``; None if a piece ended by itself or the
+    budget is used up. ``attempt`` is the number of earlier pieces; each has its own id on the
+    engine."""
     request_id = f"{request.request_id}#{attempt}" if attempt else request.request_id
     tokens = so_far.token_ids if so_far is not None else ()
     if so_far is not None and so_far.finish_reason is not FinishReason.ABORT:
@@ -120,8 +105,7 @@ def remaining_request(
 
 
 def continued_seed(seed: int, tokens: Sequence[int]) -> int:
-    """Derive a seed from 0 to 2**63 - 1, the same on every machine for the same ``(seed,
-    tokens)``."""
+    """Derive a seed from 0 to 2**63 - 1, the same on every machine."""
     digest = hashlib.blake2b(digest_size=8)
     for value in (seed, *tokens):
         digest.update(value.to_bytes(8, "little", signed=value < 0))
@@ -145,10 +129,7 @@ def reported(request_id: str, progress: Sequence[Progress]) -> Completion:
 
 def join(request_id: str, pieces: Sequence[Completion]) -> Completion:
     """Join the pieces, in order, to one completion with the finish reason and replica of the last
-    piece.
-
-    Without pieces, the result is a completion without tokens that ends with ABORT.
-    """
+    one; without pieces, to one without tokens that ends with ABORT."""
     joined = Completion(
         request_id=request_id,
         token_ids=(),
@@ -214,13 +195,13 @@ def _append_metrics(joined: Completion, piece: Completion) -> CompletionMetrics 
 
 class PartialTokens:
     """The tokens of one request so far. ``on_progress`` is called with the tokens after those of
-    ``resume_from``."""
+    ``resume_from``. ``ended`` is the completion of all pieces that have ended."""
 
     def __init__(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> None:
         self._request_id = request.request_id
         self._on_progress = on_progress
-        self._ended = join(self._request_id, [request.resume_from] if request.resume_from else [])
-        self._num_reported = self._num_resumed = len(self._ended.token_ids)
+        self.ended = join(self._request_id, [request.resume_from] if request.resume_from else [])
+        self._num_reported = self._num_resumed = len(self.ended.token_ids)
         self.piece_id: str | None = None  # the running piece's id on its engine
         self._piece: list[Progress] = []
 
@@ -229,70 +210,59 @@ class PartialTokens:
         return self._on_progress is not None
 
     @property
-    def ended(self) -> Completion:
-        """The completion of all pieces that have ended."""
-        return self._ended
-
-    @property
     def num_sampled(self) -> int:
         """Number of tokens in all pieces that have ended, without ``resume_from``."""
-        return len(self._ended.token_ids) - self._num_resumed
+        return len(self.ended.token_ids) - self._num_resumed
 
     @property
     def partial(self) -> Completion:
         """The completion of all ended pieces and of the running piece's reported tokens."""
         if not self._piece:
-            return self._ended
-        piece = reported(self._request_id, self._piece)
-        return _append(self._ended, piece)
+            return self.ended
+        return _append(self.ended, reported(self._request_id, self._piece))
 
     def start_piece(self, piece_id: str) -> None:
         """Begin a piece. Unreported tokens of earlier pieces are reported first."""
         self.piece_id = piece_id
-        start, ended = self._num_reported, self._ended
+        start, ended = self._num_reported, self.ended
         if start < len(ended.token_ids):
-            unreported = Progress(
-                request_id=self._request_id,
-                start=start,
-                token_ids=ended.token_ids[start:],
-                logprobs=ended.logprobs[start:],
-                version_runs=ended.version_runs,
-                top_logprobs=ended.top_logprobs[start:],
-                kept_tokens=kept_after(ended.kept_tokens, start, length=len(ended.token_ids)),
+            self._report(
+                Progress(
+                    request_id=self._request_id,
+                    start=start,
+                    token_ids=ended.token_ids[start:],
+                    logprobs=ended.logprobs[start:],
+                    version_runs=ended.version_runs,
+                    top_logprobs=ended.top_logprobs[start:],
+                    kept_tokens=kept_after(ended.kept_tokens, start, length=len(ended.token_ids)),
+                )
             )
-            self._report(unreported)
 
     def add_progress(self, progress: Progress) -> None:
         """Add the running piece's progress. Progress of any other piece is ignored."""
         if progress.request_id != self.piece_id:
             return
         self._piece.append(progress)
-        num_before = len(self._ended.token_ids)
-        runs = join_runs(self._ended.version_runs, progress.version_runs, length=num_before)
+        num_before = len(self.ended.token_ids)
+        runs = join_runs(self.ended.version_runs, progress.version_runs, length=num_before)
         self._report(replace(progress, version_runs=runs))
 
     def end_piece(self, done: Completion) -> None:
-        self._ended = _append(self._ended, done)
+        self.ended = _append(self.ended, done)
         self.piece_id, self._piece = None, []
 
     def lose_piece(self) -> int:
         """End the piece of a lost replica, and keep its reported tokens. Returns their number."""
-        num_before = len(self._ended.token_ids)
+        num_before = len(self.ended.token_ids)
         self.end_piece(reported(self._request_id, self._piece))
-        return len(self._ended.token_ids) - num_before
+        return len(self.ended.token_ids) - num_before
 
     def _report(self, progress: Progress) -> None:
-        """Report the next tokens, without ``routed_experts``, which callers that follow progress do
-        not use."""
         if self._on_progress is None:
             return
+        # Callers that follow progress do not use the experts.
         start = self._num_reported
         self._num_reported += len(progress.token_ids)
         self._on_progress(
-            replace(
-                progress,
-                request_id=self._request_id,
-                start=start,
-                routed_experts=None,
-            )
+            replace(progress, request_id=self._request_id, start=start, routed_experts=None)
         )

@@ -33,8 +33,8 @@ _WAIT_GRACE_S = 60.0
 async def pause_replicas(
     pool: ReplicaPool, requests: RequestTracker, mode: PauseMode, *, pinned: bool, timeout_s: float
 ) -> None:
-    """See `GeneratorRouter.pause`. ``timeout_s`` limits the time until each replica is paused; with
-    ``wait``, a minute is added."""
+    """See `GeneratorRouter.pause`. ``timeout_s`` limits the pause of each replica; with ``wait``, a
+    minute is added."""
     if not pinned and mode != "abort":
         raise ValueError(f"a pause by {mode} stops pinned replicas, too: only an abort can not")
     pool.spares_pins = not pinned
@@ -55,14 +55,7 @@ async def resume_replicas(pool: ReplicaPool) -> None:
     if not pool.is_paused:
         return
     # Wait until emptied replicas with a pending swap have swapped.
-    await pool.wait_until(
-        lambda: (
-            not any(
-                state.halt is Halt.EMPTIED and state.is_swapping and not state.is_asleep
-                for state in pool.all
-            )
-        )
-    )
+    await pool.wait_until(lambda: not any(map(_must_swap, pool.all)))
     for state in pool.all:
         state.halt = Halt.RUNNING
         state.active_time.resume()
@@ -72,10 +65,13 @@ async def resume_replicas(pool: ReplicaPool) -> None:
     pool.notify()
 
 
+def _must_swap(state: ReplicaState) -> bool:
+    return state.halt is Halt.EMPTIED and state.is_swapping and not state.is_asleep
+
+
 async def leave_to_pin(pool: ReplicaPool, state: ReplicaState) -> None:
     """Resume a replica that was pinned after the pause began, if the pause leaves pinned replicas
     running. Otherwise the pin, and any sync that waits for it, could never end."""
-
     if pool.spares_pins:
         await pool.wait_until(lambda: state.halt is not Halt.STOPPED or not state.is_live)
     if pool.spares_pins and state.halt is Halt.EMPTIED and state.is_live:
@@ -97,9 +93,8 @@ async def put_to_sleep(pool: ReplicaPool, *, timeout_s: float) -> None:
 
 async def wake_up(pool: ReplicaPool, *, timeout_s: float) -> None:
     """See `GeneratorRouter.wake_up`. ``timeout_s`` limits each replica."""
-    await asyncio.gather(
-        *(_wake_up(pool, state, timeout_s) for state in pool.live() if state.is_asleep)
-    )
+    asleep = [state for state in pool.live() if state.is_asleep]
+    await asyncio.gather(*(_wake_up(pool, state, timeout_s) for state in asleep))
 
 
 def _stop(pool: ReplicaPool, stopped: list[ReplicaState], *, stops_clock: bool) -> None:
@@ -134,14 +129,10 @@ async def _wake_up(pool: ReplicaPool, state: ReplicaState, timeout_s: float) -> 
 
 
 async def _execute(
-    pool: ReplicaPool,
-    state: ReplicaState,
-    command: EngineCommand[None],
-    required: str,
-    timeout_s: float,
+    pool: ReplicaPool, state: ReplicaState, command: EngineCommand[None], verb: str, limit_s: float
 ) -> bool:
     """Have a replica execute a command. Returns False if it failed; the replica is then dead."""
-    await pool.ask(state, state.replica.execute(command), timeout_s=timeout_s, required=required)
+    await pool.ask(state, state.replica.execute(command), timeout_s=limit_s, required=verb)
     return state.is_live
 
 
@@ -162,22 +153,17 @@ async def _resume(pool: ReplicaPool, state: ReplicaState) -> None:
 
 
 class PinnedReplica:
-    """A pinned replica, which `pin_replica` yields."""
+    """A pinned replica, which `pin_replica` yields. Every token is sampled under ``version``."""
 
     def __init__(self, state: ReplicaState, requests: RequestTracker) -> None:
         self._state = state
         self._requests = requests
-        self._version = state.version
-        self._has_ended = False
+        self.version = state.version
+        self.has_ended = False
 
     @property
     def replica(self) -> str:
         return self._state.name
-
-    @property
-    def version(self) -> int:
-        """The policy version under which every token is sampled."""
-        return self._version
 
     @property
     def active_time(self) -> ActiveTime:
@@ -193,19 +179,15 @@ class PinnedReplica:
             GenerationError: the replica is lost, the pin has ended, or the request needs a newer
                 version. See also `GeneratorRouter.generate`.
         """
-        if self._has_ended:
+        name = request.request_id
+        if self.has_ended:
+            raise GenerationError(f"request {name}: the pin of {self.replica} has ended")
+        if request.min_version > self.version:
             raise GenerationError(
-                f"request {request.request_id}: the pin of {self.replica} has ended"
-            )
-        if request.min_version > self._version:
-            raise GenerationError(
-                f"request {request.request_id} wants version {request.min_version} or newer; the "
-                f"pin of {self.replica} stays at {self._version}"
+                f"request {name} wants version {request.min_version} or newer; the pin of "
+                f"{self.replica} stays at {self.version}"
             )
         return await self._requests.complete(request, on_progress, pinned=self._state)
-
-    def end(self) -> None:
-        self._has_ended = True
 
 
 @asynccontextmanager
@@ -227,7 +209,7 @@ async def pin_replica(
         yield pin
     finally:
         if pin is not None:
-            pin.end()
+            pin.has_ended = True
         state.is_pinned, state.pinned_weights = False, None
         pool.notify()
         weights.follow(state)
@@ -256,9 +238,8 @@ def _free_replica(pool: ReplicaPool, version: int | None) -> ReplicaState | None
     """Find a replica to pin; None if none is free.
 
     If a reserved replica is alive, only reserved ones are considered. Otherwise the result is the
-    least loaded replica that holds ``version``, or the next newer version if no replica holds
-    ``version``. Without ``version``, the result is the least loaded replica with the newest
-    version.
+    least loaded replica that holds ``version`` or the next newer version, or without ``version``
+    the newest one.
     """
     free = [
         state

@@ -1,7 +1,5 @@
 """Chooses the replica for a request, and decides whether the request may start now. No clock, no
-I/O.
-
-Only `Placement` decides this. `LoadIndex` finds the least loaded of thousands of replicas.
+I/O. `LoadIndex` finds the least loaded of thousands of replicas.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ def sticky_or_least_loaded(loads: LoadIndex, last: int | None, min_version: int 
     """Return the index of a replica that is eligible for ``min_version``; None if no replica is.
 
     A session stays on ``last``, the replica with its cached prefix, unless that replica is not
-    eligible or is overloaded. A replica is overloaded if its load (the prompts and token budgets of
-    its running calls) is more than twice that of the least loaded replica, and more than 8,192
-    tokens above that load.
+    eligible or is overloaded: its load (the prompts and token budgets of its running calls) is more
+    than twice that of the least loaded replica, and more than 8,192 tokens above it.
     """
     least = loads.least(min_version)
     if least is None or last is None or not loads.is_eligible(last, min_version):
@@ -50,9 +47,8 @@ class Placement:
     def choose(
         self, request: GenerationRequest, pinned: ReplicaState | None = None
     ) -> ReplicaState | None:
-        """Choose the replica that takes the request now; with ``pinned``, only this replica.
-
-        None if the request has to wait: ask again once `can_schedule` holds.
+        """Choose the replica that takes the request now; with ``pinned``, only this one. None if
+        the request has to wait: ask again once `can_schedule` holds.
 
         Raises:
             GenerationError: the pinned replica is lost, or no replica is left.

@@ -1,10 +1,9 @@
 """Shows that a replica that joined computes like another one, before it serves.
 
-Both replicas complete the same short prompt greedily at the same policy version, and the token ids
-must be equal. The new replica is alone with its probe. The other one is asked first while it
-serves: equal tokens are proof enough. If they differ, rounding that depends on the batch may be the
-cause, so the other replica is asked again without other requests, which continue elsewhere or
-after the probe.
+Both complete the same short prompt greedily at the same policy version, and the token ids must be
+equal. The other replica is asked first while it serves: equal tokens are proof enough. If they
+differ, rounding that depends on the batch may be the cause, so it is asked again without other
+requests, which continue elsewhere or after the probe.
 
 The tokens of probes are in the accounts, as those of an endpoint's clients are.
 """
@@ -36,9 +35,8 @@ class DifferentAnswerError(ReplicaError):
 async def prove(
     pool: ReplicaPool, weights: WeightSync, requests: RequestTracker, state: ReplicaState
 ) -> str:
-    """Compare a replica that joined with another one. Returns what is known, as a clause.
-
-    The replicas are not compared if no other replica holds the version.
+    """Compare a replica that joined with another one, if another holds the version. Returns what is
+    known, as a clause.
 
     Raises:
         DifferentAnswerError: the answers differ.
@@ -77,12 +75,10 @@ def _other(pool: ReplicaPool, state: ReplicaState) -> ReplicaState | None:
     found = [
         one
         for one in pool.live_unreserved()
-        if one is not state
-        and one.phase is Phase.SERVING
-        and _can_answer(one)
-        and one.version == state.version
+        if one is not state and one.phase is Phase.SERVING and one.version == state.version
     ]
-    return min(found, key=lambda one: (one.outstanding_tokens, one.index), default=None)
+    able = filter(_can_answer, found)
+    return min(able, key=lambda one: (one.outstanding_tokens, one.index), default=None)
 
 
 def _can_answer(state: ReplicaState) -> bool:
@@ -123,11 +119,8 @@ async def _emptied(
 async def _ask_both(
     pool: ReplicaPool, requests: RequestTracker, state: ReplicaState, other: ReplicaState
 ) -> tuple[Completion, Completion]:
-    """Ask two replicas the same new question, whose answer no prefix cache changes.
-
-    Raises:
-        InvalidRequestError, ReplicaError: see `Replica.generate`.
-    """
+    """Ask two replicas the same new question, whose answer no prefix cache changes; raises as
+    `_ask`."""
     number = next(requests.probe_numbers)
     request = GenerationRequest(
         request_id=f"probe/{state.name}/{number}",

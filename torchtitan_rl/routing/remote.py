@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from torchtitan_rl.aio import cancel_all
+from torchtitan_rl.aio import cancel_all, loop_s
 from torchtitan_rl.channel import Call, CallId, End
 from torchtitan_rl.errors import InvalidRequestError, LoopClosedError, ReplicaError
 from torchtitan_rl.generation.commands import EngineCommand, copy_of
@@ -32,6 +32,7 @@ class ReplicaPeer(Protocol):
     process. After an error of `send` or `receive` the replica is lost."""
 
     @property
+    @property
     def name(self) -> str: ...
 
     def send(self, messages: tuple[ToReplica, ...], /) -> None:
@@ -40,8 +41,7 @@ class ReplicaPeer(Protocol):
     async def receive(self) -> tuple[FromReplica, ...]:
         """Return the replica's next batch, which may be empty. Only one call at a time."""
 
-    async def stage(self, handle: WeightHandle) -> None:
-        """See `Replica.stage`."""
+    async def stage(self, handle: WeightHandle) -> None: ...
 
     async def close_loop(self, *, is_lost: bool) -> None:
         """End the engine loop. A lost replica (``is_lost``) gets little time for this."""
@@ -103,8 +103,8 @@ class ConnectedReplica(Generic[PeerT]):
         *,
         streams: bool = False,
     ) -> Completion:
-        """See `Replica.generate`. If the call is cancelled, its request continues to run until an
-        `AbortRequests` or the loss of the replica. The id stays outstanding until then."""
+        """If the call is cancelled, its request continues to run until an `AbortRequests` or the
+        loss of the replica. The id stays outstanding until then."""
         request_id = request.request_id
         if request_id in self._calls:
             raise InvalidRequestError(
@@ -124,12 +124,10 @@ class ConnectedReplica(Generic[PeerT]):
     async def execute(
         self, command: EngineCommand[T], on_answer: Callable[[T], None] | None = None
     ) -> T:
-        """See `Replica.execute`."""
         answer: T = await self._call(next(self._numbers), command, on_answer).future
         return answer
 
     async def stage(self, handle: WeightHandle) -> None:
-        """See `Replica.stage`."""
         await self.peer.stage(handle)
 
     async def close(self) -> None:
@@ -177,7 +175,7 @@ class ConnectedReplica(Generic[PeerT]):
         try:
             while True:
                 messages = await self.peer.receive()
-                self._heard_s = asyncio.get_running_loop().time()
+                self._heard_s = loop_s()
                 await self._handle(messages)
         except asyncio.CancelledError as error:
             self._lose(error)  # no effect in `close`
@@ -219,7 +217,7 @@ class ConnectedReplica(Generic[PeerT]):
             lost = ReplicaError(f"{self.name}: the channel to it failed: {error!r}")
             lost.__cause__ = error
         if lost.silent_s is None and self._heard_s is not None:
-            lost.silent_s = asyncio.get_running_loop().time() - self._heard_s
+            lost.silent_s = loop_s() - self._heard_s
         self._lost = lost
         calls, self._calls = self._calls, {}
         for call in calls.values():

@@ -2,10 +2,10 @@
 
 Invariants
 - A wait for a replica's answer ends at once when the replica dies.
-- All state changes happen on one event loop without awaiting. So the state is consistent between
-  two awaits, and needs no lock.
-- A dead replica stays dead, with its first cause. The replica that replaces it has its own
-  `ReplicaState`. The same is true of one that has left.
+- All state changes happen on one event loop without awaiting, so the state is consistent between
+  two awaits.
+- A dead replica stays dead, with its first cause, and one that has left never comes back. What
+  replaces it has its own `ReplicaState`.
 - Only `ReplicaPool` changes load, phase and version, and keeps `ReplicaPool.index` up to date.
 
 Besides its `Phase` a replica has flags:
@@ -17,10 +17,9 @@ Besides its `Phase` a replica has flags:
 | ``is_leaving`` | it shall leave | never | gets no requests, and no pin |
 | ``is_asleep`` | a sleep begins | the wake-up was executed | begins no swap |
 
-`Halt` says how far a pause or sleep has stopped the replica. The replica is STOPPED from the
-beginning of the pause or sleep. It is EMPTIED once the engine has executed the pause or sleep (a
-pause by ``keep`` does not empty a replica), and RUNNING again after `resume` or `leave_to_pin`. A
-swap by ``drain`` waits for either EMPTIED or the end of all requests.
+`Halt` says how far a pause or sleep has stopped the replica: STOPPED from its beginning, EMPTIED
+once the engine has executed it (a pause by ``keep`` does not empty a replica), and RUNNING again
+after `resume` or `leave_to_pin`. A swap by ``drain`` waits for EMPTIED or the end of all requests.
 
 Which combinations occur:
 
@@ -34,8 +33,8 @@ Which combinations occur:
 - In phases LEFT and DEAD, flags and `Halt` have no meaning.
 
 `LoadIndex` finds the least loaded of many replicas. It has one binary tree for each policy version
-that an eligible replica holds (few at any time). Each node knows the least loaded replica below it,
-so a change costs O(log N), and a search reads only the roots of the versions that are new enough.
+that an eligible replica holds (few at any time), whose nodes know the least loaded replica below
+them: a change costs O(log N), and a search reads only the roots of versions that are new enough.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ T = TypeVar("T")
 
 
 class Phase(StrEnum):
-    """The state of a replica. Only serving and syncing replicas get requests. A replica that has
-    left or is dead never comes back."""
+    """The state of a replica. Only serving and syncing replicas get requests."""
 
     STARTING = "starting"  # joined during the run, and fetches the newest weights
     SERVING = "serving"
@@ -105,9 +103,8 @@ class Replica(Protocol):
     ) -> T:
         """Have the engine loop execute a command. Returns the command's answer.
 
-        ``on_answer`` is called with the answer: after all calls of `generate` that ended before the
-        answer have returned or raised, and before any call that ends later returns or raises.
-        ``on_answer`` must not raise.
+        ``on_answer`` is called with the answer, after all calls of `generate` that ended before the
+        answer have returned or raised, and before any later one does. It must not raise.
         """
 
     async def close(self) -> None:
@@ -290,10 +287,8 @@ class ReplicaPool:
             task.cancel()
         try:
             if not await wait_within(timeout_s, task):
-                task.cancel()
-                await asyncio.wait({task})
                 raise TimeoutError
-        except asyncio.CancelledError:
+        except (TimeoutError, asyncio.CancelledError):
             task.cancel()
             await asyncio.wait({task})
             raise
@@ -313,12 +308,9 @@ class ReplicaPool:
         timeout_s: float,
         required: str = "",
     ) -> _T | None:
-        """Return the replica's answer like `answer`, but None if the replica is lost or exceeds
-        ``timeout_s``.
-
-        A lost replica is marked dead. With ``required``, a verb for the message such as "resume", a
-        replica that exceeds ``timeout_s`` is marked dead too.
-        """
+        """Return the replica's answer like `answer`, but None if the replica is lost, which marks
+        it dead, or exceeds ``timeout_s``, which marks it dead with ``required``, a verb for the
+        message such as "resume"."""
         try:
             return await self.answer(state, work, timeout_s=timeout_s)
         except ReplicaError as error:
@@ -335,11 +327,7 @@ class ReplicaPool:
         return bool(self.num_expected or self.num_unreserved)
 
     def require_unreserved(self) -> None:
-        """Check that requests without a pin can still be served.
-
-        Raises:
-            GenerationError: `has_unreserved` is False. The message has the cause of each loss.
-        """
+        """Raise GenerationError, with the cause of each loss, if there is none `has_unreserved`."""
         if not self.has_unreserved():
             names = ", ".join(state.name for state in self.reserved())
             exception = f" but the reserved {names}" if names else ""
@@ -364,11 +352,8 @@ class ReplicaPool:
         timeout_s: float | None = None,
         key: Hashable = None,
     ) -> bool:
-        """Wait until ``predicate`` holds; False if it does not within ``timeout_s``.
-
-        The caller continues in the same iteration of the event loop, so the predicate still holds
-        then. Waits with the same ``key`` must have equal predicates.
-        """
+        """Wait until ``predicate`` holds; False if it does not within ``timeout_s``. It still holds
+        when the caller continues. Waits with the same ``key`` must have equal predicates."""
         try:
             async with deadline(timeout_s):
                 await self.wakeups.until(predicate, key=key)

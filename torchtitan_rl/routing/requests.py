@@ -62,10 +62,9 @@ request's call returns or raises; must not raise."""
 class ReplicaAccount:
     """Token counts of one replica since it started, at one moment.
 
-    ``sampled`` is the engine's own count, or its last known count if the replica is dead or did not
-    answer in time. ``received`` counts the tokens of pieces that came back, and the reported tokens
-    of pieces that were lost. ``running`` counts the tokens of pieces that the engine has not ended;
-    None if the replica is dead or did not answer.
+    ``sampled`` is the engine's own count, or its last known one if the replica is dead or did not
+    answer. ``received`` counts the tokens of pieces that came back, and the reported ones of lost
+    pieces. ``running`` counts those that the engine has not ended; None without an answer.
     """
 
     is_live: bool
@@ -75,14 +74,12 @@ class ReplicaAccount:
 
     @property
     def unaccounted(self) -> int | None:
-        """Number of sampled tokens that are neither received nor running; must be 0. None if
-        ``running`` is None."""
+        """Number of sampled tokens that are neither received nor running; must be 0."""
         return None if self.running is None else self.sampled - self.received - self.running
 
     @property
     def lost(self) -> int:
-        """Number of tokens that a dead replica is known to have sampled and that were never
-        received."""
+        """Number of tokens that a dead replica has sampled, and that were never received."""
         return 0 if self.is_live else max(0, self.sampled - self.received)
 
 
@@ -173,10 +170,8 @@ class RequestTracker:
         await asyncio.gather(*map(self._abort_and_wait, cut))
 
     async def partials(self) -> dict[str, Completion]:
-        """Return the tokens so far of every running request, by id.
-
-        If a replica does not answer in time, its requests have only the tokens reported before.
-        """
+        """Return the tokens so far of every running request, by id; those that are known, if a
+        replica does not answer in time."""
         await for_each(self._pool.live(), self.read)
         return {name: running.tokens.partial for name, running in self._running.items()}
 
@@ -242,18 +237,15 @@ class RequestTracker:
             except ReplicaError as error:
                 self._pool.mark_dead(state, error)
                 running.engine_failures += isinstance(error, StepFailedError)
-                self._refuse_poison(running, error)
+                number = running.engine_failures
+                if number >= _MAX_ENGINE_FAILURES and self._pool.has_unreserved():
+                    raise GenerationError(
+                        f"request {running.request.request_id}: {number} engines failed while they "
+                        f"had it, so no other is given it; the last: {error}"
+                    ) from error
                 continue
             if running.is_abort_asked:
                 return tokens.ended
-
-    def _refuse_poison(self, running: _InFlight, error: ReplicaError) -> None:
-        """Raise if two engines have failed while they stepped this request."""
-        if running.engine_failures >= _MAX_ENGINE_FAILURES and self._pool.has_unreserved():
-            raise GenerationError(
-                f"request {running.request.request_id}: {running.engine_failures} engines failed "
-                f"while they had it, so no other is given it; the last: {error}"
-            ) from error
 
     async def _replica_for(self, running: _InFlight) -> ReplicaState | None:
         """Wait for a replica for the next piece; None after an abort."""

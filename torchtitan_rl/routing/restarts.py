@@ -1,16 +1,14 @@
 """Starts lost replicas again, and changes the number of replicas of a run.
 
 A dead replica is closed first, because its processes may still use its devices. The new replica has
-its own name (``replica0-2`` for the second start of ``replica0``) and joins the router, which loads
-the newest weights into it, and compares its answer to a probe with that of another replica. So
-does a replica that is added. A replica that shall leave gives its requests to others before its
-processes end. A replica whose host is about to end leaves in the same way, and is started again
-like a lost one.
+its own name (``replica0-2`` for the second start of ``replica0``) and joins the router, as one that
+is added does. A replica that shall leave gives its requests to others before its processes end; so
+does one whose host is about to end, and is then started again like a lost one.
 
 Invariants: a replica that is repeatedly lost soon after its start is given up after
 ``max_restarts`` consecutive restarts. A replica that shall leave is not started again. Nothing here
-ends the run. In the first ``EXPECTED_S``
-seconds of a restart, the router's requests wait for the new replica if no other is left.
+ends the run. In the first ``EXPECTED_S`` seconds of a restart, the router's requests wait for the
+new replica if no other is left.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -47,13 +45,11 @@ class ReplicaRestarts:
     """Restarts replicas that are lost while its ``async with`` block runs.
 
     Args:
-        start: called with two names. Starts a replica with the second name in place of the first,
-            which was lost or did not start; the names are equal if a replica is added. Waits if the
-            host is gone.
+        start: starts a replica with the second name in place of the first, which was lost or did
+            not start; the names are equal if a replica is added. Waits if the host is gone.
         max_restarts: maximum number of consecutive restarts of one replica.
-        say: shows a line to the user.
-        is_alone: whether only the replica with this name was lost, and not its host. The loss of a
-            host is reported elsewhere.
+        is_alone: whether only the replica with this name was lost, and not its host, whose loss is
+            reported elsewhere.
         shares_devices: the trainer has the same devices while the replicas sleep. So replicas are
             started while the others are awake, and these fall asleep once that is done.
         on_failure: called with the ended report of each loss.
@@ -98,13 +94,9 @@ class ReplicaRestarts:
         await cancel_all(self._tasks | self._scalings)
 
     async def scale(self, number: int, plan: Callable[[int], Sequence[str]]) -> str:
-        """Change the number of replicas to ``number``, reserved ones included. Restarts end first.
-
-        Args:
-            plan: called with a number of replicas to add. Makes `start` know them, and returns
-                their names, which are new. Raises ConfigError if there is no room.
-
-        Returns what happened, in a line.
+        """Change the number of replicas to ``number``, reserved ones included, after all restarts.
+        Returns what happened, in a line. ``plan`` makes `start` know a number of new replicas, and
+        returns their names, or raises ConfigError if there is no room.
 
         Raises:
             ConfigError: the number is refused. Nothing has changed.
@@ -119,9 +111,8 @@ class ReplicaRestarts:
 
     async def vacate(self, is_there: Callable[[str], bool]) -> None:
         """Take the replicas for which ``is_there(name)`` is true out of service, because their host
-        is about to end. They are started again, which waits until the host is back. Returns when
-        nothing of them is left.
-        """
+        is about to end. Their restart waits until the host is back. Returns when nothing of them is
+        left."""
         error = HostLeftError("its host is about to end")
         while not self._is_closed:
             self._router.give_up(lambda name: name in self._joining and is_there(name), error)
@@ -207,18 +198,17 @@ class ReplicaRestarts:
             return
         failure = Failure.of(Part.REPLICA, lost.name, error, now_s=loop_s())
         if lost.name in self._leaving:
-            self._start_task(self._give_up(failure, "it was about to leave"))
-            return
-        if self._max_restarts == 0:
+            why = "it was about to leave"
+        elif self._max_restarts == 0:
+            why = "restarts are disabled"
             self._say(f"{lost.name} is lost; the others continue: {failure.cause}")
-            self._start_task(self._give_up(failure, "restarts are disabled"))
-            return
-        if not self._may_restart(lost.name):
+        elif not self._may_restart(lost.name):
             why = f"after {self._max_restarts} restarts in a row"
             self._say(f"{lost.name} is lost and is not started again, {why}: {failure.cause}")
-            self._start_task(self._give_up(failure, why))
+        else:
+            self._start_task(self._replace(lost, failure, self._expectation()))
             return
-        self._start_task(self._replace(lost, failure, self._expectation()))
+        self._start_task(self._give_up(failure, why))
 
     def _expectation(self) -> ExitStack:
         """Make requests wait for a replica that is started, in the first seconds."""
@@ -265,7 +255,7 @@ class ReplicaRestarts:
             self._num_starts[first] = self._num_starts.get(first, 1) + 1
             name = f"{first}-{self._num_starts[first]}"
             try:
-                async with self._devices():
+                async with self._router.keeping_awake() if self._shares_devices else nullcontext():
                     replica = await self._start(last, name)
                     failure = failure.restarted(name, now_s=loop_s())
                     shown = await self._join(replica, is_reserved=first in self._reserved)
@@ -282,11 +272,7 @@ class ReplicaRestarts:
                 return failure.serving(now_s=loop_s(), detail=shown)
             await asyncio.sleep(_DELAY_S)
 
-    def _devices(self) -> AbstractAsyncContextManager[None]:
-        return self._router.keeping_awake() if self._shares_devices else nullcontext()
-
     async def _join(self, replica: Replica, *, is_reserved: bool) -> str:
-        """Make a started replica serve; see `GeneratorRouter.join`."""
         self._joining.add(replica.name)
         try:
             return await self._router.join(replica, is_reserved=is_reserved)
@@ -307,9 +293,7 @@ class ReplicaRestarts:
 
 
 async def _close(lost: Replica) -> None:
-    """End the processes of a lost replica, if they can be reached."""
-    try:
+    """End the processes of a lost replica, unless nothing on its host answers."""
+    with suppress(TorchtitanRLError, TimeoutError):
         async with asyncio.timeout(_CLOSE_S):
             await lost.close()
-    except (TorchtitanRLError, TimeoutError):
-        pass  # nothing on its host answers

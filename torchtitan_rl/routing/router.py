@@ -3,8 +3,7 @@
 Invariants: a call's load is released on every exit path. A failed replica is dead and gets no
 further request, so a replica that fails fast never looks idle. A request that was interrupted, or
 whose replica was lost, continues from its tokens so far; its caller sees one completion, and never
-an abort that it did not request. Every wait has a deadline. The error of a missed deadline says
-what was waited for.
+an abort that it did not request. Every wait has a deadline, whose error says what it waited for.
 """
 
 from __future__ import annotations
@@ -43,11 +42,10 @@ class GeneratorRouter:
     """Distributes requests over replicas, and makes replicas load new weights.
 
     ``reserved`` names replicas that only pins use. ``request_timeout_s`` limits one request with
-    all its pieces, in `active_time`; ``sync_timeout_s`` limits each fetch and each swap of weights
-    by a replica. ``on_ended`` is called at the end of each request that was not refused here,
-    including requests of pins. With ``keeps_requests``, requests wait instead of failing if no
-    replica is left, so that `partials` still has their tokens; the caller of `wait_until_lost` has
-    to end these requests.
+    all its pieces, in `active_time`; ``sync_timeout_s`` each fetch and each swap of weights by a
+    replica. ``on_ended`` is called at the end of each request that was not refused here, including
+    those of pins. With ``keeps_requests``, requests wait instead of failing if no replica is left,
+    so that `partials` still has their tokens; the caller of `wait_until_lost` has to end them.
     """
 
     def __init__(
@@ -72,19 +70,13 @@ class GeneratorRouter:
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
-        """Complete one request on a replica that holds its ``min_version`` or newer.
-
-        While several replicas load this version at the same time, the request may wait for them
-        (see `WeightSync.may_start_on`).
+        """Complete one request on a replica that holds its ``min_version`` or newer. While several
+        load this version at the same time, it may wait for them (`WeightSync.may_start_on`).
 
         ``on_progress`` is called with the tokens sampled after ``resume_from``; their indices are
-        those in the whole completion. ``on_progress`` is not called after this call has returned or
-        raised, and must not raise.
+        those in the whole completion. It must not raise.
 
-        A greedy request that is continued, here or from ``resume_from``, ends as it would have
-        without the interruption. A seeded request continues with a seed derived from its seed and
-        its tokens so far: it is reproducible, but its tokens differ from those of an uninterrupted
-        run.
+        Continued requests: see `continuation`.
 
         Raises:
             InvalidRequestError: the request was refused; other requests are not affected.
@@ -176,10 +168,9 @@ class GeneratorRouter:
 
         Weights are staged while decoding continues. With ``drain``, running requests then finish
         before the swap, and new ones wait; with ``hot_swap``, weights are swapped while requests
-        run. Returns once all replicas that are not pinned hold the version, or after
-        ``lag_timeout_s`` (None: only the pullers' own time-outs apply); lagging replicas continue
-        in the background. A replica whose pull fails is marked dead. If all replicas are pinned,
-        this call waits for the first pin to end.
+        run. Returns once all replicas that are not pinned (if all are: one) hold the version, or
+        after ``lag_timeout_s``, if given; lagging replicas continue in the background. A replica
+        whose pull fails is marked dead.
 
         Raises:
             WeightSyncError: no replica is left that holds the new weights or could load them.
@@ -189,10 +180,9 @@ class GeneratorRouter:
     def pin(self, version: int | None = None) -> AbstractAsyncContextManager[PinnedReplica]:
         """Pin a live replica, which then does not pull weights: ``async with router.pin() as pin``.
 
-        If a reserved replica is alive, it is pinned, after it has loaded the newest synced weights.
-        Otherwise the least loaded replica with the newest weights is pinned, and continues to serve
-        other requests. With ``version``, the pinned replica has this version, or else the next
-        newer one; the call waits if all replicas have older versions.
+        A reserved replica is pinned if one is alive, after it has loaded the newest synced weights;
+        otherwise the least loaded replica with the newest weights (with ``version``: this one, or
+        else the next newer one), which continues to serve other requests.
 
         Raises (on entering):
             GenerationError: no replica is left.
@@ -238,16 +228,10 @@ class GeneratorRouter:
         return stats
 
     def require_unreserved(self) -> None:
-        """See `ReplicaPool.require_unreserved`."""
         self._pool.require_unreserved()
 
     async def wait_until_lost(self) -> None:
-        """Never return.
-
-        Raises:
-            GenerationError: no replica takes requests any more. The message has the cause of each
-                loss.
-        """
+        """Never return; GenerationError: no replica takes requests any more."""
 
         def never() -> bool:
             self.require_unreserved()
@@ -279,9 +263,8 @@ class GeneratorRouter:
         """Add a replica with a new name, whose engine has the weights of version 0, and wait until
         it serves. Waits while the router is paused.
 
-        The replica gets no request before it holds the newest weights and has answered as another
-        replica does (`rejoining.prove`). Returns what this comparison showed, as a clause. A
-        reserved replica is not compared.
+        It gets no request before it holds the newest weights and has answered as another replica
+        does, unless it is reserved. Returns what `rejoining.prove` showed, as a clause.
 
         Raises:
             ReplicaError: the replica is lost or answers otherwise. It is marked dead.
@@ -307,11 +290,9 @@ class GeneratorRouter:
         return [state.name for state in live[:number]]
 
     async def leave(self, name: str) -> Replica:
-        """Take a replica out of service. It gets no further request; its requests continue on
-        others with their tokens. A pinned replica first serves its pin. A pause that has not
-        emptied the replica is waited for.
-        Returns the replica once nothing runs on it, or it is dead; it can then be closed.
-        """
+        """Take a replica out of service: its requests continue on others with their tokens. A
+        pinned replica first serves its pin; a pause that has not emptied the replica is waited for.
+        Returns the replica once nothing runs on it, or it is dead; it can then be closed."""
         (state,) = (one for one in self._pool.all if one.name == name)
         self._pool.set_leaving(state)
         await self._pool.wait_until(
@@ -329,8 +310,7 @@ class GeneratorRouter:
         return state.replica
 
     def give_up(self, is_lost: Callable[[str], bool], error: ReplicaError) -> None:
-        """Mark every replica dead for which ``is_lost(name)`` is true, even if it still answers.
-        Its requests continue elsewhere."""
+        """Mark every replica dead for which ``is_lost(name)`` is true, even if it answers."""
         for state in self._pool.live():
             if is_lost(state.name):
                 self._pool.mark_dead(state, error)
@@ -365,7 +345,7 @@ class GeneratorRouter:
 
     async def lost_tokens(self, name: str) -> int:
         """Return the number of tokens that a dead replica is known to have sampled and that were
-        never received. They are sampled again."""
+        never received."""
         (state,) = (one for one in self._pool.all if one.name == name)
         await self._pool.wait_until(lambda: state.outstanding_requests == 0)
         return max(0, state.sampled_tokens - state.received_tokens)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_rl.aio import in_parts, loop_s
+from torchtitan_rl.aio import cancel_all, in_parts, loop_s
 from torchtitan_rl.errors import DeadlineError, ReplicaError, WeightSyncError
 from torchtitan_rl.generation.commands import Pull
 from torchtitan_rl.routing.replicas import (
@@ -40,10 +40,7 @@ PULL_FAILURES = (ReplicaError, WeightSyncError, DeadlineError, TimeoutError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
     """The state at the end of a weight sync. ``stage_s`` and ``pull_s`` are those of the slowest
-    replica.
-
-    ``pulls`` may be empty if ``lagging`` or ``held`` is not empty.
-    """
+    replica. ``pulls`` may be empty if ``lagging`` or ``held`` is not empty."""
 
     version: int
     stage_s: float
@@ -67,15 +64,14 @@ class WeightSync:
     def __init__(self, pool: ReplicaPool, *, timeout_s: float) -> None:
         self._pool = pool
         self._timeout_s = timeout_s
-        self._newest: WeightHandle | None = None
+        self.newest: WeightHandle | None = None  # `sync` was called with; replicas may lack it
         self._mode: SyncMode = "hot_swap"
         self._order: SyncOrder = "together"
         self._lag_timeout_s: float | None = None
         self._pullers: dict[int, asyncio.Task[None]] = {}  # the running ones, by replica
         self._pulls: dict[int, _Pull] = {}  # the newest of each replica
-        # Replicas that joined or that a sync reported as lagging, until their next swap. Requests
-        # do not wait for this swap. If a version is removed before the swap, the replica is not
-        # lost.
+        # Replicas that joined or that a sync reported as lagging, until their next swap, for which
+        # requests do not wait. If the version is removed before, the replica is not lost.
         self._lagging: set[ReplicaState] = set()
         self._num_syncs = 0  # number of running `sync` calls
         self._begun_s = 0.0  # when `newest` was set
@@ -83,11 +79,6 @@ class WeightSync:
         self._spread_by_s = 0.0  # see `may_start_on`
         self._is_closed = False
         self._crash: BaseException | None = None  # a puller's error, which the next sync raises
-
-    @property
-    def newest(self) -> WeightHandle | None:
-        """The newest handle that `sync` was called with; replicas may not hold it yet."""
-        return self._newest
 
     async def sync(
         self,
@@ -98,8 +89,8 @@ class WeightSync:
         lag_timeout_s: float | None,
     ) -> SyncReport:
         """Make all replicas pull ``handle``; see `GeneratorRouter.sync_weights`."""
-        if self._newest is None or handle.version >= self._newest.version:
-            self._newest = handle
+        if self.newest is None or handle.version >= self.newest.version:
+            self.newest = handle
             self._begun_s = loop_s()
             self._mode, self._order, self._lag_timeout_s = mode, order, lag_timeout_s
         self._pool.notify()
@@ -135,9 +126,8 @@ class WeightSync:
 
     def join(self, replica: Replica, *, is_reserved: bool) -> ReplicaState:
         """Add a replica whose engine has the weights of version 0. It gets requests once it holds
-        the newest weights and is proven. A reserved replica counts as proven, and loads the newest
-        weights at its first pin."""
-        is_behind = self._newest is not None and self._newest.version > 0 and not is_reserved
+        the newest weights and is proven; a reserved one loads them at its first pin."""
+        is_behind = self.newest is not None and self.newest.version > 0 and not is_reserved
         phase = Phase.STARTING if is_behind else Phase.SERVING
         state = self._pool.add(replica, is_reserved=is_reserved, phase=phase)
         if is_behind:
@@ -146,24 +136,16 @@ class WeightSync:
         return state
 
     async def load(self, state: ReplicaState, handle: WeightHandle) -> None:
-        """Make a pinned replica hold exactly ``handle.version``.
-
-        Raises:
-            WeightSyncError, ReplicaError, DeadlineError, TimeoutError: the fetch or the swap
-                failed.
-        """
+        """Make a pinned replica hold exactly ``handle.version``; raises `PULL_FAILURES`."""
         if state.version != handle.version:
             stage_s = await self._stage(state, handle)
             await self._swap(state, handle, stage_s)
 
     def may_start_on(self, version: int) -> bool:
-        """Whether a request that needs ``version`` may start on a replica that holds it.
-
-        The request may start once no other replica is about to swap to this version, but at the
-        latest after twice the time that the first replica took to pull the version. So requests
-        that wait for a version spread over all replicas that hold it. Requests that need an older
-        version do not wait.
-        """
+        """Whether a request that needs ``version`` may start on a replica that holds it: once no
+        other replica is about to swap to this version, but at the latest after twice the time that
+        the first replica took to pull it. So requests that wait for a version spread over all
+        replicas that hold it."""
         if not self._pullers or version < self._spread or loop_s() >= self._spread_by_s:
             return True
         return not any(
@@ -176,11 +158,7 @@ class WeightSync:
         """Cancel all pullers. Running `sync` calls fail."""
         self._is_closed = True
         self._pool.notify()
-        tasks = list(self._pullers.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_all(self._pullers.values())
 
     def _is_settled(self, version: int) -> bool:
         """Whether all replicas that are not pinned hold ``version``. If all are pinned, whether one
@@ -228,7 +206,7 @@ class WeightSync:
 
     def _wanted(self, state: ReplicaState) -> WeightHandle | None:
         """Return the weights that the replica has to pull next; None if there are none."""
-        handle = self._newest
+        handle = self.newest
         if handle is None or self._is_closed or not state.is_live:
             return None
         if state.is_pinned or state.is_reserved:
@@ -271,16 +249,13 @@ class WeightSync:
                 await error.renewed.wait()
 
     async def _is_superseded(self, state: ReplicaState, handle: WeightHandle) -> bool:
-        """Whether a version could not be read because a newer one has replaced it.
-
-        The publisher may remove a version that a lagging replica is about to read before the newer
-        handle arrives here, so a lagging replica waits for that handle.
-        """
+        """Whether a version could not be read because a newer one has replaced it. For a lagging
+        replica, the publisher may have removed it before the newer handle arrives here."""
         if state in self._lagging:
             await self._pool.wait_until(
-                lambda: self._newest is not handle, timeout_s=self._timeout_s
+                lambda: self.newest is not handle, timeout_s=self._timeout_s
             )
-        return self._newest is not handle
+        return self.newest is not handle
 
     async def _turn(self, state: ReplicaState) -> None:
         """Wait until no other replica is swapping, at most for the lag time-out."""

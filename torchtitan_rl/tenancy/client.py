@@ -1,9 +1,9 @@
 """A replica behind a URL: a run's place on the engines of ``torchtitan-rl serve --tenants``.
 
-`ServedPeer` carries the messages of a `ConnectedReplica` over HTTP. Batches of calls are posted.
-Batches of progress and ends are asked for, and the server answers once there are some. Batches are
-numbered, so a request that fails is sent again. If the server was not reached for `LOST_S`, the
-replica is lost, as if its processes had died; the run starts it again by registering again.
+`ServedPeer` carries the messages of a `ConnectedReplica` over HTTP. Batches of calls are posted;
+batches of progress and ends are asked for, and answered once there are some. Batches are numbered,
+so a request that fails is sent again. If the server was not reached for `LOST_S`, the replica is
+lost, as if its processes had died; the run starts it again by registering again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from torchtitan_rl.aio import cancel_all, deadline, retrieve
+from torchtitan_rl.aio import cancel_all, deadline, loop_s, retrieve
 from torchtitan_rl.channel import Outbox
 from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.errors import OutputError, ReplicaError, one_line
@@ -64,20 +64,17 @@ class ServedPeer:
         lora: LoraConfig,
         max_model_len: int,
     ) -> None:
-        self._name = name
+        self.name = name
         self._url = url
-        self._registration = {
-            "owner": owner,
-            "policy": policy,
-            "max_model_len": max_model_len,
-            **asdict(lora),
-        }
+        own = {"owner": owner, "policy": policy, "max_model_len": max_model_len}
+        self._registration = {**own, **asdict(lora)}
         self._path = f"{PREFIX.rpartition('/')[2]}/{tenant}"
-        key = os.environ.get(API_KEY, "")
+        headers = {"Accept-Encoding": "identity"}
+        if key := os.environ.get(API_KEY, ""):
+            headers["Authorization"] = f"Bearer {key}"
         self._http = httpx.AsyncClient(
             base_url=f"{url.rstrip('/')}/",
-            headers={"Accept-Encoding": "identity"}
-            | ({"Authorization": f"Bearer {key}"} if key else {}),
+            headers=headers,
             timeout=None,  # each request has a deadline of its own
             trust_env=False,
         )
@@ -85,20 +82,13 @@ class ServedPeer:
         self._sending: asyncio.Task[None] | None = None
         self._num_received = 0
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     async def start(self, *, patience_s: float = 0.0) -> None:
-        """Register the run. A server that is not reached is asked again for ``patience_s``.
-
-        Raises:
-            ReplicaError: the server is not reached, or refuses the run.
-        """
+        """Register the run. A server that is not reached is asked again for ``patience_s``; raises
+        as `_ask` does."""
         registration = self._registration
         answer = await self._ask("POST", self._path, patience_s=patience_s, json=registration)
         self._http.headers[LEASE_HEADER] = answer.json()["lease"]
-        self._sending = asyncio.create_task(self._send_all(), name=f"to {self._name}")
+        self._sending = asyncio.create_task(self._send_all(), name=f"to {self.name}")
         self._sending.add_done_callback(retrieve)
 
     def send(self, messages: tuple[ToReplica, ...]) -> None:
@@ -114,13 +104,9 @@ class ServedPeer:
                 await self._ask("POST", path, params={"number": number}, content=content)
 
     async def receive(self) -> tuple[FromReplica, ...]:
-        """
-        Raises:
-            ReplicaError: the server was not reached for `LOST_S`, or the lease has ended.
-        """
         sending = self._sending
         if sending is None:
-            raise ReplicaError(f"{self._name} is not registered")
+            raise ReplicaError(f"{self.name} is not registered")
         if sending.done():
             sending.result()
         params = {"after": self._num_received}
@@ -168,35 +154,28 @@ class ServedPeer:
         **content: Any,
     ) -> httpx.Response:
         """Send a request until it is answered. What the server takes twice has no effect.
-
-        Raises:
-            ReplicaError: the server refuses it, or was not reached for ``patience_s``.
-        """
-        give_up_s = asyncio.get_running_loop().time() + patience_s
+        ReplicaError: the server refuses it, or was not reached for ``patience_s``."""
+        give_up_s = loop_s() + patience_s
         while True:
             try:
                 async with deadline(timeout_s):
                     answer = await self._http.request(method, path, **content)
                 if answer.status_code == httpx.codes.OK:
                     return answer
-                message = f"{self._url} refuses {self._name}: {_cause(answer)}"
+                message = f"{self._url} refuses {self.name}: {_cause(answer)}"
                 if answer.status_code not in _RETRIED:
                     raise ReplicaError(message)
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                 cause = one_line(error) or type(error).__name__
                 message = f"no `torchtitan-rl serve --tenants` is reached at {self._url}: {cause}"
-            if asyncio.get_running_loop().time() > give_up_s:
+            if loop_s() > give_up_s:
                 raise ReplicaError(message)
             await asyncio.sleep(_PAUSE_S)
 
 
 def owner_of(run_dir: Path) -> str:
     """The secret by which a server knows the next process of a run, from a file in its folder that
-    only this user can read. It is made if it is not there.
-
-    Raises:
-        OutputError: the file cannot be read or written.
-    """
+    only this user can read, which is made if need be. OutputError: it cannot be."""
     path = run_dir / OWNER_FILE
     try:
         with suppress(FileNotFoundError):

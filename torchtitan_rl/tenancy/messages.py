@@ -6,7 +6,7 @@ code, because the other side may be another user's program.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -74,12 +74,8 @@ _Sent = _Request | _Abort | _Pull | _Pause | _PlainCommand
 _ErrorName = Literal[
     "GenerationTimeoutError", "InvalidRequestError", "ReplicaError", "GenerationError"
 ]
-_ERRORS: dict[_ErrorName, type[GenerationError]] = {
-    "GenerationTimeoutError": GenerationTimeoutError,
-    "InvalidRequestError": InvalidRequestError,
-    "ReplicaError": ReplicaError,
-    "GenerationError": GenerationError,
-}
+_KINDS = (GenerationTimeoutError, InvalidRequestError, ReplicaError, GenerationError)
+_ERRORS: dict[str, type[GenerationError]] = {kind.__name__: kind for kind in _KINDS}
 
 
 class _Reported(msgspec.Struct, tag="progress", frozen=True):
@@ -107,6 +103,7 @@ class _Failed(msgspec.Struct, tag="failed", frozen=True):
 
 _Received = _Reported | _Ended | _Answered | _Failed
 
+_T = TypeVar("_T")
 _ENCODER = msgspec.msgpack.Encoder()
 _SENT = msgspec.msgpack.Decoder(tuple[_Sent, ...])
 _RECEIVED = msgspec.msgpack.Decoder(tuple[_Received, ...])
@@ -128,14 +125,8 @@ def encode_calls(calls: tuple[ToReplica, ...]) -> Iterator[bytes]:
 
 
 def decode_calls(data: bytes) -> tuple[ToReplica, ...]:
-    """
-    Raises:
-        ValueError: the bytes are not of `encode_calls`.
-    """
-    try:
-        return tuple(map(_call_of, _SENT.decode(data)))
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"these are no messages to a replica: {error}") from error
+    """Undo `encode_calls`. ValueError: the bytes are not from there."""
+    return tuple(map(_call_of, _decode(_SENT, data)))
 
 
 def encode_ends(messages: tuple[FromReplica, ...]) -> bytes:
@@ -143,14 +134,15 @@ def encode_ends(messages: tuple[FromReplica, ...]) -> bytes:
 
 
 def decode_ends(data: bytes) -> tuple[FromReplica, ...]:
-    """
-    Raises:
-        ValueError: the bytes are not of `encode_ends`.
-    """
+    """Undo `encode_ends`. ValueError: the bytes are not from there."""
+    return tuple(map(_message_of, _decode(_RECEIVED, data)))
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
     try:
-        return tuple(map(_message_of, _RECEIVED.decode(data)))
+        return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"these are no messages of a replica: {error}") from error
+        raise ValueError(f"these are no messages of a replica's channel: {error}") from error
 
 
 def _sent(call: ToReplica) -> _Sent:
@@ -165,14 +157,10 @@ def _sent(call: ToReplica) -> _Sent:
         case commands.Pause(mode):
             return _Pause(number, mode)
         case command:
-            return _PlainCommand(number, _name_of(command))
-
-
-def _name_of(command: commands.EngineCommand[Any]) -> _Plain:
-    for name, kind in _PLAIN.items():
-        if isinstance(command, kind):
-            return name
-    raise TypeError(f"a served replica executes no {command!r}")
+            kind = next((name for name, kind in _PLAIN.items() if isinstance(command, kind)), None)
+            if kind is None:
+                raise TypeError(f"a served replica executes no {command!r}")
+            return _PlainCommand(number, kind)
 
 
 def _call_of(sent: _Sent) -> ToReplica:
@@ -196,8 +184,8 @@ def _received(message: FromReplica) -> _Received:
         case End(result=Completion() as completion):
             return _Ended(completion)
         case End(call_id=call_id, error=BaseException() as error):
-            kinds = (name for name, kind in _ERRORS.items() if isinstance(error, kind))
-            return _Failed(call_id, next(kinds, "GenerationError"), str(error))
+            names: Any = (kind.__name__ for kind in _KINDS if isinstance(error, kind))
+            return _Failed(call_id, next(names, "GenerationError"), str(error))
         case End(call_id=int(number), result=result):
             match result:
                 case PullReport():

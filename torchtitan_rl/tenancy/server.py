@@ -1,11 +1,9 @@
 """Training runs that share the engines of one ``torchtitan-rl serve``: its tenants.
 
 Each tenant trains an adapter of its own on the served policy. It registers, uploads each version of
-its adapter, and uses the server as if it were a replica (`tenancy/client.py`): a `Tenant`
-(`tenancy/tenant.py`) answers the messages that an engine loop would answer.
-
-A version of a tenant's adapter is never changed. Each tenant has two slots in every engine, used in
-turn, so that the next version is loaded while requests run under the last one.
+its adapter, and uses the server as if it were a replica (`tenancy/client.py`). A version is never
+changed. Each tenant has two slots in every engine, used in turn, so that the next version is loaded
+while requests run under the last one.
 
 Invariants
 - A slot gets another version only after every request under its previous version has ended, and
@@ -146,29 +144,23 @@ class Tenants:
 
     def _check(self, arguments: Mapping[str, Any], lora: LoraConfig) -> None:
         errors = [*field_errors(lora, prefix="policy.lora.").values()] or lora_errors(lora)
-        if engine_rank(lora.rank) > engine_rank(self._slots.rank):
+        if engine_rank(lora.rank) > engine_rank(most := self._slots.rank):
             errors.append(
-                f"policy.lora.rank is {lora.rank}: the server has room for rank "
-                f"{self._slots.rank}; give less, or start serve with a larger --tenant-rank"
+                f"policy.lora.rank is {lora.rank}: the server has room for rank {most}; give less, "
+                "or start serve with a larger --tenant-rank"
             )
         if lora.alpha > MOST:
             errors.append(f"policy.lora.alpha is {lora.alpha:g}: give at most {MOST:g}")
-        if arguments["max_model_len"] > self._max_model_len:
-            errors.append(
-                f"generator.max_model_len is {arguments['max_model_len']}: the server's is "
-                f"{self._max_model_len}; give at most that"
-            )
+        if (length := arguments["max_model_len"]) > self._max_model_len:
+            why = f"give at most that of the server ({self._max_model_len})"
+            errors.append(f"generator.max_model_len is {length}: {why}")
         if not _are_equal(self._digest, arguments["policy"]):
             errors.append("policy.checkpoint is another model than the served one; give that one")
         if errors:
             raise RefusedError(400, "wrong_tenant", "; ".join(errors))
 
     def _leased(self, arguments: Mapping[str, Any]) -> _Leased:
-        """The tenant of a command, whose lease goes on.
-
-        Raises:
-            RefusedError: there is none with this name and lease (410).
-        """
+        """The tenant of a command, whose lease goes on; RefusedError (410) if there is none."""
         leased = self._by_name.get(arguments["name"])
         is_ours = leased is not None and _are_equal(leased.secret, arguments["lease"])
         if leased is None or leased.ending is not None or not is_ours:
@@ -232,8 +224,7 @@ class Tenants:
         tenant = leased.tenant
         upload, leased.upload = leased.upload, None
         if upload is None or upload.version != version:
-            message = f"version {version} is not uploaded"
-            raise RefusedError(409, "not_uploaded", message)
+            raise RefusedError(409, "not_uploaded", f"version {version} is not uploaded")
         shapes = adapter_shapes(self._policy, tenant.lora)
         try:
             tensors = await asyncio.to_thread(_read, bytes(upload.content), shapes)
@@ -255,12 +246,10 @@ class Tenants:
         return {}
 
     def _end(self, leased: _Leased) -> asyncio.Task[None]:
-        """End a lease. Its place is free when the returned task, which ends its requests, is
-        done."""
+        """End a lease. The returned task ends its requests, and then frees its place."""
         if leased.ending is None:
-            leased.ending = asyncio.create_task(
-                self._end_requests(leased), name=f"end of tenant {leased.tenant.name}"
-            )
+            name = f"end of tenant {leased.tenant.name}"
+            leased.ending = asyncio.create_task(self._end_requests(leased), name=name)
         return leased.ending
 
     async def _end_requests(self, leased: _Leased) -> None:
@@ -303,12 +292,8 @@ class _Leased:
 
 
 def _read(content: bytes, shapes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """Read an uploaded adapter.
-
-    Raises:
-        ValueError: it is not a safetensors file of tensors with these names and shapes, and
-            values up to `MOST`.
-    """
+    """Read an uploaded adapter. ValueError: it is not a safetensors file of tensors with these
+    names and shapes, and values up to `MOST`."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load
