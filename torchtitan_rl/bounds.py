@@ -28,6 +28,7 @@ from torchtitan_rl.errors import ConfigError, one_line
 MAX_SECONDS = 1e7  # four months; Python's own waits overflow at a few centuries
 MAX_COUNT = 2**31 - 1
 MAX_FLOAT = 1e30  # float32 has 3e38
+_MAX_NAMES = 12  # functions in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,7 @@ OptionalName = Annotated[str, OPTIONAL]
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Check each field of ``config`` by itself; ``prefix`` as in `field_errors`.
-
-    Raises:
-        ConfigError: fields have wrong values. There is one message for each of them.
-    """
+    """Raise ConfigError, with one message for each wrong field; ``prefix`` as in `field_errors`."""
     if errors := field_errors(config, prefix):
         raise ConfigError(list(errors.values()))
 
@@ -165,11 +162,8 @@ def _shown(value: Any) -> str:
 
 
 def import_file(file: Path, name: str, folder: Path) -> ModuleType:
-    """Run a Python file as the module ``name``; it may import the modules of ``folder``.
-
-    Raises:
-        Exception: the file's code raised it.
-    """
+    """Run a Python file as the module ``name``; it may import the modules of ``folder``. Raises
+    what the file's code raises."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None  # its name ends in .py
     assert spec.loader is not None
@@ -182,12 +176,8 @@ def import_file(file: Path, name: str, folder: Path) -> ModuleType:
 
 def load_function(name: str) -> Callable[..., Any]:
     """Import the function called ``name``: ``package.module:function`` or
-    ``path/file.py:function``.
-
-    Raises:
-        ConfigError: the name contains no module, the module cannot be imported, or it has no such
-            function.
-    """
+    ``path/file.py:function``. Raises ConfigError: the name contains no module, the module cannot be
+    imported, or it has no such function."""
     place, _, attribute = name.rpartition(":")
     if not place:
         raise ConfigError("give package.module:function or path/file.py:function")
@@ -198,21 +188,12 @@ def load_function(name: str) -> Callable[..., Any]:
         raise ConfigError(f"{place} cannot be imported ({cause})") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        own = [name for name, one in vars(module).items() if _is_own_function(one, module)]
-        found = ", ".join([*own[:_MAX_NAMES], *(["..."] if own[_MAX_NAMES:] else [])])
+        functions = inspect.getmembers(module, inspect.isfunction)
+        own = [one for one, value in functions if value.__module__ == module.__name__]
+        public = [one for one in own if not one.startswith("_")]
+        found = ", ".join([*public[:_MAX_NAMES], *(["..."] if public[_MAX_NAMES:] else [])])
         raise ConfigError(f"{place} has no function {attribute!r}; it has {found or 'none'}")
     return cast(Callable[..., Any], function)
-
-
-_MAX_NAMES = 12  # functions in a message
-
-
-def _is_own_function(value: Any, module: ModuleType) -> bool:
-    return (
-        inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and not value.__name__.startswith("_")
-    )
 
 
 def absolute(name: str) -> str:

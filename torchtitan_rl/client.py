@@ -176,14 +176,13 @@ class AsyncClient:
         worker: str = "",
         keeps_on: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Lease problems and solve them, one after another, while ``keeps_on()`` returns True.
+        """Lease problems and solve them, one after another, while ``keeps_on()`` returns True, or
+        until the endpoint has not answered for ``patience_s``, because the run has ended. Returns
+        the number of leased problems, failed ones included.
 
         ``solve`` returns the reward, or None if it will be reported later through the session. If
-        ``solve`` raises, or returns a reward that is not a finite number, the error is logged and
-        the problem is given back.
-
-        `work` also returns when the endpoint has not answered for ``patience_s``, for example
-        because the run has ended. Returns the number of leased problems, failed ones included.
+        it raises, or the reward is not a finite number, the error is logged and the problem is
+        given back.
 
         Raises:
             EndpointError: the endpoint refuses to lease problems, for example to this key.
@@ -365,11 +364,8 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _number(reward: Any) -> float:
-    """Convert a reward, a number of any library, to a float for JSON.
-
-    Raises:
-        ValueError: the reward is not a finite number, or is larger than the endpoint accepts.
-    """
+    """Convert a reward, a number of any library, to a float; ValueError if it is not finite or
+    larger than the endpoint accepts."""
     try:
         number = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, OverflowError):
@@ -404,9 +400,7 @@ def _answer(response: httpx.Response) -> Answer:
 
 def _endpoint_has_ended(error: Exception, num_leased: int) -> bool:
     """Whether the endpoint is gone after this worker leased problems. Logs this."""
-    is_gone = isinstance(error, httpx.TransportError) or (
-        isinstance(error, EndpointError) and error.status in _RETRIED
-    )
+    is_gone = not isinstance(error, EndpointError) or error.status in _RETRIED
     if is_gone and num_leased:
         logger.warning("the endpoint is gone after %d leased problems: %s", num_leased, error)
     return is_gone and num_leased > 0

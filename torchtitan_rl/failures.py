@@ -145,12 +145,12 @@ class Failure:
             parts.append(f"serving again after {self.serve_s:.1f} s")
         if self.given_up:
             parts.append(f"given up: {self.given_up}")
-        if self.tokens_again:
-            parts.append(f"{self.tokens_again} tokens sampled again")
-        if self.steps_again:
-            parts.append(f"{self.steps_again} steps taken again")
-        if self.requests_again:
-            parts.append(f"{self.requests_again} requests sent again")
+        again = {
+            "tokens sampled": self.tokens_again,
+            "steps taken": self.steps_again,
+            "requests sent": self.requests_again,
+        }
+        parts += [f"{number} {what} again" for what, number in again.items() if number]
         if self.detail:
             parts.append(self.detail)
         name = self.name if self.name.startswith(self.part) else f"{self.part} {self.name}"

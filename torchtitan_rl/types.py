@@ -21,9 +21,8 @@ _Run = TypeVar("_Run", "VersionRun", "KeptRun")
 class TokenScores:
     """A model's logprobs of n given tokens, at temperature 1 and over the whole vocabulary.
 
-    ``top_ids`` and ``top_logprobs`` have the model's K most likely tokens at each position, the
-    most likely one first, as the bytes of little-endian arrays [n, K] of int32 and float32. They
-    are empty if no such tokens were requested.
+    ``top_ids`` and ``top_logprobs`` have its K most likely tokens at each position, the most likely
+    one first, as the bytes of little-endian arrays [n, K] of int32 and float32, if requested.
     """
 
     logprobs: tuple[float, ...]
@@ -64,8 +63,7 @@ class RolloutStatus(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the rollout failed. Failed rollouts have no reward, and enter neither baseline
-        nor loss."""
+        """Failed rollouts have no reward, and enter neither baseline nor loss."""
         return self in _FAILURES
 
 
@@ -112,11 +110,8 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are excluded from the distribution, other than by a grammar.
-
-        `Completion.kept_tokens` contains the remaining tokens. A greedy sampler ignores top_p,
-        top_k and min_p.
-        """
+        """Whether tokens are excluded from the distribution, other than by a grammar. A greedy
+        sampler ignores top_p, top_k and min_p."""
         is_cut = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
         has_options = not _CUTTING_OPTIONS.isdisjoint(self.engine_options)
         return (is_cut and self.temperature > 0.0) or self.min_tokens > 0 or has_options
@@ -128,11 +123,8 @@ class SamplingParams:
 
 
 _CUTTING_OPTIONS = frozenset({"allowed_token_ids", "bad_words"})
-CONSTRAINTS = _CUTTING_OPTIONS | {
-    "reasoning_ended",
-    "reasoning_parser_kwargs",
-    "structured_outputs",
-}
+_GRAMMARS = {"reasoning_ended", "reasoning_parser_kwargs", "structured_outputs"}
+CONSTRAINTS = _CUTTING_OPTIONS | _GRAMMARS
 """Engine options that only exclude tokens, or control where that begins. The tokens sampled with
 them can be trained on."""
 _SHIFTING_OPTIONS = frozenset(
@@ -180,10 +172,8 @@ class VersionRun(NamedTuple):
 
 
 def add_run(runs: tuple[VersionRun, ...], *, length: int, version: int) -> tuple[VersionRun, ...]:
-    """Return ``runs`` after a pull of ``version`` at which ``length`` tokens had been sampled.
-
-    A run without tokens is removed. A pull of the current version changes nothing.
-    """
+    """Return ``runs`` after a pull of ``version`` at which ``length`` tokens had been sampled. A
+    run without tokens is removed."""
     kept = runs_before(runs, length)
     if kept and kept[-1].version == version:
         return kept
@@ -230,12 +220,8 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """A compiled grammar. `orchestration/batching.py` replays it to find the tokens that it
-    allowed.
-
-    ``data`` is xgrammar's serialization, compressed. It contains the version of xgrammar that can
-    read it.
-    """
+    """A compiled grammar: xgrammar's serialization, compressed, which has xgrammar's version.
+    `orchestration/batching.py` replays it to find the tokens that it allowed."""
 
     data: bytes
     stop_token_ids: tuple[int, ...]  # tokens that may end the text
@@ -333,7 +319,6 @@ class Completion:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Return the policy version of each token."""
         versions: list[int] = []
         for start, end, version in spans(self.version_runs, len(self.token_ids)):
             versions.extend([version] * (end - start))
@@ -387,8 +372,7 @@ class Problem:
     """One item of a task's dataset. ``problem_id`` is stable across runs; ``data`` can be written
     as JSON.
 
-    ``task`` names the part of a mixture from which the problem comes; rewards are also reported per
-    part.
+    ``task`` names the part of a mixture from which it comes; rewards are also reported per part.
     """
 
     problem_id: str
@@ -420,7 +404,6 @@ class Turn:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens of prompt and completion."""
         return self.prompt_token_ids + self.completion.token_ids
 
 
@@ -485,16 +468,14 @@ class Episode:
 
     @property
     def num_unknown_tokens(self) -> int:
-        """Number of sampled tokens that are not trained on because their distribution is
-        unknown."""
         found = spans(self.kept_tokens, len(self.token_ids))
         return sum(end - start for start, end, kept in found if kept is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A replica's state at one moment. ``kv_use`` is the used share of the cache, 0 to 1;
-    ``kv_tokens`` is the number of tokens that the cache can hold, 0 if that is unknown."""
+    """A replica's state at one moment. ``kv_use`` is the used share of the cache, 0 to 1, which can
+    hold ``kv_tokens`` (0: unknown)."""
 
     version: int
     running: int
@@ -509,11 +490,8 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """An engine's own token counts, read between two steps.
-
-    ``sampled_tokens`` counts the sampled tokens of all requests since the engine was built;
-    ``running_tokens`` counts those of unfinished requests.
-    """
+    """An engine's own counts between two steps: tokens sampled since the engine was built, and
+    those of unfinished requests."""
 
     sampled_tokens: int
     running_tokens: int

@@ -35,7 +35,7 @@ from torchtitan_rl.errors import TorchtitanRLError
 from torchtitan_rl.rollout.records import problem_to_json
 from torchtitan_rl.rollout.tree import TurnTree
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.serving.link import CommandName, Handler
+from torchtitan_rl.serving.link import CommandName, Handler, handler
 
 MAX_WAITING_WORKERS = 4096
 
@@ -107,11 +107,7 @@ class ProblemQueue:
         self, *, problem_id: str | None = None, worker: str = "", wait_s: float = 0.0
     ) -> Mapping[str, Any]:
         """Lease the problem named ``problem_id``, or the one that has waited longest. Empty if none
-        arrived within ``wait_s``.
-
-        Raises:
-            RefusedError: too many workers wait.
-        """
+        arrived within ``wait_s``. Raises RefusedError: too many workers wait."""
         wanted = [e for e in self._waiting.values() if problem_id in (None, _problem_id(e))]
         entry = wanted[0] if wanted else None
         if entry is not None:
@@ -136,39 +132,29 @@ class ProblemQueue:
 
     def return_(
         self, session_id: str, outcome: Literal["done", "failed", "unused"], cause: str
-    ) -> None:
+    ) -> Mapping[str, Any]:
         """End a lease; raises as `heartbeat` does. ``unused``: no worker got the lease, so its
         problem waits again in this session."""
         entry = self._require(session_id)
         if outcome == "unused":
             self._give_back(entry)
-            return
-        self._counts[f"leases_{outcome}"] += 1
+        else:
+            self._counts[f"leases_{outcome}"] += 1
         if outcome == "failed":
             entry.lose(f"returned it: {cause or 'it gave no cause'}")
-            return
-        entry.is_returned = True
-        if entry.timer is not None:
-            entry.timer.cancel()
-        entry.waits.expect("its reward", entry.agent.reward_timeout_s)
+        elif outcome == "done":
+            entry.is_returned = True
+            if entry.timer is not None:
+                entry.timer.cancel()
+            entry.waits.expect("its reward", entry.agent.reward_timeout_s)
+        return {"session_id": session_id}
 
     def handlers(self) -> Mapping[CommandName, Handler]:
         """The handlers of workers' commands, whose arguments the routes have checked."""
-
-        async def lease(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-            return await self.lease(**arguments)
-
-        async def heartbeat(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-            return self.heartbeat(arguments["session_id"])
-
-        async def return_(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-            self.return_(arguments["session_id"], arguments["outcome"], arguments["cause"])
-            return {"session_id": arguments["session_id"]}
-
         return {
-            "problem.lease": lease,
-            "problem.heartbeat": heartbeat,
-            "problem.return": return_,
+            "problem.lease": handler(self.lease),
+            "problem.heartbeat": handler(self.heartbeat),
+            "problem.return": handler(self.return_),
         }
 
     def _require(self, session_id: str) -> _Entry:

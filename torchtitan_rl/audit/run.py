@@ -51,11 +51,8 @@ _SavedRuns = Mapping[int, SavedRun]  # by step
 
 def audit(run_dir: Path, *, is_running: bool = False) -> list[Check]:
     """Run all checks of a run or an evaluation, in the order in which they are shown. The end of a
-    run that ``is_running`` is not checked.
-
-    Raises:
-        OSError: a file cannot be read, or ``run_dir`` is not such a folder (FileNotFoundError).
-    """
+    run that ``is_running`` is not checked. Raises OSError: a file cannot be read, or ``run_dir`` is
+    not such a folder (FileNotFoundError)."""
     rows = run_dir / "metrics.jsonl"
     checkpoints = CheckpointDirectory(run_dir / "checkpoints")
     if (run_dir / SETTINGS_FILE).is_file():

@@ -130,11 +130,8 @@ class Example:
 
 class Conversations:
     """The examples of a run's steps, or of a held-out file. Examples with an episode of more than
-    ``max_tokens`` are left out; ``prefix`` is the beginning of their names.
-
-    Raises:
-        ConfigError: a file cannot be read, or the policy's tokenizer does not fit the renderer.
-    """
+    ``max_tokens`` are left out; ``prefix`` is the beginning of their names. Raises ConfigError: a
+    file cannot be read, or the policy's tokenizer does not fit the renderer."""
 
     def __init__(
         self,

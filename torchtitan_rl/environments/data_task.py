@@ -230,11 +230,8 @@ def tool_environment(
     replays: bool,
     shows_tools: bool,
 ) -> TokenEnv:
-    """Make the `ToolEnv` of one rollout. `DataTask.score` scores the rollout's answer.
-
-    Raises:
-        ConfigError: the policy's chat format has no tools.
-    """
+    """Make the `ToolEnv` of one rollout. `DataTask.score` scores the rollout's answer. Raises
+    ConfigError: the policy's chat format has no tools."""
     renderer = make_renderer(tokenizer, kind=task.renderer, thinking=task.thinking)
     if isinstance(renderer, ChatMLRenderer):
         raise ConfigError(

@@ -56,11 +56,8 @@ class Game(Protocol):
         """Begin the game, and return the fields of the first observation."""
 
     async def step(self, action: str, /) -> Move:
-        """Perform an action.
-
-        Raises:
-            InvalidActionError: the text is not an action; the game is unchanged.
-        """
+        """Perform an action. Raises InvalidActionError: the text is not an action; the game is
+        unchanged."""
 
     async def close(self) -> None:
         """Release the game. Called exactly once, even after an error."""

@@ -47,11 +47,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 def gym_scorer(made: MadeFrom, index: int, digest: str) -> Callable[[str], float]:
     """Make the function that scores answers to a problem: the sandbox's zygote calls this, and each
-    answer is scored in a fork of it.
-
-    Raises:
-        ValueError: this process makes a problem with another `question_digest` than ``digest``.
-    """
+    answer is scored in a fork of it. Raises ValueError: this process makes a problem with another
+    `question_digest` than ``digest``."""
     dataset, entry = gym_dataset(made), _entry(json.dumps(made), index)
     if question_digest(entry["question"]) != digest:
         raise ValueError(f"{made['name']} makes problem {index} differently in each process")

@@ -341,11 +341,8 @@ def _content(message: Message) -> str:
 
 class ScoreCache:
     """The newest ``size`` scores, in memory or in a file, which several processes may share. `get`
-    and `put` raise `sqlite3.Error` if the file cannot be read or written.
-
-    Raises:
-        ConfigError: ``file`` cannot be opened, or is not a database.
-    """
+    and `put` raise `sqlite3.Error` if the file cannot be read or written. Raises ConfigError:
+    ``file`` cannot be opened, or is not a database."""
 
     def __init__(self, size: int, file: Path | None = None) -> None:
         self._size = size

@@ -118,12 +118,8 @@ class McpSession:
 
     async def start(self) -> list[Mapping[str, Any]]:
         """Connect, and return the schemas of the tools. May be called again, and by several tasks
-        at once.
-
-        Raises:
-            McpServerError: the server cannot be reached, does not answer in time, or lacks one of
-                the configured tools.
-        """
+        at once. Raises McpServerError: the server cannot be reached, does not answer in time, or
+        lacks one of the configured tools."""
         if self._task is None:
             self._task = asyncio.create_task(self._serve(), name=f"MCP server {self._name}")
         await self._begins.wait()
@@ -137,11 +133,8 @@ class McpSession:
         return [_schema(tools[name]) for name in self._server.tools or tools]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
-        """Call a tool. An error of the tool is an answer with ``failed``.
-
-        Raises:
-            McpServerError: the session is lost.
-        """
+        """Call a tool. An error of the tool is an answer with ``failed``. Raises McpServerError:
+        the session is lost."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
         from pydantic import ValidationError

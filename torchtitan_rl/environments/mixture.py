@@ -125,11 +125,7 @@ class _GroupRubrics(_Rubrics):
 
 class MixtureDataset:
     """Problems of several datasets: the next comes from the part that is furthest below its share.
-    Ends when a part ends.
-
-    Raises:
-        ValueError: there is no part, or a weight is not above 0.
-    """
+    Ends when a part ends. Raises ValueError: there is no part, or a weight is not above 0."""
 
     def __init__(self, parts: Mapping[str, Dataset], weights: Mapping[str, float]) -> None:
         if not parts or not all(weights[name] > 0 for name in parts):

@@ -128,12 +128,8 @@ class OpenEnvGame:
         self._needs_state = any("{state" in getattr(task, name) for name in TEXTS)
 
     async def reset(self) -> Mapping[str, Any]:
-        """Connect to the server, and begin a game.
-
-        Raises:
-            OpenEnvError: no server listens, the server has no room, its environment failed, or the
-                connection was lost.
-        """
+        """Connect to the server, and begin a game. Raises OpenEnvError: no server listens, the
+        server has no room, its environment failed, or the connection was lost."""
         await self._connect()
         options = {**self._task.reset_options, "seed": self._seed}
         return await self._fields(await self._ask("reset", options))

@@ -87,11 +87,8 @@ class Tools(Protocol):
 
     async def call(self, name: str, arguments: dict[str, Any], /) -> ToolAnswer:
         """Answer a call. The calls of one message begin in their order and run concurrently. Tools
-        whose calls affect later calls should hold an `asyncio.Lock`, which keeps the order.
-
-        Raises:
-            Exception: the tools are lost; the rollout fails.
-        """
+        whose calls affect later calls should hold an `asyncio.Lock`, which keeps the order. Raises
+        Exception: the tools are lost; the rollout fails."""
 
     async def close(self) -> None:
         """Release the tools. Called exactly once, even after an error, and maybe during a call."""

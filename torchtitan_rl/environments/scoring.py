@@ -54,10 +54,7 @@ class CheckFailedError(TorchtitanRLError):
 
 async def extract(pattern: str, text: str) -> str | None:
     """Find the `last_match` in a policy's text, in a thread that releases the interpreter's lock.
-
-    Raises:
-        CheckTimeoutError: the search took more than 2 s of CPU time.
-    """
+    Raises CheckTimeoutError: the search took more than 2 s of CPU time."""
     try:
         found: str | None = await in_thread(last_match, pattern, text, _SEARCH_S)
     except TimeoutError:

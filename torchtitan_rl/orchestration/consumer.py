@@ -174,13 +174,9 @@ class Consumer:
                 return batched, await self._parts.trainer.train_step(batch, examples=examples)
 
     def _require_progress(self) -> None:
-        """Check that the run still trains on something.
-
-        Raises:
-            NothingTrainedError: all rollouts of the run's first two steps failed for one cause. Or:
-                no step of the whole run had a token to train on. Or: ``schedule.max_empty_batches``
-                steps in a row had no such token.
-        """
+        """Check that the run still trains on something. Raises NothingTrainedError: all rollouts of
+        the run's first two steps failed for one cause. Or: no step of the whole run had a token to
+        train on. Or: ``schedule.max_empty_batches`` steps in a row had no such token."""
         state, empty = self._state, self._empty_batches
         groups = tuple(group for batch in empty[-2:] for group in batch)
         is_over = state.step >= self._config.num_steps and self._config.mode != "generate"
@@ -287,10 +283,7 @@ async def then_save(
     steps: Awaitable[None], save: Callable[[], Awaitable[None]], say: Callable[[str], None]
 ) -> None:
     """Await the run's ``steps``, then save its last state, whether the steps succeeded or not.
-
-    Raises:
-        Exception: ``steps`` raised it, or else ``save``.
-    """
+    Raises Exception: ``steps`` raised it, or else ``save``."""
     failure: Exception | None = None
     try:
         await steps

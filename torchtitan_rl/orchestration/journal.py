@@ -102,10 +102,7 @@ class Row(NamedTuple):
 
     def turn(self, previous: Turn | None) -> tuple[Turn, EnvState | None]:
         """Decode the turn, and the environment's state after it. ``previous`` is the turn before.
-
-        Raises:
-            JournalError: the row is damaged.
-        """
+        Raises JournalError: the row is damaged."""
         self.require_intact()
         try:
             return turn_from_bytes(self.body, previous)
@@ -245,11 +242,8 @@ class Journal:
 
     def append(self, recorded: RecordedRollout, first: int = -1) -> None:
         """Write the turns from index ``first`` on (default: the last turn), unless no resumed run
-        can use them. After a failure, no turns are written until the next `begin`.
-
-        Raises:
-            JournalError: the turn could not be written.
-        """
+        can use them. After a failure, no turns are written until the next `begin`. Raises
+        JournalError: the turn could not be written."""
         if self._has_failed:
             return
         try:
@@ -261,11 +255,8 @@ class Journal:
 
     def prune(self, oldest_step: int) -> None:
         """Delete the turns of checkpoints older than ``oldest_step``. Any thread may call this: a
-        simultaneous `append` waits only while a few rows are deleted.
-
-        Raises:
-            JournalError: the turns cannot be deleted.
-        """
+        simultaneous `append` waits only while a few rows are deleted. Raises JournalError: the
+        turns cannot be deleted."""
         older = "SELECT rowid FROM turns WHERE step < ? LIMIT ?"
         with self._errors(JournalError), closing(self._open("rw")) as db:
             while db.execute(

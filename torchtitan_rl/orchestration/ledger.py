@@ -96,11 +96,8 @@ class TokenLedger:
         masked_by_loss: Mapping[str, int] | None = None,
     ) -> None:
         """Record that the groups of a batch were trained and leave the buffer. ``masked_by_loss``:
-        number of tokens of ``counts.trained`` that the loss left out, by cause.
-
-        Raises:
-            LedgerError: the counts do not add up, or differ from what was generated.
-        """
+        number of tokens of ``counts.trained`` that the loss left out, by cause. Raises LedgerError:
+        the counts do not add up, or differ from what was generated."""
         group_ids = list(group_ids)
         held = sum(self.tokens_of(group_id) for group_id in group_ids)
         lost = Counter(counts.discarded)

@@ -57,10 +57,7 @@ class Producer:
 
     async def run(self) -> None:
         """Keep the buffer full until cancelled. Cancelling this does not cancel the running groups.
-
-        Raises:
-            TorchtitanRLError: the dataset has ended, or no group can be trained on.
-        """
+        Raises TorchtitanRLError: the dataset has ended, or no group can be trained on."""
         if not self._is_over():
             for entry in self._buffer.entries:
                 if entry.state is GroupState.WAITING and entry.group_id not in self._newest:

@@ -193,11 +193,7 @@ class RetryingRecorder:
         self._recorder.say(message)
 
     def flush(self) -> None:
-        """Write all missing rows.
-
-        Raises:
-            OutputError: a row still cannot be written.
-        """
+        """Write all missing rows. Raises OutputError: a row still cannot be written."""
         while self._unwritten:
             self._unwritten[0]()
             self._unwritten.popleft()

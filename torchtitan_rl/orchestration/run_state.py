@@ -36,18 +36,12 @@ class Claim(Protocol):
     """The right to write into the run's folder, which another host may take over."""
 
     def check(self) -> None:
-        """Check the right to write; called before each write.
-
-        Raises:
-            OutputError: this process does not own the folder, or this cannot be determined.
-        """
+        """Check the right to write; called before each write. Raises OutputError: this process does
+        not own the folder, or this cannot be determined."""
 
     async def wait_until_lost(self) -> None:
-        """Wait until this process has lost the right to write.
-
-        Raises:
-            RunTakenOverError: another controller owns the folder.
-        """
+        """Wait until this process has lost the right to write. Raises RunTakenOverError: another
+        controller owns the folder."""
 
 
 class Unshared:
@@ -148,11 +142,8 @@ class Trainer(Protocol):
     `finish_checkpoint` and `wait_until_lost` may run alongside another call."""
 
     async def wait_until_lost(self) -> None:
-        """Wait until a process of the trainer has died, whether or not a call runs.
-
-        Raises:
-            TrainerLostError: a process has died.
-        """
+        """Wait until a process of the trainer has died, whether or not a call runs. Raises
+        TrainerLostError: a process has died."""
 
     async def train_step(
         self,
@@ -200,18 +191,12 @@ class Trainer(Protocol):
         """
 
     async def finish_checkpoint(self) -> None:
-        """Return when the last saved checkpoint is on disk under its final name.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written; nothing of it is left on disk.
-        """
+        """Return when the last saved checkpoint is on disk under its final name. Raises
+        CheckpointError: the checkpoint could not be written; nothing of it is left on disk."""
 
     async def load_checkpoint(self, path: Path) -> None:
-        """Restore everything that `save_checkpoint` copied.
-
-        Raises:
-            CheckpointError: the checkpoint is torn or damaged; nothing was changed.
-        """
+        """Restore everything that `save_checkpoint` copied. Raises CheckpointError: the checkpoint
+        is torn or damaged; nothing was changed."""
 
     async def offload(self) -> None:
         """Move everything from device to host memory. Before the next `onload`, only

@@ -44,11 +44,7 @@ class TakenStep:
 
 class TakenSteps:
     """The steps since the oldest checkpoint that may still be needed, in order. Empties ``folder``
-    first.
-
-    Raises:
-        OSError: the folder cannot be emptied.
-    """
+    first. Raises OSError: the folder cannot be emptied."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -64,11 +60,7 @@ class TakenSteps:
         examples: TrainingBatch | None,
     ) -> TakenStep:
         """Write a step that begins with ``version``; `add` then makes it one of `since`. May run in
-        another thread.
-
-        Raises:
-            OSError: the disk fails, or the folder has `MAX_BYTES`.
-        """
+        another thread. Raises OSError: the disk fails, or the folder has `MAX_BYTES`."""
         data = _ENCODER.encode((batch, examples))
         held = sum(step.num_bytes for step in list(self._steps.values()))
         if held + len(data) > MAX_BYTES:
@@ -87,11 +79,7 @@ class TakenSteps:
         self._steps[step.version] = step
 
     def since(self, version: int, until: int) -> list[TakenStep]:
-        """Return the steps from ``version`` to ``until``.
-
-        Raises:
-            KeyError: a step is missing.
-        """
+        """Return the steps from ``version`` to ``until``. Raises KeyError: a step is missing."""
         return [self._steps[taken] for taken in range(version, until)]
 
     def drop_before(self, version: int) -> None:

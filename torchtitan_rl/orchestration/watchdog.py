@@ -113,12 +113,8 @@ class Watchdog:
         self._num_reports = 0
 
     async def run(self) -> NoReturn:
-        """Poll every ``tick_s``, until cancelled.
-
-        Raises:
-            DeadlineError: nothing changed for ``max_wait_s``, or a wait exceeded its limit. The
-                message lists all waits.
-        """
+        """Poll every ``tick_s``, until cancelled. Raises DeadlineError: nothing changed for
+        ``max_wait_s``, or a wait exceeded its limit. The message lists all waits."""
         while True:
             self.poll()
             await asyncio.sleep(self.tick_s)

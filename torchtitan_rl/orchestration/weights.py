@@ -109,11 +109,8 @@ class WeightDelivery:
         await self._sync(handle)
 
     async def run(self) -> None:
-        """Deliver one queued step after another, until cancelled.
-
-        Raises:
-            WeightSyncError: no replica is left.
-        """
+        """Deliver one queued step after another, until cancelled. Raises WeightSyncError: no
+        replica is left."""
         try:
             # A step that was taken before this task began is in the queue, and is evaluated later.
             step = self._state.step

@@ -185,11 +185,8 @@ def apply_template(
 
 def spoken_tokens(prompt: TokenIds, whole: TokenIds, ends: TokenIds) -> TokenIds:
     """Return the tokens of ``whole`` after ``prompt`` up to the first one that ends a turn; without
-    one, because the next header would end the turn, the first of ``ends`` is appended.
-
-    Raises:
-        ValueError: ``whole`` does not begin with ``prompt``.
-    """
+    one, because the next header would end the turn, the first of ``ends`` is appended. Raises
+    ValueError: ``whole`` does not begin with ``prompt``."""
     if whole[: len(prompt)] != prompt:
         raise ValueError(
             "the chat format writes an assistant's message in another way than after the header "

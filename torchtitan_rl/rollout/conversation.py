@@ -29,12 +29,8 @@ def conversation_to_episodes(
     first: int = 1,
 ) -> list[Episode]:
     """Convert a conversation. The loss is on the assistant's messages from index ``first`` on.
-    ``name`` becomes the id of the episodes and of their group.
-
-    Raises:
-        ValueError: no such message is an assistant's, or the chat format cannot render one of them
-            as a policy would sample it.
-    """
+    ``name`` becomes the id of the episodes and of their group. Raises ValueError: no such message
+    is an assistant's, or the chat format cannot render one of them as a policy would sample it."""
     episodes: list[Episode] = []
     token_ids: TokenIds = ()
     mask: list[bool] = []

@@ -233,11 +233,7 @@ STD_EPS = 1e-6  # keeps the division finite if rewards hardly differ
 
 def turn_advantages(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[list[float] | None]:
     """Return for each sibling the advantages of its turns, or None if the rollout has no reward.
-    Unseen turns, which are not trained on, have 0.0.
-
-    Raises:
-        ValueError: a reward is not finite.
-    """
+    Unseen turns, which are not trained on, have 0.0. Raises ValueError: a reward is not finite."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     by_credit = _of_turns if config.credit == "turn" else _of_outcomes
     advantages = iter(by_credit(scored, config))

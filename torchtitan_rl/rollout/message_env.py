@@ -83,11 +83,8 @@ class MessageEnv(Protocol):
 
 
 class MessageTokenEnv:
-    """A `MessageEnv` as a `TokenEnv`. It can be resumed if the `MessageEnv` can.
-
-    Raises:
-        TypeError: a method of ``env`` is missing or not async.
-    """
+    """A `MessageEnv` as a `TokenEnv`. It can be resumed if the `MessageEnv` can. Raises TypeError:
+    a method of ``env`` is missing or not async."""
 
     def __init__(self, env: MessageEnv, renderer: ChatRenderer) -> None:
         require_async(env)
@@ -213,11 +210,8 @@ class MessageTokenEnv:
     def _with_images_read(
         self, messages: Sequence[Message]
     ) -> tuple[list[Message], tuple[PromptImage, ...]]:
-        """Read the images of messages. Return the messages without them, and the images.
-
-        Raises:
-            ValueError: the policy or the renderer takes no images, or an image is not valid.
-        """
+        """Read the images of messages. Return the messages without them, and the images. Raises
+        ValueError: the policy or the renderer takes no images, or an image is not valid."""
         read: list[Message] = []
         images: list[PromptImage] = []
         for message in messages:

@@ -254,11 +254,8 @@ def with_turn(
     recorded: RecordedRollout, index: int, turn: Turn, env_state: EnvState | None
 ) -> RecordedRollout:
     """Return the record with ``turn`` at ``index``, in place of all later turns. If ``turn`` is the
-    last one already, only ``env_state`` is added.
-
-    Raises:
-        ValueError: turns before ``index`` are missing.
-    """
+    last one already, only ``env_state`` is added. Raises ValueError: turns before ``index`` are
+    missing."""
     if index > len(recorded.turns):
         raise ValueError(
             f"rollout {recorded.rollout_id}: turn {index} follows turn {len(recorded.turns) - 1}"

@@ -76,11 +76,8 @@ class ChatRenderer(Protocol):
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> TokenIds:
         """Return the tokens that a policy samples to write the last message, an assistant's, after
-        ``initial_prompt(messages[:-1], tools)``. The last token ends the turn.
-
-        Raises:
-            ValueError: the template does not continue that prompt with the message.
-        """
+        ``initial_prompt(messages[:-1], tools)``. The last token ends the turn. Raises ValueError:
+        the template does not continue that prompt with the message."""
 
     def parse(self, completion: TokenIds, prompt: TokenIds) -> dict[str, Any]:
         """Convert the completion to an assistant message. Never raises.

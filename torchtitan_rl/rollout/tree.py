@@ -178,11 +178,8 @@ class TurnTree:
         self._report_idle()
 
     async def restart(self, *, replays: bool) -> None:
-        """Let the environment start again. Returns once the running turns have ended.
-
-        Raises:
-            LimitReachedError: a limit is reached. Seen turns still count as seen.
-        """
+        """Let the environment start again. Returns once the running turns have ended. Raises
+        LimitReachedError: a limit is reached. Seen turns still count as seen."""
         if self._running:
             await asyncio.wait(self._running)
         if self.limit is not None:
@@ -194,11 +191,8 @@ class TurnTree:
 
     async def watch(self, work: asyncio.Task[Any]) -> None:
         """Wait until the environment's ``work`` has ended or a limit is reached, and no turn is
-        being sampled.
-
-        Raises:
-            RolloutEnded: a turn failed, or the environment did not request another turn in time.
-        """
+        being sampled. Raises RolloutEnded: a turn failed, or the environment did not request
+        another turn in time."""
         work.add_done_callback(lambda _: self._changed.set())
         while self._running or not (work.done() or self.limit):
             if self._failure is not None:

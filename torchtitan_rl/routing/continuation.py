@@ -35,11 +35,8 @@ from torchtitan_rl.types import (
 
 def check_resumable(request: GenerationRequest) -> None:
     """Refuse a ``resume_from`` that cannot be the beginning of this request's completion. The
-    replica checks that its tokens fit into the context.
-
-    Raises:
-        InvalidRequestError: ``resume_from`` does not fit. The message has the numbers.
-    """
+    replica checks that its tokens fit into the context. Raises InvalidRequestError: ``resume_from``
+    does not fit. The message has the numbers."""
     so_far = request.resume_from
     if so_far is None:
         return

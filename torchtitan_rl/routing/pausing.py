@@ -173,12 +173,9 @@ class PinnedReplica:
     async def generate(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
     ) -> Completion:
-        """Complete a request on this replica only. All calls must end before the pin ends.
-
-        Raises:
-            GenerationError: the replica is lost, the pin has ended, or the request needs a newer
-                version. See also `GeneratorRouter.generate`.
-        """
+        """Complete a request on this replica only. All calls must end before the pin ends. Raises
+        GenerationError: the replica is lost, the pin has ended, or the request needs a newer
+        version. See also `GeneratorRouter.generate`."""
         name = request.request_id
         if self.has_ended:
             raise GenerationError(f"request {name}: the pin of {self.replica} has ended")

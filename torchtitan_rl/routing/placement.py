@@ -48,11 +48,8 @@ class Placement:
         self, request: GenerationRequest, pinned: ReplicaState | None = None
     ) -> ReplicaState | None:
         """Choose the replica that takes the request now; with ``pinned``, only this one. None if
-        the request has to wait: ask again once `can_schedule` holds.
-
-        Raises:
-            GenerationError: the pinned replica is lost, or no replica is left.
-        """
+        the request has to wait: ask again once `can_schedule` holds. Raises GenerationError: the
+        pinned replica is lost, or no replica is left."""
         version = request.min_version
         if pinned is not None:
             if not pinned.is_live:

@@ -235,11 +235,8 @@ def check_body(
     body: bytes, path: str, limits: EndpointConfig, *, takes_images: bool = False
 ) -> None:
     """Check a request's body. On `/v1/messages` a `max_tokens` above the limit is not an error: the
-    answer is cut off at the limit.
-
-    Raises:
-        RefusedError: the body is invalid (400). The error names the field if one is wrong.
-    """
+    answer is cut off at the limit. Raises RefusedError: the body is invalid (400). The error names
+    the field if one is wrong."""
     content = _parse_json(body)
     if not isinstance(content, dict):
         return
@@ -293,11 +290,8 @@ def _check_values(content: Any) -> None:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check the engine options of a request that did not come as JSON over HTTP.
-
-    Raises:
-        RefusedError: a value would harm the engine (400).
-    """
+    """Check the engine options of a request that did not come as JSON over HTTP. Raises
+    RefusedError: a value would harm the engine (400)."""
     _check_values(dict(options))
     _check_constraints(options.get("structured_outputs"))
 

@@ -22,6 +22,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from typing import Any, Literal
 
 from torchtitan_rl.channel import Abort, Call, CallId, End, Outbox
@@ -56,6 +57,16 @@ CommandName = Literal[
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """Answers commands of one name: takes the arguments, returns the answer's body, and may raise
 `RefusedError`."""
+
+
+def handler(function: Callable[..., Any]) -> Handler:
+    """Make a handler of a function, maybe async, that takes the arguments by name."""
+
+    async def handle(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        answer: Any = function(**arguments)
+        return await answer if isawaitable(answer) else answer
+
+    return handle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,11 +247,8 @@ class ControllerLink:
 
     async def take(self) -> tuple[ToController, ...]:
         """Wait until clients have sent requests or commands, or a status has arrived; return the
-        messages for the controller. Only one caller at a time.
-
-        Raises:
-            EndpointLostError: the endpoint has failed, or is closed.
-        """
+        messages for the controller. Only one caller at a time. Raises EndpointLostError: the
+        endpoint has failed, or is closed."""
         return await self._outbox.take()
 
     def deliver(self, messages: tuple[ToEndpoint, ...]) -> None:

@@ -232,12 +232,8 @@ class Bodies:
 
     async def read(self, scope: Scope, receive: Receive) -> BufferedRequest | None:
         """Read a request's body; None if the client disconnected before the body was complete. The
-        caller must `release` the request.
-
-        Raises:
-            RefusedError: the body is late (408), too large (413), or there is no memory for the
-                body now (429).
-        """
+        caller must `release` the request. Raises RefusedError: the body is late (408), too large
+        (413), or there is no memory for the body now (429)."""
         body = bytearray()
         request = None
         try:
@@ -338,10 +334,7 @@ class Admission:
     @contextlib.asynccontextmanager
     async def place(self, scope: Scope, request: BufferedRequest) -> AsyncIterator[bool]:
         """Hold a place while the context is open; False if the client disconnected while queued.
-
-        Raises:
-            RefusedError: the queue is full, or the request has waited too long (429).
-        """
+        Raises RefusedError: the queue is full, or the request has waited too long (429)."""
         if not generates(scope) or (session_id.get() or "").startswith(DRIVEN):
             yield True
         elif await self._enter(request):

@@ -221,10 +221,7 @@ class EpisodesFile:
 
     def write(self, report: SessionReport) -> None:
         """Write one line for each episode, with its session's id, its reward and its temperatures.
-
-        Raises:
-            OSError: the file cannot be written; it has no line of the session.
-        """
+        Raises OSError: the file cannot be written; it has no line of the session."""
         to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
         session = {"session_id": report.session_id}
         lines = [to_json(session | one) + "\n" for one in report.to_json()["episodes"]]

@@ -30,19 +30,13 @@ class Endpoint(Protocol):
 
     async def receive(self) -> tuple[ToController, ...]:
         """Wait for the next batch. After each `SystemStatus` that was sent to the endpoint, a batch
-        arrives, even if it is empty. Only one call may wait at a time.
-
-        Raises:
-            EndpointLostError: the endpoint's process is gone, has failed, or is closed.
-        """
+        arrives, even if it is empty. Only one call may wait at a time. Raises EndpointLostError:
+        the endpoint's process is gone, has failed, or is closed."""
 
     async def restart(self) -> None:
         """End what is left of a lost process, and start another one, under another name; `start`
-        then makes it serve under the same URLs.
-
-        Raises:
-            TorchtitanRLError, OSError: it did not start.
-        """
+        then makes it serve under the same URLs. Raises TorchtitanRLError, OSError: it did not
+        start."""
 
     async def start(self) -> None:
         """Serve. Raises as `restart` does."""
@@ -72,11 +66,8 @@ class EndpointRestarts:
         self._begun_s = -SETTLED_S  # when it began to serve
 
     async def restart(self, endpoint: Endpoint, error: EndpointLostError) -> Failure:
-        """Return the report of the loss when the endpoint serves again.
-
-        Raises:
-            EndpointLostError: the endpoint is given up.
-        """
+        """Return the report of the loss when the endpoint serves again. Raises EndpointLostError:
+        the endpoint is given up."""
         failure = Failure.of(Part.ENDPOINT, endpoint.name, error, now_s=loop_s())
         if loop_s() - self._begun_s >= SETTLED_S:
             self._num_quick = 0

@@ -137,11 +137,8 @@ class Retries:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _find(self, identity: Identity) -> _Run | None:
-        """The run that a request repeats; None if the request needs a new run.
-
-        Raises:
-            RefusedError: the request's idempotency key was used with another body (422).
-        """
+        """The run that a request repeats; None if the request needs a new run. Raises RefusedError:
+        the request's idempotency key was used with another body (422)."""
         self._forget_old()
         runs = self._by_key.get(identity.key, ())
         if identity.is_named:
@@ -157,11 +154,8 @@ class Retries:
         return likeliest
 
     async def _of_lost_process(self, identity: Identity) -> CurrentRun | None:
-        """Return the run of a lost process that a request repeats.
-
-        Raises:
-            RefusedError: the run was of another body (422).
-        """
+        """Return the run of a lost process that a request repeats. Raises RefusedError: the run was
+        of another body (422)."""
         if self._repeated is None or not (identity.is_named or identity.attempt):
             return None
         if failed := self._again.pop(identity.key, []):
@@ -184,11 +178,8 @@ class Retries:
         request: BufferedRequest,
         current: CurrentRun | None = None,
     ) -> _Run:
-        """Start a run for a request; ``current`` is that of a lost process.
-
-        Raises:
-            RefusedError: no more runs can be remembered (429).
-        """
+        """Start a run for a request; ``current`` is that of a lost process. Raises RefusedError: no
+        more runs can be remembered (429)."""
         number = self.num_remembered
         if number >= self._options.max_remembered:
             message = f"{number} requests that may be repeated are remembered: try again later."
@@ -302,11 +293,8 @@ class Identity:
 
 
 def identify(scope: Scope, body: bytes) -> Identity | None:
-    """The identity of a request; None if its headers do not say that it may be repeated.
-
-    Raises:
-        RefusedError: the idempotency key is empty or too long (400).
-    """
+    """The identity of a request; None if its headers do not say that it may be repeated. Raises
+    RefusedError: the idempotency key is empty or too long (400)."""
     if scope["method"] not in ("POST", "DELETE"):
         return None
     headers = {name.lower(): value for name, value in scope["headers"]}

@@ -30,13 +30,20 @@ from torchtitan_rl.errors import (
     TorchtitanRLError,
     WeightSyncError,
 )
+from torchtitan_rl.generation.commands import PauseMode
 from torchtitan_rl.rope_fields import with_flat_rope
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.routing.weights import SyncMode, SyncReport
 from torchtitan_rl.serving.bridge import BridgeCounts, EndpointBridge
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.serving.link import GAUGE_PREFIX, CommandName, Handler, SystemStatus
+from torchtitan_rl.serving.link import (
+    GAUGE_PREFIX,
+    CommandName,
+    Handler,
+    SystemStatus,
+    handler,
+)
 from torchtitan_rl.serving.restarts import Endpoint, EndpointRestarts
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.types import EngineStats
@@ -94,11 +101,8 @@ class EndpointService:
         return self._bridge.counts
 
     async def __aenter__(self) -> EndpointService:
-        """Return once the endpoint has received the system's status.
-
-        Raises:
-            Exception: the errors of `run_until_lost`.
-        """
+        """Return once the endpoint has received the system's status. Raises Exception: the errors
+        of `run_until_lost`."""
         self._running = asyncio.create_task(self._run(), name="endpoint bridge")
         self._running.add_done_callback(retrieve)
         ready = asyncio.create_task(self._bridge.ready())
@@ -183,26 +187,26 @@ def _router_handlers(router: GeneratorRouter) -> dict[CommandName, Handler]:
     A client's pause also ends when the training run pauses and resumes generation itself.
     """
 
-    async def pause(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def pause(mode: PauseMode) -> Mapping[str, Any]:
         try:
-            await router.pause(arguments["mode"])
+            await router.pause(mode)
         except GenerationError as error:  # waiting for running requests may take minutes
             message = "generation was resumed before all replicas had stopped"
             raise RefusedError(409, "resumed", message) from error
-        return {"is_paused": True, "mode": arguments["mode"]}
+        return {"is_paused": True, "mode": mode}
 
-    async def resume(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def resume() -> Mapping[str, Any]:
         await router.resume()
         return {"is_paused": False}
 
-    async def versions(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def versions() -> Mapping[str, Any]:
         return {
             "newest": router.newest_version,
             "replicas": router.versions(),
             "states": {name: state.value for name, state in router.states().items()},
         }
 
-    return {"pause": pause, "resume": resume, "versions": versions}
+    return {"pause": handler(pause), "resume": handler(resume), "versions": handler(versions)}
 
 
 def _replica_gauges(router: GeneratorRouter) -> dict[str, float]:
@@ -295,11 +299,8 @@ class WeightLoader:
         }
 
     async def publish(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Make all replicas pull tensors as the next version, which is returned.
-
-        Raises:
-            WeightSyncError: the version cannot be published, or no replica is left.
-        """
+        """Make all replicas pull tensors as the next version, which is returned. Raises
+        WeightSyncError: the version cannot be published, or no replica is left."""
         async with self._loading:
             version = self._router.newest_version + 1
             await self._publish(version, tensors, "hot_swap")
@@ -312,18 +313,12 @@ class WeightLoader:
         return await self._router.sync_weights(handle, mode=mode)
 
     def handlers(self) -> Mapping[CommandName, Handler]:
-        async def load(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-            return await self.load(**arguments)
-
-        return {"load": load}
+        return {"load": handler(self.load)}
 
 
 def _read(directory: Path, served: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a checkpoint of the served model.
-
-    Raises:
-        OSError, ValueError: the checkpoint is unreadable, or belongs to another model.
-    """
+    """Read the tensors of a checkpoint of the served model. Raises OSError, ValueError: the
+    checkpoint is unreadable, or belongs to another model."""
     from safetensors import SafetensorError
 
     config = _config(directory)

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from torchtitan_rl.aio import loop_s
 from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.errors import RefusedError
-from torchtitan_rl.serving.link import CommandName, Handler
+from torchtitan_rl.serving.link import CommandName, Handler, handler
 from torchtitan_rl.serving.middleware import DRIVEN
 from torchtitan_rl.serving.recording import (
     TURN_TOKENS,
@@ -58,11 +58,8 @@ class SessionDriver(Protocol):
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None, /
     ) -> Completion:
-        """Answer a request with a turn of the rollout. Cancelled when its caller is gone.
-
-        Raises:
-            RefusedError: the rollout refuses this request, or accepts no more requests.
-        """
+        """Answer a request with a turn of the rollout. Cancelled when its caller is gone. Raises
+        RefusedError: the rollout refuses this request, or accepts no more requests."""
 
     def reward_turns(self, request_ids: Collection[str], reward: float, /) -> None:
         """Give the branches with these turns a reward of their own."""
@@ -161,11 +158,8 @@ class Sessions:
         return completion
 
     def open(self, session_id: str | None = None) -> str:
-        """Open a session under a given id, or under a new one that cannot be guessed.
-
-        Raises:
-            RefusedError: the id is or was in use, or there are too many sessions.
-        """
+        """Open a session under a given id, or under a new one that cannot be guessed. Raises
+        RefusedError: the id is or was in use, or there are too many sessions."""
         session_id = session_id or secrets.token_hex(16)
         if session_id in self._open:
             raise RefusedError(400, "session_exists", f"session {session_id!r} is open already")
@@ -182,11 +176,8 @@ class Sessions:
             self._end(session, session.report(ending, reward))
 
     async def close(self, session_id: str, reward: float | None = None) -> SessionReport:
-        """End a session and its requests. With a reward the session's turns become episodes.
-
-        Raises:
-            RefusedError: the session is not open, or its episodes could not be stored.
-        """
+        """End a session and its requests. With a reward the session's turns become episodes. Raises
+        RefusedError: the session is not open, or its episodes could not be stored."""
         session = self._open.get(session_id)
         if session is None or session.is_closing:
             raise self._missing(session_id)
@@ -199,11 +190,8 @@ class Sessions:
     def reward_branch(
         self, session_id: str, reward: float, *, response_id: str, choice: int | None = None
     ) -> SessionReport:
-        """Give the branches of a response a reward of their own; the session stays open.
-
-        Raises:
-            RefusedError: the session is not open, or has no such response.
-        """
+        """Give the branches of a response a reward of their own; the session stays open. Raises
+        RefusedError: the session is not open, or has no such response."""
         session = self._open.get(session_id)
         if session is None or session.is_closing:
             raise self._missing(session_id)
@@ -221,11 +209,8 @@ class Sessions:
         return session.report()
 
     def read(self, session_id: str) -> SessionReport:
-        """The report of a session. For an ended session it has no episodes.
-
-        Raises:
-            RefusedError: no such session was ever open, or it is no longer remembered.
-        """
+        """The report of a session. For an ended session it has no episodes. Raises RefusedError: no
+        such session was ever open, or it is no longer remembered."""
         session = self._open.get(session_id)
         if session is not None:
             return session.report()
@@ -236,23 +221,14 @@ class Sessions:
     def handlers(self) -> Mapping[CommandName, Handler]:
         """The handlers of clients' commands, whose arguments `routes` has checked."""
 
-        async def open_(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-            return {"session_id": self.open(arguments.get("session_id"))}
-
-        async def close(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-            return (await self.close(arguments["session_id"], arguments.get("reward"))).to_json()
-
-        async def reward_branch(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-            return self.reward_branch(**arguments).to_json()
-
-        async def read(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-            return self.read(arguments["session_id"]).to_json()
+        async def close(**arguments: Any) -> Mapping[str, Any]:
+            return (await self.close(**arguments)).to_json()
 
         return {
-            "session.open": open_,
-            "session.close": close,
-            "session.reward_branch": reward_branch,
-            "session.read": read,
+            "session.open": handler(lambda **given: {"session_id": self.open(**given)}),
+            "session.close": handler(close),
+            "session.reward_branch": handler(lambda **given: self.reward_branch(**given).to_json()),
+            "session.read": handler(lambda **given: self.read(**given).to_json()),
         }
 
     def counts(self) -> Mapping[str, float]:

@@ -76,10 +76,7 @@ def load(spec: Mapping[str, Any]) -> vf.Env:
 def local(name: str, agent: vf.AgentConfig, taskset_id: str) -> vf.AgentConfig:
     """Complete the agent's configuration. If the environment does not say how to run the agent, it
     runs in this process, as a chat: verifiers would give the policy a shell in a remote sandbox.
-
-    Raises:
-        ValueError: the agent runs code, and no option says where.
-    """
+    Raises ValueError: the agent runs code, and no option says where."""
     import verifiers.v1 as vf
     from verifiers.v1.configs.env import default_agent_harness
 
