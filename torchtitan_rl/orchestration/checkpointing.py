@@ -310,16 +310,15 @@ _GROUPS = msgspec.msgpack.Decoder(tuple[tuple[Entry, ...], tuple[SavedRollout, .
 def choose_checkpoint(
     checkpoints: CheckpointDirectory, journal: Journal, *, checksums: bool = True
 ) -> NewestCheckpoint:
-    """Find the newest usable checkpoint: one whose parts can all be read and fit together. Call
-    this before any process of the run starts.
+    """Find the newest checkpoint whose parts can all be read and fit together, before any process
+    of the run starts.
 
     Newer, unusable checkpoints are set aside, with the reason in ``passed_over``. ``path`` is None
     if no checkpoint was ever written: the run then continues from its journal.
 
-    Raises:
-        ConfigError: an older version of the system wrote a checkpoint. Nothing is changed.
+    Raises, and changes nothing:
+        ConfigError: an older version of the system wrote a checkpoint.
         CheckpointError: there are checkpoints but none is usable, or a newer one cannot be read.
-            Nothing is changed.
     """
     found = checkpoints.choose(lambda path: why_not_resumable(path, journal), checksums=checksums)
     if found.path is None:
@@ -328,13 +327,9 @@ def choose_checkpoint(
 
 
 def why_not_resumable(path: Path, journal: Journal) -> str | None:
-    """Return the reason why a run cannot resume from a complete checkpoint; None if it can.
-
-    Raises:
-        ConfigError: an older version of the system wrote the checkpoint.
-        CheckpointUnreadableError: the operating system cannot read a file of the checkpoint, or the
-            journal.
-    """
+    """Return the reason why a run cannot resume from a complete checkpoint; None if it can. Raises
+    ConfigError as `read_position`, and CheckpointUnreadableError if the operating system cannot
+    read a file."""
     try:
         saved, step = read_saved_run(path), step_of(path)
         position = saved.position

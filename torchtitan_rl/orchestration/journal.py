@@ -4,16 +4,14 @@ A turn is one row, committed before `append` returns: killing the process (kill 
 and a turn is stored whole or not at all. Nothing is synced to disk, so a loss of power may damage
 the file. Damaged rows are ignored, and their turns are sampled again.
 
-The key of a row consists of the checkpoint before the turn (a step, and a mark that distinguishes
-checkpoints of one step), the turn's rollout and the turn's number. A resumed run deletes the rows
-that it does not use. If checkpoint 10 is found to be damaged, the rows of checkpoints 5 and 10
-together contain all turns after checkpoint 5.
+The key of a row is the checkpoint before the turn (a step, and a mark that distinguishes those of
+one step), the turn's rollout and the turn's number. A resumed run deletes the rows that it does not
+use. If checkpoint 10 is found to be damaged, the rows of checkpoints 5 and 10 together contain all
+turns after checkpoint 5.
 
-Turns that no resumed run can use are not written. These are turns with a token whose version is
-newer than the checkpoint's version: a trainer restored from the checkpoint has not reached it (see
-`records.usable_turns`). So the file contains tokens of a few versions at most, even if no
-checkpoint is written for a long time. Each row contains a fingerprint of the turn before it. So a
-rollout that has lost a turn, or that began again, is never continued with the wrong turns.
+Turns that no resumed run can use, because a token is newer than the checkpoint's version (see
+`records.usable_turns`), are not written. Each row contains a fingerprint of the turn before it, so
+a rollout that has lost a turn, or that began again, is never continued with the wrong turns.
 
 On storage without file locks (some network file systems), a folder next to the file is the lock
 during each transaction (SQLite's VFS "unix-dotfile", https://www.sqlite.org/vfs.html).

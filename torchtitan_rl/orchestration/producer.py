@@ -65,7 +65,9 @@ class Producer:
         while True:
             await self._state.wait_until(
                 lambda: (
-                    self._failure is not None or self._must_report_outcomes() or self._may_admit()
+                    self._failure is not None
+                    or self._must_report_outcomes()
+                    or (self._has_room() and (not self._state.skipped or self._may_replace()))
                 ),
                 "the dataset waits for room in the buffer",
             )
@@ -87,13 +89,9 @@ class Producer:
             await asyncio.wait(ending)
 
     def restart(self, group_ids: Sequence[str]) -> None:
-        """Discard the tokens of these groups, and roll the groups out again at the current version.
-
-        This method does not await. If it is called right after the optimizer step, the groups
-        belong to that step's version. New rollouts start when the old ones have ended. After the
-        last step the groups are not rolled out again: they wait for a resumed run that has more
-        steps.
-        """
+        """Discard the tokens of these groups, and roll the groups out again at the current version
+        (without an await: right after the optimizer step that is the step's). New rollouts start
+        when the old ones have ended. After the last step they wait for a resumed run."""
         for name in group_ids:
             old = self._newest.get(name)
             if old is not None:
@@ -104,23 +102,14 @@ class Producer:
             if not self._is_over():
                 self._launch(entry, after=old)
 
-    def _may_admit(self) -> bool:
-        return self._has_room() and (not self._state.skipped or self._may_replace())
-
     def _must_report_outcomes(self) -> bool:
-        """Whether to report outcomes now, because a whole batch of groups was skipped.
-
-        True only for a dataset that chooses by earlier outcomes. Without these reports, a dataset
-        whose problems are all skipped would never learn that they are.
-        """
+        """Whether to report outcomes now, because a whole batch of groups was skipped: a dataset
+        that chooses by outcomes would not learn that all its problems are skipped."""
         return self._has_skipped_a_batch() and not self._is_over() and self._may_replace()
 
     def _may_replace(self) -> bool:
-        """Whether new groups may replace skipped ones now.
-
-        At staleness 0, a dataset that chooses by earlier outcomes is called only when all running
-        groups have ended: its choice must not depend on the order in which groups end.
-        """
+        """Whether new groups may replace skipped ones now. At staleness 0, the choice of a dataset
+        by earlier outcomes must not depend on the order in which running groups end."""
         if not self._adapts or self._config.schedule.staleness > 0:
             return True
         return all(entry.group is not None for entry in self._buffer.entries)
@@ -218,8 +207,8 @@ class Producer:
         return teachers is not None and teachers.teach(problem)
 
     async def _score_tokens(self, rollout: Rollout, problem: Problem) -> Rollout:
-        """Let the teacher score a rollout. If it fails, the run ends; until it has been saved, the
-        rollout and its siblings continue, so that no token of them is lost."""
+        """Let the teacher score a rollout. If it fails, the run ends, but the rollout goes on until
+        it has been saved."""
         assert self._parts.teachers is not None
         try:
             return await self._parts.teachers.score(rollout, problem)
@@ -250,14 +239,13 @@ class Producer:
         if self._skipped_in_a_row >= most:
             raise NothingTrainedError(
                 f"{self._skipped_in_a_row} groups in a row had rewards that do not differ, and "
-                "schedule.zero_variance is skip: the problems are all solved or all too hard; see "
-                "the rewards in rollouts.jsonl, or give schedule.zero_variance train or a higher "
-                "schedule.max_empty_batches"
+                "schedule.zero_variance is skip: the problems are all solved or all too hard; give "
+                "schedule.zero_variance train or a higher schedule.max_empty_batches"
             )
 
     def _has_signal(self, group: RolloutGroup) -> bool:
-        """Whether to train on the group. A teacher is a signal even if the rewards do not differ.
-        Groups without any reward are kept too: the batcher reports their failures."""
+        """Whether to train on the group: a teacher is a signal, too, and the batcher reports the
+        failures of groups without any reward."""
         failed = all(rollout.reward is None for rollout in group.rollouts)
         is_taught = self._is_scored(group.problem) or bool(
             self._config.teacher.source_for(group.problem.task)

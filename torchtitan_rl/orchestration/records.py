@@ -75,11 +75,10 @@ class StepRecord:
     publishing the previous step's weights, ``trainer_busy_s`` training, publishing and saving.
     ``syncs`` are the weight syncs that ended in this time.
 
-    ``episodes`` are the groups' episodes as they were trained on; ``trainer_logprobs`` has for each
-    of them the logprobs of its tokens in the trainer (NaN where not trained on), or None. It is
-    empty if the step did not train. ``overtaken`` has the ids of
-    groups in the batch that were trained after younger groups; ``flat`` has the ids of groups whose
-    advantages are all 0. ``dataset`` has the dataset's metrics after the outcomes of the previous
+    ``episodes`` are those that were trained on; ``trainer_logprobs`` has for each the logprobs of
+    its tokens in the trainer (NaN where not trained on), or None; empty if the step did not train.
+    ``overtaken`` and ``flat`` have the ids of groups that were trained after younger ones, and of
+    those whose advantages are all 0. ``dataset``: the metrics after the outcomes of the previous
     step.
     """
 

@@ -122,7 +122,14 @@ class Watchdog:
     def poll(self) -> None:
         """Poll once. Raises DeadlineError like `run`."""
         now_s = self._waits.now_s()
-        self._measure_quiet(now_s)
+        newest_s = max((activity.since_s for activity in self._activities()), default=None)
+        seen = (self._num_changes(), newest_s)
+        if seen != self._last_seen:
+            self._last_seen = seen
+            self._quiet_s, self._num_reports = 0.0, 0
+        else:
+            self._quiet_s += min(now_s - self._last_poll_s, 2 * self.tick_s)
+        self._last_poll_s = now_s
         limited = [(wait, wait.limit_s) for wait in self._waits.open() if wait.limit_s is not None]
         for wait, limit_s in limited:
             if now_s - wait.since_s > limit_s:
@@ -150,16 +157,6 @@ class Watchdog:
 
     def _report(self, headline: str) -> str:
         return f"{headline}:\n{self.chain() or '  no wait is listed'}"
-
-    def _measure_quiet(self, now_s: float) -> None:
-        newest_s = max((activity.since_s for activity in self._activities()), default=None)
-        seen = (self._num_changes(), newest_s)
-        if seen != self._last_seen:
-            self._last_seen = seen
-            self._quiet_s, self._num_reports = 0.0, 0
-        else:
-            self._quiet_s += min(now_s - self._last_poll_s, 2 * self.tick_s)
-        self._last_poll_s = now_s
 
 
 def _describe_activities(activities: Sequence[RolloutActivity], now_s: float) -> str:

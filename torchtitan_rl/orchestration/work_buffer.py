@@ -234,21 +234,13 @@ class WorkBuffer:
     def _check_age(self, chosen: list[Entry], version: int) -> None:
         oldest_allowed = version - self._capacity.staleness
         for entry in chosen:
-            versions = [entry.admitted_version, *_token_versions(entry.group)]
-            if min(versions) < oldest_allowed:
+            rollouts = entry.group.rollouts if entry.group else ()
+            turns = [turn for rollout in rollouts for turn in rollout.turns]
+            runs = [run for turn in turns for run in turn.completion.version_runs]
+            oldest = min([entry.admitted_version, *(run.version for run in runs)])
+            if oldest < oldest_allowed:
                 raise StalenessError(
                     f"group {entry.group_id}, admitted at version {entry.admitted_version}, has "
-                    f"tokens of version {min(versions)} and would be trained at {version}; "
+                    f"tokens of version {oldest} and would be trained at {version}; "
                     f"schedule.staleness is {self._capacity.staleness}"
                 )
-
-
-def _token_versions(group: RolloutGroup | None) -> list[int]:
-    if group is None:
-        return []
-    return [
-        run.version
-        for rollout in group.rollouts
-        for turn in rollout.turns
-        for run in turn.completion.version_runs
-    ]

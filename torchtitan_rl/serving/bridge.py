@@ -41,6 +41,7 @@ from torchtitan_rl.serving.link import (
     SystemStatus,
     ToController,
     ToEndpoint,
+    handler,
 )
 from torchtitan_rl.serving.restarts import Endpoint, EndpointRestarts
 from torchtitan_rl.serving.runs import ClientCall, Runs
@@ -95,14 +96,14 @@ class EndpointBridge:
     ) -> None:
         self._endpoint = endpoint
         self._complete = complete
-        self._handlers = {**handlers, "repeat": self._take_run}
+        self._runs = Runs()
+        self._handlers = {**handlers, "repeat": handler(self._runs.take)}
         self._read_status = status
         self._status_interval_s = status_interval_s
         self._outbox: Outbox[ToEndpoint] = Outbox(interval_s=interval_s)
         self._restarts = restarts
         self._grace_s = grace_s
         self._calls: dict[CallId, ClientCall] = {}  # those whose end is to be sent
-        self._runs = Runs()
         self._num_adopted = 0  # requests, since the last restart
         self._settling: tuple[Failure, asyncio.TimerHandle] | None = None
         self._tasks: set[asyncio.Future[Any]] = set()  # requests, aborted or not, and commands
@@ -265,13 +266,9 @@ class EndpointBridge:
             self._outbox.put(_renamed(progress, call.call_id))
 
     async def _answer(self, command: Command) -> Mapping[str, Any]:
-        handler = self._handlers.get(command.name)
-        if handler is None:
+        if command.name not in self._handlers:
             raise RefusedError(404, "not_available", f"{command.name} is not available here")
-        return await handler(command.arguments)
-
-    async def _take_run(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self._runs.take(arguments["key"])
+        return await self._handlers[command.name](command.arguments)
 
     def _on_done(self, call: ClientCall, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
@@ -304,9 +301,10 @@ class EndpointBridge:
             if self._is_closing:
                 return RefusedError(503, "shutting_down", "the system is shutting down")
             return RefusedError(503, "cancelled", "the request was cancelled")
-        error = task.exception()
-        if error is None or isinstance(error, Exception):
-            return None if error is None else _refusal_of(error)
+        if (error := task.exception()) is None:
+            return None
+        if isinstance(error, Exception):
+            return _refusal_of(error)
         raise error
 
 

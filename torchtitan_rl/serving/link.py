@@ -63,8 +63,9 @@ def handler(function: Callable[..., Any]) -> Handler:
     """Make a handler of a function, maybe async, that takes the arguments by name."""
 
     async def handle(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        answer: Any = function(**arguments)
-        return await answer if isawaitable(answer) else answer
+        answer = function(**arguments)
+        found: Mapping[str, Any] = await answer if isawaitable(answer) else answer
+        return found
 
     return handle
 

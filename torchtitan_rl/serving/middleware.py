@@ -69,7 +69,7 @@ async def request_scope() -> AsyncIterator[None]:
         yield
     finally:
         _at_end.reset(token)
-        await asyncio.shield(asyncio.ensure_future(_close(stack)))
+        await asyncio.shield(_close(stack))
 
 
 async def _close(stack: contextlib.AsyncExitStack) -> None:
@@ -99,8 +99,7 @@ def checked_session_id(text: str) -> str:
 
 
 def is_open(scope: Scope) -> bool:
-    """Whether the request needs no key: ``GET /health``, which says only whether the endpoint
-    serves."""
+    """Whether the request needs no key, because it says only whether the endpoint serves."""
     return bool(scope["path"] == "/health" and scope["method"] == "GET")
 
 
@@ -264,20 +263,18 @@ class Bodies:
             chunk, more = message.get("body", b""), message.get("more_body", False)
             num_received += len(chunk)
             num_bytes = max(num_bytes, num_received)
-            if num_bytes <= self._max_bytes:
-                self._hold(chunk, body)
+            if num_bytes > self._max_bytes:
+                continue
+            if self._held_bytes + len(chunk) > _MAX_HELD_BODIES * self._max_bytes:
+                why = "The server holds as many bytes of requests as it may."
+                headers = {"retry-after": "1", **_CLOSE}
+                raise RefusedError(429, "too_many_bytes", why, headers=headers)
+            self._held_bytes += len(chunk)
+            body += chunk
         if num_bytes > self._max_bytes:
             why = f"The request's body is larger than {self._max_bytes} bytes."
             raise RefusedError(413, "body_too_large", why, headers=_CLOSE)
         return True
-
-    def _hold(self, chunk: bytes, body: bytearray) -> None:
-        if self._held_bytes + len(chunk) > _MAX_HELD_BODIES * self._max_bytes:
-            message = "The server holds as many bytes of requests as it may."
-            headers = {"retry-after": "1", **_CLOSE}
-            raise RefusedError(429, "too_many_bytes", message, headers=headers)
-        self._held_bytes += len(chunk)
-        body += chunk
 
 
 def _announced_bytes(scope: Scope) -> int:

@@ -184,7 +184,13 @@ class Sessions:
         await session.stop(reward)
         ending = SessionEnding.UNREWARDED if reward is None else SessionEnding.REWARDED
         report = session.report(ending, reward)
-        self._store(session, report)
+        try:
+            if self._keep is not None and report.episodes:
+                self._keep(report)
+        except OSError as error:
+            session.is_closing = False
+            message = f"the session is still open, for its episodes could not be written: {error}"
+            raise RefusedError(503, "episodes_not_written", message) from error
         return self._end(session, report)
 
     def reward_branch(
@@ -309,16 +315,6 @@ class Sessions:
             self._ended.popitem(last=False)
         self._counts.update(report)
         return report
-
-    def _store(self, session: _Session, report: SessionReport) -> None:
-        if self._keep is None or not report.episodes:
-            return
-        try:
-            self._keep(report)
-        except OSError as error:
-            session.is_closing = False
-            message = f"the session is still open, for its episodes could not be written: {error}"
-            raise RefusedError(503, "episodes_not_written", message) from error
 
     def _missing(self, session_id: str) -> RefusedError:
         if session_id in self._open or session_id in self._ended:

@@ -126,7 +126,8 @@ def encode_calls(calls: tuple[ToReplica, ...]) -> Iterator[bytes]:
 
 def decode_calls(data: bytes) -> tuple[ToReplica, ...]:
     """Undo `encode_calls`. ValueError: the bytes are not from there."""
-    return tuple(map(_call_of, _decode(_SENT, data)))
+    sent = _decode(_SENT, data)
+    return tuple(map(_call_of, sent))
 
 
 def encode_ends(messages: tuple[FromReplica, ...]) -> bytes:
@@ -135,7 +136,8 @@ def encode_ends(messages: tuple[FromReplica, ...]) -> bytes:
 
 def decode_ends(data: bytes) -> tuple[FromReplica, ...]:
     """Undo `encode_ends`. ValueError: the bytes are not from there."""
-    return tuple(map(_message_of, _decode(_RECEIVED, data)))
+    received = _decode(_RECEIVED, data)
+    return tuple(map(_message_of, received))
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
