@@ -108,11 +108,8 @@ class Controller:
         }
 
     async def run(self, *, resume_from: NewestCheckpoint | None) -> None:
-        """Take all remaining steps.
-
-        Args:
-            resume_from: the result of `choose_checkpoint`, which may have found no checkpoint. With
-                None a new run begins.
+        """Take all remaining steps. ``resume_from`` is the result of `choose_checkpoint`, which may
+        have found no checkpoint; with None a new run begins.
 
         Raises:
             StopRequested: `request_stop` was called; a checkpoint is written.

@@ -1,9 +1,8 @@
 """Evaluation alongside training: fixed problems and seeds, on one pinned policy version.
 
 Invariants: all tokens of an evaluation have one version. Training does not wait for an evaluation,
-unless both need the same replica or devices. If the replica of an evaluation dies, the evaluation
-is repeated on another replica with the same version; if there is no such replica, the evaluation is
-skipped, with a line on the console.
+unless both need the same replica or devices. If its replica dies, it is repeated on another one
+with the same version; if there is none, it is skipped, with a line on the console.
 """
 
 from __future__ import annotations
@@ -49,10 +48,8 @@ class Evaluator:
         return {"version": self._version, "done": self._num_done, "total": total}
 
     async def start(self, step: int, version: int) -> None:
-        """Pin a replica that holds ``version``, the step's version, and evaluate in the background.
-
-        Returns when the replica is pinned. Waits for a running evaluation and for a free replica.
-        """
+        """Pin a replica that holds ``version``, the step's, and evaluate in the background. Waits
+        for a running evaluation and for a free replica."""
         await self.finish()
         self._is_pinned = False
         task = self._running.start(f"evaluation {step}", self._run, step, version)
@@ -81,10 +78,8 @@ class Evaluator:
             try:
                 async with self._state.parts.router.pin(version) as pin:
                     if pin.version != version:
-                        recorder.say(
-                            f"NO EVALUATION after step {step}: no replica holds version {version} "
-                            "any more"
-                        )
+                        why = f"no replica holds version {version} any more"
+                        recorder.say(f"NO EVALUATION after step {step}: {why}")
                         return
                     self._is_pinned = True
                     self._state.notify()

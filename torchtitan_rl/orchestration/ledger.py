@@ -2,16 +2,14 @@
 with the replicas' own counts.
 
 Tokens are recorded twice, and both records must agree: when a request ends (`on_ended`), and when a
-group leaves the buffer (with the token counts of its batch). `WorkBuffer` reports the groups that
-enter and leave it.
+group leaves the buffer (with the token counts of its batch).
 
 Invariants, at any moment: tokens ``generated = trained + masked + discarded + buffered``; groups
 ``admitted = trained + discarded + buffered``. A group leaves once. A request is recorded once,
-however it ends. Tokens that the request's caller does not receive are discarded in the same call.
-So the tokens that the ledger has for a group are exactly the tokens of the group's rollouts. A call
-that would break an invariant raises an error and changes nothing. Every token that a live replica
-sampled belongs to a running request, or was recorded at the end of its request; `Reconciliation`
-counts all other tokens in a metric that must be 0.
+however it ends. Tokens that its caller does not receive are discarded in the same call, so the
+ledger has exactly the tokens of a group's rollouts. A call that would break an invariant raises an
+error and changes nothing. Every token that a live replica sampled belongs to a running request, or
+was recorded at its end; `Reconciliation` counts all others in a metric that must be 0.
 """
 
 from __future__ import annotations

@@ -105,11 +105,9 @@ class RunState:
         return Outcome(problem=group.problem, solved=fmean(solved) if solved else None)
 
     def record_outcomes(self, trained: Sequence[RolloutGroup]) -> None:
-        """Report to the dataset the outcomes of a step's groups and of skipped groups.
-
-        Outcomes are reported only here, after a step or a skipped batch, so that the dataset's
-        choices do not depend on the order in which groups finish.
-        """
+        """Report to the dataset the outcomes of a step's groups and of skipped groups, only after a
+        step or a skipped batch, so that its choices do not depend on the order in which they
+        finish."""
         skipped = sorted(self.skipped, key=lambda outcome: outcome.problem.problem_id)
         self.skipped.clear()
         if isinstance(self.parts.dataset, AdaptiveDataset):

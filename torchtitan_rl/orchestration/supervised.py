@@ -255,8 +255,7 @@ class SupervisedController:
         return min(wanted or there, there)
 
     async def _sums(self, examples: Sequence[Example]) -> npt.NDArray[np.float64]:
-        """Return the sum of the learned tokens' logprobs of each episode, under the current
-        weights."""
+        """Return the sum of the learned tokens' logprobs of each episode."""
         sums = [np.empty(0)]
         for start in range(0, len(examples), _ROWS_AT_A_TIME):
             batch = packed(examples[start : start + _ROWS_AT_A_TIME])
@@ -269,8 +268,7 @@ class SupervisedController:
         return np.concatenate(sums)
 
     async def _complete_references(self) -> None:
-        """Read the reference logprobs of all pairs of the run. Compute and write those that are
-        missing: all of a new run, and those of further steps of a resumed one."""
+        """Read the reference logprobs of all pairs of the run. Compute and write missing ones."""
         with suppress(FileNotFoundError, msgspec.DecodeError):
             self._references = msgspec.json.decode(
                 self._references_file.read_bytes(), type=dict[str, tuple[float, float] | None]

@@ -2,7 +2,7 @@
 steps since then again, with the same batches; generation continues meanwhile.
 
 A trainer is lost if one of its processes dies, or if a call exceeds its deadline (a collective that
-never ends). All its processes are then ended.
+never ends); all its processes are ended.
 
 Invariants
 - Callers notice nothing but the time: a call that was interrupted is made again, on weights of the

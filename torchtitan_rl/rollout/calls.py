@@ -181,12 +181,9 @@ async def within(
     *args: Any,
     name: str | None = None,
 ) -> _T:
-    """Return the result of an async function, which is cancelled after ``timeout_s`` or with the
-    caller.
-
-    With ``timeout_s`` None there is no limit. A call that ignores its cancellation for another
-    ``timeout_s`` (at most `_GRACE_S`) is abandoned, and counted under ``name`` (default: the
-    function's name).
+    """Return the result of an async function, which is cancelled after ``timeout_s``, if given, or
+    with the caller. A call that ignores this for another ``timeout_s`` (at most `_GRACE_S`) is
+    abandoned, and counted under ``name`` (default: the function's).
 
     Raises:
         CallTimeoutError: there was no result within ``timeout_s``.

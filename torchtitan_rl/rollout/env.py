@@ -61,16 +61,15 @@ class Terminal:
 class TokenEnv(Protocol):
     """The environment of one rollout, in token ids. Each rollout gets a new instance.
 
-    Methods are called one after another, on the event loop that all rollouts share. A method that
-    blocks stops all rollouts, so wrap blocking environments with `threaded`. Only `close` may be
-    called while another call still runs; this happens if that call exceeded its time limit. An
-    exception ends only this rollout, with ``RolloutStatus.ENV_ERROR``.
+    Methods are called one after another, on the event loop that all rollouts share, which a
+    blocking method would stop: see `threaded`. Only `close` may be called while another call still
+    runs, because that exceeded its time limit. An exception ends only this rollout, with
+    ``RolloutStatus.ENV_ERROR``.
 
-    Two attributes are optional. ``messages`` is the conversation, which is copied as JSON to
-    ``Rollout.messages``. ``replays = True`` declares that `reset` and `step` with the same
-    completions rebuild the environment: the environment depends only on its problem and changes
-    nothing outside itself. A resumed run continues environments that replay or are `Stateful`, and
-    starts the rollouts of all others again.
+    Two attributes are optional. ``messages`` is the conversation, for ``Rollout.messages``.
+    ``replays = True`` declares that `reset` and `step` with the same completions rebuild the
+    environment: it depends only on its problem and changes nothing outside itself. A resumed run
+    continues environments that replay or are `Stateful`, and starts all others again.
 
     This environment asks for one token and rewards token 7:
 

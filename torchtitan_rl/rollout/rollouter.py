@@ -60,11 +60,10 @@ class ScoreTokens(Protocol):
 class Rollouter:
     """Runs groups, any number of them concurrently, on one event loop.
 
-    ``environment`` is called on the event loop and must be quick; slow set-up belongs in the
-    environment's ``reset``. Without a ``rubric``, rollouts get the reward of their environment.
-    ``active_time`` (usually the router's clock) is stopped while no rollout can generate.
-    ``num_replicas`` returns the number of replicas that share a step's rollouts now. A rollout
-    takes one of the ``places``, except in calls with another ``generate``.
+    ``environment`` is called on the event loop and must be quick. Without a ``rubric``, rollouts
+    get the reward of their environment. ``active_time`` (usually the router's clock) is stopped
+    while no rollout can generate. ``num_replicas`` returns the number of replicas that share a
+    step's rollouts now. A rollout takes one of the ``places``, except with another ``generate``.
     """
 
     def __init__(
@@ -128,28 +127,25 @@ class Rollouter:
 
         Args:
             seed: the run's seed, from which the seed of each request is derived.
-            temperature: replaces the configured sampling (for validation): completions are then
-                sampled from all tokens.
+            temperature: for validation: completions are then sampled from all tokens.
             on_rollout: called once for each sibling, with its final status and reward; with
                 CANCELLED if this call is cancelled.
             attempt: changes the ids and seeds of the requests.
             min_version: no token is sampled under an older policy.
-            recorded: siblings to continue, by rollout id: finished turns are not sampled again.
-                Records of another attempt are discarded.
+            recorded: siblings of this attempt to continue, by rollout id: finished turns are not
+                sampled again.
             on_turn: called with the rollout so far, once for each turn that the environment has
                 answered, except recorded ones.
             on_discard: called with the number of tokens that are in no rollout of the group:
-                recorded tokens that cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and tokens
-                of a refused completion.
+                recorded ones that cannot be used (`ENV_NOT_RESUMABLE`, `ROLLED_BACK`), and those of
+                a refused completion.
             generate, active_time: replace those of the `Rollouter` for this call.
-            score_tokens: called with each rollout that has a reward; returns it with a teacher's
-                scores.
+            score_tokens: called with each rollout that has a reward.
 
         Raises:
-            asyncio.CancelledError: the call was cancelled from outside; all environments are
-                closed.
-            ExceptionGroup: ``on_turn``, ``on_discard``, ``on_rollout`` or ``score_tokens`` raised,
-                or too many abandoned calls hang (`HangingCallsError`). The siblings are cancelled.
+            asyncio.CancelledError: the call was cancelled; all environments are closed.
+            ExceptionGroup: a callback raised, or too many abandoned calls hang
+                (`HangingCallsError`). The siblings are cancelled.
         """
         sampling = self._config.sampling
         if temperature is not None:

@@ -90,20 +90,13 @@ class GeneratorRouter:
         await self._requests.abort(request_ids)
 
     async def partials(self) -> dict[str, Completion]:
-        """Return the partial completion of every running request, by id, with exact versions.
-
-        This is for checkpoints: each partial completion can be the ``resume_from`` of the same
-        request. Decoding is not interrupted. If a replica does not answer in time, its requests
-        have only the tokens reported before.
-        """
+        """Return the partial completion of every running request, by id, which can be its
+        ``resume_from``, without interrupting it. If a replica does not answer in time, its requests
+        have only the tokens reported before."""
         return await self._requests.partials()
 
     async def account(self) -> dict[str, ReplicaAccount]:
-        """Return by replica the number of tokens that it sampled, and what happened to them.
-
-        ``unaccounted``, the number of a live replica's tokens that were not received and do not
-        belong to a running request, must be 0. Decoding is not interrupted.
-        """
+        """Return by replica the number of tokens that it sampled, and what happened to them."""
         return await self._requests.accounts()
 
     def received_tokens(self) -> int:
@@ -120,12 +113,11 @@ class GeneratorRouter:
 
         With ``keep``, running requests freeze with their KV cache. With ``abort``, they are
         interrupted, which empties the engines, and continue after `resume`. With ``wait``, they
-        finish first. New requests wait in the router. Paused time does not count against time-outs,
-        except while ``wait`` lets requests finish. Weights can be pulled during a pause. A replica
-        that does not stop is marked dead.
+        finish first, and only then time-outs stop. New requests wait in the router. Weights can be
+        pulled during a pause. A replica that does not stop is marked dead.
 
         With ``pinned`` False (only with ``abort``), pinned replicas continue to serve their pins,
-        including pins that begin later; all their other requests are interrupted too.
+        including later ones; all their other requests are interrupted.
 
         Raises:
             GenerationError: `resume` was called before all replicas were paused.
@@ -140,12 +132,8 @@ class GeneratorRouter:
 
     async def sleep(self) -> None:
         """Pause with mode ``abort``, and release the devices of all replicas, including pinned
-        ones.
-
-        The interrupted requests wait in the router; this does not count against their time-outs. A
-        running weight swap is finished first, and none begins before `wake_up`. A replica that does
-        not fall asleep is marked dead. Waits for the end of `keeping_awake`.
-        """
+        ones. A running weight swap is finished first, and none begins before `wake_up`. A replica
+        that does not fall asleep is marked dead. Waits for the end of `keeping_awake`."""
         await self._pool.wait_until(lambda: not self._pool.num_keeping_awake)
         await put_to_sleep(self._pool, timeout_s=self._sync_timeout_s)
 

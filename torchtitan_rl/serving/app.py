@@ -13,22 +13,18 @@ passes before it reaches the application.
 
 Everything is plain ASGI, so streams pass chunk by chunk and a client's disconnect reaches the
 application's handlers. Requests of other runs (`tenant_routes`) pass only `authenticate` and
-`Bodies`. ``GET /health`` needs no key; it passes only `answer_errors`, so that clients without a
-key take no place in the queue.
+`Bodies`; ``GET /health``, which needs no key, only `answer_errors`: it takes no place in the queue.
 
-`check_body` checks the JSON of a request's body before the application gets it:
+`check_body` checks the JSON of a request's body; the application checks all other fields:
 
 - It must be valid JSON in UTF-8, without NaN, infinity, lone surrogates or integers of more than
   64 bits: each of these makes some handler fail with a 500.
 - Its nesting, and the total numbers of completions and tokens that it requests, are limited.
 - Repetitions in a JSON schema (``minItems`` and similar) are limited: a grammar library would
   unroll a billion of them and run out of memory. So are the lengths of alternatives (``enum``,
-  ``choice``), patterns and literals, because it takes time in the square of a length, in which the
-  engine does not step.
-- Its content must be text, on every route, for every role and at any depth: vLLM refuses most other
-  parts, and silently drops some (a document in a tool's result, an image next to a text).
-
-All other fields are checked by the application.
+  ``choice``), patterns and literals: their squares take time in which the engine does not step.
+- Its content must be text, for every role and at any depth: vLLM refuses most other parts, and
+  silently drops some (a document in a tool's result, an image next to a text).
 """
 
 from __future__ import annotations

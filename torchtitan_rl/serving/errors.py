@@ -85,13 +85,11 @@ async def answer_errors(
     """Call ``handle`` with a ``send``, and answer the request with an error if ``handle`` raises.
 
     A `RefusedError` is answered with its own status and body. Any other exception, and (with
-    ``replaces_500``) every 500 that ``handle`` sends, becomes one sentence with an incident id. The
-    traceback, or the message that was sent, is logged under that id. Other errors that ``handle``
-    sends pass unchanged, in the shape of their route.
+    ``replaces_500``) every 500 that ``handle`` sends, becomes one sentence with an incident id,
+    under which the traceback or message is logged. Other errors pass in the shape of their route.
 
-    Invariants: a response that has begun is never followed by another response. If the application
-    fails after the response has begun, the response stays unfinished: the server cuts the
-    connection, and the client sees that the response is incomplete.
+    Invariant: a response that has begun is never followed by another one. If the application fails
+    then, the server cuts the connection, and the client sees that the response is incomplete.
     """
     answer = _Answer(scope, send, replaces_500=replaces_500)
     try:

@@ -6,12 +6,10 @@ router and the sessions. Requests and commands of clients are calls to the contr
 back the progress and the end of each call. Calls are gathered on the HTTP server's thread; a batch
 from the controller may arrive on any thread, and reaches the HTTP server's thread in one callback.
 
-Invariants: a request that is submitted and not aborted has exactly one end, and a command has
-exactly one answer or error. This also holds when the controller is lost (that is, it has delivered
-nothing for a while, not even the system's status), when the endpoint has failed, and when the link
-is closed. An aborted or ended request gets no further messages. If a problem is leased for a caller
-who is gone, the problem is given back. A failure of the endpoint, or closing the link, ends the
-channel.
+Invariants: a request that is submitted and not aborted has exactly one end, and a command exactly
+one answer or error, also when the controller is lost (it has delivered nothing for a while, not
+even the system's status), when the endpoint has failed, and when the link is closed. An aborted or
+ended request gets no further messages. A problem leased for a caller who is gone is given back.
 """
 
 from __future__ import annotations
@@ -184,14 +182,9 @@ class ControllerLink:
     async def command(
         self, name: CommandName, arguments: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> Mapping[str, Any]:
-        """Send a command, and return the controller's answer.
-
-        If the caller stops waiting, a request for a lease is aborted; any other command is
-        completed.
-
-        Raises:
-            RefusedError: the controller refused the command, is lost, or did not answer in time.
-        """
+        """Return the controller's answer to a command. If the caller stops waiting, a request for a
+        lease is aborted; any other command is completed. Raises RefusedError: the controller
+        refused the command, is lost, or did not answer in time."""
         if self._refuses is not None:
             raise RefusedError(*self._refuses)
         if timeout_s is None:

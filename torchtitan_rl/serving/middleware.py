@@ -108,8 +108,7 @@ def authenticate(scope: Scope, keys: Keys) -> str | None:
 
     - Clients send the API key as a bearer token, or in ``x-api-key`` without a bearer token. If no
       key is configured (on a loopback address), any token is accepted, and none is needed.
-    - ``/admin/...`` needs the admin key, which is valid for no other route. If no admin key is
-      configured, these routes do not exist (404).
+    - ``/admin/...`` needs the admin key, which is valid for no other route; 404 if there is none.
     - The session is the value of ``X-Session-ID``, or the text after the first ":" of the token. A
       request that names two different sessions is refused.
 
@@ -174,11 +173,8 @@ _MAX_EXCESS = 4  # this many times the limit is read and dropped, so that client
 
 class BufferedRequest:
     """A request's whole body. As an ASGI ``receive`` it returns the body, then waits for the
-    client's disconnect.
-
-    Every call of ``gone`` returns once the client has disconnected. Code that keeps the body after
-    the client's request has ended calls `hold`, and `release` afterwards.
-    """
+    client's disconnect, as ``gone`` does. What keeps the body after the request has ended calls
+    `hold`, and `release` afterwards."""
 
     def __init__(
         self,
@@ -308,16 +304,14 @@ def generates(scope: Scope) -> bool:
 
 
 class Admission:
-    """Bounds how many requests run concurrently and how many queue; all other requests are refused
-    (429).
+    """Bounds how many requests run concurrently and how many queue, first in, first out; others,
+    and those that wait longer than ``timeout_s``, are refused (429).
 
-    Invariants: a place is held until the application has returned (for a stream, until the stream's
-    end), and is released on every exit path. A request that leaves the queue takes no place. The
-    queue is first in, first out. A request that waits longer than ``timeout_s`` is refused (429).
-    Only requests that may use an engine count: health, metrics, sessions and administration must
-    answer under full load, too. Requests of the run's own rollouts, whose number is bounded, do not
-    count: those of training may wait for weights until an evaluation ends, and would hold the
-    places that its agents need.
+    Invariants: a place is held until the application has returned (for a stream, until its end),
+    and is released on every exit path. Only requests that may use an engine count: health, metrics,
+    sessions and administration must answer under full load, too. Requests of the run's own
+    rollouts, whose number is bounded, do not count: those of training may wait for weights until an
+    evaluation ends, and would hold the places that its agents need.
     """
 
     def __init__(self, *, max_running: int, max_queued: int, timeout_s: float = 600.0) -> None:

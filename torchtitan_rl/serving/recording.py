@@ -260,12 +260,12 @@ def session_report(
     ending: SessionEnding | None,
     reward: float | None = None,
 ) -> SessionReport:
-    """Make the report of a session, with episodes if the session ended with a reward.
+    """Make the report of a session, with episodes if the session ended with a reward, which is the
+    advantage of every token, because a session has no siblings.
 
-    The reward is the advantage of every token, because a session has no siblings. These tokens are
-    masked: tokens of turns that their caller never got, tokens whose logits were shifted by
-    penalties or biases, tokens whose set of kept candidates is not known, and tokens with a logprob
-    that is not finite. Tokens of failed requests and of sessions without a reward are discarded.
+    Masked are tokens of turns that their caller never got, of logits that penalties or biases have
+    shifted, of unknown sets of kept candidates, and of logprobs that are not finite. Tokens of
+    failed requests and of sessions without a reward are discarded.
     """
     done = [turn for turn in turns if turn.completion is not None]
     discarded = Counter({"": 0})

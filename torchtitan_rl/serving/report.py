@@ -205,15 +205,11 @@ def _name(request_id: str) -> tuple[str, int, int]:
 
 
 class EpisodesFile:
-    """Appends the episodes of rewarded sessions to ``path``, one JSON line each. Only one process
-    may write to the file.
+    """Appends the episodes of rewarded sessions to ``path``, one JSON line each; OSError if it
+    cannot be opened. Only one process may write to the file.
 
     Invariant: either all lines of a session are in the file or none is, even if the disk is full.
-    After a kill -9 during a write, an incomplete last line is removed when the file is opened
-    again.
-
-    Raises:
-        OSError: the file cannot be opened.
+    An incomplete last line (kill -9) is removed when the file is opened again.
     """
 
     def __init__(self, path: Path) -> None:

@@ -7,11 +7,10 @@ last answers.
 Invariant: after the ``async with`` block no client's request runs.
 
 `WeightLoader` loads a checkpoint from a directory into the replicas of a stand-alone server, while
-it serves. The weights are published as a new policy version, just as a trainer publishes weights.
-Each replica pulls them between two steps and resets its prefix cache. Answers have the exact
-version of each token. Invariants: one checkpoint is loaded at a time. A checkpoint that does not
-fit the served model is refused before any replica sees it. Exactly the checked tensors are
-published: files are first read into memory, so that rewriting a file during the load has no effect.
+it serves: the weights are published as a new policy version, just as a trainer publishes weights.
+Invariants: one checkpoint is loaded at a time. One that does not fit the served model is refused
+before any replica sees it. Exactly the checked tensors are published: files are first read into
+memory, so that rewriting a file during the load has no effect.
 """
 
 from __future__ import annotations
@@ -61,11 +60,8 @@ _ASK_INTERVAL_S = 1.0
 
 class EndpointService:
     """Connects a started endpoint with a router and sessions; the service closes none of them.
-
-    ``handlers`` take precedence over the handlers of the sessions and the router; ``gauges`` are
-    added to the system's. When the service closes, running requests have ``grace_s`` seconds to
-    end. Without ``restarts`` a lost endpoint is not started again.
-    """
+    ``handlers`` and ``gauges`` are added to theirs. When the service closes, running requests have
+    ``grace_s`` seconds to end. Without ``restarts`` a lost endpoint is not started again."""
 
     def __init__(
         self,
@@ -148,8 +144,7 @@ class EndpointService:
         self._running.result()
 
     async def _ask_engines(self) -> None:
-        """Poll the engines until this call is cancelled. A replica that does not answer is only
-        counted; the router decides whether the replica is lost."""
+        """Poll the engines. The router decides whether a replica that does not answer is lost."""
         while True:
             try:
                 async with asyncio.timeout(_ASK_TIMEOUT_S):
@@ -267,14 +262,8 @@ class WeightLoader:
         self, path: str, *, version: int | None = None, mode: SyncMode = "hot_swap"
     ) -> Mapping[str, Any]:
         """Load a directory in Hugging Face format as ``version`` (default: the next version).
-
-        Returns:
-            The new version, the version of each replica, and the replicas that were lost.
-
-        Raises:
-            RefusedError: the directory does not fit, the version is not new, or another checkpoint
-                is being loaded.
-        """
+        Returns a `LoadAnswer`. Raises RefusedError: the directory does not fit, the version is not
+        new, or another checkpoint is being loaded."""
         if self._loading.locked():
             raise RefusedError(409, "loading", "another checkpoint is being loaded")
         async with self._loading:
@@ -336,9 +325,7 @@ def _read(directory: Path, served: Path) -> dict[str, torch.Tensor]:
         shape, is_floating = expected.get(name, (None, True))
         found = None if tensor is None else tuple(tensor.shape)
         if found != shape:
-            raise ValueError(
-                f"{_OTHER_MODEL}: {name} has shape {found}; in the served model {shape}"
-            )
+            raise ValueError(f"{_OTHER_MODEL}: {name} has shape {found}, not {shape}")
         if tensor is not None and tensor.dtype.is_floating_point != is_floating:
             kind = "floating-point numbers" if is_floating else "none"
             raise ValueError(f"{name} has {tensor.dtype}; the served model has {kind} there")
@@ -410,7 +397,5 @@ def _require_equal_configs(config: dict[str, Any], served: dict[str, Any]) -> No
     config, served = with_flat_rope(config), with_flat_rope(served)
     for name in sorted((config.keys() & served.keys()) - _IGNORED_FIELDS):
         if config[name] != served[name]:
-            raise ValueError(
-                f"{_OTHER_MODEL}: config.json has {name} {config[name]!r}; the served model has "
-                f"{served[name]!r}"
-            )
+            what = f"config.json has {name} {config[name]!r}, not {served[name]!r}"
+            raise ValueError(f"{_OTHER_MODEL}: {what}")

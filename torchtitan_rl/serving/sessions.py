@@ -5,12 +5,11 @@
 - Any other session is opened by a command or by its first request. Its exact turns are recorded,
   and become episodes when the session is closed with a reward.
 
-Invariants: a session ends exactly once, and refuses all later requests (``session_closed``). An
-open session without requests and rewards ends after the timeout. After a session has ended, only
-its id and its counts are kept. A request whose caller is gone, or whose session ends, is aborted at
-the router; its tokens are recorded as an unseen turn, and masked. The tokens of one session, and of
-all sessions together, are bounded. Sessions are used on one event loop only, without locks; they
-start no background tasks.
+Invariants: a session ends exactly once, also after the timeout without requests and rewards, and
+refuses all later requests (``session_closed``); only its id and its counts are kept. A request
+whose caller is gone, or whose session ends, is aborted at the router; its tokens are recorded as an
+unseen turn, and masked. The tokens of one session, and of all sessions together, are bounded.
+Sessions are used on one event loop only, and start no background tasks.
 """
 
 from __future__ import annotations
@@ -238,12 +237,8 @@ class Sessions:
         }
 
     def counts(self) -> Mapping[str, float]:
-        """Gauges and counters over all sessions since the start, by name.
-
-        ``session_tokens_held`` is the number of tokens that open sessions have reserved from their
-        common budget. ``session_tokens_generated`` is the sum of the trained, masked, discarded and
-        pending tokens. Sessions that a run drives are counted, but their tokens are not.
-        """
+        """Gauges and counters over all sessions since the start, by name. ``session_tokens_held``:
+        reserved by open sessions. Sessions that a run drives are counted, their tokens are not."""
         for session in self._changed.values():
             self._counts.update(session.report())
         self._changed = {s.session_id: s for s in self._changed.values() if s.is_running}
