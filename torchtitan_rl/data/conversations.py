@@ -101,10 +101,8 @@ class PairsConfig(ConversationsConfig):
             at = f"{place}, {column_of}"
             made = _rendered(name, at, messages, renderer, tools=tools, first=first)
             if len(made) > 1:
-                raise DataError(
-                    f"{at}: the chat format rewrites the history within the continuation; give "
-                    "continuations of one turn, or another renderer"
-                )
+                why = "the chat format rewrites the history within the continuation"
+                raise DataError(f"{at}: {why}; give one turn alone, or another renderer")
             found += made
         if found[0].token_ids == found[1].token_ids:
             raise DataError(f"{place}: {self.chosen} and {self.rejected} are equal; leave it out")

@@ -205,10 +205,8 @@ class DataTask(Task):
             )
         found = column(self.messages, row, f"{place}, task.messages")
         if not found or not isinstance(found, list) or not all(map(_is_message, found)):
-            raise DataError(
-                f"{place}, task.messages: column {self.messages!r} is not a list of messages with "
-                "role and content"
-            )
+            what = f"column {self.messages!r} is not a list of messages with role and content"
+            raise DataError(f"{place}, task.messages: {what}")
         return [_jsonable(one) for one in found]
 
 
@@ -234,10 +232,8 @@ def tool_environment(
     ConfigError: the policy's chat format has no tools."""
     renderer = make_renderer(tokenizer, kind=task.renderer, thinking=task.thinking)
     if isinstance(renderer, ChatMLRenderer):
-        raise ConfigError(
-            "task: the policy's chat format has no tools; give a model that has (such as Qwen3), "
-            "or task.renderer qwen3"
-        )
+        fix = "give a model that has (such as Qwen3), or task.renderer qwen3"
+        raise ConfigError(f"task: the policy's chat format has no tools; {fix}")
     score, messages = partial(task.score, problem=problem), problem.data["messages"]
     env = ToolEnv(messages, tools, score, replays=replays, shows_tools=shows_tools)
     return MessageTokenEnv(env, renderer)

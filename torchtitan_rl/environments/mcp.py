@@ -94,7 +94,7 @@ class McpServer:
         if bool(self.command) == bool(self.url):
             found.append(f"{section}: give either command or url")
         if self.shared and self.in_order:
-            found.append(f"{section}: a shared server keeps no state, so leave in_order out")
+            found.append(f"{section}: shared and in_order are True: leave in_order out")
         if self.url:
             found += url_errors(self, section, "url")
         return found
@@ -294,10 +294,8 @@ class McpTools:
             for tool in tools:
                 tool_name = tool["function"]["name"]
                 if tool_name in self._session_of:
-                    raise McpServerError(
-                        f"MCP server {name}: another server has a tool {tool_name}, too; choose "
-                        "one by `tools`"
-                    )
+                    why = f"another server has a tool {tool_name}, too; choose one by `tools`"
+                    raise McpServerError(f"MCP server {name}: {why}")
                 self._session_of[tool_name] = session
         return [tool for tools in schemas for tool in tools]
 

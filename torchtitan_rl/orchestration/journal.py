@@ -110,9 +110,7 @@ class Row(NamedTuple):
     def require_intact(self) -> None:
         """Raise JournalError if the row is damaged."""
         if not self.is_intact:
-            raise JournalError(
-                f"{self.rollout_id}, turn {self.number}: the row has a wrong checksum"
-            )
+            raise JournalError(f"{self.rollout_id}, turn {self.number}: wrong checksum")
 
 
 class Journal:
@@ -184,9 +182,7 @@ class Journal:
             with self._errors(JournalUnreadableError):
                 (version,) = db.execute("PRAGMA user_version").fetchone()
                 if version not in (0, _FORMAT):
-                    raise JournalError(
-                        f"{self.path}: format {version}; this version reads {_FORMAT}"
-                    )
+                    raise JournalError(f"{self.path}: format {version}, not {_FORMAT}")
                 return _rows(db, step, mark) if version else []
         finally:
             if db is not self._db:

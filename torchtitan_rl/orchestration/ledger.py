@@ -102,20 +102,16 @@ class TokenLedger:
         if len(set(group_ids)) != len(group_ids):
             raise LedgerError(f"a group is trained twice in one batch: {sorted(group_ids)}")
         if counts.generated != counts.trained + lost.total():
-            raise LedgerError(
-                f"the batch has {counts.generated} tokens, but {counts.trained} trained and "
-                f"{lost.total()} discarded"
-            )
+            parts = f"{counts.trained} trained and {lost.total()} discarded"
+            raise LedgerError(f"the batch has {counts.generated} tokens, but {parts}")
         if counts.generated != held:
+            names = ", ".join(group_ids)
             raise LedgerError(
-                f"{held} tokens were generated for the groups of a batch that has "
-                f"{counts.generated}: {', '.join(group_ids)}"
+                f"{held} tokens were generated for a batch of {counts.generated}: {names}"
             )
         masked = Counter(masked_by_loss or {})
         if masked.total() > counts.trained:
-            raise LedgerError(
-                f"{masked.total()} tokens masked by the loss, of {counts.trained} in the batch"
-            )
+            raise LedgerError(f"{masked.total()} tokens masked by the loss, of {counts.trained}")
         self._trained += counts.trained - masked.total()
         for cause, number in lost.items():
             (self._masked if cause in MASKED_CAUSES else self._discarded)[cause] += number
@@ -136,7 +132,7 @@ class TokenLedger:
         held = self.tokens_of(group_id)
         if num_tokens > held:
             raise LedgerError(
-                f"{num_tokens} tokens of group {group_id} are discarded ({cause}); it has {held}"
+                f"{num_tokens} of {held} tokens of {group_id} are discarded ({cause})"
             )
         self._tokens_of[group_id] = held - num_tokens
         if num_tokens:

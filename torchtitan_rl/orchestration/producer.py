@@ -267,9 +267,7 @@ class Producer:
             self._parts.claim.check()
             self._parts.journal.append(recorded)
         except (JournalError, OutputError) as error:
-            self._state.recorder.say(
-                f"NO JOURNAL until the next checkpoint: a killed run would lose its turns ({error})"
-            )
+            self._state.recorder.say(f"NO JOURNAL of turns until the next checkpoint: {error}")
 
     def _discard_tokens(
         self, task: asyncio.Task[None] | None, rollout_id: str, cause: str, num_tokens: int

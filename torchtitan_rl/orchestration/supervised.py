@@ -154,9 +154,7 @@ class SupervisedController:
         finally:
             await cancel_all([reading])
         if state.version == 0:
-            raise NothingTrainedError(
-                "no step of the run had a row that fits; raise trainer.max_episode_tokens"
-            )
+            raise NothingTrainedError("no row of the run fits; raise trainer.max_episode_tokens")
 
     def _read_ahead(self, after: int | None = None) -> asyncio.Task[_Batch]:
         """Read the examples of the step after ``after`` while the trainer trains."""

@@ -188,10 +188,7 @@ def spoken_tokens(prompt: TokenIds, whole: TokenIds, ends: TokenIds) -> TokenIds
     one, because the next header would end the turn, the first of ``ends`` is appended. Raises
     ValueError: ``whole`` does not begin with ``prompt``."""
     if whole[: len(prompt)] != prompt:
-        raise ValueError(
-            "the chat format writes an assistant's message in another way than after the header "
-            "that a policy continues"
-        )
+        raise ValueError("the chat format does not write an assistant's message after its header")
     rest = whole[len(prompt) :]
     end = next((place for place, token in enumerate(rest) if token in ends), None)
     return (*rest, ends[0]) if end is None else rest[: end + 1]

@@ -134,10 +134,8 @@ def threaded(env: Any) -> Any:
         if method is None:
             raise _missing(env, name, _METHODS)
         if not callable(method) or inspect.iscoroutinefunction(method):
-            raise TypeError(
-                f"threaded({type(env).__name__}): {name} must be a plain method; give "
-                "environments with async methods as they are"
-            )
+            where = f"threaded({type(env).__name__}): {name}"
+            raise TypeError(f"{where} must be a plain method; give async ones as they are")
     return _ThreadedEnv(env)
 
 
@@ -164,10 +162,8 @@ def require_async(env: object) -> None:
         if getattr(env, name, None) is None:
             raise _missing(env, name, methods)
         if not inspect.iscoroutinefunction(getattr(env, name, None)):
-            raise TypeError(
-                f"{type(env).__name__}.{name} must be an async method; wrap environments with "
-                "plain methods in threaded(...)"
-            )
+            where = f"{type(env).__name__}.{name}"
+            raise TypeError(f"{where} must be an async method; wrap plain ones in threaded(...)")
 
 
 def _missing(env: object, name: str, methods: Sequence[str]) -> TypeError:

@@ -230,10 +230,8 @@ class MessageTokenEnv:
     def _read(self, part: Mapping[str, Any]) -> PromptImage:
         reader = self._renderer.image_reader
         if reader is None or self._renderer.image_token_id is None:
-            raise ValueError(
-                "a message has an image: give a policy that takes images (docs/images.md), and the "
-                "renderer chatml"
-            )
+            fix = "give a policy that takes images (docs/images.md), and the renderer chatml"
+            raise ValueError(f"a message has an image: {fix}")
         return reader.read(part["image"], max_pixels=part.get("max_pixels"))
 
 
@@ -263,9 +261,8 @@ def _checked(answer: object, expected: str) -> MessageObservation:
 
 def _check_message(message: object, where: str) -> None:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise wrong_answer(
-            f'a message like {{"role": "user", "content": "..."}} as {where}', message
-        )
+        example = '{"role": "user", "content": "..."}'
+        raise wrong_answer(f"a message like {example} as {where}", message)
     content, is_said = message.get("content"), message["role"] == "assistant"
     if isinstance(content, str) or (content is None and is_said):
         return
@@ -281,11 +278,8 @@ def _check_message(message: object, where: str) -> None:
             or (kind == "thinking" and is_said)
         )
         if not is_valid:
-            raise wrong_answer(
-                '{"type": "text", "text": "..."} or {"type": "image", "image": PIL.Image, path or '
-                f"bytes}} as {name}",
-                part,
-            )
+            image = '{"type": "image", "image": PIL.Image, path or bytes}'
+            raise wrong_answer(f'{{"type": "text", "text": "..."}} or {image} as {name}', part)
         pixels = part.get("max_pixels")
         if pixels is not None and not (isinstance(pixels, Integral) and int(pixels) > 0):
             raise wrong_answer(f"an integer above 0 as {name}.max_pixels", pixels)

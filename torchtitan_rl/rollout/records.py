@@ -257,9 +257,8 @@ def with_turn(
     last one already, only ``env_state`` is added. Raises ValueError: turns before ``index`` are
     missing."""
     if index > len(recorded.turns):
-        raise ValueError(
-            f"rollout {recorded.rollout_id}: turn {index} follows turn {len(recorded.turns) - 1}"
-        )
+        last = len(recorded.turns) - 1
+        raise ValueError(f"rollout {recorded.rollout_id}: turn {index} follows turn {last}")
     kept = recorded
     if recorded.turns[index:] != (turn,):
         kept = _first_turns(recorded, index)

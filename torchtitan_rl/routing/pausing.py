@@ -180,10 +180,8 @@ class PinnedReplica:
         if self.has_ended:
             raise GenerationError(f"request {name}: the pin of {self.replica} has ended")
         if request.min_version > self.version:
-            raise GenerationError(
-                f"request {name} wants version {request.min_version} or newer; the pin of "
-                f"{self.replica} stays at {self.version}"
-            )
+            wanted = f"request {name} wants version {request.min_version} or newer"
+            raise GenerationError(f"{wanted}; the pin of {self.replica} stays at {self.version}")
         return await self._requests.complete(request, on_progress, pinned=self._state)
 
 
@@ -277,10 +275,8 @@ async def restore_pinned(pool: ReplicaPool, weights: WeightSync) -> None:
 async def _restore(pool: ReplicaPool, weights: WeightSync, state: ReplicaState) -> None:
     try:
         if state.pinned_weights is None:
-            raise WeightSyncError(
-                f"{state.name} slept while it was pinned to weights that it cannot fetch again, "
-                "because they were not the newest published ones"
-            )
+            why = "slept while it was pinned to weights that were not the newest published ones"
+            raise WeightSyncError(f"{state.name} {why}, and cannot be fetched again")
         await weights.load(state, state.pinned_weights)
     except PULL_FAILURES as error:
         pool.mark_dead(state, error)

@@ -53,10 +53,8 @@ class Placement:
         version = request.min_version
         if pinned is not None:
             if not pinned.is_live:
-                raise GenerationError(
-                    f"request {request.request_id}: {pinned.name}, which was pinned for it, is "
-                    f"lost: {pinned.failure}"
-                )
+                what = f"{pinned.name}, which was pinned for it, is lost"
+                raise GenerationError(f"request {request.request_id}: {what}: {pinned.failure}")
             return pinned if self.can_schedule(version, pinned) else None
         if not self._may_start(version):
             return None

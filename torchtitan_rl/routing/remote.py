@@ -107,10 +107,8 @@ class ConnectedReplica(Generic[PeerT]):
         loss of the replica. The id stays outstanding until then."""
         request_id = request.request_id
         if request_id in self._calls:
-            raise InvalidRequestError(
-                f"request {request_id!r} refused: request_id is still outstanding on {self.name}: "
-                "wait for that request, or use another id"
-            )
+            why = f"request_id is still outstanding on {self.name}: wait, or use another id"
+            raise InvalidRequestError(f"request {request_id!r} refused: {why}")
         call = self._call(request_id, request, on_progress, streams=streams)
         try:
             completion: Completion = await asyncio.shield(call.future)

@@ -127,10 +127,8 @@ class RequestTracker:
         """See `GeneratorRouter.generate`; with ``pinned``, only on this replica."""
         request_id = request.request_id
         if request_id in self._running:
-            raise InvalidRequestError(
-                f"request {request_id!r} refused: request_id is still outstanding: wait for that "
-                "request, or use another id"
-            )
+            why = "request_id is still outstanding: wait, or use another id"
+            raise InvalidRequestError(f"request {request_id!r} refused: {why}")
         check_resumable(request)
         tokens = PartialTokens(request, on_progress)
         clock = self._pool.active_time if pinned is None else pinned.active_time

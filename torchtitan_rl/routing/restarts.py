@@ -157,10 +157,8 @@ class ReplicaRestarts:
             num_unreserved = self._router.num_unreserved
             num_reserved = len(self._router.versions()) - num_unreserved
             if number <= num_reserved:
-                raise ConfigError(
-                    f"--replicas is {number}: give at least {num_reserved + 1}"
-                    f"{', because the last one is reserved for evaluation' if num_reserved else ''}"
-                )
+                why = ", because the last one is reserved for evaluation" if num_reserved else ""
+                raise ConfigError(f"--replicas is {number}: give at least {num_reserved + 1}{why}")
             missing = number - num_reserved - num_unreserved
             if missing > 0:
                 works = [self._add(name) for name in plan(missing)]

@@ -101,10 +101,8 @@ class Keys:
         """Return the reasons why these keys cannot protect an endpoint on ``host``, one each."""
         errors = []
         if not self.api and not is_loopback(host):
-            errors.append(
-                f"endpoint.host = {host!r} can be reached from other machines: set "
-                f"{API_KEY}, or listen on 127.0.0.1"
-            )
+            fix = f"set {API_KEY}, or listen on 127.0.0.1"
+            errors.append(f"endpoint.host = {host!r} can be reached from other machines: {fix}")
         errors += [
             f'{name} must not contain ":" (the session follows it) or blanks'
             for name, key in {API_KEY: self.api, ADMIN_KEY: self.admin}.items()

@@ -70,9 +70,11 @@ async def refused(_: Request, error: Any) -> Response:
 SessionId = Annotated[str, AfterValidator(checked_session_id)]
 
 
-class OpenSession(BaseModel):
+class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+
+class OpenSession(_Body):
     session_id: SessionId | None = Field(default=None, description="A new one when left out.")
     problem_id: str | None = Field(
         default=None,
@@ -80,9 +82,7 @@ class OpenSession(BaseModel):
     )
 
 
-class Reward(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Reward(_Body):
     reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
     return_episodes: bool = False
     response_id: str | None = Field(
@@ -93,9 +93,7 @@ class Reward(BaseModel):
     choice: int | None = Field(default=None, ge=0, description="One choice of that response.")
 
 
-class LeaseProblem(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class LeaseProblem(_Body):
     problem_id: str | None = Field(default=None, description="Any problem when left out.")
     worker: str = Field(
         default="", max_length=128, description="A name for logs and error messages."
@@ -105,19 +103,19 @@ class LeaseProblem(BaseModel):
     )
 
 
-class ReturnLease(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ReturnLease(_Body):
     outcome: Literal["done", "failed"] = Field(
         description="`done`: the reward comes later. `failed`: another worker may have it."
     )
     cause: str = Field(default="", max_length=1000)
 
 
-class SessionAnswer(BaseModel):
-    """A session's state; its counts are further fields."""
-
+class AdminAnswer(BaseModel):
     model_config = ConfigDict(extra="allow")
+
+
+class SessionAnswer(AdminAnswer):
+    """A session's state; its counts are further fields."""
 
     session_id: str
 
@@ -133,13 +131,7 @@ class LeaseAnswer(BaseModel):
     data: dict[str, Any]
 
 
-class AdminAnswer(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
-class LoadWeights(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class LoadWeights(_Body):
     path: str = Field(
         min_length=1, max_length=4096, description="A directory in Hugging Face format."
     )
@@ -153,11 +145,9 @@ class LoadWeights(BaseModel):
     )
 
 
-class LoadAnswer(BaseModel):
+class LoadAnswer(AdminAnswer):
     """The new version, the version of each replica, the replicas that were lost during the load,
     and the longest time without decoding."""
-
-    model_config = ConfigDict(extra="allow")
 
     version: int
     replicas: dict[str, int]
@@ -165,10 +155,8 @@ class LoadAnswer(BaseModel):
     stall_s: float
 
 
-class VersionsAnswer(BaseModel):
+class VersionsAnswer(AdminAnswer):
     """The newest policy version, and for each replica the one it serves and its state."""
-
-    model_config = ConfigDict(extra="allow")
 
     newest: int
     replicas: dict[str, int]

@@ -145,10 +145,8 @@ class Tenants:
     def _check(self, arguments: Mapping[str, Any], lora: LoraConfig) -> None:
         errors = [*field_errors(lora, prefix="policy.lora.").values()] or lora_errors(lora)
         if engine_rank(lora.rank) > engine_rank(most := self._slots.rank):
-            errors.append(
-                f"policy.lora.rank is {lora.rank}: the server has room for rank {most}; give less, "
-                "or start serve with a larger --tenant-rank"
-            )
+            fix = f"give at most {most}, or start serve with a larger --tenant-rank"
+            errors.append(f"policy.lora.rank is {lora.rank}: {fix}")
         if lora.alpha > MOST:
             errors.append(f"policy.lora.alpha is {lora.alpha:g}: give at most {MOST:g}")
         if (length := arguments["max_model_len"]) > self._max_model_len:

@@ -230,7 +230,7 @@ MISTAKES = [
     (RaisesInReset, Mistake.EXCEPTION, "reset: RuntimeError: no server"),
     (RaisesInStep, Mistake.EXCEPTION, "step: KeyError: 'answer'"),
     (RaisesInClose, Mistake.EXCEPTION, "close: OSError: gone"),
-    (Plain, Mistake.EXCEPTION, "Plain.reset must be an async method; wrap environments"),
+    (Plain, Mistake.EXCEPTION, "Plain.reset must be an async method; wrap plain ones"),
     (LongPrompt, Mistake.PROMPT_LENGTH, "700 tokens leaves no room in rollout.max_total_tokens"),
     (OutsideTheVocabulary, Mistake.GENERATION, "holds 1000, outside the vocabulary 0..999"),
     (StopsOutsideTheVocabulary, Mistake.GENERATION, "use ids inside the vocabulary 0..999"),

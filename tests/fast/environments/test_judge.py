@@ -223,7 +223,7 @@ async def test_a_judged_task_adds_the_judges_score_to_the_tasks_own_reward() -> 
     ("fields", "error"),
     [
         ({"base_url": "localhost:8000"}, "base_url='localhost:8000': must begin with http://"),
-        ({"model": ""}, "model is empty: give the name"),
+        ({"model": ""}, "model is empty: give a name"),
         ({"prompt": "{"}, "prompt='{': "),
         ({"score_pattern": "("}, r"score_pattern='\(': not a regular expression"),
         ({"lowest": 10.0}, r"lowest=10.0: must be below highest \(10.0\)"),

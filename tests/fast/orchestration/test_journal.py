@@ -227,7 +227,7 @@ def test_a_changed_byte_of_a_turn_costs_its_rollout_from_there_on(tmp_path):
     journal.append(recorded(FIRST, name="b"))
     journal._db.execute("UPDATE turns SET body = zeroblob(9) WHERE rollout = 'a' AND turn = 1")
     assert journal.restore(0, {}) == {"a": recorded(FIRST), "b": recorded(FIRST, name="b")}
-    assert "a, turn 1: the row has a wrong checksum; it is sampled again" in journal.passed_over[0]
+    assert "a, turn 1: wrong checksum; it is sampled again" in journal.passed_over[0]
 
 
 @pytest.mark.parametrize("column", ["step", "mark", "rollout", "turn", "previous", "checksum"])

@@ -343,9 +343,12 @@ def registration(tenant: str = "a", **changed: Any) -> dict[str, Any]:
 async def test_who_does_not_fit_or_is_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(monkeypatch) as there:
         for changed, message in (
-            ({"rank": 16}, "policy.lora.rank is 16: the server has room for rank 8"),
+            ({"rank": 16}, "policy.lora.rank is 16: give at most 8"),
             ({"alpha": 1e5}, "policy.lora.alpha is 100000: give at most 10000"),
-            ({"max_model_len": 300}, "generator.max_model_len is 300: the server's is 256"),
+            (
+                {"max_model_len": 300},
+                "generator.max_model_len is 300: give at most that of the server (256)",
+            ),
             ({"policy": "another"}, "policy.checkpoint is another model than the served one"),
             ({"policy": "\u00e9"}, "policy.checkpoint is another model than the served one"),
             ({"target_modules": ["k_proj"]}, "k_proj and v_proj"),

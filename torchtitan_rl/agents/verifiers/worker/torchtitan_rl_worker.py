@@ -87,10 +87,8 @@ def local(name: str, agent: vf.AgentConfig, taskset_id: str) -> vf.AgentConfig:
     if (is_open or harness.id == "null") and isinstance(runtime, vf.SubprocessConfig):
         harness = vf.HarnessConfig(**{**harness.model_dump(exclude_unset=True), "id": _CHAT})
     if not is_placed and vf.load_harness(harness).EXECUTES_CODE:
-        raise ValueError(
-            f"the harness {harness.id} runs code that the policy writes: say where by "
-            f"{name}.runtime.type (docker, prime, ..., or subprocess for this machine)"
-        )
+        how = f"{name}.runtime.type (docker, prime, ..., or subprocess for this machine)"
+        raise ValueError(f"the harness {harness.id} runs code of the policy: say where by {how}")
     return agent.model_copy(update={"runtime": runtime, "harness": harness})
 
 
