@@ -204,7 +204,9 @@ class RetryingRecorder:
         except OutputError as error:
             if len(self._unwritten) >= _MAX_UNWRITTEN:
                 raise
-            self.say(f"{len(self._unwritten)} rows are not written and will be retried: {error}")
+            self.say(
+                f"{len(self._unwritten)} rows could not be written and will be retried: {error}"
+            )
 
 
 def group_of(rollout_id: str) -> str:
