@@ -86,7 +86,9 @@ def test_constraints_are_used_because_the_loss_knows_what_they_leave():
 )
 def test_sampling_that_an_agent_relies_on_is_refused_rather_than_changed(sampling):
     async def agent(ask, call):
-        with pytest.raises(RefusedError, match="training session") as caught:
+        with pytest.raises(
+            RefusedError, match="would not know the sampling distribution"
+        ) as caught:
             await ask((1,), **sampling)
         assert refusal(caught.value) == (400, "invalid_request")
         await ask((1,))
