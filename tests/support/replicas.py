@@ -99,6 +99,7 @@ class GatedReplica:
         self._cuts: dict[str, asyncio.Event] = {}
         self.stops: list[EngineCommand[None]] = []  # pauses, sleeps and their ends
         self.running = 0
+        self.places: int | None = None  # requests beyond them count as waiting
         self.running_at_pull: list[int] = []
         self.is_closed = False
 
@@ -183,10 +184,11 @@ class GatedReplica:
     def _stats(self) -> EngineStats:
         if self.is_dead:
             raise ReplicaError(f"{self.name} is dead")
+        running = self.running if self.places is None else min(self.running, self.places)
         return EngineStats(
             version=self.version,
-            running=self.running,
-            waiting=0,
+            running=running,
+            waiting=self.running - running,
             kv_use=0.0,
             preemptions=0,
             generated_tokens=self.sampled,

@@ -93,6 +93,11 @@ class Placement:
         """Return a key that is equal for all requests with the same `can_schedule`."""
         return ("request", version) if pinned is None else ("pin", pinned.index)
 
+    def forget(self, request: GenerationRequest) -> None:
+        """Let the request's next piece, and the siblings that follow, run on any replica."""
+        for name in (request.session_id, request.prompt_id):
+            self._replica_of.pop(name, None)
+
     def _remember(self, name: str | None, index: int) -> None:
         if name is None:
             return

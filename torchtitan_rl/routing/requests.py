@@ -167,6 +167,14 @@ class RequestTracker:
         cut = [one for one in self._running.values() if one.state is state and one.pinned is None]
         await asyncio.gather(*map(self._abort_and_wait, cut))
 
+    async def move_newest(self, state: ReplicaState, count: int) -> None:
+        """Let the ``count`` newest requests of this replica, without its pin's, run elsewhere."""
+        sent = [one for one in self._running.values() if one.state is state and one.is_sent]
+        moved = [one for one in sent if one.pinned is None][-count:]
+        for one in moved:
+            self._placement.forget(one.request)
+        await asyncio.gather(*map(self._abort_and_wait, moved))
+
     async def partials(self) -> dict[str, Completion]:
         """Return the tokens so far of every running request, by id; those that are known, if a
         replica does not answer in time."""

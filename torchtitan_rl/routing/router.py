@@ -9,6 +9,7 @@ an abort that it did not request. Every wait has a deadline, whose error says wh
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
@@ -269,7 +270,21 @@ class GeneratorRouter:
             self._pool.mark_dead(state, error)
             raise
         self._pool.set_proven(state)
+        await self._share_queues()
         return shown
+
+    async def _share_queues(self) -> None:
+        """Let requests in the queues of crowded engines continue on the least loaded replicas."""
+        serving = [one for one in self._pool.live_unreserved() if one.takes_requests]
+        share = math.ceil(sum(one.outstanding_requests for one in serving) / max(1, len(serving)))
+
+        async def share_queue(state: ReplicaState) -> None:
+            excess = state.outstanding_requests - share
+            stats = await self._stats(state) if excess > 0 else None
+            if stats is not None and stats.waiting:
+                await self._requests.move_newest(state, min(stats.waiting, excess))
+
+        await for_each(serving, share_queue)
 
     def last_to_join(self, number: int) -> list[str]:
         """Name the live replicas that should leave first: those that joined last and are neither

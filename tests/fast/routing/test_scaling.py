@@ -43,6 +43,44 @@ def test_replicas_are_added_and_serve_once_they_hold_the_newest_weights_and_are_
     run_virtually(play())
 
 
+def test_requests_that_wait_in_an_engine_continue_on_a_replica_that_is_added():
+    async def play():
+        machine = Machine("replica0")
+        crowded = machine.replicas["replica0"]
+        crowded.lets_probes_pass, crowded.places = True, 2
+        async with machine.restarting() as restarts:
+            crowded.gate.clear()
+            running = [
+                asyncio.create_task(
+                    machine.router.generate(request(f"r{n}", session=f"s{n}", prompt=f"p{n // 2}"))
+                )
+                for n in range(8)
+            ]
+            await settle()
+            await restarts.scale(2, names("replica1"))
+            await settle()
+            assert machine.replicas["replica1"].served[1:] == [f"r{n}#1" for n in range(4, 8)]
+            assert crowded.aborted == [f"r{n}" for n in range(4, 8)]
+            await restarts.scale(3, names("replica2"))
+            await settle()
+            assert crowded.running == 2  # those that its engine runs
+            crowded.gate.set()
+            await asyncio.gather(*running)
+            crowded.places = 8  # what runs stays where it is
+            crowded.gate.clear()
+            more = [
+                asyncio.create_task(machine.router.generate(request(f"q{n}"))) for n in range(9)
+            ]
+            await settle()
+            num_cut = len(crowded.aborted)
+            await restarts.scale(4, names("replica3"))
+            assert len(crowded.aborted) == num_cut
+            crowded.gate.set()
+            await asyncio.gather(*more)
+
+    run_virtually(play())
+
+
 def test_what_runs_on_a_replica_that_leaves_continues_elsewhere_and_sessions_move():
     async def play():
         machine = Machine("replica0", "replica1", "replica2")
