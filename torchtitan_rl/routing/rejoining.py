@@ -50,17 +50,18 @@ async def prove(
         other = _other(pool, state)
         if other is None:
             return f"not compared, because no other replica holds version {state.version}"
+        begun_s = asyncio.get_running_loop().time()
         try:
             pair = await _ask_both(pool, requests, state, other)
-            if not _are_equal(*pair):
+            is_late = asyncio.get_running_loop().time() - begun_s >= _ANSWER_TIMEOUT_S
+            if is_late or (_are_comparable(*pair) and not _are_equal(*pair)):
                 async with _emptied(pool, weights, requests, other):
                     pair = await _ask_both(pool, requests, state, other)
         except InvalidRequestError as error:
             return f"not compared: {error}"
         except ReplicaError:
             continue  # one of them is lost
-        versions = {one.version_runs for one in pair}
-        if len(versions) > 1 or any(one.finish_reason is FinishReason.ABORT for one in pair):
+        if not _are_comparable(*pair):
             continue
         if not _are_equal(*pair):
             answers = " and ".join(f"{list(one.token_ids)} on {one.replica}" for one in pair)
@@ -93,8 +94,14 @@ def _is_decided(pool: ReplicaPool, state: ReplicaState) -> bool:
     return can_be or not state.is_live
 
 
+def _are_comparable(one: Completion, other: Completion) -> bool:
+    """Whether no pause and no new weights came between them."""
+    is_whole = FinishReason.ABORT not in (one.finish_reason, other.finish_reason)
+    return is_whole and one.version_runs == other.version_runs
+
+
 def _are_equal(one: Completion, other: Completion) -> bool:
-    return one.version_runs == other.version_runs and one.token_ids == other.token_ids
+    return one.token_ids == other.token_ids
 
 
 @asynccontextmanager

@@ -102,6 +102,24 @@ def test_trap_13_a_new_replica_gets_no_request_before_it_has_the_newest_weights(
     run_virtually(play())
 
 
+def test_requests_go_on_where_a_pull_came_between_two_probes():
+    async def play():
+        machine = Machine("replica0")
+        busy, late = machine.replicas["replica0"], GatedReplica("replica1")
+        busy.gate.clear()
+        busy.lets_probes_pass = True
+        running = asyncio.create_task(machine.router.generate(request("r")))
+        await settle()
+        late.version = 1  # the router has not heard of it yet
+        shown = await machine.router.join(late)
+        assert shown == "not compared, because of pauses or new weights during each attempt"
+        assert busy.aborted == []
+        busy.gate.set()
+        await running
+
+    run_virtually(play())
+
+
 def test_where_no_other_replica_is_left_requests_and_syncs_wait_for_the_restart():
     async def play():
         machine = Machine("replica0")
