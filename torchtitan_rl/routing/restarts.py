@@ -216,8 +216,10 @@ class ReplicaRestarts:
         expectation.callback(timer.cancel)
         return expectation
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name="the restart of a replica")
+    def _start_task(
+        self, work: Coroutine[Any, Any, None], name: str = "the restart of a replica"
+    ) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_end)
         return task
@@ -273,12 +275,14 @@ class ReplicaRestarts:
     async def _join(self, replica: Replica, *, is_reserved: bool) -> str:
         self._joining.add(replica.name)
         try:
-            return await self._router.join(replica, is_reserved=is_reserved)
+            shown = await self._router.join(replica, is_reserved=is_reserved)
         except TorchtitanRLError:
             await _close(replica)
             raise
         finally:
             self._joining.discard(replica.name)
+        self._start_task(self._router.share_queues(), "the sharing of queues")
+        return shown
 
     def _may_restart(self, name: str) -> bool:
         """Count the restart. Returns whether it is allowed."""

@@ -28,7 +28,14 @@ from torchtitan_rl.routing.pausing import (
 )
 from torchtitan_rl.routing.placement import Placement
 from torchtitan_rl.routing.rejoining import DifferentAnswerError, prove
-from torchtitan_rl.routing.replicas import Halt, Phase, Replica, ReplicaPool, ReplicaState
+from torchtitan_rl.routing.replicas import (
+    Halt,
+    Phase,
+    Replica,
+    ReplicaPool,
+    ReplicaState,
+    lost_error,
+)
 from torchtitan_rl.routing.requests import OnEnded, ReplicaAccount, RequestTracker
 from torchtitan_rl.routing.weights import SyncMode, SyncOrder, SyncReport, WeightSync
 from torchtitan_rl.types import Completion, EngineStats, GenerationRequest, OnProgress
@@ -269,12 +276,14 @@ class GeneratorRouter:
         except DifferentAnswerError as error:
             self._pool.mark_dead(state, error)
             raise
+        if not state.is_live:
+            raise lost_error(state)
         self._pool.set_proven(state)
-        await self._share_queues()
         return shown
 
-    async def _share_queues(self) -> None:
-        """Let requests in the queues of crowded engines continue on the least loaded replicas."""
+    async def share_queues(self) -> None:
+        """Let requests in the queues of crowded engines continue on the least loaded replicas, for
+        instance on one that has joined."""
         serving = [one for one in self._pool.live_unreserved() if one.takes_requests]
         share = math.ceil(sum(one.outstanding_requests for one in serving) / max(1, len(serving)))
 

@@ -80,7 +80,7 @@ def test_a_loss_that_cannot_be_used_is_one_line_about_its_field(name: str, probl
 
 
 def test_a_wrong_name_of_a_function_is_answered_by_those_of_the_file(example: Path) -> None:
-    text = f"{example} has no function 'above_best'; it has reinforce, above_best_other"
+    text = f"{example} has no function 'above_best'; it has above_best_other, reinforce"
     assert refused(f"{example}:above_best").endswith(text)
     (error,) = advantage_errors(RolloutConfig(advantage=f"{example}:above_best"))
     assert error.endswith(f"{text}; built in: mean, std, leave_one_out, pair, none")

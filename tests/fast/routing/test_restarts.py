@@ -11,6 +11,7 @@ from tests.support.replicas import GatedReplica, handle, request, settle
 from tests.support.virtual_clock import run_virtually
 from torchtitan_rl.errors import GenerationError, LoopStalledError, ReplicaError
 from torchtitan_rl.failures import Failure, Part, Sign
+from torchtitan_rl.generation.commands import ReadStats
 from torchtitan_rl.routing.replicas import Phase
 from torchtitan_rl.routing.restarts import EXPECTED_S, ReplicaRestarts
 from torchtitan_rl.routing.router import GeneratorRouter
@@ -98,6 +99,37 @@ def test_trap_13_a_new_replica_gets_no_request_before_it_has_the_newest_weights(
         machine.kill("replica1")
         await machine.router.generate(request("last", min_version=7))
         assert late.served == ["last"]
+
+    run_virtually(play())
+
+
+def test_a_new_replica_that_is_lost_while_a_crowded_one_is_asked_for_its_queue_is_started_again():
+    async def play():
+        machine = Machine("replica0", "replica1")
+        crowded, answers = machine.replicas["replica1"], asyncio.Event()
+        crowded.lets_probes_pass, crowded.places = True, 1
+        answer = crowded.answer
+
+        async def answer_late(command):
+            if isinstance(command, ReadStats):
+                await answers.wait()
+            return await answer(command)
+
+        crowded.answer = answer_late
+        async with machine.restarting():
+            crowded.gate.clear()
+            machine.kill("replica0")
+            running = [
+                asyncio.create_task(machine.router.generate(request(f"r{n}"))) for n in range(4)
+            ]
+            await settle()
+            assert machine.said[-1].startswith("replica0-2 takes the place of replica0")
+            machine.kill("replica0-2")
+            await settle()
+            assert machine.starts[-1] == ("replica0-2", "replica0-3")
+            answers.set()
+            crowded.gate.set()
+            await asyncio.gather(*running)
 
     run_virtually(play())
 

@@ -74,6 +74,7 @@ def test_requests_that_wait_in_an_engine_continue_on_a_replica_that_is_added():
             await settle()
             num_cut = len(crowded.aborted)
             await restarts.scale(4, names("replica3"))
+            await settle()
             assert len(crowded.aborted) == num_cut
             crowded.gate.set()
             await asyncio.gather(*more)
