@@ -135,8 +135,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_OLD_NAMES = {"Conversation": object, "Replayable": object}  # attributes now: see `TokenEnv`
-
 
 def _homes() -> dict[str, str]:
     """Map each exported name to its module, read from the import statements above."""
@@ -157,6 +155,4 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    if name in _OLD_NAMES:
-        return _OLD_NAMES[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

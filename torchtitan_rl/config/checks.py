@@ -59,39 +59,27 @@ from torchtitan_rl.types import (
 CPU_BLOCK_TOKENS = 32
 
 _TOKEN_PARTS = ("context_parallel", "tensor_parallel")
-_NOT_STUCK = ", or it ends work that is not stuck"
-_ORDERED = (  # field, relation, fields, reason
-    ("rollout.max_total_tokens", "<=", ("generator.max_model_len",), ""),
-    (
-        "rollout.sampling.max_tokens_per_turn",
-        "<",
-        ("rollout.max_total_tokens",),
-        ", prompt included",
-    ),
-    ("rollout.overlong.buffer_tokens", "<=", ("rollout.sampling.max_tokens_per_turn",), ""),
-    (
-        "trainer.max_episode_tokens",
-        ">=",
-        ("rollout.max_total_tokens",),
-        ", so that every episode fits",
-    ),
-    ("trainer.max_tokens_per_microbatch", ">=", ("trainer.max_episode_tokens",), ""),
-    (
-        "trainer.updates_per_batch",
-        "<=",
-        ("rollout.groups_per_step",),
-        ", for a minibatch has whole groups",
-    ),
-    ("rollout.step_timeout_s", "<=", ("rollout.rollout_timeout_s",), ""),
-    ("generator.request_timeout_s", "<=", ("rollout.rollout_timeout_s",), ""),
-    ("weight_sync.lag_timeout_s", "<=", ("weight_sync.timeout_s",), ""),
-    (
-        "schedule.max_wait_s",
-        ">",
-        ("schedule.report_wait_s", "rollout.rollout_timeout_s", "weight_sync.timeout_s"),
-        _NOT_STUCK,
-    ),
+_ORDERED = (  # a field, a relation, and one or several other fields
+    "rollout.max_total_tokens <= generator.max_model_len",
+    "rollout.sampling.max_tokens_per_turn < rollout.max_total_tokens",
+    "rollout.overlong.buffer_tokens <= rollout.sampling.max_tokens_per_turn",
+    "trainer.max_episode_tokens >= rollout.max_total_tokens",
+    "trainer.max_tokens_per_microbatch >= trainer.max_episode_tokens",
+    "trainer.updates_per_batch <= rollout.groups_per_step",
+    "rollout.step_timeout_s <= rollout.rollout_timeout_s",
+    "generator.request_timeout_s <= rollout.rollout_timeout_s",
+    "weight_sync.lag_timeout_s <= weight_sync.timeout_s",
+    "schedule.max_wait_s > schedule.report_wait_s rollout.rollout_timeout_s weight_sync.timeout_s",
 )
+_NOT_STUCK = ", or it ends work that is not stuck"
+_REASONS = {  # by the first field
+    "rollout.sampling.max_tokens_per_turn": ", prompt included",
+    "trainer.max_episode_tokens": ", so that every episode fits",
+    "trainer.updates_per_batch": ", for a minibatch has whole groups",
+    "schedule.max_wait_s": _NOT_STUCK,
+    "endpoint.session_timeout_s": _NOT_STUCK,
+    "teacher.timeout_s": _NOT_STUCK,
+}
 _RELATIONS = {
     "<=": (operator.le, "at most"),
     "<": (operator.lt, "less than"),
@@ -156,12 +144,10 @@ def supervised_errors(
     config: RunConfig, policy: PolicyFacts | None, machine: HostFacts
 ) -> list[str]:
     """Like `find_errors`, for a run on conversations: only what such a run reads is checked."""
-    trainer, errors = config.trainer, []
-    if trainer.max_tokens_per_microbatch < trainer.max_episode_tokens:
-        errors.append(
-            f"trainer.max_tokens_per_microbatch is {trainer.max_tokens_per_microbatch}: give at "
-            f"least trainer.max_episode_tokens ({trainer.max_episode_tokens})"
-        )
+    trainer = config.trainer
+    errors = _order_errors(
+        config, "trainer.max_tokens_per_microbatch >= trainer.max_episode_tokens"
+    )
     errors += _split_errors(trainer)
     if policy is not None:
         errors += _policy_errors(config, policy)
@@ -185,8 +171,11 @@ def supervised_errors(
 
 def _policy_errors(config: RunConfig, policy: PolicyFacts) -> list[str]:
     trainer, lora = config.trainer, config.policy.lora
+    name = "trainer.tensor_parallel"
+    if trainer.context_parallel > 1:
+        name = "trainer.context_parallel" + (f" x {name}" if trainer.tensor_parallel > 1 else "")
     return [
-        *trainer_head_errors(trainer, policy),
+        *head_errors(name, trainer.token_parts, policy),
         *expert_errors(trainer, policy, lora),
         *trainer_image_errors(trainer, policy, lora, config.teacher),
     ]
@@ -235,21 +224,10 @@ def errors_on_hosts(
 def _relation_errors(config: RunConfig) -> list[str]:
     ordered = list(_ORDERED)
     if isinstance(config.task, AgentTask):
-        ordered.append(("endpoint.session_timeout_s", ">", ("rollout.step_timeout_s",), _NOT_STUCK))
+        ordered.append("endpoint.session_timeout_s > rollout.step_timeout_s")
     if config.teacher.is_on:
-        ordered.append(("teacher.timeout_s", "<", ("schedule.max_wait_s",), _NOT_STUCK))
-    errors = []
-    for name, relation, others, reason in ordered:
-        holds, words = _RELATIONS[relation]
-        value = attrgetter(name)(config)
-        bounds = {other: attrgetter(other)(config) for other in others}
-        broken = [
-            f"{other} ({bound})"
-            for other, bound in bounds.items()
-            if value is not None and not holds(value, bound)
-        ]
-        if broken:
-            errors.append(f"{name} is {value}: give {words} {' and '.join(broken)}{reason}")
+        ordered.append("teacher.timeout_s < schedule.max_wait_s")
+    errors = [error for relation in ordered for error in _order_errors(config, relation)]
     if config.mode == "generate" and config.is_colocated:
         errors.append(
             "placement is colocated: with mode generate there is no trainer to share devices with; "
@@ -280,6 +258,21 @@ def _relation_errors(config: RunConfig) -> list[str]:
             "one machine; give shared_memory or auto"
         )
     return errors
+
+
+def _order_errors(config: RunConfig, relation: str) -> list[str]:
+    """At most one message, for a relation such as those in `_ORDERED`."""
+    name, sign, *others = relation.split()
+    holds, words = _RELATIONS[sign]
+    value = attrgetter(name)(config)
+    bounds = {other: attrgetter(other)(config) for other in others}
+    broken = [
+        f"{other} ({bound})"
+        for other, bound in bounds.items()
+        if value is not None and not holds(value, bound)
+    ]
+    reason = _REASONS.get(name, "")
+    return [f"{name} is {value}: give {words} {' and '.join(broken)}{reason}"] if broken else []
 
 
 def _limit_errors(task: Task, rollout: RolloutConfig) -> list[str]:
@@ -354,7 +347,15 @@ def generator_errors(
             f"{policy.max_positions} positions; give at most that"
         )
     elif is_on_cpu:
-        errors += _cache_errors(generator, policy)
+        blocks = math.ceil(generator.max_model_len / CPU_BLOCK_TOKENS) + 1  # vLLM reserves one
+        values = policy.kv_values("cpu", generator.tensor_parallel)
+        needed = 4 * blocks * CPU_BLOCK_TOKENS * values  # float32
+        if generator.kv_cache_bytes < needed:
+            errors.append(
+                f"generator.kv_cache_bytes is {generator.kv_cache_bytes}: one request of "
+                f"generator.max_model_len ({generator.max_model_len}) tokens takes {needed}; give "
+                "at least that, better many times as much"
+            )
     most = generator.step_tokens("cpu" if is_on_cpu else "cuda")
     if generator.max_running_requests is not None and generator.max_running_requests > most:
         errors.append(
@@ -365,19 +366,6 @@ def generator_errors(
     return errors + vllm_option_errors(generator, is_on_cpu=is_on_cpu)
 
 
-def _cache_errors(generator: GeneratorConfig, policy: PolicyFacts) -> list[str]:
-    blocks = math.ceil(generator.max_model_len / CPU_BLOCK_TOKENS) + 1  # vLLM reserves one block
-    values = policy.kv_values("cpu", generator.tensor_parallel)
-    needed = 4 * blocks * CPU_BLOCK_TOKENS * values  # float32
-    if generator.kv_cache_bytes >= needed:
-        return []
-    return [
-        f"generator.kv_cache_bytes is {generator.kv_cache_bytes}: one request of "
-        f"generator.max_model_len ({generator.max_model_len}) tokens takes {needed}; give at least "
-        "that, better many times as much"
-    ]
-
-
 def head_errors(name: str, degree: int, policy: PolicyFacts) -> list[str]:
     """An error if the policy's heads cannot be split evenly over ``degree`` ranks."""
     if degree <= 0 or not (policy.num_heads % degree or policy.num_kv_heads % degree):
@@ -386,14 +374,6 @@ def head_errors(name: str, degree: int, policy: PolicyFacts) -> list[str]:
         f"{name} is {degree}: give a divisor of the policy's {policy.num_heads} heads and "
         f"{policy.num_kv_heads} key/value heads"
     ]
-
-
-def trainer_head_errors(trainer: TrainerConfig, policy: PolicyFacts) -> list[str]:
-    """An error if the policy's heads cannot be split evenly over the ranks that share a pass."""
-    name, tensor = "trainer.tensor_parallel", trainer.tensor_parallel
-    if trainer.context_parallel > 1:
-        name = "trainer.context_parallel" + (f" x {name}" if tensor > 1 else "")
-    return head_errors(name, trainer.token_parts, policy)
 
 
 def expert_errors(trainer: TrainerConfig, policy: PolicyFacts, lora: LoraConfig) -> list[str]:
@@ -450,11 +430,30 @@ def replay_errors(rollout: RolloutConfig, policy: PolicyFacts, *, is_on_cuda: bo
 def loss_errors(config: LossConfig, *, staleness: int, updates: int = 1) -> list[str]:
     """One message per error: field, value, fix. ``staleness`` is `ScheduleConfig.staleness`,
     ``updates`` is `TrainerConfig.updates_per_batch`."""
-    return _unread(config) or [
-        *_corrections(config, staleness, updates),
-        *_lengths(config),
-        *_function(config, updates),
-    ]
+    if errors := _unread(config):
+        return errors
+    errors = _corrections(config, staleness, updates)
+    if config.aggregation == "constant" and config.constant_length < 1:
+        errors.append(
+            f"trainer.loss.constant_length is {config.constant_length}: "
+            "trainer.loss.aggregation constant divides by it; give the longest response in tokens, "
+            "rollout.max_total_tokens for one"
+        )
+    if config.aggregation != "constant" and config.constant_length != 0:
+        errors.append(
+            f"trainer.loss.constant_length is {config.constant_length}: "
+            f"trainer.loss.aggregation {config.aggregation} does not read it; give 0, or constant"
+        )
+    if config.function:
+        from torchtitan_rl.training.losses import loss_problem  # importing torch takes seconds
+
+        try:
+            problem = loss_problem(load_function(config.function), config, updates)
+        except ConfigError as error:
+            problem = str(error)
+        if problem:
+            errors.append(f"trainer.loss.function is {config.function!r}: {problem}")
+    return errors
 
 
 def _profile_errors(config: RunConfig) -> list[str]:
@@ -532,18 +531,6 @@ def _made_rollout(number: int) -> Rollout:
     )
 
 
-def _function(config: LossConfig, updates: int) -> list[str]:
-    if not config.function:
-        return []
-    from torchtitan_rl.training.losses import loss_problem  # importing torch takes seconds
-
-    try:
-        problem = loss_problem(load_function(config.function), config, updates)
-    except ConfigError as error:
-        problem = str(error)
-    return [f"trainer.loss.function is {config.function!r}: {problem}"] if problem else []
-
-
 def _corrections(config: LossConfig, staleness: int, updates: int) -> list[str]:
     errors = []
     config = decided_loss(config, rounds=False, staleness=staleness)
@@ -605,18 +592,3 @@ def pair_errors(loss: LossConfig, rollout: RolloutConfig, *, is_taught: bool) ->
             "group is trained on; give another advantage, or no teacher"
         )
     return errors
-
-
-def _lengths(config: LossConfig) -> list[str]:
-    if config.aggregation == "constant" and config.constant_length < 1:
-        return [
-            f"trainer.loss.constant_length is {config.constant_length}: "
-            "trainer.loss.aggregation constant divides by it; give the longest response in tokens, "
-            "rollout.max_total_tokens for one"
-        ]
-    if config.aggregation != "constant" and config.constant_length != 0:
-        return [
-            f"trainer.loss.constant_length is {config.constant_length}: "
-            f"trainer.loss.aggregation {config.aggregation} does not read it; give 0, or constant"
-        ]
-    return []

@@ -92,7 +92,13 @@ def host_errors(
         if policy is None or not device_bytes(hosts):
             return [str(error)]
         return [f"{error.message}; {describe_fit(fitting_options(config, policy, hosts))}"]
-    errors = _transport_errors(config, placement)
+    errors = []
+    are_apart = len({*placement.replica_hosts, *placement.trainer_hosts}) > 1
+    if config.weight_sync.transport == "shared_memory" and are_apart:
+        errors.append(
+            "weight_sync.transport is shared_memory: trainer and replicas are on several hosts, "
+            "which share none; give auto or rdma"
+        )
     if all(hosts[host].address for host in placement.trainer_hosts):
         errors += _plain_text_errors(config.launch, hosts, placement.trainer_hosts)
     device = device_of(hosts)
@@ -207,13 +213,14 @@ def _job_errors(launch: LaunchConfig) -> list[str]:
         return []
     field, errors = f"launch.job is {launch.job!r}", []
     module, _, attribute = launch.job.rpartition(".")
+    folders = [*sys.path, str(Path.cwd())]
     others = {"attach": launch.attach, "keys": launch.keys}
     if not launch.hosts:  # made-up hosts have no meshes
         others |= {name: getattr(launch, name) for name in ("generator_hosts", "trainer_hosts")}
     given = [f"launch.{name}" for name, value in others.items() if value]
     if not module or not attribute:
         errors.append(f"{field}: give MODULE.ATTR, such as jobs.slurm for `slurm` in jobs.py")
-    elif not launch.hosts and not _is_package(module.partition(".")[0]):
+    elif not launch.hosts and not PathFinder.find_spec(module.partition(".")[0], folders):
         errors.append(f"{field}: there is no {module}; give a module of this folder or a package")
     if given:
         errors.append(
@@ -226,11 +233,6 @@ def _job_errors(launch: LaunchConfig) -> list[str]:
             "run programs there; where no one else is, give launch.allow_plain_tcp"
         )
     return errors
-
-
-def _is_package(name: str) -> bool:
-    """Whether Python finds this module or package, also in the working folder. Imports nothing."""
-    return PathFinder.find_spec(name, [*sys.path, str(Path.cwd())]) is not None
 
 
 def _address_errors(launch: LaunchConfig) -> list[str]:
@@ -274,23 +276,11 @@ def chosen_host_errors(launch: LaunchConfig) -> list[str]:
     return errors
 
 
-def _transport_errors(config: RunConfig, placement: Placement) -> list[str]:
-    transport = config.weight_sync.transport
-    are_apart = len({*placement.replica_hosts, *placement.trainer_hosts}) > 1
-    if transport == "shared_memory" and are_apart:
-        return [
-            "weight_sync.transport is shared_memory: trainer and replicas are on several hosts, "
-            "which share none; give auto or rdma"
-        ]
-    return []
-
-
 def _host_thread_errors(
     config: RunConfig, hosts: Sequence[HostFacts], placement: Placement
 ) -> list[str]:
     generating, training = threads_on_hosts(config, placement)
-    is_colocated = config.is_colocated
-    threads = generating | training if is_colocated else generating + training
+    threads = generating | training if config.is_colocated else generating + training
     errors = []
     for host, number in sorted(threads.items()):
         if number <= MAX_THREADS_PER_CORE * hosts[host].num_cores:

@@ -15,7 +15,6 @@ import hashlib
 import io
 import platform
 import re
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,15 +31,6 @@ from torchtitan_rl.errors import ConfigError, one_line
 _READY_DIR = Path(__file__).parents[1] / "configs"
 _SUPERVISED = ("sft", "dpo")  # the first words of the names of their ready configurations
 _C = TypeVar("_C")
-_RENAMED = {  # old names of options from the last release, accepted until the next release
-    "max_kept_tokens": "max_recorded_candidates",
-    "generator.max_kept_tokens": "generator.max_recorded_candidates",
-    "schedule.window": "schedule.max_overtaking_share",
-    "schedule.in_flight": "schedule.during_training",
-    "trainer.row_len": "trainer.max_episode_tokens",
-    "trainer.rows_per_microbatch": "trainer.max_tokens_per_microbatch",
-}
-_RENAMED_VALUES = {"running": "continue", "aborted": "pause"}  # of schedule.in_flight
 
 
 def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
@@ -52,14 +42,9 @@ def load_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         SystemExit: ``--help`` is among the options.
     """
     config = _config_in(path, RunConfig)
-    wrong, row_len, rows = field_errors(config), 0, 0
-    if not any(name.startswith("task") for name in wrong):
+    if not any(name.startswith("task") for name in field_errors(config)):
         config = replace(config, task=config.task.with_all_options())
-    if not any(name.startswith("trainer") for name in wrong):
-        row_len = config.trainer.max_episode_tokens
-        rows = config.trainer.max_tokens_per_microbatch // row_len
-    words = _with_new_names(overrides, row_len=row_len, rows=rows)
-    return parse_options(RunConfig, words, prog=f"torchtitan-rl train {path}", default=config)
+    return parse_options(RunConfig, overrides, prog=f"torchtitan-rl train {path}", default=config)
 
 
 def load_supervised(path: Path, overrides: Sequence[str], *, kind: type[_C], command: str) -> _C:
@@ -87,39 +72,6 @@ def _config_in(path: Path, kind: type[_C], *, command: str = "train") -> _C:
             f"{kind.__name__}(...)"
         )
     return config
-
-
-def _with_new_names(words: Sequence[str], *, row_len: int = 0, rows: int = 0) -> list[str]:
-    """Replace old names of options, and print a warning for each. Raises ConfigError for a value
-    of theirs that is no whole number, but must be."""
-    given: dict[str, str] = {}
-    rest: list[str] = []
-    waiting = ""  # an old option whose value comes next
-    for word in words:
-        option, has_value, value = word.partition("=")
-        name = option.removeprefix("--").replace("-", "_")
-        if waiting:
-            given[waiting], waiting = word, ""
-        elif option.startswith("--") and name in _RENAMED:
-            given |= {name: value} if has_value else {}
-            waiting = "" if has_value else name
-        else:
-            rest.append(word)
-    new = {_RENAMED[name]: value for name, value in given.items()}
-    for name in given:
-        print(f"warning: --{name} is now --{_RENAMED[name]}", file=sys.stderr)
-    if mode := given.get("schedule.in_flight"):
-        new["schedule.during_training"] = _RENAMED_VALUES.get(mode, mode)
-    old_sizes = {"trainer.row_len": row_len, "trainer.rows_per_microbatch": rows}
-    if given.keys() & old_sizes:
-        try:
-            row_len, rows = (int(given.get(name, size)) for name, size in old_sizes.items())
-        except ValueError as error:
-            raise ConfigError(f"{' and '.join(old_sizes)}: {error}") from error
-        new["trainer.max_episode_tokens"] = str(row_len)
-        new["trainer.max_tokens_per_microbatch"] = str(row_len * rows)
-    rest += [word for name, value in new.items() for word in (f"--{name}", value)]
-    return [*rest, *([f"--{_RENAMED[waiting]}"] if waiting else [])]
 
 
 def split_config(
@@ -236,8 +188,6 @@ def parse_options(
         SystemExit: ``--help`` is among the options.
     """
     errors = io.StringIO()
-    if default is None:
-        words = _with_new_names(words)
     try:
         with contextlib.redirect_stderr(errors):
             if default is None:

@@ -264,13 +264,7 @@ def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
     """See the module for the rules. Raises NoRoomError if trainer and replicas do not fit on the
     hosts, or not on those that the configuration chooses for them."""
     if config.mode == "generate":  # the rank that remains takes no device from the replicas
-        trainer = replace(
-            config.trainer,
-            data_parallel_replicate=1,
-            data_parallel_shard=1,
-            context_parallel=1,
-            tensor_parallel=1,
-        )
+        trainer = replace(config.trainer, **dict.fromkeys(_TRAINER_RANKS, 1))
         config = replace(config, trainer=trainer)
     elif config.mode == "train":
         generator = replace(config.generator, replicas=1, tensor_parallel=1)

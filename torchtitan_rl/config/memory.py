@@ -209,7 +209,7 @@ def teacher_memory(
 
 def _weight_bytes(policy: PolicyFacts, dtype: Dtype) -> int:
     if policy.architecture is None:
-        return policy.num_bytes_as(dtype)
+        return policy.num_weights * BYTES[dtype]
     return num_weights(policy.architecture) * BYTES[dtype]
 
 
@@ -373,7 +373,8 @@ def _moments(
     teachers: Sequence[PolicyArchitecture],
 ) -> list[_Moment]:
     size, ranks, shard = BYTES[dtype], config.tensor_parallel, config.num_shards
-    tokens, is_tied = _own_tokens(config), policy.has_tied_embeddings
+    tokens = config.max_tokens_per_microbatch // config.context_parallel
+    is_tied = policy.has_tied_embeddings
     head = head_weights(policy) // ranks
     layer = _layer_weights(config, policy)
     logits = tokens * policy.vocab_size // ranks
@@ -400,7 +401,9 @@ def _moments(
     begins = _Moment(
         gathered=head * size + heads, activations=all_layers, logits=2 * logits * size + chunks
     )
-    of_layer = all_layers + recomputed + _backward_activations(config, policy, size)
+    queries = policy.num_heads * policy.head_dim // ranks
+    gradients = max(_hidden_of_token(policy, 4) // ranks, 7 * queries) + 2 * policy.dim
+    of_layer = all_layers + recomputed + tokens * gradients * size
     if lora.rank:
         adapters = num_adapter_weights(policy, lora) // policy.num_layers
         gathered = 2 * layer * size + adapters * size + reduced(adapters)
@@ -466,18 +469,6 @@ def _layer_activations(
             if config.context_parallel > 1:  # exchanged heads are not exchanged again
                 kept += (2 * queries + 2 * keys) * size
     return kept, whole
-
-
-def _backward_activations(config: TrainerConfig, policy: PolicyArchitecture, size: int) -> int:
-    """The bytes of the gradients of one layer's activations."""
-    ranks = config.tensor_parallel
-    queries = policy.num_heads * policy.head_dim // ranks
-    elements = max(_hidden_of_token(policy, 4) // ranks, 7 * queries) + 2 * policy.dim
-    return _own_tokens(config) * elements * size
-
-
-def _own_tokens(config: TrainerConfig) -> int:
-    return config.max_tokens_per_microbatch // config.context_parallel
 
 
 def describe_parts(parts: Mapping[str, int]) -> str:

@@ -161,9 +161,6 @@ class PolicyFacts:
     def num_weights(self) -> int:
         return self.num_bytes // self.bytes_per_weight
 
-    def num_bytes_as(self, dtype: Literal["float32", "bfloat16"]) -> int:
-        return self.num_weights * {"float32": 4, "bfloat16": 2}[dtype]
-
 
 def read_architecture(checkpoint_dir: Path) -> PolicyArchitecture:
     """Raises ConfigError if ``config.json`` does not exist, or describes an unsupported model."""

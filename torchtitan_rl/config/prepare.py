@@ -76,6 +76,11 @@ class PreparedRun:
     def describe(self) -> str:
         """What ``--dry-run`` prints."""
         config, rollout = self.config, self.config.rollout
+        modes = {
+            "both": "",
+            "generate": "mode: generate; the policy does not change",
+            "train": f"mode: train, on the rollouts of {config.rollouts}",
+        }
         size = "" if self.num_weights is None else f", {self.num_weights / 1e6:,.1f} M parameters"
         point = self.resume_point
         start = f"start: {self.describe_start(point.step if point and point.checkpoint else None)}"
@@ -92,7 +97,7 @@ class PreparedRun:
             return "\n".join([*first[1:], *supervised])
         lines = [
             *first,
-            self._describe_mode(),
+            modes[config.mode],
             f"steps: {config.num_steps} of {rollout.groups_per_step} groups of "
             f"{rollout.group_size} rollouts, each of at most {count(rollout.max_turns, 'turn')} "
             f"and {rollout.max_total_tokens} tokens; learning rate "
@@ -180,15 +185,6 @@ class PreparedRun:
         rewards = "alone" if self.config.rollout.advantage == "none" else "in addition to rewards"
         where = " (in the trainer)" if teacher.is_in_trainer else ""
         return f"teacher: {', '.join(names)}{where}; coefficient {teacher.coefficient:g}, {rewards}"
-
-    def _describe_mode(self) -> str:
-        match self.config.mode:
-            case "both":
-                return ""
-            case "generate":
-                return "mode: generate; the policy does not change"
-            case "train":
-                return f"mode: train, on the rollouts of {self.config.rollouts}"
 
     def _describe_mixing(self) -> str:
         weight, examples = self.config.trainer.sft_coefficient, self.config.examples

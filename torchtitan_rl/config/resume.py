@@ -113,7 +113,6 @@ _OF_ROLLOUTS = (
     "trainer.sft_coefficient",
     "examples.",  # those in steps of reinforcement learning; the task has its own
 )
-_OLD_SHARE = "schedule.window"
 _NOT_COMPARED = ("name", "output_dir", "checkpoint.resume", "policy.checkpoint")
 _POLICY_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _CHECKPOINTS = {POLICY: "policy.checkpoint", TEACHERS: "teacher.checkpoint or teacher.by_task"}
@@ -393,8 +392,6 @@ def compare_with_saved(
     if saved is None:
         return None, [], []
     before, notes = dict(saved.identity or {}), []
-    if _OLD_SHARE in before:  # the last release wrote this name
-        before.setdefault("schedule.max_overtaking_share", before.pop(_OLD_SHARE))
     if not before:
         notes.append(f"{run_dir} does not say what the run was: its configuration is not compared")
     if changes := resume_changes(before, identity):

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.types import Problem
 
 if TYPE_CHECKING:
@@ -119,12 +118,6 @@ class Task:
 
     ``experiments/alphabet_sort/task.py`` is a complete example.
     """
-
-    def __init_subclass__(cls) -> None:
-        if "compared_as" in vars(cls):
-            raise ConfigError(
-                f"{cls.__name__}.compared_as: this method is named resume_identity now; rename it"
-            )
 
     def dataset(self, split: Split, *, seed: int) -> Dataset:
         """Return the problems of a split. Ids are unique in the validation set, and in an epoch of

@@ -108,16 +108,6 @@ def test_a_file_that_does_not_run_is_one_line_with_its_place(text, cause, tmp_pa
     assert "\n" not in message
 
 
-def test_a_task_that_overrides_the_old_name_of_a_method_is_refused_with_the_new_one(tmp_path):
-    path = tmp_path / "config.py"
-    path.write_text(
-        "from torchtitan_rl import Task\nclass Sums(Task):\n    def compared_as(self): return {}\n"
-    )
-    with pytest.raises(ConfigError, match="resume_identity") as error:
-        load_config(path, [])
-    assert len(error.value.errors) == 1
-
-
 def test_a_file_comes_before_a_ready_configuration_of_the_same_name(path, monkeypatch):
     monkeypatch.chdir(path.parent)
     path.rename("alphabet_sort_tiny")
