@@ -295,7 +295,10 @@ def _try_tls(connection: socket.socket, address: Address, keys: Path | None) -> 
         context.load_cert_chain(keys / CERTIFICATE, keys / KEY)
     try:
         with context.wrap_socket(connection, server_hostname=address.host) as tls:
-            _await_refusal(tls)
+            if tls.version() == "TLSv1.3":  # the server checks this host after the handshake
+                tls.settimeout(_ANSWER_S)
+                with contextlib.suppress(TimeoutError):
+                    tls.recv(1)
     except ssl.SSLCertVerificationError as error:
         return _certificate_text(error, address.host)
     except ssl.SSLEOFError:
@@ -311,16 +314,6 @@ def _try_tls(connection: socket.socket, address: Address, keys: Path | None) -> 
     except OSError:
         return "it hung up at the TLS greeting; is it a tcp:// worker?"
     return ""
-
-
-def _await_refusal(tls: ssl.SSLSocket) -> None:
-    """Wait until the server may have refused the client's certificate, which raises SSLError: under
-    TLS 1.3 the server checks it only after the client's handshake has finished."""
-    if tls.version() != "TLSv1.3":
-        return
-    tls.settimeout(_ANSWER_S)
-    with contextlib.suppress(TimeoutError):
-        tls.recv(1)
 
 
 def _certificate_text(error: ssl.SSLCertVerificationError, host: str) -> str:

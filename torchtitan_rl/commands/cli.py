@@ -18,50 +18,38 @@ from torchtitan_rl.launch.own_user import use_private_folder
 from torchtitan_rl.weights.shm_cleanup import remove_leftovers
 
 COMMANDS = {
-    "train": ("CONFIG [options]", "train as a configuration says", "commands.train"),
-    "sft": ("CONFIG [options]", "fine-tune on conversations", "commands.supervised:sft"),
-    "dpo": ("CONFIG [options]", "train on pairs of answers", "commands.supervised:dpo"),
-    "serve": ("MODEL [options]", "an OpenAI-compatible endpoint", "commands.serve"),
-    "generate": ("[options]", "complete a file of prompts", "commands.generate"),
-    "eval": (
-        "MODEL... --config CONFIG [options]",
-        "evaluate models, side by side",
-        "commands.evaluate",
-    ),
-    "data preview": ("CONFIG [options]", "show the problems of a task", "commands.data"),
-    "new task": ("NAME [options]", "write a task to start from", "commands.new"),
-    "env check": ("CONFIG [options]", "find mistakes of an environment", "commands.env"),
-    "doctor": ("[CONFIG [options]]", "check this machine", "commands.doctor"),
-    "fit": (
-        "CONFIG --devices 1x24GB [options]",
-        "propose options that fit on devices",
-        "commands.fit",
-    ),
-    "profile": ("RUN_DIR [options]", "measure a run, to simulate others", "commands.profile"),
-    "simulate": (
-        "CONFIG --profile FILE [options]",
-        "predict a run, of any size",
-        "commands.simulate",
-    ),
-    "chaos": ("RUN_DIR [options]", "disturb a running run, then audit it", "commands.chaos"),
-    "view": ("RUN_DIR... [options]", "show runs on a page in the browser", "commands.view"),
-    "report": ("RUN_DIR [options]", "write the page of a run into one file", "commands.report"),
-    "explain": ("RUN_DIR", "say in words what a run shows", "commands.explain"),
-    "retriever": ("--corpus FILE [options]", "search a corpus, for tasks", "commands.retriever"),
-    "replay": ("RUN_DIR [options]", "compute a step of a run again", "commands.replay"),
-    "scale": ("RUN_DIR --replicas N", "change the replicas of a running run", "commands.scale"),
-    "audit": ("RUN_DIR", "check that what a run wrote adds up", "audit.run"),
-    "worker": ("--address ADDRESS", "make this machine a host of runs", "commands.worker"),
-    "keys": ("--hosts HOST... [options]", "make TLS keys for a run's machines", "commands.keys"),
+    "train": ("CONFIG [options]", "train as a configuration says", "train"),
+    "sft": ("CONFIG [options]", "fine-tune on conversations", "supervised:sft"),
+    "dpo": ("CONFIG [options]", "train on pairs of answers", "supervised:dpo"),
+    "serve": ("MODEL [options]", "an OpenAI-compatible endpoint", "serve"),
+    "generate": ("[options]", "complete a file of prompts", "generate"),
+    "eval": ("MODEL... --config CONFIG [options]", "evaluate models, side by side", "evaluate"),
+    "data preview": ("CONFIG [options]", "show the problems of a task", "data"),
+    "new task": ("NAME [options]", "write a task to start from", "new"),
+    "env check": ("CONFIG [options]", "find mistakes of an environment", "env"),
+    "doctor": ("[CONFIG [options]]", "check this machine", "doctor"),
+    "fit": ("CONFIG --devices 1x24GB [options]", "propose options that fit on devices", "fit"),
+    "profile": ("RUN_DIR [options]", "measure a run, to simulate others", "profile"),
+    "simulate": ("CONFIG --profile FILE [options]", "predict a run, of any size", "simulate"),
+    "chaos": ("RUN_DIR [options]", "disturb a running run, then audit it", "chaos"),
+    "view": ("RUN_DIR... [options]", "show runs on a page in the browser", "view"),
+    "report": ("RUN_DIR [options]", "write the page of a run into one file", "report"),
+    "explain": ("RUN_DIR", "say in words what a run shows", "explain"),
+    "retriever": ("--corpus FILE [options]", "search a corpus, for tasks", "retriever"),
+    "replay": ("RUN_DIR [options]", "compute a step of a run again", "replay"),
+    "scale": ("RUN_DIR --replicas N", "change the replicas of a running run", "scale"),
+    "audit": ("RUN_DIR", "check that what a run wrote adds up", ".audit.run"),
+    "worker": ("--address ADDRESS", "make this machine a host of runs", "worker"),
+    "keys": ("--hosts HOST... [options]", "make TLS keys for a run's machines", "keys"),
     "launch-script": (
         "KIND CONFIG --hosts 4x8 --keys DIR",
         "for Slurm, Kubernetes, SSH or Compose",
-        "commands.launch_script",
+        "launch_script",
     ),
 }
-"""For the words that name a command: the command's arguments, a description, and the module whose
-``main`` (or the function after the colon) gets the remaining words. It returns the exit code, and
-raises `ConfigError` if the command cannot start as it is given."""
+"""For the words that name a command: the command's arguments, a description, and the module (seen
+from this one's package) whose ``main``, or the function after the colon, gets the remaining words.
+It returns the exit code, and raises `ConfigError` if the command cannot start as it is given."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,8 +69,8 @@ def _run(words: list[str]) -> int:
             if command != "worker":  # each incarnation of a worker makes its own folder
                 use_private_folder()  # before importing torch, which stores the path of its cache
             module, _, name = place.partition(":")
-            main = getattr(importlib.import_module(f"torchtitan_rl.{module}"), name or "main")
-            return int(main(rest))
+            found = importlib.import_module(f".{module}", "torchtitan_rl.commands")
+            return int(getattr(found, name or "main")(rest))
     match words:
         case ["-h" | "--help"]:
             print(_usage(""))

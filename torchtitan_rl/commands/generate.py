@@ -278,7 +278,10 @@ def parse_line(
         return name, InvalidRequestError(f"{error}; write one JSON object in UTF-8")
     try:
         _require_text(fields)
-        name = _name(fields.get("id", number))
+        given = fields.get("id", number)
+        if isinstance(given, bool) or not isinstance(given, str | int):
+            raise InvalidRequestError(f"id = {given!r}: use a string or an integer")
+        name = given
         request = GenerationRequest(
             # Ids in a file may repeat, but ids of requests must not.
             request_id=f"line-{number}",
@@ -322,12 +325,6 @@ def _require_text(fields: Mapping[str, Any]) -> None:
         raise InvalidRequestError(f"{half!r} is half of a surrogate pair: remove it") from error
 
 
-def _name(value: Any) -> str | int:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise InvalidRequestError(f"id = {value!r}: use a string or an integer")
-    return value
-
-
 def _prompt(
     fields: Mapping[str, Any],
     encode: Callable[[str], list[int]],
@@ -343,21 +340,17 @@ def _prompt(
                 raise InvalidRequestError(f"{given[0]} = {value!r}: use a list of integers")
             return tuple(value)
         case "messages":
-            return _rendered(value, render)
+            if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+                example = '[{"role": "user", "content": "Hi"}]'
+                raise InvalidRequestError(f"messages = {value!r}: use a list such as {example}")
+            try:
+                return tuple(render(value))
+            except Exception as error:  # the model's template may raise any exception
+                cause = f"the chat template refuses them: {error}"
+                raise InvalidRequestError(f"messages: {cause}") from error
     if not isinstance(value, str):
         raise InvalidRequestError(f"prompt = {value!r}: use a string")
     return tuple(encode(value))
-
-
-def _rendered(messages: Any, render: Callable[[list[Any]], Sequence[int]]) -> tuple[int, ...]:
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise InvalidRequestError(
-            f'messages = {messages!r}: use a list such as [{{"role": "user", "content": "Hi"}}]'
-        )
-    try:
-        return tuple(render(messages))
-    except Exception as error:  # the model's template may raise any exception
-        raise InvalidRequestError(f"messages: the chat template refuses them: {error}") from error
 
 
 def _is_message(value: Any) -> bool:

@@ -140,11 +140,18 @@ def _script(
 def _job(config: Path, common: LaunchScriptOptions, run_options: list[str], command: str) -> Job:
     run = load_config(config, run_options)
     _check(run, common)
-    plan = _plan(run, common.hosts)
+    try:
+        plan = plan_on_hosts(run, made_up_hosts(common.hosts))
+    except NoRoomError as error:
+        raise ConfigError(str(error)) from error
     may_be_plain = common.allow_plain_tcp or run.launch.allow_plain_tcp
     _check_encryption(plan, common, may_be_plain=may_be_plain)
     devices = len(plan.hosts[0].cuda_devices)
     policy = _policy(run.policy.checkpoint)
+    weight_bytes: int | None = None
+    if policy is not None:
+        dtype = run.policy.dtype if plan.device == "cuda" else "float32"
+        weight_bytes = run.num_published_versions * version_bytes(run, policy, dtype)
     return Job(
         command=command,
         config=str(config),
@@ -153,7 +160,7 @@ def _job(config: Path, common: LaunchScriptOptions, run_options: list[str], comm
         num_hosts=len(plan.hosts),
         devices=devices,
         cpus=common.cpus or max(_num_threads(plan) + _CONTROLLER_CPUS, _DEVICE_CPUS * devices),
-        weight_bytes=None if policy is None else _weight_bytes(run, policy, plan),
+        weight_bytes=weight_bytes,
         host_bytes=0 if policy is None else _host_bytes(run, policy, plan),
         plan=tuple(plan.describe().splitlines()),
         keys=common.keys,
@@ -198,13 +205,6 @@ def _check_encryption(
         )
 
 
-def _plan(run: RunConfig, hosts: str) -> ProcessPlan:
-    try:
-        return plan_on_hosts(run, made_up_hosts(hosts))
-    except NoRoomError as error:
-        raise ConfigError(str(error)) from error
-
-
 def _policy(checkpoint: str) -> PolicyFacts | None:
     """The facts about the policy; None if it is not on this machine, and no published model whose
     sizes are known. Nothing is downloaded for this."""
@@ -214,11 +214,6 @@ def _policy(checkpoint: str) -> PolicyFacts | None:
         return find_policy(checkpoint)[1]
     except ConfigError:
         return None
-
-
-def _weight_bytes(run: RunConfig, policy: PolicyFacts, plan: ProcessPlan) -> int:
-    dtype = run.policy.dtype if plan.device == "cuda" else "float32"
-    return run.num_published_versions * version_bytes(run, policy, dtype)
 
 
 def _host_bytes(run: RunConfig, policy: PolicyFacts, plan: ProcessPlan) -> int:

@@ -60,8 +60,6 @@ class FailureHandling:
         stop: Callable[[], None],
     ) -> None:
         self._prepared, self._plan = prepared, prepared.plan
-        self._max_restarts = prepared.config.generator.max_restarts
-        self._max_trainer_restarts = prepared.config.trainer.max_restarts
         self._run_dir = prepared.config.run_dir.absolute()
         self._log_dir = prepared.config.log_dir.absolute()
         self._recorder, self._say, self._stop = recorder, recorder.say, stop
@@ -104,7 +102,8 @@ class FailureHandling:
             yield FixedPolicy()
             return
         self._trainer = first = processes.trainers[0]
-        if self._max_trainer_restarts == 0:
+        max_restarts = self._prepared.config.trainer.max_restarts
+        if max_restarts == 0:
             yield first
             return
         self._trainer = restarted = RestartedTrainer(
@@ -112,7 +111,7 @@ class FailureHandling:
             partial(self._start_trainer, processes),
             weights=processes.weights,
             steps=TakenSteps(self._run_dir / "taken_steps"),
-            max_restarts=self._max_trainer_restarts,
+            max_restarts=max_restarts,
             check=claim.check,
             is_offloaded=self._plan.is_shared,
             say=self._say,
@@ -176,7 +175,7 @@ class FailureHandling:
         restarts = ReplicaRestarts(
             router,
             self._start,
-            max_restarts=self._max_restarts,
+            max_restarts=self._prepared.config.generator.max_restarts,
             say=self._say,
             is_alone=self._is_alone,
             reserved=reserved,

@@ -32,7 +32,6 @@ from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.run import EnvironmentFactory
 from torchtitan_rl.routing.restarts import ReplicaRestarts
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.serving.bridge import BridgeCounts
 from torchtitan_rl.serving.config import EndpointConfig, Keys
 from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.serving.report import SessionEnding
@@ -234,10 +233,16 @@ class RunEndpoint:
 
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call of `take`."""
-        sessions = self._sessions.counts()
-        totals = _request_totals(self._service.counts) | {
-            f"endpoint/sessions/{ending.value}": sessions[f"sessions_{ending.value}"]
-            for ending in SessionEnding
+        sessions, requests = self._sessions.counts(), self._service.counts
+        totals: dict[str, float] = {
+            "endpoint/requests": requests.received,
+            "endpoint/completed": requests.completed,
+            "endpoint/aborted": requests.aborted,
+            "endpoint/missing_calls": requests.by_event["missing_calls"],
+            "endpoint/broken_calls": requests.by_event["broken_calls"],
+            **{f"endpoint/refused/{code}": n for code, n in requests.by_refusal.items()},
+            **{f"endpoint/{event}": n for event, n in requests.by_event.items()},
+            **{f"endpoint/sessions/{one}": sessions[f"sessions_{one}"] for one in SessionEnding},
         }
         gauges = {"endpoint/sessions_open": float(sessions["sessions_open"])}
         if self.host.problems is not None:
@@ -286,16 +291,3 @@ async def run_endpoint(
             problems=problems,
         )
         yield RunEndpoint(host, sessions, service)
-
-
-def _request_totals(counts: BridgeCounts) -> dict[str, float]:
-    totals = {
-        "endpoint/requests": counts.received,
-        "endpoint/completed": counts.completed,
-        "endpoint/aborted": counts.aborted,
-        "endpoint/missing_calls": counts.by_event["missing_calls"],
-        "endpoint/broken_calls": counts.by_event["broken_calls"],
-        **{f"endpoint/refused/{code}": n for code, n in counts.by_refusal.items()},
-        **{f"endpoint/{event}": n for event, n in counts.by_event.items()},
-    }
-    return {name: float(total) for name, total in totals.items()}

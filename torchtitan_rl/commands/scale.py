@@ -135,8 +135,10 @@ async def scaling_socket(run_dir: Path, run: Scalable) -> AsyncIterator[None]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_READ_S):
-                number = _number_in(await reader.readline())
-        except (ValueError, RecursionError):  # a line that is too long, too
+                number = json.loads(await reader.readline())["replicas"]
+            if not isinstance(number, int):
+                raise TypeError(number)
+        except (ValueError, KeyError, TypeError, RecursionError):  # of a line that is too long, too
             await _send(writer, refused="the request is not one line of JSON with replicas")
             return
         work = asyncio.create_task(run.scale(number), name="the command scale")
@@ -156,14 +158,6 @@ async def scaling_socket(run_dir: Path, run: Scalable) -> AsyncIterator[None]:
         server.close()
         path.unlink(missing_ok=True)
         await cancel_all(works)
-
-
-def _number_in(line: bytes) -> int:
-    """Raises ValueError if it is no request."""
-    match json.loads(line):
-        case {"replicas": int(number)}:
-            return number
-    raise ValueError(line)
 
 
 def _last_line(work: asyncio.Task[str]) -> dict[str, str]:

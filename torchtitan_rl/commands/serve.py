@@ -24,10 +24,9 @@ from torchtitan_rl.commands.replicas import served
 from torchtitan_rl.config.loader import parse_options
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.config.serve import PreparedServe, ServeConfig, prepare_serve
-from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.serving.report import EpisodesFile
 from torchtitan_rl.serving.restarts import EndpointRestarts
-from torchtitan_rl.serving.service import EndpointService, WeightLoader
+from torchtitan_rl.serving.service import EndpointService
 from torchtitan_rl.serving.sessions import Sessions
 from torchtitan_rl.tenancy.server import Tenants
 
@@ -64,7 +63,16 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
             keep = stack.enter_context(EpisodesFile(config.episodes_file)).write
         tenants = None
         if prepared.slots is not None:
-            tenants = await stack.enter_async_context(_tenants(prepared, router, loader))
+            tenants = await stack.enter_async_context(
+                Tenants(
+                    router,
+                    loader.publish,
+                    slots=prepared.slots,
+                    policy_dir=prepared.policy_dir,
+                    policy=read_architecture(prepared.policy_dir),
+                    max_model_len=config.generator.max_model_len,
+                )
+            )
         sessions = Sessions(router, timeout_s=config.endpoint.session_timeout_s, keep=keep)
         stack.push_async_callback(sessions.aclose)
         # The layers of a model with adapters have other names, so nothing can be loaded.
@@ -91,15 +99,3 @@ async def _serve(prepared: PreparedServe, signals: StopSignals) -> None:
         signals.stop_cleanly = stopped.set
         print(processes.endpoint.base_url, flush=True)
         await first_of(stopped.wait(), service.run_until_lost(), router.wait_until_lost())
-
-
-def _tenants(prepared: PreparedServe, router: GeneratorRouter, loader: WeightLoader) -> Tenants:
-    assert prepared.slots is not None
-    return Tenants(
-        router,
-        loader.publish,
-        slots=prepared.slots,
-        policy_dir=prepared.policy_dir,
-        policy=read_architecture(prepared.policy_dir),
-        max_model_len=prepared.config.generator.max_model_len,
-    )

@@ -270,8 +270,15 @@ async def _train(run: _Run, recorder: RunRecorder, signals: StopSignals) -> None
             return
         recorder.take_fetches = processes.weights.take_fetches
         ledger = TokenLedger()
-        router = _router(config, processes, ledger)
         reserved = reserved_replicas(config)
+        router = GeneratorRouter(
+            processes.replicas,
+            on_ended=ledger.on_ended,
+            request_timeout_s=config.request_timeout_s,
+            sync_timeout_s=config.weight_sync.timeout_s,
+            reserved=reserved,
+            keeps_requests=True,
+        )
         await stack.enter_async_context(losses.restarting(processes, router, reserved=reserved))
         places = _places(prepared)
         engines = recorder.engines = EngineSampler(router.stats, reserved=reserved)
@@ -328,17 +335,6 @@ async def _export(run: _Run, trainer: Trainer, recorder: RunRecorder) -> None:
     run.claim.check()
     with recorder.phase("export"):
         await trainer.export_hf(run.prepared.config.run_dir.absolute() / "policy")
-
-
-def _router(config: RunConfig, processes: RunProcesses, ledger: TokenLedger) -> GeneratorRouter:
-    return GeneratorRouter(
-        processes.replicas,
-        on_ended=ledger.on_ended,
-        request_timeout_s=config.request_timeout_s,
-        sync_timeout_s=config.weight_sync.timeout_s,
-        reserved=reserved_replicas(config),
-        keeps_requests=True,
-    )
 
 
 async def _teachers(

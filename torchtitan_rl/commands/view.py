@@ -132,28 +132,22 @@ def page_of_run(address: PageAddress | None) -> Iterator[Callable[[Path, Path], 
             if address is None or listening is None:
                 return ""
             url = address.url(listening)
-            with listening:  # from now on, only the page's process listens
-                words = [address.host, str(listening.fileno()), str(run_dir.absolute())]
-                stack.callback(_end, _start(words, listening, log_dir))
+            log_dir.mkdir(parents=True, exist_ok=True)
+            # From now on, only the page's process listens.
+            with listening, (log_dir / "page.log").open("ab") as log:
+                process = subprocess.Popen(
+                    [*_CHILD, address.host, str(listening.fileno()), str(run_dir.absolute())],
+                    pass_fds=[listening.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=lambda: end_with_parent(signal.SIGTERM),
+                )
+            stack.callback(_end, process)
             return f"; page {url}"
 
         yield start
-
-
-def _start(
-    words: Sequence[str], listening: socket.socket, log_dir: Path
-) -> subprocess.Popen[bytes]:
-    log_dir.mkdir(parents=True, exist_ok=True)
-    with (log_dir / "page.log").open("ab") as log:
-        return subprocess.Popen(
-            [*_CHILD, *words],
-            pass_fds=[listening.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
-        )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -64,7 +64,10 @@ def _config_in(path: Path, kind: type[_C], *, command: str = "train") -> _C:
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and error.code:  # the file's message, or a signal
             raise
-        raise ConfigError(f"CONFIG is {path}: {_cause(error, file)}; correct the file") from error
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+        cause = f"line {lines[-1]}, {one_line(error)}" if lines else one_line(error)
+        raise ConfigError(f"CONFIG is {path}: {cause}; correct the file") from error
     config = getattr(module, "config", None)
     if not isinstance(config, kind):
         raise ConfigError(
@@ -116,15 +119,6 @@ def _config_file(given: Path, command: str) -> Path:
         f"CONFIG is {given}: {what}; give a Python file or one of "
         f"{', '.join(ready_configs(command))}"
     )
-
-
-def _cause(error: Exception | SystemExit, path: Path) -> str:
-    """Describe an error in one line, with the line of the file ``path`` that caused it."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
-    where = f"line {frames[-1].lineno}, " if frames else ""
-    return f"{where}{one_line(error)}"
 
 
 _PACKAGE = Path(__file__).parents[1]

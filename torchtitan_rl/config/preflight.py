@@ -184,12 +184,13 @@ def _look() -> CudaFacts:
             )
     except (RuntimeError, AssertionError) as cause:
         error = str(cause).splitlines()[0]
+    driver = re.search(r"\b\d{3,}(\.\d+)+", DRIVER_FILE.read_text() if DRIVER_FILE.exists() else "")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_limited = soft != resource.RLIM_INFINITY and any(_RDMA_DEVICES.glob("*"))
     return CudaFacts(
         torch=torch.__version__,
         built_for=torch.version.cuda or "",
-        driver=_driver_version(),
+        driver=driver[0] if driver else "",
         driver_cuda=_driver_cuda(),
         error=error,
         devices=tuple(devices),
@@ -197,13 +198,6 @@ def _look() -> CudaFacts:
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
         locked_bytes=soft if is_limited else None,
     )
-
-
-def _driver_version() -> str:
-    found = (
-        re.search(r"\b\d{3,}(\.\d+)+", DRIVER_FILE.read_text()) if DRIVER_FILE.exists() else None
-    )
-    return found[0] if found else ""
 
 
 def _driver_cuda() -> str:

@@ -346,7 +346,12 @@ def prepare_run(
         resume_point, _, changes = compare_with_saved(config, identity)
         notes += changes
     notes += of_hosts
-    notes += _compilation_notes(config, plan.device)
+    compiled = ["attention kernels"] if plan.device == "cuda" else []
+    compiled += ["the model (trainer.compile)"] if config.trainer.compile else []
+    if config.mode != "generate" and compiled:
+        time = "minutes" if plan.device == "cuda" else "10 to 40 s"
+        what = " and ".join(compiled)
+        notes.append(f"the first training steps compile {what}, which takes {time}")
     notes += start_notes(
         config.task,
         step_timeout_s=config.rollout.step_timeout_s,
@@ -388,15 +393,6 @@ def _routed_bytes(
     if is_off or architecture is None or architecture.experts is None:
         return 0
     return architecture.num_expert_layers * architecture.experts.per_token
-
-
-def _compilation_notes(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[str]:
-    compiled = ["attention kernels"] if device == "cuda" else []
-    compiled += ["the model (trainer.compile)"] if config.trainer.compile else []
-    if config.mode == "generate" or not compiled:
-        return []
-    time = "minutes" if device == "cuda" else "10 to 40 s"
-    return [f"the first training steps compile {' and '.join(compiled)}, which takes {time}"]
 
 
 def _own_functions(config: RunConfig) -> list[str]:

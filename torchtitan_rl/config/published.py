@@ -94,23 +94,19 @@ def published_facts(checkpoint: str) -> PolicyFacts | None:
         return None
     for model_type, positions, models in _FAMILIES:
         for known, sizes in models.items():
-            if name == known or name.startswith(f"{known}-"):
-                return _facts(model_type, positions, *sizes)
+            if name != known and not name.startswith(f"{known}-"):
+                continue
+            config: dict[str, Any] = {"model_type": model_type, "dtype": "bfloat16"}
+            config |= dict(zip(_NAMES, sizes, strict=False))
+            policy = architecture_of(config | (_VISION if model_type == "qwen2_5_vl" else {}))
+            return PolicyFacts(
+                num_heads=policy.num_heads,
+                num_kv_heads=policy.num_kv_heads,
+                max_positions=positions,
+                vocab_size=policy.vocab_size,
+                num_bytes=2 * num_weights(policy),
+                kv_values_per_token=policy.kv_values_per_token,
+                latent_values_per_token=policy.latent_values_per_token,
+                architecture=policy,
+            )
     return None
-
-
-def _facts(model_type: str, positions: int, *sizes: int | None) -> PolicyFacts:
-    config: dict[str, Any] = {"model_type": model_type, **dict(zip(_NAMES, sizes, strict=False))}
-    if model_type == "qwen2_5_vl":
-        config |= _VISION
-    policy = architecture_of(config | {"dtype": "bfloat16"})
-    return PolicyFacts(
-        num_heads=policy.num_heads,
-        num_kv_heads=policy.num_kv_heads,
-        max_positions=positions,
-        vocab_size=policy.vocab_size,
-        num_bytes=2 * num_weights(policy),
-        kv_values_per_token=policy.kv_values_per_token,
-        latent_values_per_token=policy.latent_values_per_token,
-        architecture=policy,
-    )

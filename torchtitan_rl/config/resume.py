@@ -10,10 +10,6 @@ written. It is written, atomically, after the last change in the folder, and rem
 change. So a folder without a manifest belongs to a run that is running or was killed. For a
 checkpoint, the manifest lists only the checkpoint's marker. The marker lists the checkpoint's
 files.
-
-`policy_digest` covers a whole policy, including all weights: two hosts, or two evaluations, must
-have the same digest. `policy_fingerprint`, by which a run recognizes its own policy, reads only a
-small part of the weights.
 """
 
 from __future__ import annotations
@@ -356,8 +352,9 @@ LEAST_BYTES_PER_S = 200 << 20  # assumed minimum read speed of the storage of we
 
 
 def policy_digest(policy_dir: Path) -> str:
-    """A digest of a whole policy. Reads the weight files completely, at about 5 GB/s if they are in
-    memory. Within a process, a file is read again only if it has changed.
+    """A digest of a whole policy, which hosts and evaluations compare. Reads the weight files
+    completely, at about 5 GB/s if they are in memory; within a process, a file is read again only
+    if it has changed.
 
     Raises:
         OSError, ValueError: the policy's files cannot be read.

@@ -270,14 +270,16 @@ _MAX_NAME_BYTES = 200  # file systems allow 255, but temporary names are longer
 def path_errors(config: RunConfig) -> list[str]:
     """Check the run's name and folder; one message per error. Folders that the check makes are
     removed again."""
-    if error := _name_error(config.name):
-        return [error]
-    run_dir = config.run_dir
+    name, run_dir = config.name, config.run_dir
+    if name in ("", ".", "..") or "/" in name or name.strip() != name:
+        return [f"name is {name!r}: give the name of one folder, without slashes; see output_dir"]
+    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        return [f"name is {name[:20]}...: give at most {_MAX_NAME_BYTES} bytes"]
     if cause := cannot_write(run_dir):
         return [f"output_dir is {config.output_dir}: {cause}; give another"]
     if not config.checkpoint.resume and any((run_dir / one).exists() for one in _SIGNS_OF_A_RUN):
         return [
-            f"name is {config.name}: {run_dir} holds a run already; give another name, or "
+            f"name is {name}: {run_dir} holds a run already; give another name, or "
             "--checkpoint.resume to continue it"
         ]
     return []
@@ -324,11 +326,3 @@ def existing_parent(path: Path) -> Path:
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
-
-
-def _name_error(name: str) -> str:
-    if name in ("", ".", "..") or "/" in name or name.strip() != name:
-        return f"name is {name!r}: give the name of one folder, without slashes; see output_dir"
-    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
-        return f"name is {name[:20]}...: give at most {_MAX_NAME_BYTES} bytes"
-    return ""

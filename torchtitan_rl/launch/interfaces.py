@@ -200,26 +200,21 @@ def listen_privately() -> None:
     interface = interface_towards(host)
     for name in _INTERFACES if interface else ():
         os.environ.setdefault(name, interface)
-    accept_own_user(_torch_library(), "accept", "accept4")
-    if _listeners:
-        _stores.append(_serve_store(host, _listeners.pop()))
-
-
-def _torch_library() -> str:
-    """The path of the library with gloo and the TCP store."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
-    return str(Path(spec.origin).parent / "lib" / "libtorch_cpu.so")
+    gloo_and_stores = Path(spec.origin).parent / "lib" / "libtorch_cpu.so"
+    accept_own_user(str(gloo_and_stores), "accept", "accept4")
+    if _listeners:
+        import torch.distributed as dist
 
-
-def _serve_store(host: str, listener: socket.socket) -> Any:
-    import torch.distributed as dist
-
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+        listener = _listeners.pop()
+        _stores.append(
+            dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        )
