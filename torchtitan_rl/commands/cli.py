@@ -49,7 +49,8 @@ COMMANDS = {
 }
 """For the words that name a command: the command's arguments, a description, and the module (seen
 from this one's package) whose ``main``, or the function after the colon, gets the remaining words.
-It returns the exit code, and raises `ConfigError` if the command cannot start as it is given."""
+It returns the exit code, and raises `ConfigError` if the command cannot start as it is given. For
+``--help`` alone, the module's ``HELP`` is printed, if it has one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,6 +71,9 @@ def _run(words: list[str]) -> int:
                 use_private_folder()  # before importing torch, which stores the path of its cache
             module, _, name = place.partition(":")
             found = importlib.import_module(f".{module}", "torchtitan_rl.commands")
+            if hasattr(found, "HELP") and rest in (["-h"], ["--help"]):
+                print(found.HELP, end="")
+                return 0
             return int(getattr(found, name or "main")(rest))
     match words:
         case ["-h" | "--help"]:

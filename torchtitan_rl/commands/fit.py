@@ -29,7 +29,7 @@ from torchtitan_rl.errors import ConfigError
 
 _PROG = "torchtitan-rl fit"
 _OPTION = "--devices"
-_HELP = f"""\
+HELP = f"""\
 usage: {_PROG} CONFIG {_OPTION} 1x24GB [options of the run]
 
 Proposes options with which a run fits on its devices: placement, ranks of the trainer, replicas,
@@ -41,9 +41,6 @@ Llama 3.
 
 
 def main(words: Sequence[str]) -> int:
-    if list(words) in (["-h"], ["--help"]):
-        print(_HELP, end="")
-        return 0
     config_file, options = split_config(words, prog=_PROG)
     given, overrides = take_options(options, (_OPTION,))
     if not given:

@@ -47,7 +47,7 @@ _KINDS: dict[str, tuple[type[Any], Callable[[Job, Any], str]]] = {
     "ssh": (SshOptions, ssh_script),
     "docker-compose": (ComposeOptions, compose_file),
 }
-_USAGE = f"""\
+HELP = f"""\
 usage: torchtitan-rl launch-script KIND CONFIG --hosts 4x8 --keys DIR [options]
                                    [-- options of the run]
        torchtitan-rl launch-script KIND --help
@@ -108,9 +108,6 @@ def main(words: Sequence[str]) -> int:
     if "--" in own:
         place = own.index("--")
         own, run_options = own[:place], own[place + 1 :]
-    if own in (["-h"], ["--help"]):
-        print(_USAGE, end="")
-        return 0
     if not own or own[0] not in _KINDS:
         given = f"is {own[0]}" if own else "is missing"
         raise ConfigError(f"KIND {given}: give one of {', '.join(_KINDS)}")

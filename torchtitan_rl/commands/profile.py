@@ -14,7 +14,7 @@ from torchtitan_rl.config.run import output_file_errors
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.simulation.profile import Profile, profile_run, write_profile
 
-_HELP = """\
+HELP = """\
 usage: torchtitan-rl profile RUN_DIR [--output FILE]
 
 Writes how long the parts of a run took, for torchtitan-rl simulate: prompts, lengths and delays of
@@ -27,15 +27,12 @@ syncs, and lost replicas. Give a run that wrote all of its rollouts
 
 def main(words: Sequence[str]) -> int:
     match list(words):
-        case ["-h" | "--help"]:
-            print(_HELP, end="")
-            return 0
         case [run] if not run.startswith("-"):
             output = Path(run) / "profile.json"
         case [run, "--output", file] | ["--output", file, run] if not run.startswith("-"):
             output = Path(file)
         case _:
-            raise ConfigError(f"RUN_DIR: give the folder of one run; {_HELP.splitlines()[0]}")
+            raise ConfigError(f"RUN_DIR: give the folder of one run; {HELP.splitlines()[0]}")
     profile = profile_run(Path(run))
     if errors := output_file_errors("--output", output):
         raise ConfigError(errors)

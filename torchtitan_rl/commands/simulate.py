@@ -21,7 +21,7 @@ from torchtitan_rl.simulation.profile import Profile, read_profile
 from torchtitan_rl.simulation.run import Simulated, simulate, simulation_errors
 
 _PROG = "torchtitan-rl simulate"
-_HELP = f"""\
+HELP = f"""\
 usage: {_PROG} CONFIG --profile FILE [options] [options of the run]
 
 Says what a run would be like: the real controller, buffer, router and restarts on a virtual clock,
@@ -40,9 +40,6 @@ _MAX_RANKS = 4096  # see `bounds.Ranks`
 
 
 def main(words: Sequence[str]) -> int:
-    if list(words) in (["-h"], ["--help"]):
-        print(_HELP, end="")
-        return 0
     config_file, options = split_config(words, prog=_PROG)
     given, overrides = take_options(options, _OPTIONS)
     if "--profile" not in given:

@@ -20,7 +20,7 @@ from torchtitan_rl.config.lora import (
     read_adapters,
 )
 from torchtitan_rl.config.machine import machine_facts
-from torchtitan_rl.config.model import PolicyFacts, find_policy
+from torchtitan_rl.config.model import find_policy
 from torchtitan_rl.config.plan import ProcessPlan, plan_serving
 from torchtitan_rl.config.prepare import describe_replica
 from torchtitan_rl.config.room import serving_errors
@@ -124,11 +124,17 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
         allocated = (1 + slots.num_slots) * engine_rank(slots.rank)
     errors = [
         *wrong,
-        *_tenant_errors(config, policy),
+        *own_replicas_errors(config.generator, "serve starts"),
         *generator_errors(config.generator, policy, is_on_cpu=not machine.cuda_devices),
         *serving_errors(config.generator, policy, machine, dtype=config.dtype, adapters=allocated),
         *endpoint_errors(config.endpoint, keys),
     ]
+    if config.tenants and config.adapters:
+        errors.append("adapters: with tenants, engines hold only adapters of runs; leave one out")
+    if config.tenants and (policy.architecture is None or policy.architecture.experts is not None):
+        errors.append(
+            f"tenants is {config.tenants}: a policy with experts gets no adapters; give 0"
+        )
     if cause := cannot_write(config.log_dir):
         errors.append(f"log_dir is {config.log_dir}: {cause}; give another")
     if config.episodes_file is not None:
@@ -148,16 +154,3 @@ def prepare_serve(config: ServeConfig) -> PreparedServe:
         adapters=adapters,
         slots=slots,
     )
-
-
-def _tenant_errors(config: ServeConfig, policy: PolicyFacts) -> list[str]:
-    errors = own_replicas_errors(config.generator, "serve starts")
-    if not config.tenants:
-        return errors
-    if config.adapters:
-        errors.append("adapters: with tenants, engines hold only adapters of runs; leave one out")
-    if policy.architecture is None or policy.architecture.experts is not None:
-        errors.append(
-            f"tenants is {config.tenants}: a policy with experts gets no adapters; give 0"
-        )
-    return errors
