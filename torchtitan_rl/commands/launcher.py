@@ -25,14 +25,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistError,
-    TCPStore,
-)
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from torchtitan_rl.aio import cancel_all, retrieve, wait_within
 from torchtitan_rl.commands.console import DryRun, StopSignals
@@ -55,11 +53,7 @@ class LauncherError(TorchtitanRLError):
     """The launchers of a run cannot work together."""
 
 
-def launch(
-    node: Node,
-    words: list[str],
-    program: Sequence[str] = PROGRAM,
-) -> int:
+def launch(node: Node, words: list[str], program: Sequence[str] = PROGRAM) -> int:
     """Run the launcher of this node to the end of the run, and return the run's exit code.
     ``words`` are CONFIG and its options; ``program`` has the commands ``worker`` and ``train``.
     Raises TorchtitanRLError if it fails before the controller runs."""
@@ -102,20 +96,13 @@ async def _stop_without_parent() -> None:
             return os.kill(os.getpid(), signal.SIGTERM)
 
 
+@dataclass(frozen=True, slots=True)
 class _Launcher:
-    def __init__(
-        self,
-        node: Node,
-        words: list[str],
-        program: Sequence[str],
-        together: Round,
-        signals: StopSignals,
-    ) -> None:
-        self._node = node
-        self._words = words
-        self._program = program
-        self._round = together
-        self._signals = signals
+    _node: Node
+    _words: list[str]
+    _program: Sequence[str]
+    _round: Round
+    _signals: StopSignals
 
     async def lead(self) -> int:
         """Run on rank 0: start a worker and run the controller to its end."""
