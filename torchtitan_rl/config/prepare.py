@@ -298,7 +298,11 @@ def prepare_run(
     if config.mode == "generate":  # no new policy
         config = replace(config, checkpoint=replace(config.checkpoint, export_hf=False))
     machine, keys = machine or machine_facts(), Keys.of()
-    notes = [*_own_functions(config), *agent_notes(config.task, config.endpoint)]
+    loss, advantage = config.trainer.loss.function, config.rollout.advantage
+    notes = [f"loss: {loss} (trainer.loss.function)"] if loss else []
+    if advantage not in ADVANTAGE_KINDS:
+        notes.append(f"advantage: {advantage} (rollout.advantage)")
+    notes += agent_notes(config.task, config.endpoint)
     policy_dir: Path | None = None
     policy: PolicyFacts | None = None
     errors: list[str] = []
@@ -393,14 +397,6 @@ def _routed_bytes(
     if is_off or architecture is None or architecture.experts is None:
         return 0
     return architecture.num_expert_layers * architecture.experts.per_token
-
-
-def _own_functions(config: RunConfig) -> list[str]:
-    loss, advantage = config.trainer.loss.function, config.rollout.advantage
-    notes = [f"loss: {loss} (trainer.loss.function)"] if loss else []
-    if advantage not in ADVANTAGE_KINDS:
-        notes.append(f"advantage: {advantage} (rollout.advantage)")
-    return notes
 
 
 def _decided(config: RunConfig, plan: ProcessPlan) -> tuple[RunConfig, list[str]]:
