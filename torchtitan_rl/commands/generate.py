@@ -188,13 +188,7 @@ def _complete_file(options: GenerateOptions, model: Path, loop: EngineLoop) -> t
         return make_renderer(tokenizer, kind="template").initial_prompt(messages)
 
     defaults = SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        ignore_eos=options.ignore_eos,
-        seed=options.seed,
+        **{name: getattr(options, name) for name in _SAMPLING if hasattr(options, name)}
     )
     start_s, num_tokens = time.monotonic(), 0
     failed: list[str] = []

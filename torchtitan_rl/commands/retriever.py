@@ -33,6 +33,7 @@ from typing import Annotated, Any
 
 import msgspec
 from annotated_types import Interval
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchtitan_rl.bounds import Name, check_fields
@@ -208,7 +209,7 @@ def retriever_app(corpus: Corpus, *, topk: int, keys: Keys) -> ASGIApp:
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if is_open(scope):
-            return await _answer(send, {"documents": len(corpus)})
+            return await _answer({"documents": len(corpus)})(scope, receive, send)
         authenticate(scope, keys)
         if (scope["method"], scope["path"]) != ("POST", "/retrieve"):
             raise RefusedError(404, "not_found", "There is POST /retrieve, and GET /health.")
@@ -220,8 +221,8 @@ def retriever_app(corpus: Corpus, *, topk: int, keys: Keys) -> ASGIApp:
             async with places.place(scope, request) as has_place:
                 if has_place:
                     search = partial(_search, corpus, asked)
-                    loop = asyncio.get_running_loop()
-                    await _answer(send, {"result": await loop.run_in_executor(threads, search)})
+                    found = await asyncio.get_running_loop().run_in_executor(threads, search)
+                    await _answer({"result": found})(scope, receive, send)
         finally:
             request.release()
 
@@ -250,11 +251,8 @@ def _search(corpus: Corpus, asked: _Asked) -> list[list[Any]]:
     return [[row for row, _ in one] for one in found]
 
 
-async def _answer(send: Send, content: Any) -> None:
-    body = msgspec.json.encode(content, enc_hook=str)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _answer(content: Any) -> Response:
+    return Response(msgspec.json.encode(content, enc_hook=str), media_type="application/json")
 
 
 def serve_retriever(app: ASGIApp, listening: socket.socket, *, keys: Keys) -> None:
