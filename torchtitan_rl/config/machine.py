@@ -237,7 +237,7 @@ def _cgroup_limits(files: Sequence[Sequence[str]]) -> list[int]:
     return limits
 
 
-_TRAINER_RANKS = (
+TRAINER_RANKS = (
     *("data_parallel_replicate", "data_parallel_shard"),
     *("context_parallel", "tensor_parallel"),
 )
@@ -264,7 +264,7 @@ def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
     """See the module for the rules. Raises NoRoomError if trainer and replicas do not fit on the
     hosts, or not on those that the configuration chooses for them."""
     if config.mode == "generate":  # the rank that remains takes no device from the replicas
-        trainer = replace(config.trainer, **dict.fromkeys(_TRAINER_RANKS, 1))
+        trainer = replace(config.trainer, **dict.fromkeys(TRAINER_RANKS, 1))
         config = replace(config, trainer=trainer)
     elif config.mode == "train":
         generator = replace(config.generator, replicas=1, tensor_parallel=1)
@@ -408,7 +408,7 @@ def _explain_trainer(config: RunConfig, devices: tuple[int, ...]) -> str:
             f"launch.trainer_hosts is {chosen}: {has} no room for {need}; give more of them, or "
             "fewer ranks"
         )
-    name = max(_TRAINER_RANKS, key=lambda name: getattr(trainer, name))
+    name = max(TRAINER_RANKS, key=lambda name: getattr(trainer, name))
     return (
         f"trainer.{name} is {getattr(trainer, name)}: {_have(devices)} no room for {need}; "
         "give fewer, or more hosts"

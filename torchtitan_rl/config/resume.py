@@ -46,55 +46,23 @@ CONTENTS = " (contents)"
 """A suffix for the name of a field that names files. The field is compared by the contents of these
 files, see `Task.resume_identity`."""
 
-_MAY_CHANGE = (
-    "num_steps",
-    "pin_cores",
-    "placement",
-    "generator",
-    "teacher.url",
-    "teacher.model",
-    "teacher.coefficient",
-    "teacher.replicas",
-    "teacher.tensor_parallel",
-    "teacher.vllm",
-    "teacher.timeout_s",
-    "rollout.step_timeout_s",
-    "rollout.rollout_timeout_s",
-    "schedule.during_training",
-    "schedule.max_rollouts",
-    "schedule.max_empty_batches",
-    "schedule.report_wait_s",
-    "schedule.max_wait_s",
-    "weight_sync",
-    "trainer.data_parallel_replicate",
-    "trainer.data_parallel_shard",
-    "trainer.context_parallel",
-    "trainer.tensor_parallel",
-    "trainer.expert_parallel",
-    "trainer.max_episode_tokens",
-    "trainer.max_tokens_per_microbatch",
-    "trainer.share_prefixes",
-    "trainer.activation_checkpointing",
-    "trainer.compile",
-    "trainer.threads",
-    "trainer.updates_per_batch",
-    "trainer.sft_coefficient",
-    "trainer.step_timeout_s",
-    "trainer.loss",
-    "trainer.optimizer.learning_rate",
-    "trainer.optimizer.warmup_steps",
-    "trainer.optimizer.decay_steps",
-    "trainer.optimizer.min_lr_factor",
-    "trainer.optimizer.max_grad_norm",
-    "evaluation",
-    "checkpoint",
-    "metrics",
-    "profile",
-    "held_out",
-    "endpoint",
-    "launch",
-    "monarch",
-)
+_SECTIONS = {  # the fields of each section that may change; a section's name stands for all of them
+    "": (
+        "num_steps pin_cores placement generator weight_sync evaluation checkpoint metrics profile "
+        "held_out endpoint launch monarch"
+    ),
+    "teacher.": "url model coefficient replicas tensor_parallel vllm timeout_s",
+    "rollout.": "step_timeout_s rollout_timeout_s",
+    "schedule.": "during_training max_rollouts max_empty_batches report_wait_s max_wait_s",
+    "trainer.": (
+        "data_parallel_replicate data_parallel_shard context_parallel tensor_parallel "
+        "expert_parallel max_episode_tokens max_tokens_per_microbatch share_prefixes "
+        "activation_checkpointing compile threads updates_per_batch sft_coefficient step_timeout_s "
+        "loss"
+    ),
+    "trainer.optimizer.": "learning_rate warmup_steps decay_steps min_lr_factor max_grad_norm",
+}
+_MAY_CHANGE = [section + name for section, names in _SECTIONS.items() for name in names.split()]
 _MUST_STAY = ("endpoint.tool_call_parser", "endpoint.reasoning_parser", "endpoint.chat_template")
 _OF_ROLLOUTS = (
     "rollout",  # rollout.* and rollouts

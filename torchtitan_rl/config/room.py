@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_rl.agents.task import AgentTask
 from torchtitan_rl.config.fit import describe_fit, device_memory_errors, fitting_options
-from torchtitan_rl.config.machine import MIG, HostFacts, sharing_proposal
+from torchtitan_rl.config.machine import MIG, TRAINER_RANKS, HostFacts, sharing_proposal
 from torchtitan_rl.config.memory import (
     PINNED,
     PROCESS_BYTES,
@@ -32,13 +32,7 @@ from torchtitan_rl.weights.shm_cleanup import HEADROOM_BYTES, SHARED_MEMORY_ROOT
 MAX_THREADS_PER_CORE = 4  # on a CPU; more threads only cost memory and context switches
 _OTHER_FILES = 256  # files that the controller always has open
 _FILES_PER_AGENT = 2
-_RANKS = (
-    "generator.tensor_parallel",
-    "trainer.data_parallel_replicate",
-    "trainer.data_parallel_shard",
-    "trainer.context_parallel",
-    "trainer.tensor_parallel",
-)
+_RANKS = ("generator.tensor_parallel", *(f"trainer.{name}" for name in TRAINER_RANKS))
 
 
 def machine_errors(
