@@ -10,7 +10,9 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -70,7 +72,7 @@ async def _show(config: RunConfig, preview: PreviewConfig) -> None:
     if not isinstance(config.task, AgentTask):
         tokenizer = load_tokenizer(find_policy(config.policy.checkpoint)[0])
     source = config.task.dataset(preview.split, seed=config.seed)
-    for problem in _first(source, preview.count):
+    for problem in islice(_epoch(source), max(0, preview.count)):
         print(f"=== {problem.problem_id}")
         print(json.dumps(dict(problem.data), ensure_ascii=False, default=str)[:_SHOWN_CHARS])
         if tokenizer is not None:
@@ -86,7 +88,7 @@ async def _show_epoch(config: RunConfig, split: Split, tokenizer: Any) -> None:
     parts: Counter[str] = Counter()
     lengths: list[int] = []
     ids: set[str] = set()
-    for problem in _first(source, None):
+    for problem in _epoch(source):
         if problem.problem_id in ids:  # the dataset starts again without counting epochs
             break
         ids.add(problem.problem_id)
@@ -104,18 +106,14 @@ async def _show_epoch(config: RunConfig, split: Split, tokenizer: Any) -> None:
         )
 
 
-def _first(source: Any, count: int | None) -> Iterator[Problem]:
-    """Yield the first ``count`` problems, but at most one epoch."""
-    given = 0
-    while count is None or given < count:
-        try:
+def _epoch(source: Any) -> Iterator[Problem]:
+    """Yield the problems of the first epoch."""
+    with suppress(StopIteration):
+        while True:
             problem = source.next()
-        except StopIteration:
-            return
-        if source.epoch > 0:
-            return
-        given += 1
-        yield problem
+            if source.epoch > 0:
+                return
+            yield problem
 
 
 async def _prompt(config: RunConfig, problem: Problem, tokenizer: Any) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan_rl.config.preflight import CudaFacts, probe_cuda
 from torchtitan_rl.config.run import RunConfig
@@ -264,8 +264,8 @@ def place(config: RunConfig, hosts: Sequence[HostFacts]) -> Placement:
     """See the module for the rules. Raises NoRoomError if trainer and replicas do not fit on the
     hosts, or not on those that the configuration chooses for them."""
     if config.mode == "generate":  # the rank that remains takes no device from the replicas
-        trainer = replace(config.trainer, **dict.fromkeys(TRAINER_RANKS, 1))
-        config = replace(config, trainer=trainer)
+        one_rank: dict[str, Any] = dict.fromkeys(TRAINER_RANKS, 1)
+        config = replace(config, trainer=replace(config.trainer, **one_rank))
     elif config.mode == "train":
         generator = replace(config.generator, replicas=1, tensor_parallel=1)
         config = replace(config, generator=generator)
