@@ -139,12 +139,10 @@ class LockstepChannel(Protocol):
         Raises:
             Exception: a peer is gone, or the wait timed out. The ranks are no longer in step.
         """
-        ...
 
     def barrier(self) -> None:
         """Return once all ranks have called this, each after the same decisions. Raises as
         `broadcast`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,11 +79,9 @@ class Engine(Protocol):
         Raises:
             InvalidRequestError: the engine refuses the request, on every rank, and has not changed.
         """
-        ...
 
     def abort(self, request_ids: tuple[str, ...]) -> list[Completion]:
         """End these requests with their tokens so far. Unknown and ended ids are ignored."""
-        ...
 
     def step(self) -> list[Completion]:
         """Run one forward pass over the scheduled requests. Returns the completions that it
@@ -92,23 +90,19 @@ class Engine(Protocol):
         A completion that cannot continue, for example because constraints leave no token, ends with
         ABORT and the reason in ``stop_reason``: only its request fails.
         """
-        ...
 
     def num_unfinished(self) -> int: ...
 
     def generated_lengths(self) -> dict[str, int]:
         """Return the number of tokens sampled so far, by id of each unfinished request."""
-        ...
 
     def sampled_since(self, starts: Mapping[str, int]) -> list[Progress]:
         """Return the tokens from index ``starts[id]`` on, for each of these unfinished requests
         with new tokens. Only rank 0 calls this method, which changes nothing."""
-        ...
 
     def sleep(self) -> None:
         """Release the device's memory. All requests have ended before. `wake_up` and then
         `swap_weights` are called before the next step."""
-        ...
 
     def wake_up(self) -> None: ...
 
@@ -120,17 +114,14 @@ class Engine(Protocol):
         Raises:
             WeightSyncError: the version is not staged, or a tensor does not fit.
         """
-        ...
 
     def reset_prefix_cache(self, *, recompute_running: bool) -> bool:
         """Drop cached prefixes. With ``recompute_running``, running requests also lose their KV and
         prefill again. Returns False if the reset failed."""
-        ...
 
     def stats(self) -> EngineStats:
         """Return the engine's statistics. ``generated_tokens`` counts each sampled token in the
         step that samples it, of finished, failed, aborted and unfinished requests."""
-        ...
 
     def close(self) -> None: ...
 

@@ -307,9 +307,7 @@ def read_saved_run(path: Path) -> SavedRun:
 _GROUPS = msgspec.msgpack.Decoder(tuple[tuple[Entry, ...], tuple[SavedRollout, ...]])
 
 
-def choose_checkpoint(
-    checkpoints: CheckpointDirectory, journal: Journal, *, checksums: bool = True
-) -> NewestCheckpoint:
+def choose_checkpoint(checkpoints: CheckpointDirectory, journal: Journal) -> NewestCheckpoint:
     """Find the newest checkpoint whose parts can all be read and fit together, before any process
     of the run starts.
 
@@ -320,7 +318,7 @@ def choose_checkpoint(
         ConfigError: an older version of the system wrote a checkpoint.
         CheckpointError: there are checkpoints but none is usable, or a newer one cannot be read.
     """
-    found = checkpoints.choose(lambda path: why_not_resumable(path, journal), checksums=checksums)
+    found = checkpoints.choose(lambda path: why_not_resumable(path, journal), checksums=True)
     if found.path is None:
         return found
     return replace(found, passed_over=(*found.passed_over, *journal.passed_over))

@@ -11,7 +11,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
 from torchtitan_rl.aio import loop_s
@@ -48,33 +48,26 @@ class StopRequested(TorchtitanRLError):
         super().__init__(f"stopped on request after step {step}; resume it by --checkpoint.resume")
 
 
+@dataclass(eq=False)
 class Consumer:
     """Takes one batch after another until all steps are done."""
 
-    def __init__(
-        self,
-        config: ControllerConfig,
-        state: RunState,
-        *,
-        producer: Producer,
-        weights: WeightDelivery,
-        devices: DeviceSharing,
-        checkpointer: RunCheckpointer,
-        reconciliation: Reconciliation,
-    ) -> None:
-        self._config = config
-        self._state = state
-        self._parts = state.parts
-        self._recorder = state.recorder
-        self._producer = producer
-        self._weights = weights
-        self._devices = devices
-        self._checkpointer = checkpointer
-        self._reconciliation = reconciliation
+    config: ControllerConfig
+    state: RunState
+    _: KW_ONLY
+    producer: Producer
+    weights: WeightDelivery
+    devices: DeviceSharing
+    checkpointer: RunCheckpointer
+    reconciliation: Reconciliation
+
+    def __post_init__(self) -> None:
+        self._parts = self.state.parts
+        self._recorder = self.state.recorder
         # Consecutive batches without a token to train on, since this process started.
         self._empty_batches: list[tuple[RolloutGroup, ...]] = []
         self._is_save_due = False
-        rollout = config.rollout
+        rollout = self.config.rollout
         self._may_report_ignored = rollout.credit == "outcome" and rollout.advantage != "none"
         self._times = _Times()
 
@@ -87,7 +80,7 @@ class Consumer:
             GenerationError: no replica is left.
             NothingTrainedError: see `_require_progress`.
         """
-        state, num_steps = self._state, self._config.num_steps
+        state, num_steps = self.state, self.config.num_steps
         self._times = _Times()
         self._require_progress()
         while state.step < num_steps:
@@ -95,19 +88,19 @@ class Consumer:
             self._require_progress()
             is_last = state.step == num_steps  # the controller saves after the last step
             if not is_last:
-                every = self._config.checkpoint.every
+                every = self.config.checkpoint.every
                 self._is_save_due |= every > 0 and state.step % every == 0
-            if self._is_save_due and self._devices.trainer_can_save:
+            if self._is_save_due and self.devices.trainer_can_save:
                 self._is_save_due = False
                 with self._times.measure("save"):
-                    await self._checkpointer.save()
-                self._reconciliation.start(state.step, state.version)
+                    await self.checkpointer.save()
+                self.reconciliation.start(state.step, state.version)
             is_next_ready = not is_last and state.buffer.has_batch
-            if not is_next_ready or self._weights.needs_evaluation(state.step):
-                self._devices.release()
+            if not is_next_ready or self.weights.needs_evaluation(state.step):
+                self.devices.release()
 
     async def _next_batch(self) -> tuple[RolloutGroup, ...]:
-        state = self._state
+        state = self.state
         with self._recorder.phase("rollout"), self._times.measure("wait"):
             await state.wait_until(
                 lambda: state.is_stopping or (state.buffer.has_batch and self._may_train()),
@@ -122,11 +115,11 @@ class Consumer:
     def _may_train(self) -> bool:
         """Whether the trainer may use its devices: on shared devices, evaluations and pulls must
         end first."""
-        is_free = self._devices.trainer_holds_devices or self._weights.is_idle
-        return is_free or not self._devices.devices_are_shared
+        is_free = self.devices.trainer_holds_devices or self.weights.is_idle
+        return is_free or not self.devices.devices_are_shared
 
     async def _take_step(self, groups: tuple[RolloutGroup, ...]) -> None:
-        state = self._state
+        state = self.state
         counts = {one.value: number for one, number in state.buffer.counts().items()}
         states = BufferStates(capacity=state.capacity.buffer, **counts)
         with self._times.measure("train"):
@@ -140,15 +133,15 @@ class Consumer:
                 self._recorder.phase("publish"),
                 state.waits.track("the trainer publishes"),
             ):
-                handle = await self._parts.trainer.publish(self._weights.needed_versions)
-        self._weights.put(PublishedStep(step=state.step, version=state.version, handle=handle))
+                handle = await self._parts.trainer.publish(self.weights.needed_versions)
+        self.weights.put(PublishedStep(step=state.step, version=state.version, handle=handle))
         state.notify()
 
     async def _train_on(
         self, groups: tuple[RolloutGroup, ...]
     ) -> tuple[Batched, StepOutput | None]:
         """Pack the groups and train. Without a token to train on, the weights do not change."""
-        step = self._state.step + 1
+        step = self.state.step + 1
         with self._recorder.phase("train"):
             batched = await asyncio.to_thread(self._parts.batcher, groups)
             batch = batched.batch
@@ -159,9 +152,9 @@ class Consumer:
                 self._recorder.say(f"step {step} has no token to train on; its weights stay{why}")
                 return batched, None
             self._empty_batches.clear()
-            if self._config.mode == "generate":
+            if self.config.mode == "generate":
                 return _without_training(batched), None
-            await self._devices.prepare_step()
+            await self.devices.prepare_step()
             self._report_ignored_rewards(groups)
             if not batch.advantages.any() and not batch.teacher_coefficient:
                 self._recorder.say(f"step {step}: no group has rewards that differ")
@@ -169,22 +162,22 @@ class Consumer:
             if read is not None:
                 examples = await asyncio.to_thread(read, step)
             # The trainer's own deadline is shorter, and has a better message.
-            limit_s = self._config.trainer.call_limit_s
-            with self._state.waits.track(f"the trainer takes step {step}", limit_s=limit_s):
+            limit_s = self.config.trainer.call_limit_s
+            with self.state.waits.track(f"the trainer takes step {step}", limit_s=limit_s):
                 return batched, await self._parts.trainer.train_step(batch, examples=examples)
 
     def _require_progress(self) -> None:
         """Check that the run still trains on something. Raises NothingTrainedError: all rollouts of
         the run's first two steps failed for one cause. Or: no step of the whole run had a token to
         train on. Or: ``schedule.max_empty_batches`` steps in a row had no such token."""
-        state, empty = self._state, self._empty_batches
+        state, empty = self.state, self._empty_batches
         groups = tuple(group for batch in empty[-2:] for group in batch)
-        is_over = state.step >= self._config.num_steps and self._config.mode != "generate"
+        is_over = state.step >= self.config.num_steps and self.config.mode != "generate"
         if len(empty) == state.step == 2 and all_failed_alike(groups):
             what = "all rollouts of the first two steps failed for one cause"
         elif state.version == 0 and is_over:
             what = "no step of the run had a token to train on"
-        elif len(empty) >= self._config.schedule.max_empty_batches:
+        elif len(empty) >= self.config.schedule.max_empty_batches:
             what = f"{len(empty)} steps in a row had no token to train on"
         else:
             return
@@ -215,7 +208,7 @@ class Consumer:
     ) -> None:
         """Record that the step was taken. There is no await, so a checkpoint contains all of this
         or nothing."""
-        state, tokens, config = self._state, batched.tokens, self._config.rollout
+        state, tokens, config = self.state, batched.tokens, self.config.rollout
         flat = frozenset(one.group_id for one in groups if not has_signal(one.rollouts, config))
         metrics = {} if output is None else output.metrics
         terms = None if output is None else output.tokens
@@ -227,7 +220,7 @@ class Consumer:
         state.step += 1
         if output is not None:
             state.version = output.version
-        self._producer.restart(too_old)
+        self.producer.restart(too_old)
         times, self._times = self._times, _Times()
         seconds = times.seconds
         self._recorder.record_step(
@@ -239,7 +232,7 @@ class Consumer:
                 episodes=batched.episodes,
                 trainer_logprobs=() if terms is None else batched.by_episode(terms.logprobs),
                 trainer=metrics,
-                syncs=self._weights.pop_syncs(),
+                syncs=self.weights.pop_syncs(),
                 publish_s=seconds["publish"],
                 rollout_s=seconds["wait"],
                 train_s=seconds["train"],
@@ -249,14 +242,14 @@ class Consumer:
                 overtaken=overtaken,
                 flat=flat,
                 totals=state.ledger.totals(),
-                switch_s=self._devices.pop_switch_s(),
+                switch_s=self.devices.pop_switch_s(),
                 dataset=state.dataset_metrics,
             )
         )
         state.record_outcomes(groups)  # last, because it is user code that may raise
 
     def _describe_buffer(self) -> str:
-        state = self._state
+        state = self.state
         counts = state.buffer.counts()
         text = ", ".join(f"{counts[one]} groups {one.value}" for one in GroupState if counts[one])
         if state.buffer.has_batch and not self._may_train():

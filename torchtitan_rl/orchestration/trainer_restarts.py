@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -76,6 +76,7 @@ class _Start:
     checkpoint: Path | None
 
 
+@dataclass(eq=False)
 class RestartedTrainer:
     """A `Trainer` that survives the loss of its processes. Close it before its trainer.
 
@@ -87,28 +88,18 @@ class RestartedTrainer:
         on_failure: called with the ended report of each loss.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerProcesses,
-        start: Callable[[], Awaitable[TrainerProcesses]],
-        *,
-        weights: WeightDistribution,
-        steps: TakenSteps,
-        max_restarts: int,
-        check: Callable[[], None],
-        is_offloaded: bool,
-        say: Callable[[str], None],
-        on_failure: Callable[[Failure], None] = lambda failure: None,
-    ) -> None:
-        self._trainer = trainer
-        self._start = start
-        self._weights = weights
-        self._steps = steps
-        self._max_restarts = max_restarts
-        self._check = check
-        self._is_offloaded = is_offloaded
-        self._say = say
-        self._on_failure = on_failure
+    trainer: TrainerProcesses
+    start: Callable[[], Awaitable[TrainerProcesses]]
+    _: KW_ONLY
+    weights: WeightDistribution
+    steps: TakenSteps
+    max_restarts: int
+    check: Callable[[], None]
+    is_offloaded: bool
+    say: Callable[[str], None]
+    on_failure: Callable[[Failure], None] = lambda failure: None
+
+    def __post_init__(self) -> None:
         self._version = 0
         self._starts = [_Start(version=0, checkpoint=None)]  # oldest first; never empty
         self._readable: list[int] = []  # the versions that replicas can read, as published
@@ -117,10 +108,10 @@ class RestartedTrainer:
         self._num_restarts = 0  # since the newest step
         self._restarting: asyncio.Task[None] | None = None
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._watching = self._watched(trainer)
+        self._watching = self._watched(self.trainer)
 
     def lose(self, cause: BaseException) -> None:
-        self._trainer.lose(cause)
+        self.trainer.lose(cause)
 
     async def wait_until_lost(self) -> None:
         raise TrainerLostError(await asyncio.shield(self._given_up))
@@ -139,7 +130,7 @@ class RestartedTrainer:
         )
         taken = await writing
         if taken is not None:
-            self._steps.add(replace(taken, digest=output.metrics.get("weights_digest")))
+            self.steps.add(replace(taken, digest=output.metrics.get("weights_digest")))
         self._version = output.version
         self._num_restarts = 0
         return output
@@ -160,7 +151,7 @@ class RestartedTrainer:
         await self._call(
             lambda trainer: trainer.save_checkpoint(path, attachments, version=version)
         )
-        self._saving = _Start(version=version, checkpoint=path), self._trainer
+        self._saving = _Start(version=version, checkpoint=path), self.trainer
 
     async def finish_checkpoint(self) -> None:
         saving = self._saving
@@ -186,18 +177,18 @@ class RestartedTrainer:
 
     async def offload(self) -> None:
         await self._call(lambda trainer: trainer.offload())
-        self._is_offloaded = True
+        self.is_offloaded = True
 
     async def onload(self) -> None:
         await self._call(lambda trainer: trainer.onload())
-        self._is_offloaded = False
+        self.is_offloaded = False
 
     async def export_hf(self, path: Path) -> None:
         await self._call(lambda trainer: trainer.export_hf(path))
 
     async def close(self) -> None:
         await cancel_all(filter(None, [self._watching, self._restarting]))
-        await asyncio.to_thread(self._steps.close)
+        await asyncio.to_thread(self.steps.close)
 
     async def _call(self, ask: Callable[[TrainerProcesses], Awaitable[_T]]) -> _T:
         while True:
@@ -205,7 +196,7 @@ class RestartedTrainer:
                 await asyncio.shield(self._restarting)
             if self._given_up.done():
                 raise TrainerLostError(self._given_up.result())
-            trainer = self._trainer
+            trainer = self.trainer
             try:
                 return await ask(trainer)
             except DeviceMemoryError:
@@ -222,17 +213,17 @@ class RestartedTrainer:
             await trainer.wait_until_lost()
         except TrainerLostError as error:
             restart = partial(self._restart, trainer, error)
-            if self._is_offloaded:
-                self._weights.lose_source(on_wanted=restart)
+            if self.is_offloaded:
+                self.weights.lose_source(on_wanted=restart)
             else:
                 restart()
 
     def _restart(self, lost: TrainerProcesses, error: TorchtitanRLError) -> None:
         """Begin to replace ``lost``, unless that has begun."""
-        if lost is not self._trainer or self._restarting is not None or self._given_up.done():
+        if lost is not self.trainer or self._restarting is not None or self._given_up.done():
             return
         lost.lose(error)
-        self._weights.lose_source()
+        self.weights.lose_source()
         failure = Failure.of(Part.TRAINER, lost.name, error, now_s=loop_s())
         self._restarting = asyncio.create_task(
             self._replace(failure), name="restart of the trainer"
@@ -245,7 +236,7 @@ class RestartedTrainer:
             self._set_given_up(f"the restart of the trainer failed: {error!r}")
 
     async def _replace(self, failure: Failure) -> None:
-        lost, cause = self._trainer, failure.cause
+        lost, cause = self.trainer, failure.cause
         while True:
             why = self._why_not()
             if why:
@@ -255,14 +246,14 @@ class RestartedTrainer:
             start = self._choose_start()
             num_steps = self._version - start.version
             origin = "the initial policy" if start.checkpoint is None else start.checkpoint.name
-            self._say(
+            self.say(
                 f"{lost.name} is lost and is started again, from {origin}; {num_steps} steps are "
                 f"taken again: {cause}"
             )
             with suppress(TorchtitanRLError):  # nothing answers
                 await lost.close()
             try:
-                lost = await self._start()
+                lost = await self.start()
                 failure = failure.restarted(lost.name, now_s=loop_s())
                 handles = await self._retake(lost, start)
             except (DivergedError, DeviceMemoryError) as error:
@@ -271,15 +262,15 @@ class RestartedTrainer:
             except (TorchtitanRLError, OSError, KeyError, msgspec.DecodeError) as error:
                 cause = str(error) if isinstance(error, TorchtitanRLError) else one_line(error)
             except asyncio.CancelledError:
-                self._on_failure(failure.ended("the run ended first"))
+                self.on_failure(failure.ended("the run ended first"))
                 raise
             else:
                 break
             await asyncio.sleep(_DELAY_S)
         await cancel_all([self._watching])
-        self._trainer, self._watching = lost, self._watched(lost)
-        self._weights.renew_source(handles)
-        self._on_failure(failure.serving(now_s=loop_s(), steps_again=num_steps))
+        self.trainer, self._watching = lost, self._watched(lost)
+        self.weights.renew_source(handles)
+        self.on_failure(failure.serving(now_s=loop_s(), steps_again=num_steps))
 
     async def _retake(self, trainer: TrainerProcesses, start: _Start) -> dict[int, WeightHandle]:
         """Bring a new trainer to the current version. Returns what it published."""
@@ -289,23 +280,23 @@ class RestartedTrainer:
             await trainer.load_checkpoint(start.checkpoint)
         if start.version in keep:
             handles[start.version] = await trainer.publish(keep)
-        for taken in self._steps.since(start.version, self._version):
+        for taken in self.steps.since(start.version, self._version):
             batch, examples = await asyncio.to_thread(taken.read)
             output = await trainer.train_step(batch, taken.loss, examples=examples)
             if taken.digest not in (None, output.metrics.get("weights_digest")):
-                self._say(
+                self.say(
                     f"version {output.version}, which was trained again, differs from the one "
                     "that was published: this device does not compute the same twice"
                 )
             if output.version in keep:
                 handles[output.version] = await trainer.publish(keep)
-        if self._is_offloaded:
+        if self.is_offloaded:
             await trainer.offload()
         return handles
 
     def _why_not(self) -> str:
         """Return why the trainer is not started again; empty if it is."""
-        if self._num_restarts >= self._max_restarts:
+        if self._num_restarts >= self.max_restarts:
             return f"it was started again {self._num_restarts} times without a new step"
         if self._unwritten is not None:
             version, why = self._unwritten
@@ -330,23 +321,23 @@ class RestartedTrainer:
         usable = [one for one in self._starts if one.version <= oldest]
         if usable:
             self._starts = self._starts[self._starts.index(usable[-1]) :]
-        self._steps.drop_before(self._starts[0].version)
+        self.steps.drop_before(self._starts[0].version)
 
     async def _write(
         self, batch: TrainingBatch, loss: StepLoss | None, examples: TrainingBatch | None
     ) -> TakenStep | None:
         version = self._version
         try:
-            self._check()
-            return await asyncio.to_thread(self._steps.write, version, batch, loss, examples)
+            self.check()
+            return await asyncio.to_thread(self.steps.write, version, batch, loss, examples)
         except (OSError, OutputError) as error:
             if self._unwritten is None:
-                self._say(f"until the next checkpoint a lost trainer ends the run: {error}")
+                self.say(f"until the next checkpoint a lost trainer ends the run: {error}")
             self._unwritten = version, str(error)
             return None
 
     def _give_up(self, failure: Failure, why: str) -> None:
-        self._on_failure(failure.ended(why))
+        self.on_failure(failure.ended(why))
         self._set_given_up(why)
 
     def _set_given_up(self, why: str) -> None:

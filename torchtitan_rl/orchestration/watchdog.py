@@ -13,7 +13,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NoReturn
 
 from torchtitan_rl.errors import DeadlineError
@@ -79,6 +79,7 @@ class WaitRegistry:
         return tuple(self._open)
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Reports when nothing changes in a run. Run `run` alongside the loops.
 
@@ -88,25 +89,17 @@ class Watchdog:
         notes: further lines for the report, such as `describe_replicas`.
     """
 
-    def __init__(
-        self,
-        waits: WaitRegistry,
-        *,
-        num_changes: Callable[[], int],
-        report_wait_s: float,
-        max_wait_s: float,
-        activities: Callable[[], Sequence[RolloutActivity]],
-        say: Callable[[str], None],
-        notes: Callable[[], Sequence[str]] = tuple,
-    ) -> None:
-        self._waits = waits
-        self._num_changes = num_changes
-        self._report_wait_s = report_wait_s
-        self._max_wait_s = max_wait_s
-        self._activities = activities
-        self._say = say
-        self._notes = notes
-        self.tick_s = min(report_wait_s / 10, max_wait_s / 10, _MAX_TICK_S)
+    waits: WaitRegistry
+    _: KW_ONLY
+    num_changes: Callable[[], int]
+    report_wait_s: float
+    max_wait_s: float
+    activities: Callable[[], Sequence[RolloutActivity]]
+    say: Callable[[str], None]
+    notes: Callable[[], Sequence[str]] = tuple
+
+    def __post_init__(self) -> None:
+        self.tick_s = min(self.report_wait_s / 10, self.max_wait_s / 10, _MAX_TICK_S)
         self._last_seen: tuple[int, float | None] | None = None
         self._last_poll_s = 0.0
         self._quiet_s = 0.0
@@ -121,38 +114,38 @@ class Watchdog:
 
     def poll(self) -> None:
         """Poll once. Raises DeadlineError like `run`."""
-        now_s = self._waits.now_s()
-        newest_s = max((activity.since_s for activity in self._activities()), default=None)
-        seen = (self._num_changes(), newest_s)
+        now_s = self.waits.now_s()
+        newest_s = max((activity.since_s for activity in self.activities()), default=None)
+        seen = (self.num_changes(), newest_s)
         if seen != self._last_seen:
             self._last_seen = seen
             self._quiet_s, self._num_reports = 0.0, 0
         else:
             self._quiet_s += min(now_s - self._last_poll_s, 2 * self.tick_s)
         self._last_poll_s = now_s
-        limited = [(wait, wait.limit_s) for wait in self._waits.open() if wait.limit_s is not None]
+        limited = [(wait, wait.limit_s) for wait in self.waits.open() if wait.limit_s is not None]
         for wait, limit_s in limited:
             if now_s - wait.since_s > limit_s:
                 raise DeadlineError(self._report(f"{wait.describe(now_s)}, over its limit"))
         headline = f"nothing has moved for {self._quiet_s:.0f} s"
-        if self._quiet_s >= self._max_wait_s and not limited:
+        if self._quiet_s >= self.max_wait_s and not limited:
             raise DeadlineError(self._report(headline))
-        if self._quiet_s >= self._report_wait_s * (self._num_reports + 1):
+        if self._quiet_s >= self.report_wait_s * (self._num_reports + 1):
             self._num_reports += 1
-            self._say(self._report(headline))
+            self.say(self._report(headline))
 
     def chain(self) -> str:
         """Return the lines of a report: waits (longest first, equal names in one line), rollouts,
         notes."""
-        now_s = self._waits.now_s()
+        now_s = self.waits.now_s()
         by_name: dict[str, list[Wait]] = {}
-        for wait in self._waits.open():
+        for wait in self.waits.open():
             by_name.setdefault(wait.name, []).append(wait)
         lines = []
         for longest, *others in by_name.values():
             more = f" [and {len(others)} more]" if others else ""
             lines.append(longest.describe(now_s) + more)
-        lines += [_describe_activities(self._activities(), now_s), *self._notes()]
+        lines += [_describe_activities(self.activities(), now_s), *self.notes()]
         return "\n".join(f"  {line}" for line in lines if line)
 
     def _report(self, headline: str) -> str:

@@ -32,7 +32,6 @@ class ReplicaPeer(Protocol):
     process. After an error of `send` or `receive` the replica is lost."""
 
     @property
-    @property
     def name(self) -> str: ...
 
     def send(self, messages: tuple[ToReplica, ...], /) -> None:
@@ -81,7 +80,7 @@ class ConnectedReplica(Generic[PeerT]):
     """A `Replica` at the other end of a channel. It receives messages from its first call on."""
 
     def __init__(self, peer: PeerT) -> None:
-        self.peer = peer
+        self.peer, self.name = peer, peer.name
         self._unsent: list[ToReplica] = []
         self._calls: dict[CallId, _Call] = {}
         self._returning: set[_Call] = set()  # ended calls whose callers have not continued yet
@@ -91,10 +90,6 @@ class ConnectedReplica(Generic[PeerT]):
         self._closing: asyncio.Task[None] | None = None
         self._lost: ReplicaError | None = None
         self._heard_s: float | None = None  # when the last batch came
-
-    @property
-    def name(self) -> str:
-        return self.peer.name
 
     async def generate(
         self,

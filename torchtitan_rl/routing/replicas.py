@@ -111,8 +111,6 @@ class Replica(Protocol):
         """End the replica's processes, killing them if necessary. A second call has no effect."""
 
 
-_T = TypeVar("_T")
-
 NO_WEIGHTS = -1  # older than every version
 
 
@@ -273,8 +271,8 @@ class ReplicaPool:
         self.notify()
 
     async def answer(
-        self, state: ReplicaState, work: Coroutine[Any, Any, _T], *, timeout_s: float | None = None
-    ) -> _T:
+        self, state: ReplicaState, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None
+    ) -> T:
         """Return the replica's answer, the result of ``work``.
 
         Raises:
@@ -303,11 +301,11 @@ class ReplicaPool:
     async def ask(
         self,
         state: ReplicaState,
-        work: Coroutine[Any, Any, _T],
+        work: Coroutine[Any, Any, T],
         *,
         timeout_s: float,
         required: str = "",
-    ) -> _T | None:
+    ) -> T | None:
         """Return the replica's answer like `answer`, but None if the replica is lost, which marks
         it dead, or exceeds ``timeout_s``, which marks it dead with ``required``, a verb for the
         message such as "resume"."""

@@ -17,7 +17,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from torchtitan_rl.aio import cancel_all, loop_s
@@ -41,6 +41,7 @@ def first_name(name: str) -> str:
     return found["first"] if found else name
 
 
+@dataclass(eq=False)
 class ReplicaRestarts:
     """Restarts replicas that are lost while its ``async with`` block runs.
 
@@ -55,26 +56,17 @@ class ReplicaRestarts:
         on_failure: called with the ended report of each loss.
     """
 
-    def __init__(
-        self,
-        router: GeneratorRouter,
-        start: Callable[[str, str], Awaitable[Replica]],
-        *,
-        max_restarts: int,
-        say: Callable[[str], None],
-        is_alone: Callable[[str], Awaitable[bool]] | None = None,
-        reserved: Collection[str] = (),
-        shares_devices: bool = False,
-        on_failure: Callable[[Failure], None] = lambda failure: None,
-    ) -> None:
-        self._router = router
-        self._start = start
-        self._max_restarts = max_restarts
-        self._say = say
-        self._is_alone = is_alone
-        self._reserved = frozenset(reserved)
-        self._shares_devices = shares_devices
-        self._on_failure = on_failure
+    router: GeneratorRouter
+    start: Callable[[str, str], Awaitable[Replica]]
+    _: KW_ONLY
+    max_restarts: int
+    say: Callable[[str], None]
+    is_alone: Callable[[str], Awaitable[bool]] | None = None
+    reserved: Collection[str] = ()
+    shares_devices: bool = False
+    on_failure: Callable[[Failure], None] = lambda failure: None
+
+    def __post_init__(self) -> None:
         self._begun_s: dict[str, float] = {}  # by name: time of joining
         self._num_quick: dict[str, int] = {}  # by first name: consecutive restarts
         self._num_starts: dict[str, int] = {}  # by first name
@@ -86,7 +78,7 @@ class ReplicaRestarts:
         self._is_closed = False
 
     async def __aenter__(self) -> ReplicaRestarts:
-        self._router.on_dead(self._on_dead)
+        self.router.on_dead(self._on_dead)
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -115,8 +107,8 @@ class ReplicaRestarts:
         left."""
         error = HostLeftError("its host is about to end")
         while not self._is_closed:
-            self._router.give_up(lambda name: name in self._joining and is_there(name), error)
-            names = [name for name in self._router.versions() if is_there(name)]
+            self.router.give_up(lambda name: name in self._joining and is_there(name), error)
+            names = [name for name in self.router.versions() if is_there(name)]
             if not names:
                 return
             moving = [self._start_task(self._vacate(name, error)) for name in names]
@@ -125,13 +117,13 @@ class ReplicaRestarts:
                 task.result()
 
     async def _vacate(self, name: str, error: HostLeftError) -> None:
-        returns = self._max_restarts > 0 and name not in self._leaving
-        with self._router.expecting() if returns else nullcontext():
-            replica = await self._router.leave(name)
+        returns = self.max_restarts > 0 and name not in self._leaving
+        with self.router.expecting() if returns else nullcontext():
+            replica = await self.router.leave(name)
             await _close(replica)
-            if name in self._router.states():
+            if name in self.router.states():
                 return  # it was lost before it had left
-            self._say(f"{name} has left")
+            self.say(f"{name} has left")
             if returns:
                 self._num_quick.setdefault(first_name(name), 0)
                 departure = Failure.of(Part.REPLICA, name, error, now_s=loop_s())
@@ -154,8 +146,8 @@ class ReplicaRestarts:
             while self._tasks:
                 await asyncio.wait(self._tasks)
             # No await before all names are in `_leaving`: the replicas counted here still live.
-            num_unreserved = self._router.num_unreserved
-            num_reserved = len(self._router.versions()) - num_unreserved
+            num_unreserved = self.router.num_unreserved
+            num_reserved = len(self.router.versions()) - num_unreserved
             if number <= num_reserved:
                 why = ", because the last one is reserved for evaluation" if num_reserved else ""
                 raise ConfigError(f"--replicas is {number}: give at least {num_reserved + 1}{why}")
@@ -163,10 +155,10 @@ class ReplicaRestarts:
             if missing > 0:
                 works = [self._add(name) for name in plan(missing)]
             else:
-                self._leaving.update(self._router.last_to_join(-missing))
+                self._leaving.update(self.router.last_to_join(-missing))
                 works = [self._remove(name) for name in sorted(self._leaving)]
             errors = [error for error in await asyncio.gather(*works) if error]
-            live = sorted(self._router.versions())
+            live = sorted(self.router.versions())
             text = f"{len(live)} replica{'' if len(live) == 1 else 's'}: {', '.join(live)}"
             if errors:
                 raise ReplicaError(f"{'; '.join(errors)}; the run has {text}")
@@ -175,20 +167,20 @@ class ReplicaRestarts:
     async def _add(self, name: str) -> str:
         """Start a replica. Returns the error, or nothing."""
         try:
-            replica = await self._start(name, name)
+            replica = await self.start(name, name)
             shown = await self._join(replica, is_reserved=False)
         except (TorchtitanRLError, OSError) as error:
-            self._say(f"{name} is not added: {error}")
+            self.say(f"{name} is not added: {error}")
             return f"{name} did not start: {error}"
         self._begun_s[name], self._num_quick[name] = loop_s(), 0
-        self._say(f"{name} is added: {shown}")
+        self.say(f"{name} is added: {shown}")
         return ""
 
     async def _remove(self, name: str) -> str:
-        replica = await self._router.leave(name)
+        replica = await self.router.leave(name)
         await _close(replica)
         self._leaving.discard(name)
-        self._say(f"{name} has left")
+        self.say(f"{name} has left")
         return ""
 
     def _on_dead(self, lost: Replica, error: BaseException) -> None:
@@ -197,12 +189,12 @@ class ReplicaRestarts:
         failure = Failure.of(Part.REPLICA, lost.name, error, now_s=loop_s())
         if lost.name in self._leaving:
             why = "it was about to leave"
-        elif self._max_restarts == 0:
+        elif self.max_restarts == 0:
             why = "restarts are disabled"
-            self._say(f"{lost.name} is lost; the others continue: {failure.cause}")
+            self.say(f"{lost.name} is lost; the others continue: {failure.cause}")
         elif not self._may_restart(lost.name):
-            why = f"after {self._max_restarts} restarts in a row"
-            self._say(f"{lost.name} is lost and is not started again, {why}: {failure.cause}")
+            why = f"after {self.max_restarts} restarts in a row"
+            self.say(f"{lost.name} is lost and is not started again, {why}: {failure.cause}")
         else:
             self._start_task(self._replace(lost, failure, self._expectation()))
             return
@@ -211,7 +203,7 @@ class ReplicaRestarts:
     def _expectation(self) -> ExitStack:
         """Make requests wait for a replica that is started, in the first seconds."""
         expectation = ExitStack()
-        expectation.enter_context(self._router.expecting())
+        expectation.enter_context(self.router.expecting())
         timer = asyncio.get_running_loop().call_later(EXPECTED_S, expectation.close)
         expectation.callback(timer.cancel)
         return expectation
@@ -227,23 +219,23 @@ class ReplicaRestarts:
     def _on_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._say(f"{task.get_name()} failed: {error!r}")
+            self.say(f"{task.get_name()} failed: {error!r}")
 
     async def _replace(self, lost: Replica, failure: Failure, expectation: ExitStack) -> None:
         with expectation:
-            if self._is_alone is None or await self._is_alone(lost.name):
-                self._say(f"{lost.name} is lost and is started again: {failure.cause}")
+            if self.is_alone is None or await self.is_alone(lost.name):
+                self.say(f"{lost.name} is lost and is started again: {failure.cause}")
             try:
                 failure = await self._until_serving(lost, failure)
             except asyncio.CancelledError:
-                self._on_failure(failure.ended("the run ended first"))
+                self.on_failure(failure.ended("the run ended first"))
                 raise
-        tokens = await self._router.lost_tokens(lost.name)
-        self._on_failure(replace(failure, tokens_again=tokens))
+        tokens = await self.router.lost_tokens(lost.name)
+        self.on_failure(replace(failure, tokens_again=tokens))
 
     async def _give_up(self, failure: Failure, why: str) -> None:
-        tokens = await self._router.lost_tokens(failure.name)
-        self._on_failure(failure.ended(why, tokens_again=tokens))
+        tokens = await self.router.lost_tokens(failure.name)
+        self.on_failure(failure.ended(why, tokens_again=tokens))
 
     async def _until_serving(self, lost: Replica, failure: Failure) -> Failure:
         """Start replicas in place of a lost one until one serves, or too many did not. Returns the
@@ -255,33 +247,33 @@ class ReplicaRestarts:
             self._num_starts[first] = self._num_starts.get(first, 1) + 1
             name = f"{first}-{self._num_starts[first]}"
             try:
-                async with self._router.keeping_awake() if self._shares_devices else nullcontext():
-                    replica = await self._start(last, name)
+                async with self.router.keeping_awake() if self.shares_devices else nullcontext():
+                    replica = await self.start(last, name)
                     failure = failure.restarted(name, now_s=loop_s())
-                    shown = await self._join(replica, is_reserved=first in self._reserved)
+                    shown = await self._join(replica, is_reserved=first in self.reserved)
             except (TorchtitanRLError, OSError) as error:
                 self._num_quick[first] += 1
-                if self._num_quick[first] > self._max_restarts:
-                    self._say(f"{first} is given up: {error}")
+                if self._num_quick[first] > self.max_restarts:
+                    self.say(f"{first} is given up: {error}")
                     return failure.ended(f"{error}")
-                self._say(f"{name} did not start, which is tried again: {error}")
+                self.say(f"{name} did not start, which is tried again: {error}")
                 last = name
             else:
                 self._begun_s[name] = loop_s()
-                self._say(f"{name} takes the place of {lost.name}: {shown}")
+                self.say(f"{name} takes the place of {lost.name}: {shown}")
                 return failure.serving(now_s=loop_s(), detail=shown)
             await asyncio.sleep(_DELAY_S)
 
     async def _join(self, replica: Replica, *, is_reserved: bool) -> str:
         self._joining.add(replica.name)
         try:
-            shown = await self._router.join(replica, is_reserved=is_reserved)
+            shown = await self.router.join(replica, is_reserved=is_reserved)
         except TorchtitanRLError:
             await _close(replica)
             raise
         finally:
             self._joining.discard(replica.name)
-        self._start_task(self._router.share_queues(), "the sharing of queues")
+        self._start_task(self.router.share_queues(), "the sharing of queues")
         return shown
 
     def _may_restart(self, name: str) -> bool:
@@ -291,7 +283,7 @@ class ReplicaRestarts:
         if begun_s is None or now_s - begun_s >= SETTLED_S:
             self._num_quick[first] = 0
         self._num_quick[first] += 1
-        return self._num_quick[first] <= self._max_restarts
+        return self._num_quick[first] <= self.max_restarts
 
 
 async def _close(lost: Replica) -> None:

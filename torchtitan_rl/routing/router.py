@@ -369,8 +369,5 @@ class GeneratorRouter:
         results = await asyncio.gather(
             *(state.replica.close() for state in self._pool.live()), return_exceptions=True
         )
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            raise ExceptionGroup(
-                "replicas did not close", [e for e in errors if isinstance(e, Exception)]
-            )
+        if errors := [result for result in results if isinstance(result, Exception)]:
+            raise ExceptionGroup("replicas did not close", errors)

@@ -96,7 +96,7 @@ class SimulatedReplica:
     """
 
     def __init__(self, name: str, speeds: Speeds, *, reports: bool = False) -> None:
-        self._name = name
+        self.name = name
         self._speeds = speeds
         self._reports = reports
         self._calls: dict[str, _Call] = {}
@@ -122,10 +122,6 @@ class SimulatedReplica:
         self.lost_tokens = 0
         self.busy_s = 0.0
         self.busy_until_s = 0.0
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     async def generate(
         self,
@@ -198,10 +194,10 @@ class SimulatedReplica:
             self._fail()
 
     def _fail(self) -> None:
-        self._failure = ReplicaError(f"{self._name} is dead")
+        self._failure = ReplicaError(f"{self.name} is dead")
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            call.future.set_exception(ReplicaError(f"{self._name} is dead"))
+            call.future.set_exception(ReplicaError(f"{self.name} is dead"))
             call.future.exception()  # retrieved: its caller may be gone
         self._num_running = 0
 
@@ -210,7 +206,7 @@ class SimulatedReplica:
 
     def _require_life(self) -> None:
         if self._failure is not None:
-            raise ReplicaError(f"{self._name} is dead")
+            raise ReplicaError(f"{self.name} is dead")
 
     def _step_s(self) -> float:
         return self._speeds.step_s + self._num_running * self._speeds.token_s
@@ -296,7 +292,7 @@ class SimulatedReplica:
             logprobs=_no_logprobs(count),
             version_runs=self._runs(call, count),
             finish_reason=reason,
-            replica=self._name,
+            replica=self.name,
         )
         call.future.set_result(completion)
 

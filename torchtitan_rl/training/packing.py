@@ -328,16 +328,12 @@ def _check(index: int, episode: Episode) -> None:
             episode.versions,
         )
     }
+    where = f"episode {index} of rollout {episode.rollout_id}"
     if sizes == {0} or len(sizes) > 1:
-        raise ValueError(
-            f"episode {index} of rollout {episode.rollout_id}: its fields must have one length, "
-            f"above 0, not {sorted(sizes)}"
-        )
+        raise ValueError(f"{where}: its fields must have one length, above 0, not {sorted(sizes)}")
     routed, num_tokens = episode.routed_experts, len(episode.token_ids)
     if routed is not None and len(routed.data) != num_tokens * routed.bytes_per_token:
-        raise ValueError(
-            f"episode {index} of rollout {episode.rollout_id}: routed experts of "
-            f"{len(routed.data)} bytes, for {num_tokens} tokens"
-        )
-    if error := kept_error(episode.kept_tokens, len(episode.token_ids)):
-        raise ValueError(f"episode {index} of rollout {episode.rollout_id}: {error}")
+        what = f"routed experts of {len(routed.data)} bytes, for {num_tokens} tokens"
+        raise ValueError(f"{where}: {what}")
+    if error := kept_error(episode.kept_tokens, num_tokens):
+        raise ValueError(f"{where}: {error}")

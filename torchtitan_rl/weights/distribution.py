@@ -114,7 +114,6 @@ class HostFetcher(Protocol):
     async def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None, /) -> Fetched:
         """See `WeightReceiver.fetch`. Calls for different versions may overlap. A cancelled call
         does not delay later calls."""
-        ...
 
     async def offer(self, version: int, /) -> RemoteSource: ...
 

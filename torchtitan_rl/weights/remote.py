@@ -58,7 +58,6 @@ class MemoryOffers(Protocol):
         Raises:
             WeightSyncError: the memory cannot be made readable.
         """
-        ...
 
     def withdraw(self, buffers: Sequence[Any], /) -> None: ...
 

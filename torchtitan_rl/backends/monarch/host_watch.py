@@ -149,7 +149,8 @@ class HostWatch:
                     error = HostLeftError("its worker was told to end (SIGTERM)")
                 leaving.cancel()
             failure = Failure.of(Part.HOST, name, error, now_s=loop_s())
-            self._note_loss(host)
+            self.hosts.lose(host)
+            self._lost[host.index].set()
             how = "has left" if isinstance(error, HostLeftError) else "is lost"
             self.say(f"{name} ({host.name}) {how}: {error}")
             self.on_lost(host.index, f"{error}")
@@ -211,10 +212,6 @@ class HostWatch:
         await self.bring_now(host.index)
         with contextlib.suppress(*_UNREACHABLE):
             await asyncio.wait_for(_answer(host.agent.end_run.call_one()), _END_TIMEOUT_S)
-
-    def _note_loss(self, host: Host) -> None:
-        self.hosts.lose(host)
-        self._lost[host.index].set()
 
     def _note_answer(self, index: int) -> None:
         asking, self._asking[index] = self._asking[index], []

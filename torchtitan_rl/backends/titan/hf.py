@@ -420,11 +420,9 @@ def export_checkpoint(
 def _weights(source: Path, architecture: PolicyArchitecture) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    state = {
-        n: one
-        for file in sorted(source.glob("*.safetensors"))
-        for n, one in load_file(file).items()
-    }
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        state |= load_file(file)
     if architecture.has_tied_embeddings:
         state.pop("lm_head.weight", None)
     return state

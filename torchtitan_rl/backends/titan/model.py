@@ -75,10 +75,8 @@ from torchtitan_rl.images import ImageReader
 from torchtitan_rl.rope_fields import Llama3Scaling, YarnScaling
 from torchtitan_rl.training.config import TrainerConfig
 
-_NO_INIT = {
-    "weight": skip_param_init,
-    "bias": skip_param_init,
-}  # all weights come from the checkpoint
+# All weights come from the checkpoint.
+_NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
 LORA_A, LORA_B = ".lora_a.", ".lora_b."  # in names of parameters
 _WITHOUT_ADAPTERS = LoraConfig()
 _LORA_LAYERS = {  # torchtitan's names of `LoraConfig.target_modules`
