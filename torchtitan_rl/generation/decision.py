@@ -76,12 +76,8 @@ class KvPolicy:
 
     def apply(self, engine: Engine, *, running: int, what: str) -> bool:
         """Apply the policy while ``running`` requests are unfinished; return whether they recompute
-        their KV.
-
-        Raises:
-            WeightSyncError: the engine kept old prefixes in the cache. ``what`` (replica and
-                version) begins the message.
-        """
+        their KV. Raises WeightSyncError: the engine kept old prefixes in the cache. ``what``
+        (replica and version) begins the message."""
         if not self.reset_prefix_cache:
             return False
         was_reset = engine.reset_prefix_cache(recompute_running=self.recompute_running)
@@ -135,10 +131,7 @@ class LockstepChannel(Protocol):
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Send ``data`` on rank 0, or receive it on the other ranks, which pass None. Returns it.
-
-        Raises:
-            Exception: a peer is gone, or the wait timed out. The ranks are no longer in step.
-        """
+        Raises Exception: a peer is gone, or the wait timed out. The ranks are no longer in step."""
 
     def barrier(self) -> None:
         """Return once all ranks have called this, each after the same decisions. Raises as

@@ -75,10 +75,8 @@ class Engine(Protocol):
 
     def add_request(self, request: GenerationRequest, *, arrival_s: float) -> None:
         """Queue a request in the engine. ``arrival_s`` is a time.time() that is equal on all ranks.
-
-        Raises:
-            InvalidRequestError: the engine refuses the request, on every rank, and has not changed.
-        """
+        Raises InvalidRequestError: the engine refuses the request, on every rank, and has not
+        changed."""
 
     def abort(self, request_ids: tuple[str, ...]) -> list[Completion]:
         """End these requests with their tokens so far. Unknown and ended ids are ignored."""
@@ -179,11 +177,8 @@ MAX_LOGPROBS = 20  # the limit of vLLM and of OpenAI
 def validate_request(
     request: GenerationRequest, limits: EngineLimits, outstanding: Container[str]
 ) -> None:
-    """Check ``request`` against the engine's limits and the ids that are still outstanding.
-
-    Raises:
-        InvalidRequestError: the message has field, value and fix of every error.
-    """
+    """Check ``request`` against the engine's limits and the ids that are still outstanding. Raises
+    InvalidRequestError: the message has field, value and fix of every error."""
     errors = [
         *_id_errors(request, outstanding),
         *_length_errors(request, limits),

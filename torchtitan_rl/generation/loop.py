@@ -172,11 +172,7 @@ class EngineLoop:
 
     def close(self, timeout_s: float = 60.0) -> None:
         """End the loop and fail its requests and commands. Followers end when the leader's close
-        reaches them.
-
-        Raises:
-            DeadlineError: the loop's thread still runs after ``timeout_s``.
-        """
+        reaches them. Raises DeadlineError: the loop's thread still runs after ``timeout_s``."""
         name = self.config.name
         if self.is_leader:
             self._end(LoopClosedError(f"engine loop of {name} was closed"))

@@ -48,11 +48,8 @@ class EngineServer:
 
     async def take(self) -> tuple[FromReplica, ...]:
         """Wait for the next batch to send. After a silence the batch is empty, to show that the
-        process answers.
-
-        Raises:
-            LoopStalledError: the loop was busy without progress for ``stall_timeout_s``.
-        """
+        process answers. Raises LoopStalledError: the loop was busy without progress for
+        ``stall_timeout_s``."""
         now_s = asyncio.get_running_loop().time()
         timeout_s = self._watch.timeout_s
         if self._watch.is_stuck(self._loop.pulse(), now_s):

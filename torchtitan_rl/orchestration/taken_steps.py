@@ -34,11 +34,8 @@ class TakenStep:
     digest: float | None = None
 
     def read(self) -> tuple[TrainingBatch, TrainingBatch | None]:
-        """Return batch and examples.
-
-        Raises:
-            OSError, msgspec.DecodeError: the file is gone or damaged.
-        """
+        """Return batch and examples. Raises OSError, msgspec.DecodeError: the file is gone or
+        damaged."""
         return _DECODER.decode(self.path.read_bytes())
 
 

@@ -53,11 +53,8 @@ def temporary_path(path: Path) -> Path:
 
 
 def write_attachments(folder: Path, attachments: Mapping[str, bytes]) -> None:
-    """Add the caller's bytes, by name, to a checkpoint that is being written.
-
-    Raises:
-        CheckpointError: a name is not a plain file name.
-    """
+    """Add the caller's bytes, by name, to a checkpoint that is being written. Raises
+    CheckpointError: a name is not a plain file name."""
     if not attachments:
         return
     (folder / _ATTACHMENTS).mkdir()
@@ -102,11 +99,8 @@ def seal(
 
 
 def publish(path: Path) -> None:
-    """Rename the sealed `temporary_path` to ``path``, replacing an earlier checkpoint there.
-
-    Raises:
-        OSError: renaming failed. The earlier checkpoint has been renamed back.
-    """
+    """Rename the sealed `temporary_path` to ``path``, replacing an earlier checkpoint there. Raises
+    OSError: renaming failed. The earlier checkpoint has been renamed back."""
     temporary, replaced = temporary_path(path), path.with_name(path.name + REPLACED_SUFFIX)
     shutil.rmtree(replaced, ignore_errors=True)
     is_replacing = path.exists()
@@ -133,11 +127,8 @@ def discard(path: Path) -> None:
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """Read the document that was given to `seal`.
-
-    Raises:
-        CheckpointError: the marker is missing or damaged.
-    """
+    """Read the document that was given to `seal`. Raises CheckpointError: the marker is missing or
+    damaged."""
     return read_marker(folder)[0]
 
 
@@ -176,11 +167,8 @@ def check_contents(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def attachments_of(folder: Path) -> list[str]:
-    """Return the names of the attachments.
-
-    Raises:
-        CheckpointError: the marker is missing or damaged.
-    """
+    """Return the names of the attachments. Raises CheckpointError: the marker is missing or
+    damaged."""
     prefix = f"{_ATTACHMENTS}/"
     return [name[len(prefix) :] for name in read_marker(folder)[1] if name.startswith(prefix)]
 

@@ -171,11 +171,8 @@ class CheckpointDirectory:
                 _remove(path)  # remaining files are not a checkpoint, and are removed later
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
-        """Yield (step, suffix, path) for each folder with one of the names above.
-
-        Raises:
-            CheckpointUnreadableError: the root cannot be read.
-        """
+        """Yield (step, suffix, path) for each folder with one of the names above. Raises
+        CheckpointUnreadableError: the root cannot be read."""
         try:
             paths = [path for path in sorted(self.root.iterdir()) if _NAME.fullmatch(path.name)]
             folders = [path for path in paths if path.is_dir()]

@@ -183,12 +183,8 @@ def pack_episodes(
     episodes: Sequence[Episode], *, row_len: int, temperature: float, num_top: int = 0
 ) -> Packing:
     """Pack all episodes of at most ``row_len`` tokens into one batch, in their order. ``num_top``
-    is the number of a teacher's most likely tokens at each position.
-
-    Raises:
-        ValueError: an episode has no tokens, or fields of different lengths; or episodes have
-            experts of different shapes.
-    """
+    is the number of a teacher's most likely tokens at each position. Raises ValueError: an episode
+    has no tokens, or fields of different lengths; or episodes have experts of different shapes."""
     for index, episode in enumerate(episodes):
         _check(index, episode)
     oversized = tuple(i for i, one in enumerate(episodes) if len(one.token_ids) > row_len)

@@ -186,11 +186,8 @@ class WeightDistribution:
         return SourceLostError(version, renewed)
 
     async def ensure_on_host(self, handle: WeightHandle, host: int) -> SharedMemoryHandle:
-        """Return a version in the shared memory of ``host``, after fetching it if necessary.
-
-        Raises:
-            WeightSyncError, ReplicaError, DeadlineError: the host could not fetch the version.
-        """
+        """Return a version in the shared memory of ``host``, after fetching it if necessary. Raises
+        WeightSyncError, ReplicaError, DeadlineError: the host could not fetch the version."""
         if isinstance(handle, SharedMemoryHandle):
             return handle
         if host not in self._fetchers:

@@ -175,10 +175,7 @@ def write_header(layout: ImageLayout, image: torch.Tensor) -> None:
 
 def read_image(image: torch.Tensor, version: int) -> dict[str, torch.Tensor]:
     """Return the tensors of ``image``, uint8 [num_bytes], as views that keep its memory alive.
-
-    Raises:
-        WeightSyncError: the image is incomplete, or has another version.
-    """
+    Raises WeightSyncError: the image is incomplete, or has another version."""
     try:
         return _views(image, version)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:

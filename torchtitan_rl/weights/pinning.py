@@ -55,11 +55,8 @@ class HostPins:
         )
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Release ``memory`` if it is registered. No copy from or to it may run.
-
-        Raises:
-            WeightSyncError: CUDA does not release it.
-        """
+        """Release ``memory`` if it is registered. No copy from or to it may run. Raises
+        WeightSyncError: CUDA does not release it."""
         self._release(memory.data_ptr())
 
     def close(self) -> None:

@@ -53,11 +53,7 @@ class MemoryOffers(Protocol):
 
     def offer(self, memory: torch.Tensor, /) -> tuple[Any, ...]:
         """Return buffers over consecutive slices of ``memory``, uint8. The buffers keep the memory
-        alive.
-
-        Raises:
-            WeightSyncError: the memory cannot be made readable.
-        """
+        alive. Raises WeightSyncError: the memory cannot be made readable."""
 
     def withdraw(self, buffers: Sequence[Any], /) -> None: ...
 
@@ -81,11 +77,8 @@ class PartPublisher:
     def publish(
         self, version: int, parts: Mapping[str, TensorPart], *, keep: frozenset[int]
     ) -> RemoteSource | None:
-        """Copy and offer the local parts. Returns None if this process has none.
-
-        Raises:
-            WeightSyncError: the parts cannot be offered.
-        """
+        """Copy and offer the local parts. Returns None if this process has none. Raises
+        WeightSyncError: the parts cannot be offered."""
         self._release([version, *versions_to_free(list(self._held), keep)])
         boxes = boxes_of(parts)
         if not boxes:
@@ -227,11 +220,8 @@ class WeightReceiver:
 
     def fetch(self, handle: RemoteMemoryHandle, parent: RemoteSource | None) -> Fetched:
         """Read a version from the trainer's ranks, or from ``parent``, a host that has the whole
-        version.
-
-        Raises:
-            WeightSyncError: the version is gone, incomplete or damaged, or there is no room for it.
-        """
+        version. Raises WeightSyncError: the version is gone, incomplete or damaged, or there is no
+        room for it."""
         started = time.perf_counter()
         layout, sources = handle.layout, handle.sources if parent is None else (parent,)
         _check_complete(layout, sources)
@@ -249,11 +239,8 @@ class WeightReceiver:
         return Fetched(handle=shared, num_bytes=num_bytes, seconds=seconds)
 
     def offer(self, version: int) -> RemoteSource:
-        """Offer a whole fetched version, so that other hosts can read it from this host.
-
-        Raises:
-            WeightSyncError: the version is not on this host, or its memory cannot be made readable.
-        """
+        """Offer a whole fetched version, so that other hosts can read it from this host. Raises
+        WeightSyncError: the version is not on this host, or its memory cannot be made readable."""
         if version not in self._offered:
             held = self._held.get(version)
             if held is None:

@@ -109,19 +109,13 @@ class SharedMemoryPublisher:
 
     def begin(self, layout: ImageLayout, keep: frozenset[int]) -> Segment:
         """Return memory that no reader uses, for the next version. After writing the whole version,
-        call `finish`; after an error, call the segment's `remove`.
-
-        Raises:
-            WeightSyncError: there is no room for the version.
-        """
+        call `finish`; after an error, call the segment's `remove`. Raises WeightSyncError: there is
+        no room for the version."""
         return self._used_segment(layout, keep) or self._new_segment(layout)
 
     def finish(self, layout: ImageLayout, segment: Segment) -> SharedMemoryHandle:
-        """Make the version in ``segment`` visible.
-
-        Raises:
-            WeightSyncError: the file cannot be renamed.
-        """
+        """Make the version in ``segment`` visible. Raises WeightSyncError: the file cannot be
+        renamed."""
         path = segment.path.with_suffix(".safetensors")
         try:
             segment.offer(path)
@@ -221,11 +215,8 @@ _OF_A_FILE = np.uint64(1 << 61)
 
 
 class Segment:
-    """A publisher's file, mapped for writing. A new file is incomplete, at ``path``.
-
-    Raises:
-        OSError: there is no room for the file.
-    """
+    """A publisher's file, mapped for writing. A new file is incomplete, at ``path``. Raises
+    OSError: there is no room for the file."""
 
     def __init__(self, path: Path, num_bytes: int, pins: HostPins) -> None:
         self.path = path
@@ -281,11 +272,8 @@ class SegmentWriter:
         self._mapped: dict[int, tuple[BinaryIO, torch.Tensor]] = {}  # by inode
 
     def image(self, path: Path) -> torch.Tensor:
-        """Return all bytes of a segment, uint8 [num_bytes], for writing in place.
-
-        Raises:
-            OSError: ``path`` does not exist.
-        """
+        """Return all bytes of a segment, uint8 [num_bytes], for writing in place. Raises OSError:
+        ``path`` does not exist."""
         for inode, (file, image) in list(self._mapped.items()):
             if not _has_name(file):
                 self._pins.unpin(image)
@@ -420,11 +408,8 @@ class WeightStaging:
             return tuple(sorted(self._staged))
 
     def stage(self, handle: SharedMemoryHandle) -> None:
-        """Map a version, unless it is already staged. Blocks.
-
-        Raises:
-            WeightSyncError: the file is gone, incomplete, or has another version than the handle.
-        """
+        """Map a version, unless it is already staged. Blocks. Raises WeightSyncError: the file is
+        gone, incomplete, or has another version than the handle."""
         if handle.version in self.versions:
             return
         try:
@@ -441,11 +426,8 @@ class WeightStaging:
             self._staged.setdefault(handle.version, tensors)
 
     def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of ``version`` by Hugging Face name, for reading only.
-
-        Raises:
-            WeightSyncError: ``version`` is not staged.
-        """
+        """Return the tensors of ``version`` by Hugging Face name, for reading only. Raises
+        WeightSyncError: ``version`` is not staged."""
         with self._lock:
             if version in self._staged:
                 return dict(self._staged[version])

@@ -42,11 +42,7 @@ def folder_name(run_id: str) -> str:
 
 def make_folder(folder: Path) -> int | None:
     """Create a folder of this process. Returns a descriptor that holds its lock while it is open;
-    None if the file system has no locks.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
+    None if the file system has no locks. Raises OSError: the folder cannot be created."""
     folder.mkdir(parents=True, mode=0o700)
     return _lock(folder)
 

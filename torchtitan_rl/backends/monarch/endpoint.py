@@ -166,11 +166,8 @@ class MonarchEndpoint:
 
     @classmethod
     async def spawn(cls, group: ProcessGroup, spec: EndpointSpec) -> MonarchEndpoint:
-        """Start the process; `start` then builds the server in it.
-
-        Raises:
-            EndpointLostError: the address is taken.
-        """
+        """Start the process; `start` then builds the server in it. Raises EndpointLostError: the
+        address is taken."""
         endpoint = cls(group, spec)
         await endpoint._spawn()
         return endpoint
@@ -204,11 +201,8 @@ class MonarchEndpoint:
         await _checked(self._channel.open(self._actor.connect.call_one, timeout_s=_SILENCE_S))
 
     async def restart(self) -> None:
-        """Kill what is left of the process, and start another one on the same socket.
-
-        Raises:
-            DeadlineError, ProcessLostError: it did not start.
-        """
+        """Kill what is left of the process, and start another one on the same socket. Raises
+        DeadlineError, ProcessLostError: it did not start."""
         await self._end_process(_KILL_S)
         await self._spawn()
 

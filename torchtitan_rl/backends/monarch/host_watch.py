@@ -100,11 +100,7 @@ class HostWatch:
 
     async def wait_until_there(self, index: int) -> None:
         """Return when the host answers its next heartbeat and is not about to end; at once for this
-        machine.
-
-        Raises:
-            HostLostError: the host is lost, and cannot be used again.
-        """
+        machine. Raises HostLostError: the host is lost, and cannot be used again."""
         if index in self._gone:
             raise self._gone[index]
         if index in self._asking:

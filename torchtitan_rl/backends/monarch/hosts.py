@@ -337,11 +337,7 @@ def attach_job(
     here: HostAnswer,
 ) -> Hosts:
     """Like `attach`, for the hosts of a Monarch job, mesh by mesh. The job's workers are not ours,
-    so a lost host does not return.
-
-    Raises:
-        HostsBusyError, ConfigError: as `attach`.
-    """
+    so a lost host does not return. Raises HostsBusyError, ConfigError: as `attach`."""
     deadline_s = time.monotonic() + launch.attach_timeout_s
     monarch.actor.unhandled_fault_hook = _ignore_fault  # until `runtime.supervise`
     single = {

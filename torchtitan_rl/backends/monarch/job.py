@@ -20,11 +20,7 @@ from torchtitan_rl.errors import ConfigError, one_line
 @contextmanager
 def applied_job(name: str) -> Iterator[Mapping[str, HostMesh]]:
     """The host meshes of a job by their names. ``name`` is ``MODULE.ATTR``; the module may be in
-    the working folder, too.
-
-    Raises:
-        ConfigError: there is no such job, or it has no hosts.
-    """
+    the working folder, too. Raises ConfigError: there is no such job, or it has no hosts."""
     field = f"launch.job is {name!r}"
     job = _load(name, field)
     path = Path(DEFAULT_JOB_PATH)

@@ -68,10 +68,7 @@ class RunProcesses:
 
     async def restart_trainer(self, name: str) -> MonarchTrainer:
         """Start another trainer, under a new name. The processes of the one before must have ended.
-
-        Raises:
-            TrainerLostError, ReplicaError, DeadlineError: the trainer did not start.
-        """
+        Raises TrainerLostError, ReplicaError, DeadlineError: the trainer did not start."""
         group = self.prepared.plan.trainer
         assert group is not None
         group = replace(group, name=name)
@@ -88,11 +85,8 @@ class RunProcesses:
 
     async def restart(self, first: str, name: str) -> MonarchReplica | ServedReplica:
         """Start a replica of the group ``first``, again or for the first time, under the new
-        ``name``. The processes of a lost replica must have ended.
-
-        Raises:
-            ReplicaError, DeadlineError: the replica did not start.
-        """
+        ``name``. The processes of a lost replica must have ended. Raises ReplicaError,
+        DeadlineError: the replica did not start."""
         if self.prepared.config.generator.endpoint and first == replica_name(0):
             served = await _served_replica(self.prepared, name, patience_s=EXPECTED_S)
             self.replicas.append(served)
@@ -196,14 +190,9 @@ async def run_processes(
 
 
 @asynccontextmanager
-async def serve_processes(
-    prepared: PreparedRun | PreparedServe,
-) -> AsyncIterator[ServeProcesses]:
-    """Start the replicas and the plan's endpoint, and end them when the block ends.
-
-    Raises:
-        EndpointLostError, ReplicaError, DeadlineError: a process did not start.
-    """
+async def serve_processes(prepared: PreparedRun | PreparedServe) -> AsyncIterator[ServeProcesses]:
+    """Start the replicas and the plan's endpoint, and end them when the block ends. Raises
+    EndpointLostError, ReplicaError, DeadlineError: a process did not start."""
     plan = prepared.plan
     supervise()
     replicas: list[MonarchReplica] = []

@@ -356,8 +356,7 @@ class ActorChannel(Generic[ToActor, FromActor]):
             ProcessLostError: a process is gone, or is stopped.
             TorchtitanRLError: `serve_channel` raised it.
         """
-        batch: FromActor = await self._next(timeout_s)
-        return batch
+        return await self._next(timeout_s)
 
     async def close(self) -> None:
         if self._serving is not None:

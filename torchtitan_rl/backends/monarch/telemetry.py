@@ -40,11 +40,8 @@ class TelemetryError(TorchtitanRLError):
 @asynccontextmanager
 async def telemetry_pages(log_dir: Path) -> AsyncIterator[str]:
     """Serve the pages while the block is open; yields their URL. Only processes that are spawned
-    while the block is open report.
-
-    Raises:
-        TelemetryError: the pages did not start; their log says why.
-    """
+    while the block is open report. Raises TelemetryError: the pages did not start; their log says
+    why."""
     from monarch._rust_bindings.monarch_distributed_telemetry import _set_unix_socket_sink_path
     from monarch._src.actor.proc_mesh import SetupActor
     from monarch.actor import this_host

@@ -132,8 +132,7 @@ class MonarchTrainer:
         return await self._run("optimizer step", "train_step", batch, loss, examples)
 
     async def logprobs(self, batch: TrainingBatch) -> npt.NDArray[np.float32]:
-        logprobs: npt.NDArray[np.float32] = await self._run("logprobs", "logprobs", batch)
-        return logprobs
+        return await self._run("logprobs", "logprobs", batch)
 
     async def publish(self, keep: frozenset[int] = frozenset()) -> WeightHandle:
         return await self._run("publishing of weights", "publish", keep)

@@ -78,7 +78,7 @@ class TrainerRank:
             self._pins = HostPins(self._trainer.cuda_device)
             self._shared: SharedMemoryPublisher | None = None
             self._joint: JointPublisher | None = None
-            self._remote: RemotePublisher | None = None
+            self._remote: PartPublisher | None = None
             if transport is not Transport.RDMA:
                 if rank == 0:
                     self._shared = SharedMemoryPublisher(
@@ -89,8 +89,7 @@ class TrainerRank:
                 from torchtitan_rl.backends.monarch.weight_replicator import RdmaOffers
 
                 owner = f"trainer rank {rank}"
-                offers = PartPublisher(RdmaOffers(), owner=owner, pins=self._pins)
-                self._remote = RemotePublisher(offers)
+                self._remote = PartPublisher(RdmaOffers(), owner=owner, pins=self._pins)
 
     def train_step(
         self, batch: TrainingBatch, loss: StepLoss | None, examples: TrainingBatch | None
@@ -121,40 +120,26 @@ class TrainerRank:
                 with self._tracer.span("gather weights", version=version):
                     tensors = self._trainer.hf_state_dict()
             with self._tracer.span("write weights", version=version):
-                shared, refusal = None, None
+                shared: SharedMemoryHandle | None = None
+                refusal: Exception | None = None
                 try:
-                    shared = self._share(version, parts, tensors, keep)
+                    if parts is not None and self._joint is not None:
+                        shared = self._joint.publish(version, parts, keep=keep)
+                    elif parts is None and self._shared is not None:  # only rank 0 writes
+                        shared = self._shared.publish(version, tensors, keep=keep)
                 except Exception as error:  # only on rank 0; others are in the next collective
                     refusal = error
                 handle: WeightHandle | None = shared
                 if self._remote is not None:
                     offered = whole_parts(tensors) if parts is None else parts
-                    handle = self._remote.publish(version, offered, keep=keep, shared=shared)
+                    handle = publish_parts(self._remote, version, offered, keep, shared)
                 if refusal is not None:
                     raise refusal
                 return handle
 
-    def _share(
-        self,
-        version: int,
-        parts: Mapping[str, TensorPart] | None,
-        tensors: Mapping[str, torch.Tensor],
-        keep: frozenset[int],
-    ) -> SharedMemoryHandle | None:
-        """Write into this host's shared memory, if there are replicas on this host. Without
-        ``parts`` only rank 0 writes. Raises only on rank 0."""
-        if parts is not None:
-            joint = self._joint
-            return None if joint is None else joint.publish(version, parts, keep=keep)
-        shared = self._shared
-        return None if shared is None else shared.publish(version, tensors, keep=keep)
-
     def save_checkpoint(self, path: Path, attachments: Mapping[str, bytes], version: int) -> None:
-        """Start saving a checkpoint. Collective. Returns when everything is copied.
-
-        Raises:
-            CheckpointError: the weights do not have ``version``, to which ``attachments`` belong.
-        """
+        """Start saving a checkpoint. Collective. Returns when everything is copied. Raises
+        CheckpointError: the weights do not have ``version``, to which ``attachments`` belong."""
         if self._trainer.version != version:
             raise CheckpointError(
                 f"{path} is not written: the trainer holds version {self._trainer.version} and the "
@@ -199,11 +184,8 @@ class JointPublisher:
         self, version: int, parts: Mapping[str, TensorPart], *, keep: frozenset[int]
     ) -> SharedMemoryHandle | None:
         """Like `SharedMemoryPublisher.publish`, on all ranks together. Returns None except on rank
-        0.
-
-        Raises:
-            WeightSyncError: there is no room, or a rank could not write. Raised only on rank 0.
-        """
+        0. Raises WeightSyncError: there is no room, or a rank could not write. Raised only on rank
+        0."""
         layout = plan_image({name: part.whole() for name, part in parts.items()}, version)
         segment, refusal = None, None
         if self._publisher is not None:
@@ -256,48 +238,39 @@ def _errors_of_all_ranks(message: str | None) -> list[str]:
     return [f"rank {rank}: {why}" for rank, why in enumerate(errors) if why]
 
 
-class RemotePublisher:
-    """Offers weights of all ranks to other hosts. Each rank has one."""
+def publish_parts(
+    publisher: PartPublisher,
+    version: int,
+    parts: Mapping[str, TensorPart],
+    keep: frozenset[int],
+    shared: SharedMemoryHandle | None,
+) -> RemoteMemoryHandle | None:
+    """Offer a version of all ranks to other hosts, each by its ``publisher``. Collective. Returns
+    the handle on rank 0, None on other ranks.
 
-    def __init__(self, publisher: PartPublisher) -> None:
-        self._publisher = publisher
+    Args:
+        parts: this rank's parts; those of rank 0 include all tensors' names.
+        shared: the same version in shared memory; only on rank 0, and only if it exists.
 
-    def publish(
-        self,
-        version: int,
-        parts: Mapping[str, TensorPart],
-        *,
-        keep: frozenset[int],
-        shared: SharedMemoryHandle | None,
-    ) -> RemoteMemoryHandle | None:
-        """Offer a version. Collective. Returns the handle on rank 0, None on other ranks.
-
-        Args:
-            parts: this rank's parts; those of rank 0 include all tensors' names.
-            shared: the same version in shared memory; only on rank 0, and only if it exists.
-
-        Raises:
-            WeightSyncError: a rank could not offer its parts. Raised only on rank 0.
-        """
-        is_first = dist.get_rank() == 0
-        answers: list[Any] | None = [None] * dist.get_world_size() if is_first else None
-        own: RemoteSource | str | None
-        try:
-            own = self._publisher.publish(version, parts, keep=keep)
-        except Exception as error:  # rank 0 waits for the answer
-            own = repr(error)
-        dist.gather_object(own, answers, dst=0)
-        if answers is None:
-            return None
-        errors = [f"rank {rank}: {one}" for rank, one in enumerate(answers) if isinstance(one, str)]
-        if errors:
-            raise WeightSyncError(f"version {version} cannot be offered: {'; '.join(errors)}")
-        return RemoteMemoryHandle(
-            layout=plan_image({name: part.whole() for name, part in parts.items()}, version),
-            sources=tuple(one for one in answers if isinstance(one, RemoteSource)),
-            keep=keep,
-            shared=shared,
-        )
-
-    def close(self) -> None:
-        self._publisher.close()
+    Raises:
+        WeightSyncError: a rank could not offer its parts. Raised only on rank 0.
+    """
+    is_first = dist.get_rank() == 0
+    answers: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+    own: RemoteSource | str | None
+    try:
+        own = publisher.publish(version, parts, keep=keep)
+    except Exception as error:  # rank 0 waits for the answer
+        own = repr(error)
+    dist.gather_object(own, answers, dst=0)
+    if answers is None:
+        return None
+    errors = [f"rank {rank}: {one}" for rank, one in enumerate(answers) if isinstance(one, str)]
+    if errors:
+        raise WeightSyncError(f"version {version} cannot be offered: {'; '.join(errors)}")
+    return RemoteMemoryHandle(
+        layout=plan_image({name: part.whole() for name, part in parts.items()}, version),
+        sources=tuple(one for one in answers if isinstance(one, RemoteSource)),
+        keep=keep,
+        shared=shared,
+    )

@@ -92,11 +92,8 @@ class WeightReplicator:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the process, unless a usable one runs.
-
-        Raises:
-            ReplicaError, DeadlineError: the process did not start.
-        """
+        """Start the process, unless a usable one runs. Raises ReplicaError, DeadlineError: the
+        process did not start."""
         async with self._starting:
             if self._actor is None:
                 await self._end()  # a process that did not start, or is unusable

@@ -82,10 +82,7 @@ class CheckpointWriter:
     ) -> None:
         """Copy the state to CPU memory and return; ``path`` appears after everything is written.
         First waits for a checkpoint that is still being written. Only rank 0 passes attachments.
-
-        Raises:
-            CheckpointError: ``path`` cannot be written to, or the previous checkpoint failed.
-        """
+        Raises CheckpointError: ``path`` cannot be written to, or the previous checkpoint failed."""
         self.finish()
         temporary, random = temporary_path(path), _random_state()
 
@@ -109,11 +106,8 @@ class CheckpointWriter:
             )
 
     def finish(self) -> None:
-        """Wait until the last saved checkpoint is on disk. Any thread may call it.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written. This is raised only once.
-        """
+        """Wait until the last saved checkpoint is on disk. Any thread may call it. Raises
+        CheckpointError: the checkpoint could not be written. This is raised only once."""
         pending = self._pending
         if pending is None:
             return
@@ -125,11 +119,7 @@ class CheckpointWriter:
                     self._pending = None
 
     def close(self) -> None:
-        """Finish writing, for good.
-
-        Raises:
-            CheckpointError: as `finish`.
-        """
+        """Finish writing, for good. Raises CheckpointError: as `finish`."""
         self._thread.shutdown(wait=True)
         self.finish()
 
@@ -214,18 +204,12 @@ def _check(path: Path) -> dict[str, torch.Tensor] | None:
     check_metadata(path)
     if document["ranks"] != dist.get_world_size():
         return None
-    random: dict[str, torch.Tensor] = torch.load(
-        path / f"random-{dist.get_rank()}.pt", weights_only=True
-    )
-    return random
+    return torch.load(path / f"random-{dist.get_rank()}.pt", weights_only=True)
 
 
 def checkpoint_lora(path: Path) -> LoraConfig:
     """Return the configuration of the adapters in a checkpoint; of rank 0 if it has all weights.
-
-    Raises:
-        CheckpointError: the marker is damaged.
-    """
+    Raises CheckpointError: the marker is damaged."""
     found = read_document(path).get(_LORA)
     if found is None:
         return LoraConfig()
@@ -286,32 +270,22 @@ def _message(error: BaseException) -> str:
 
 
 _METADATA = ".metadata"
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_ALLOWED = {
-    (_METADATA_MODULE, "Metadata"),
-    (_METADATA_MODULE, "MetadataIndex"),
-    (_METADATA_MODULE, "TensorStorageMetadata"),
-    (_METADATA_MODULE, "BytesStorageMetadata"),
-    (_METADATA_MODULE, "ChunkStorageMetadata"),
-    (_METADATA_MODULE, "TensorProperties"),
-    (_METADATA_MODULE, "StorageMeta"),
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
+_ALLOWED = {  # names by module
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "device"),
+    "collections": ("OrderedDict",),
+    "pathlib": ("Path", "PosixPath"),
 }
 
 
 def check_metadata(folder: Path) -> None:
-    """Check that the metadata contains only names, sizes and locations of tensors.
-
-    Raises:
-        CheckpointError: the metadata contains anything else, or cannot be read.
-    """
+    """Check that the metadata contains only names, sizes and locations of tensors. Raises
+    CheckpointError: the metadata contains anything else, or cannot be read."""
     try:
         _MetadataReader(io.BytesIO((folder / _METADATA).read_bytes())).load()
     except Exception as error:  # arbitrary bytes can make an unpickler raise anything
@@ -332,6 +306,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 class _MetadataReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _ALLOWED and not is_dtype:
+        if name not in _ALLOWED.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
         return super().find_class(module, name)

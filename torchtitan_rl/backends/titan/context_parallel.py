@@ -58,8 +58,7 @@ def gather_entries(
     own: torch.Tensor, first: int, num_entries: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return the values [E, ...] of all ranks' entries; those in ``own`` begin at ``first``."""
-    gathered: torch.Tensor = _Gathered.apply(own, first, num_entries, group)  # type: ignore[no-untyped-call]
-    return gathered
+    return _Gathered.apply(own, first, num_entries, group)  # type: ignore[no-untyped-call]
 
 
 class _Gathered(torch.autograd.Function):

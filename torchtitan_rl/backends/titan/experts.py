@@ -88,10 +88,9 @@ class PlainExperts(GroupedExperts):
         ends_E = torch.cumsum(num_tokens_per_expert_E, 0, dtype=torch.int32)
         gate_RF = self._grouped_mm(A=x_RD, B_t=w1_EFD.transpose(-2, -1), offs=ends_E)
         up_RF = self._grouped_mm(A=x_RD, B_t=w3_EFD.transpose(-2, -1), offs=ends_E)
-        out_RD: torch.Tensor = self._grouped_mm(
+        return self._grouped_mm(
             A=F.silu(gate_RF) * up_RF, B_t=w2_EDF.transpose(-2, -1), offs=ends_E
         )
-        return out_RD
 
 
 class FloatGate(Linear):

@@ -167,8 +167,7 @@ def _frozen(model: PolicyModel) -> set[str]:
 
 def whole_weights(model: PolicyModel) -> dict[str, torch.Tensor]:
     """Return all weights under Hugging Face names, without adapters; no copies."""
-    state: dict[str, torch.Tensor] = PolicyStateDictAdapter(model.config).to_hf(model.state_dict())
-    return state
+    return PolicyStateDictAdapter(model.config).to_hf(model.state_dict())
 
 
 def peft_names(

@@ -389,10 +389,8 @@ class CpuRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_plain(x):
-            composed: torch.Tensor = super().forward(x)
-            return composed
-        normed: torch.Tensor = _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return normed
+            return super().forward(x)
+        return _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
 
 
 class _Norm(torch.autograd.Function):
@@ -436,8 +434,7 @@ class ScaledRoPE(CosSinRoPE):
         self, query: torch.Tensor, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
         if positions is None or not self.config.sections:
-            reshaped: torch.Tensor = super()._reshape_cache(query, positions)
-            return reshaped
+            return super()._reshape_cache(query, positions)
         of_pairs = [axis for axis, size in enumerate(self.config.sections) for _ in range(size)]
         axis_W = torch.tensor(4 * of_pairs, device=positions.device)  # cosines, sines; two halves
         cache_L3W = self.cache[positions[0]]
@@ -449,10 +446,7 @@ class ScaledRoPE(CosSinRoPE):
         query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not is_plain(query):
-            rotated: tuple[torch.Tensor, torch.Tensor] = CosSinRoPE.apply_rotary_emb(
-                query, key, rope_cache
-            )
-            return rotated
+            return CosSinRoPE.apply_rotary_emb(query, key, rope_cache)
         cosine, sine = rope_cache.chunk(2, dim=-1)
         return (
             _Rotation.apply(query, cosine, sine),  # type: ignore[no-untyped-call]
@@ -462,8 +456,7 @@ class ScaledRoPE(CosSinRoPE):
     def _precompute_cache(self) -> torch.Tensor:
         config = self.config
         if config.scaling != "llama":
-            cache: torch.Tensor = super()._precompute_cache()
-            return cache
+            return super()._precompute_cache()
         frequencies = config.theta ** -(torch.arange(0, config.dim, 2).float() / config.dim)
         # Llama 3.1 divides the frequencies of long wavelengths by the factor and keeps those of
         # short ones. In between it interpolates by the number of rotations in the original context.
@@ -534,10 +527,8 @@ class CpuFeedForward(FeedForward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = (self.w1.weight, self.w2.weight, self.w3.weight)
         if not is_plain(x, *weights):
-            composed: torch.Tensor = super().forward(x)
-            return composed
-        out: torch.Tensor = _SwiGLU.apply(x, *weights)  # type: ignore[no-untyped-call]
-        return out
+            return super().forward(x)
+        return _SwiGLU.apply(x, *weights)  # type: ignore[no-untyped-call]
 
 
 class _SwiGLU(torch.autograd.Function):

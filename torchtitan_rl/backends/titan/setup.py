@@ -62,11 +62,8 @@ class Layout:
 
 def set_up(config: TrainerConfig) -> Layout:
     """Join the process group that torchrun's environment variables describe (without them, a group
-    of one rank), and build torchtitan's meshes.
-
-    Raises:
-        ValueError: the world size differs from that of the configuration.
-    """
+    of one rank), and build torchtitan's meshes. Raises ValueError: the world size differs from that
+    of the configuration."""
     device = _device()
     timeout = timedelta(seconds=config.step_timeout_s + _COLLECTIVE_GRACE_S)
     owns = not dist.is_initialized()
@@ -127,11 +124,8 @@ def tear_down(layout: Layout) -> None:
 
 def check_device(planned: Literal["cpu", "cuda"]) -> None:
     """Check that torch computes on the planned type of device. A driver that is too old leaves
-    torch with the CPU, although the devices were counted.
-
-    Raises:
-        ConfigError: it computes on another.
-    """
+    torch with the CPU, although the devices were counted. Raises ConfigError: it computes on
+    another."""
     found = torch.accelerator.current_accelerator(check_available=True)
     name = "cpu" if found is None else found.type
     if name != planned:

@@ -143,12 +143,7 @@ class PolicyTrainer:
             titan_setup.tear_down(self._layout)
             raise
 
-    def _build(
-        self,
-        max_steps: int,
-        dtype: Literal["float32", "bfloat16"],
-        teachers: Sequence[Path],
-    ) -> None:
+    def _build(self, max_steps: int, dtype: str, teachers: Sequence[Path]) -> None:
         config = self._config
         torch.manual_seed(self._seed)
         self._dtype = "float32" if self._layout.device.type == "cpu" else dtype
@@ -382,11 +377,8 @@ class PolicyTrainer:
         self._writer.finish()
 
     def load_checkpoint(self, path: Path) -> None:
-        """Resume from a checkpoint of this or another parallel layout.
-
-        Raises:
-            CheckpointError: as in `load_state`, or a checkpoint that was being written failed.
-        """
+        """Resume from a checkpoint of this or another parallel layout. Raises CheckpointError: as
+        in `load_state`, or a checkpoint that was being written failed."""
         self._memory.require()
         self._writer.finish()
         self.version = load_state(Path(path), self._model, self._optimizer, self._lora)
