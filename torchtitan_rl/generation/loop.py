@@ -204,7 +204,12 @@ class EngineLoop:
             received: LoopDecision = pickle.loads(self.channel.broadcast(None))
             return received
         if self._inbox.take_readings():
-            self._answer_reading()
+            self._report_progress(at_once=True)
+            reading = EngineReading(
+                sampled_tokens=self.engine.stats().generated_tokens,
+                running_tokens=sum(self.engine.generated_lengths().values()),
+            )
+            self._inbox.answer(reading)
         is_idle = self.engine.num_unfinished() == 0
         self._read_stats(is_due=is_idle or self._inbox.num_admissions() > 0)
         if is_idle or self._inbox.is_stopped():
@@ -234,18 +239,15 @@ class EngineLoop:
             self._is_busy = decision.num_steps > 0
             self._run_steps(decision.num_steps)
         elif decision.action is Action.STEP:
-            self._step(decision)
+            for request in decision.admissions:
+                self._admit(request, decision.arrival_s)
+            if decision.aborts:
+                in_flight = self.engine.num_unfinished()
+                self._resolve(self.engine.abort(decision.aborts), in_flight)
+            self._run_steps(decision.num_steps)
         else:
             self._stop(decision)
         return True
-
-    def _step(self, decision: LoopDecision) -> None:
-        for request in decision.admissions:
-            self._admit(request, decision.arrival_s)
-        in_flight = self.engine.num_unfinished()
-        if decision.aborts:
-            self._resolve(self.engine.abort(decision.aborts), in_flight)
-        self._run_steps(decision.num_steps)
 
     def _run_steps(self, at_most: int) -> None:
         for _ in range(at_most):
@@ -342,14 +344,6 @@ class EngineLoop:
             batches = self._requests.report(outputs)
         for sink, progress in batches:
             sink(progress)
-
-    def _answer_reading(self) -> None:
-        self._report_progress(at_once=True)
-        reading = EngineReading(
-            sampled_tokens=self.engine.stats().generated_tokens,
-            running_tokens=sum(self.engine.generated_lengths().values()),
-        )
-        self._inbox.answer(reading)
 
     def _resolve(self, outputs: list[Completion], in_flight: int) -> None:
         self._num_done += any(one.finish_reason is not FinishReason.ABORT for one in outputs)

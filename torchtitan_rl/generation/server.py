@@ -41,10 +41,15 @@ class EngineServer:
         for message in messages:
             match message.payload:
                 case GenerationRequest() as request:
-                    self._submit(request, streams=message.streams)
+                    streams = message.streams
+                    try:
+                        answer = self._loop.submit(request, self._on_progress, streams=streams)
+                    except GenerationError as error:
+                        self._outbox.put(End(call_id=message.call_id, error=error), is_urgent=True)
+                        continue
                 case command:
                     answer = self._loop.execute(command)
-                    answer.add_done_callback(partial(self._on_end, message.call_id))
+            answer.add_done_callback(partial(self._on_end, message.call_id))
 
     async def take(self) -> tuple[FromReplica, ...]:
         """Wait for the next batch to send. After a silence the batch is empty, to show that the
@@ -57,14 +62,6 @@ class EngineServer:
                 f"the engine made no progress for {timeout_s:.0f} s with requests to run"
             )
         return await self._outbox.take(timeout_s / 8)
-
-    def _submit(self, request: GenerationRequest, *, streams: bool) -> None:
-        try:
-            future = self._loop.submit(request, self._on_progress, streams=streams)
-        except GenerationError as error:
-            self._outbox.put(End(call_id=request.request_id, error=error), is_urgent=True)
-        else:
-            future.add_done_callback(partial(self._on_end, request.request_id))
 
     # The rest runs in the loop's thread.
 

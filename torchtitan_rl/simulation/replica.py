@@ -361,12 +361,9 @@ class SimulatedReplica:
             version=version, stall_s=speeds.stall_s, running_requests=running, recomputed=False
         )
 
-    def _held_tokens(self) -> float:
-        return self._num_running * self._steps - self._held_starts
-
     def _stats(self) -> EngineStats:
         self._advance()
-        held = self._held_tokens()
+        held = self._num_running * self._steps - self._held_starts
         return EngineStats(
             version=self._swaps[-1][1],
             running=self._num_running,

@@ -9,15 +9,16 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.hosts import Hosts
-from torchtitan_rl.backends.monarch.runtime import all_of, supervise
+from torchtitan_rl.backends.monarch.runtime import all_of, spawn_processes, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.monarch.weight_replicator import WeightReplicator, weight_replicator
+from torchtitan_rl.backends.monarch.weight_replicator import WeightReplicator
 from torchtitan_rl.backends.specs import (
     EndpointSpec,
     GeneratorSpec,
@@ -259,17 +260,16 @@ def _weight_host(
     prepared: PreparedRun, hosts: Hosts, host: int, trace_dir: Path | None
 ) -> WeightReplicator:
     config = prepared.config
-    return weight_replicator(
-        ProcessGroup(name=f"weights{host}", ranks=1, threads=1, host=host),
-        WeightHostSpec(
-            name=f"host {host}",
-            run_dir=config.run_dir.absolute(),
-            log_dir=config.log_dir.absolute(),
-            weight_sync=config.weight_sync,
-            trace_dir=trace_dir,
-        ),
-        hosts,
+    group = ProcessGroup(name=f"weights{host}", ranks=1, threads=1, host=host)
+    spec = WeightHostSpec(
+        name=f"host {host}",
+        run_dir=config.run_dir.absolute(),
+        log_dir=config.log_dir.absolute(),
+        weight_sync=config.weight_sync,
+        trace_dir=trace_dir,
     )
+    spawn = partial(spawn_processes, group, log_dir=spec.log_dir, hosts=hosts)
+    return WeightReplicator(spec, spawn)
 
 
 def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:
