@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
 from torchtitan_rl.aio import loop_s
@@ -46,21 +46,17 @@ class PublishedStep:
     handle: WeightHandle | None
 
 
+@dataclass(eq=False)
 class WeightDelivery:
     """The queue of finished steps between trainer and replicas, and the loop that empties it."""
 
-    def __init__(
-        self,
-        config: WeightSyncConfig,
-        state: RunState,
-        *,
-        evaluator: Evaluator,
-        devices: DeviceSharing,
-    ) -> None:
-        self._config = config
-        self._state = state
-        self._evaluator = evaluator
-        self._devices = devices
+    config: WeightSyncConfig
+    state: RunState
+    _: KW_ONLY
+    evaluator: Evaluator
+    devices: DeviceSharing
+
+    def __post_init__(self) -> None:
         self._queue: asyncio.Queue[PublishedStep] = asyncio.Queue()
         self._last_put = -1  # number of the newest queued step
         self._num_open = 1  # queued and running steps, and the evaluation before the first step
@@ -78,7 +74,7 @@ class WeightDelivery:
     @property
     def is_idle(self) -> bool:
         """Whether every queued step is done, and no evaluation runs."""
-        return self._num_open == 0 and not self._evaluator.is_running
+        return self._num_open == 0 and not self.evaluator.is_running
 
     def pop_syncs(self) -> tuple[SyncReport, ...]:
         """Return the reports of the syncs that ended since the last call."""
@@ -86,7 +82,7 @@ class WeightDelivery:
         return syncs
 
     def needs_evaluation(self, step: int) -> bool:
-        return self._evaluator.is_due(step)
+        return self.evaluator.is_due(step)
 
     def put(self, step: PublishedStep) -> None:
         """Queue a step whose weights, if any, have just been published."""
@@ -104,7 +100,7 @@ class WeightDelivery:
     async def resume(self, handle: WeightHandle) -> None:
         """Load the weights with which a resumed run begins into the replicas. They stay readable
         until the evaluation of their step, if one is due, has pinned its replica."""
-        self._initial = PublishedStep(step=self._state.step, version=handle.version, handle=handle)
+        self._initial = PublishedStep(step=self.state.step, version=handle.version, handle=handle)
         self._needed[handle.version] = self._initial
         await self._sync(handle)
 
@@ -113,30 +109,30 @@ class WeightDelivery:
         replica is left."""
         try:
             # A step that was taken before this task began is in the queue, and is evaluated later.
-            step = self._state.step
-            if step != self._last_put and self._evaluator.is_due(step):
-                await self._evaluator.start(step, self._state.version)
+            step = self.state.step
+            if step != self._last_put and self.evaluator.is_due(step):
+                await self.evaluator.start(step, self.state.version)
             if self._initial is not None:
                 self._release(self._initial)
             while True:
                 self._num_open -= 1
-                self._state.notify()
+                self.state.notify()
                 await self._deliver(await self._queue.get())
         except BaseException:
             self._has_failed = True
-            self._state.notify()
+            self.state.notify()
             raise
 
     async def flush(self) -> None:
         """Wait until every queued step is done and every evaluation has ended, or `run` failed."""
-        await self._state.wait_until(
+        await self.state.wait_until(
             lambda: self._num_open == 0 or self._has_failed,
             "the end waits for the last weights to reach the replicas",
         )
-        await self._evaluator.finish()
+        await self.evaluator.finish()
 
     async def _deliver(self, finished: PublishedStep) -> None:
-        await self._devices.wait_until_released()
+        await self.devices.wait_until_released()
         needs_evaluation = self.needs_evaluation(finished.step)
         is_newest = finished is self._newest
         if finished.handle is not None and (needs_evaluation or is_newest):
@@ -144,7 +140,7 @@ class WeightDelivery:
                 self._newest = None
             self._syncs.append(await self._sync(finished.handle))
         if needs_evaluation:
-            await self._evaluator.start(finished.step, finished.version)
+            await self.evaluator.start(finished.step, finished.version)
         self._release(finished)
 
     def _release(self, finished: PublishedStep) -> None:
@@ -152,17 +148,17 @@ class WeightDelivery:
 
     async def _sync(self, handle: WeightHandle) -> SyncReport:
         # On shared devices a lagging replica would be put to sleep with half-pulled weights.
-        lag_timeout_s = None if self._devices.devices_are_shared else self._config.lag_timeout_s
+        lag_timeout_s = None if self.devices.devices_are_shared else self.config.lag_timeout_s
         waiting = f"version {handle.version} waits for the replicas to pull it"
-        with self._state.recorder.phase("sync"), self._state.waits.track(waiting):
-            async with self._devices.to_replicas():
-                report = await self._state.parts.router.sync_weights(
+        with self.state.recorder.phase("sync"), self.state.waits.track(waiting):
+            async with self.devices.to_replicas():
+                report = await self.state.parts.router.sync_weights(
                     handle,
-                    mode=self._config.mode,
-                    order=self._config.order,
+                    mode=self.config.mode,
+                    order=self.config.order,
                     lag_timeout_s=lag_timeout_s,
                 )
-        self._state.notify()
+        self.state.notify()
         return report
 
 

@@ -103,12 +103,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         parts = []
         for chunk in chunks:
             scaled_CV = _scaled(logits_SV, chunk, temperature, kept_SB, vocab_start)
-            part = _forward_chunk(
-                scaled_CV,
-                targets_E[chunk.targets],
-                rows_E[chunk.targets] - chunk.rows.start,
-                group,
-            )
+            rows_F = rows_E[chunk.targets] - chunk.rows.start
+            part = _forward_chunk(scaled_CV, targets_E[chunk.targets], rows_F, group)
             if chunk.taught is not None and slope_SV is not None:
                 logprobs_CV = scaled_CV.sub_(part[2][:, None])
                 kl_S[chunk.rows], slope_SV[chunk.rows] = _reverse_kl(
@@ -136,9 +132,8 @@ class _SelectedLogprobs(torch.autograd.Function):
             scaled_CV = _scaled(logits_SV, chunk, ctx.temperature, kept_SB, ctx.vocab_start)
             grad_CV = (scaled_CV - normalizer_S[chunk.rows, None]).exp_()
             grad_CV.mul_(-scale_S[chunk.rows, None])
-            index_F, held_F = _held(
-                targets_E[chunk.targets], rows_E[chunk.targets] - chunk.rows.start, grad_CV
-            )
+            rows_F = rows_E[chunk.targets] - chunk.rows.start
+            index_F, held_F = _held(targets_E[chunk.targets], rows_F, grad_CV)
             grad_CV.view(-1).index_add_(0, index_F, scale_E[chunk.targets] * held_F)
             if chunk.taught is not None:
                 scale_C = grads[2][chunk.rows] / ctx.temperature

@@ -273,11 +273,8 @@ def _teacher_top(
 
 
 def _routed(episodes: Sequence[Episode]) -> npt.NDArray[np.uint8] | None:
-    shapes = {
-        (one.routed_experts.num_layers, one.routed_experts.per_token)
-        for one in episodes
-        if one.routed_experts is not None
-    }
+    found = [one.routed_experts for one in episodes if one.routed_experts is not None]
+    shapes = {(one.num_layers, one.per_token) for one in found}
     if not shapes:
         return None
     if len(shapes) > 1:
@@ -314,20 +311,12 @@ def _images(
 
 
 def _check(index: int, episode: Episode) -> None:
-    sizes = {
-        len(field)
-        for field in (
-            episode.token_ids,
-            episode.loss_mask,
-            episode.logprobs,
-            episode.advantages,
-            episode.versions,
-        )
-    }
+    routed, num_tokens = episode.routed_experts, len(episode.token_ids)
+    others = (episode.loss_mask, episode.logprobs, episode.advantages, episode.versions)
+    sizes = {num_tokens, *map(len, others)}
     where = f"episode {index} of rollout {episode.rollout_id}"
     if sizes == {0} or len(sizes) > 1:
         raise ValueError(f"{where}: its fields must have one length, above 0, not {sorted(sizes)}")
-    routed, num_tokens = episode.routed_experts, len(episode.token_ids)
     if routed is not None and len(routed.data) != num_tokens * routed.bytes_per_token:
         what = f"routed experts of {len(routed.data)} bytes, for {num_tokens} tokens"
         raise ValueError(f"{where}: {what}")

@@ -94,13 +94,9 @@ def forward(
         teacher.lm_head.reshard()
     logprobs_EW, entropy_E = logprobs.view(-1, width), entropy.view(-1, width)[:, 0]
     if layout.context_group is not None:
+        group, num_own = layout.context_group, entries.stop - entries.start
         logprobs_EW, entropy_E = (
-            gather_entries(
-                one[: entries.stop - entries.start],
-                entries.start,
-                len(sources_E),
-                layout.context_group,
-            )
+            gather_entries(one[:num_own], entries.start, len(sources_E), group)
             for one in (logprobs_EW, entropy_E)
         )
     logprobs_E = logprobs_EW[:, 0]

@@ -246,7 +246,12 @@ def policy_config(
         return Qwen3TransformerBlock.Config(
             attention_norm=norm(normalized_shape=a.dim),
             ffn_norm=norm(normalized_shape=a.dim),
-            attention=attention(a, config, layout, dtype, norm),
+            attention=attention(
+                a,
+                norm,
+                inner=_inner_attention(a, layout.device, dtype, config),
+                rope=_rope(a, config.max_episode_tokens),
+            ),
             feed_forward=dense,
             moe=None if dense else experts_config(a, shared, expert_parallel=ep),
         )
@@ -287,14 +292,7 @@ def _feed_forward(dim: int, hidden_dim: int, *, is_fused: bool) -> Any:
     )
 
 
-def _attention(
-    architecture: PolicyArchitecture,
-    config: TrainerConfig,
-    layout: Layout,
-    dtype: str,
-    norm: Callable[..., Any],
-) -> Any:
-    a = architecture
+def _attention(a: PolicyArchitecture, norm: Callable[..., Any], inner: Any, rope: Any) -> Any:
     attention = make_gqa_config(
         dim=a.dim,
         n_heads=a.num_heads,
@@ -302,8 +300,8 @@ def _attention(
         head_dim=a.head_dim,
         wqkv_param_init=_NO_INIT,
         wo_param_init=_NO_INIT,
-        inner_attention=_inner_attention(layout.device, dtype, config),
-        rope=_rope(a, config.max_episode_tokens),
+        inner_attention=inner,
+        rope=rope,
         qk_norm=norm(normalized_shape=a.head_dim) if a.has_qk_norm else None,
     )
     attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = a.has_qkv_bias
@@ -311,13 +309,9 @@ def _attention(
 
 
 def _latent_attention(
-    architecture: PolicyArchitecture,
-    config: TrainerConfig,
-    layout: Layout,
-    dtype: str,
-    norm: Callable[..., Any],
+    a: PolicyArchitecture, norm: Callable[..., Any], inner: Any, rope: Any
 ) -> Any:
-    a, latent = architecture, architecture.latent
+    latent = a.latent
     assert latent is not None
     attention = make_mla_attention_config(
         layer_id=0,
@@ -333,11 +327,9 @@ def _latent_attention(
         linear_init=_NO_INIT,
         norm_init=_NO_INIT,
         depth_init=lambda _: _NO_INIT,
-        rope=_rope(a, config.max_episode_tokens),
+        rope=rope,
     )
-    # varlen's kernels need keys and values of one length.
-    is_cpu = layout.device.type == "cpu"
-    attention.inner_attention = (TreeAttention if is_cpu else FlexAttention).Config()
+    attention.inner_attention = inner
     attention.q_norm = norm(normalized_shape=latent.query_rank or 1)
     attention.kv_norm = norm(normalized_shape=latent.kv_rank)
     return attention
@@ -362,11 +354,14 @@ def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
     )
 
 
-def _inner_attention(device: torch.device, dtype: str, config: TrainerConfig) -> Any:
+def _inner_attention(
+    a: PolicyArchitecture, device: torch.device, dtype: str, config: TrainerConfig
+) -> Any:
     if device.type == "cpu":
         return TreeAttention.Config()
-    # varlen's kernels support neither trees nor float32.
-    is_varlen = dtype == "bfloat16" and not config.share_prefixes and _has_varlen_kernels()
+    # varlen's kernels support neither trees nor float32, and need keys and values of one length.
+    can_be_varlen = dtype == "bfloat16" and not config.share_prefixes and a.latent is None
+    is_varlen = can_be_varlen and _has_varlen_kernels()
     return VarlenAttention.Config() if is_varlen else FlexAttention.Config()
 
 
