@@ -44,7 +44,6 @@ from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.simulation.clock import Load, run_virtually
 from torchtitan_rl.simulation.profile import Profile, RecordedTurns
 from torchtitan_rl.simulation.replica import SimulatedReplica, Speeds, zeros
-from torchtitan_rl.training import checkpoint_files as files
 from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Completion, Problem, RolloutGroup, RolloutStatus
@@ -415,15 +414,6 @@ class _Trainer(FixedPolicy):
     async def publish(self, keep: frozenset[int] = frozenset()) -> SharedMemoryHandle:
         await asyncio.sleep(self._chance.choice(self._profile.training.publish_s))
         return SharedMemoryHandle(version=self._version, path="", num_bytes=0)
-
-    async def save_checkpoint(
-        self, path: Path, attachments: Mapping[str, bytes], *, version: int
-    ) -> None:
-        """Write an empty checkpoint: the controller saves one at the end."""
-        folder = files.temporary_path(path)
-        folder.mkdir(parents=True)
-        files.seal(folder, {}, {})
-        files.publish(path)
 
 
 class _NoJournal(Journal):

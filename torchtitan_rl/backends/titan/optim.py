@@ -55,11 +55,8 @@ class PolicyOptimizer:
 
     def clip(self) -> float:
         """Clip gradients to the maximum norm, and return the global norm before clipping."""
-        return float(
-            clip_grad_norm_(
-                self._model.parameters(), self._max_grad_norm, ep_enabled=self._has_expert_parallel
-            )
-        )
+        parameters, has_experts = self._model.parameters(), self._has_expert_parallel
+        return float(clip_grad_norm_(parameters, self._max_grad_norm, ep_enabled=has_experts))
 
     def step(self) -> None:
         self.container.step()

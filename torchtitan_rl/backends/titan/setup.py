@@ -49,7 +49,6 @@ class Layout:
     device: torch.device
     parallelism: Any  # torchtitan's ParallelismConfig
     dims: Any  # torchtitan's ParallelDims
-    rank: int
     data_rank: int
     data_ranks: int
     data_group: dist.ProcessGroup | None
@@ -105,7 +104,6 @@ def set_up(config: TrainerConfig) -> Layout:
         device=device,
         parallelism=parallelism,
         dims=dims,
-        rank=dist.get_rank(),
         data_rank=mesh.get_local_rank("data"),
         data_ranks=data_ranks,
         data_group=group_of("data"),
