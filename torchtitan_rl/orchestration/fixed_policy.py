@@ -1,7 +1,7 @@
 """The `Trainer` of a run that only generates: the policy is the initial one throughout.
 
 Its checkpoints hold only the attachments, with which the run can be resumed. `train_step`,
-`logprobs` and `publish` are never called; what `Trainer` only declares has no effect.
+`logprobs` and `publish` are never called.
 """
 
 from __future__ import annotations
@@ -56,6 +56,16 @@ class FixedPolicy(Trainer):
 
     async def load_checkpoint(self, path: Path) -> None:
         await asyncio.to_thread(check_contents, path)
+
+    async def finish_checkpoint(self) -> None: ...
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
+
+    async def export_hf(self, path: Path) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 def _write(path: Path, attachments: Mapping[str, bytes], version: int) -> None:

@@ -44,8 +44,11 @@ class Claim(Protocol):
         controller owns the folder."""
 
 
-class Unshared(Claim):
+class Unshared:
     """The `Claim` on a folder that no other host can access."""
+
+    def check(self) -> None:
+        return
 
     async def wait_until_lost(self) -> None:
         await asyncio.Event().wait()

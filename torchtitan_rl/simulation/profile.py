@@ -109,10 +109,6 @@ class Losses:
     detect_s: _Time
     restart_s: _Time
 
-    @property
-    def mtbf_hours(self) -> float | None:
-        return self.replica_hours / self.lost_replicas if self.lost_replicas else None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:

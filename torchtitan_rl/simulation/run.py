@@ -33,7 +33,13 @@ from torchtitan_rl.orchestration.controller import Controller
 from torchtitan_rl.orchestration.fixed_policy import FixedPolicy
 from torchtitan_rl.orchestration.journal import JOURNAL, Journal
 from torchtitan_rl.orchestration.ledger import TokenLedger
-from torchtitan_rl.orchestration.records import Recorder, StepRecord, TokenCounts
+from torchtitan_rl.orchestration.records import (
+    AccountRecord,
+    EvaluationRecord,
+    HeldOutRecord,
+    StepRecord,
+    TokenCounts,
+)
 from torchtitan_rl.orchestration.run_state import Parts
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.places import Places
@@ -290,7 +296,7 @@ class _Row:
     load: Load
 
 
-class _Recorder(Recorder):
+class _Recorder:
     """Keeps a row of each step, without its groups, and the first of the messages."""
 
     def __init__(self, load: Load) -> None:
@@ -323,6 +329,12 @@ class _Recorder(Recorder):
                 load=self._load.take(),
             )
         )
+
+    def record_evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def record_held_out(self, record: HeldOutRecord) -> None: ...
+
+    def record_account(self, record: AccountRecord) -> None: ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
