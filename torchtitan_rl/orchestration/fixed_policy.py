@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from torchtitan_rl.errors import CheckpointError
 from torchtitan_rl.orchestration.run_state import Trainer
-from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
+from torchtitan_rl.training.batch import Examples, StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoint_files import (
     check_contents,
     discard,
@@ -35,11 +35,7 @@ class FixedPolicy(Trainer):
         await asyncio.Event().wait()
 
     async def train_step(
-        self,
-        batch: TrainingBatch,
-        loss: StepLoss | None = None,
-        *,
-        examples: TrainingBatch | None = None,
+        self, batch: TrainingBatch, loss: StepLoss | None = None, *, examples: Examples = None
     ) -> StepOutput:
         raise NotImplementedError
 

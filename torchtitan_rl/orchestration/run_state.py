@@ -26,7 +26,7 @@ from torchtitan_rl.orchestration.work_buffer import WorkBuffer
 from torchtitan_rl.rollout.rollouter import Rollouter
 from torchtitan_rl.rollout.task import AdaptiveDataset, Dataset, Outcome, metrics_of
 from torchtitan_rl.routing.router import GeneratorRouter
-from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
+from torchtitan_rl.training.batch import Examples, StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Problem, RolloutGroup
 from torchtitan_rl.weights.distribution import WeightHandle
@@ -144,11 +144,7 @@ class Trainer(Protocol):
         TrainerLostError: a process has died."""
 
     async def train_step(
-        self,
-        batch: TrainingBatch,
-        loss: StepLoss | None = None,
-        *,
-        examples: TrainingBatch | None = None,
+        self, batch: TrainingBatch, loss: StepLoss | None = None, *, examples: Examples = None
     ) -> StepOutput:
         """Take one optimizer step, of another ``loss`` than the configured one if it is given. With
         ``examples``, their supervised loss is added (``trainer.sft_coefficient``).

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torchtitan_rl.training.batch import StepLoss, TrainingBatch
+from torchtitan_rl.training.batch import Examples, StepLoss, TrainingBatch
 
 MAX_BYTES = 8 << 30
 """Most bytes of batches in the folder; a step that does not fit is not stored."""
@@ -33,7 +33,7 @@ class TakenStep:
     loss: StepLoss | None
     digest: float | None = None
 
-    def read(self) -> tuple[TrainingBatch, TrainingBatch | None]:
+    def read(self) -> tuple[TrainingBatch, Examples]:
         """Return batch and examples. Raises OSError, msgspec.DecodeError: the file is gone or
         damaged."""
         return _DECODER.decode(self.path.read_bytes())
@@ -50,11 +50,7 @@ class TakenSteps:
             shutil.rmtree(folder)
 
     def write(
-        self,
-        version: int,
-        batch: TrainingBatch,
-        loss: StepLoss | None,
-        examples: TrainingBatch | None,
+        self, version: int, batch: TrainingBatch, loss: StepLoss | None, examples: Examples
     ) -> TakenStep:
         """Write a step that begins with ``version``; `add` then makes it one of `since`. May run in
         another thread. Raises OSError: the disk fails, or the folder has `MAX_BYTES`."""

@@ -45,7 +45,7 @@ from torchtitan_rl.failures import Failure, Part
 from torchtitan_rl.orchestration.checkpointing import read_position
 from torchtitan_rl.orchestration.run_state import Trainer
 from torchtitan_rl.orchestration.taken_steps import TakenStep, TakenSteps
-from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
+from torchtitan_rl.training.batch import Examples, StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.weights.distribution import (
     WeightDistribution,
     WeightHandle,
@@ -117,11 +117,7 @@ class RestartedTrainer:
         raise TrainerLostError(await asyncio.shield(self._given_up))
 
     async def train_step(
-        self,
-        batch: TrainingBatch,
-        loss: StepLoss | None = None,
-        *,
-        examples: TrainingBatch | None = None,
+        self, batch: TrainingBatch, loss: StepLoss | None = None, *, examples: Examples = None
     ) -> StepOutput:
         writing = asyncio.create_task(self._write(batch, loss, examples))
         writing.add_done_callback(retrieve)
@@ -324,7 +320,7 @@ class RestartedTrainer:
         self.steps.drop_before(self._starts[0].version)
 
     async def _write(
-        self, batch: TrainingBatch, loss: StepLoss | None, examples: TrainingBatch | None
+        self, batch: TrainingBatch, loss: StepLoss | None, examples: Examples
     ) -> TakenStep | None:
         version = self._version
         try:

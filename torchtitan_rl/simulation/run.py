@@ -50,7 +50,7 @@ from torchtitan_rl.routing.router import GeneratorRouter
 from torchtitan_rl.simulation.clock import Load, run_virtually
 from torchtitan_rl.simulation.profile import Profile, RecordedTurns
 from torchtitan_rl.simulation.replica import SimulatedReplica, Speeds, zeros
-from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
+from torchtitan_rl.training.batch import Examples, StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 from torchtitan_rl.types import Completion, Problem, RolloutGroup, RolloutStatus
 from torchtitan_rl.weights.distribution import SharedMemoryHandle
@@ -412,11 +412,7 @@ class _Trainer(FixedPolicy):
         self._version = 0
 
     async def train_step(
-        self,
-        batch: TrainingBatch,
-        loss: StepLoss | None = None,
-        *,
-        examples: TrainingBatch | None = None,
+        self, batch: TrainingBatch, loss: StepLoss | None = None, *, examples: Examples = None
     ) -> StepOutput:
         token_s = self._chance.choice(self._profile.training.token_s)
         await asyncio.sleep(token_s * int(batch.episode_lengths.sum()) / self._speed)

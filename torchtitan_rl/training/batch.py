@@ -76,6 +76,10 @@ class TrainingBatch:
         return np.repeat(np.arange(self.num_episodes), self.episode_lengths)
 
 
+Examples = TrainingBatch | None
+"""The demonstrations of a step; None if it has none."""
+
+
 def predicted_mask(batch: TrainingBatch) -> npt.NDArray[np.bool_]:
     """Return [N], True for tokens that follow another token of their episode."""
     mask = np.ones(batch.num_tokens, dtype=np.bool_)

@@ -32,7 +32,7 @@ from torchtitan_rl.backends.specs import TrainerSpec
 from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import CheckpointError, DeadlineError, ProcessLostError, TrainerLostError
 from torchtitan_rl.processes import collecting_later
-from torchtitan_rl.training.batch import StepLoss, StepOutput, TrainingBatch
+from torchtitan_rl.training.batch import Examples, StepLoss, StepOutput, TrainingBatch
 from torchtitan_rl.weights.config import Transport
 from torchtitan_rl.weights.distribution import WeightHandle
 
@@ -123,11 +123,7 @@ class MonarchTrainer:
         raise TrainerLostError(str(cause)) from cause
 
     async def train_step(
-        self,
-        batch: TrainingBatch,
-        loss: StepLoss | None = None,
-        *,
-        examples: TrainingBatch | None = None,
+        self, batch: TrainingBatch, loss: StepLoss | None = None, *, examples: Examples = None
     ) -> StepOutput:
         return await self._run("optimizer step", "train_step", batch, loss, examples)
 

@@ -62,6 +62,7 @@ from torchtitan_rl.config.lora import LoraConfig
 from torchtitan_rl.config.model import read_architecture
 from torchtitan_rl.errors import DeviceMemoryError, DivergedError, WeightSyncError
 from torchtitan_rl.training.batch import (
+    Examples,
     PreferenceLoss,
     StepOutput,
     TokenTerms,
@@ -187,10 +188,7 @@ class PolicyTrainer:
         return device.index if device.type == "cuda" else None
 
     def train_step(
-        self,
-        batch: TrainingBatch,
-        loss: LossConfig | None = None,
-        examples: TrainingBatch | None = None,
+        self, batch: TrainingBatch, loss: LossConfig | None = None, examples: Examples = None
     ) -> StepOutput:
         """Take one training step of the policy loss, of `TrainerConfig.updates_per_batch` optimizer
         updates; each uses one minibatch and is normalized by that minibatch's totals.
@@ -410,10 +408,7 @@ class PolicyTrainer:
             titan_setup.tear_down(self._layout)
 
     def _step(
-        self,
-        batch: TrainingBatch,
-        updates: Sequence[_Update],
-        examples: TrainingBatch | None = None,
+        self, batch: TrainingBatch, updates: Sequence[_Update], examples: Examples = None
     ) -> StepOutput:
         """Take a step, as `_updated_step` does. Only a rank whose device has too little memory
         raises a DeviceMemoryError."""
@@ -431,10 +426,7 @@ class PolicyTrainer:
         return output
 
     def _updated_step(
-        self,
-        batch: TrainingBatch,
-        updates: Sequence[_Update],
-        examples: TrainingBatch | None,
+        self, batch: TrainingBatch, updates: Sequence[_Update], examples: Examples
     ) -> StepOutput:
         self._require()
         started = time.perf_counter()
@@ -523,7 +515,7 @@ class PolicyTrainer:
         return StepOutput(version=self.version, metrics=metrics, tokens=tokens)
 
     def _imitations(
-        self, examples: TrainingBatch | None, num_updates: int
+        self, examples: Examples, num_updates: int
     ) -> list[tuple[TrainingBatch, npt.NDArray[np.bool_]]]:
         """Split demonstrations into one part for each of the first updates."""
         if examples is None:
