@@ -46,11 +46,7 @@ from torchtitan_rl.orchestration.checkpointing import read_position
 from torchtitan_rl.orchestration.run_state import Trainer
 from torchtitan_rl.orchestration.taken_steps import TakenStep, TakenSteps
 from torchtitan_rl.training.batch import Examples, StepLoss, StepOutput, TrainingBatch
-from torchtitan_rl.weights.distribution import (
-    WeightDistribution,
-    WeightHandle,
-    versions_to_free,
-)
+from torchtitan_rl.weights.distribution import WeightDistribution, WeightHandle, versions_to_free
 
 _T = TypeVar("_T")
 

@@ -21,12 +21,7 @@ from torchtitan_rl.config.run import cannot_write
 from torchtitan_rl.errors import ConfigError, ProcessLostError
 from torchtitan_rl.files import FilePiece, file_sizes, read_new
 from torchtitan_rl.launch.interfaces import own_address
-from torchtitan_rl.launch.workers import (
-    claim_incarnation,
-    is_leaving,
-    record_beat,
-    record_run_end,
-)
+from torchtitan_rl.launch.workers import claim_incarnation, is_leaving, record_beat, record_run_end
 from torchtitan_rl.processes import Processes
 
 _LAST_ANSWER_S = 1.0  # for the answer to be sent

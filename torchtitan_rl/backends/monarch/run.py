@@ -19,12 +19,7 @@ from torchtitan_rl.backends.monarch.hosts import Hosts
 from torchtitan_rl.backends.monarch.runtime import all_of, spawn_processes, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
 from torchtitan_rl.backends.monarch.weight_replicator import WeightReplicator
-from torchtitan_rl.backends.specs import (
-    EndpointSpec,
-    GeneratorSpec,
-    TrainerSpec,
-    WeightHostSpec,
-)
+from torchtitan_rl.backends.specs import EndpointSpec, GeneratorSpec, TrainerSpec, WeightHostSpec
 from torchtitan_rl.bounds import absolute
 from torchtitan_rl.config.plan import ProcessGroup, replica_name
 from torchtitan_rl.config.prepare import PreparedRun

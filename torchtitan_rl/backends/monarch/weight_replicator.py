@@ -22,12 +22,7 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
-from torchtitan_rl.backends.monarch.runtime import (
-    ActorThread,
-    ProcessMesh,
-    call,
-    stop_processes,
-)
+from torchtitan_rl.backends.monarch.runtime import ActorThread, ProcessMesh, call, stop_processes
 from torchtitan_rl.backends.specs import WeightHostSpec
 from torchtitan_rl.errors import DeadlineError, ProcessLostError, WeightSyncError
 from torchtitan_rl.weights.distribution import Fetched, RemoteMemoryHandle, RemoteSource

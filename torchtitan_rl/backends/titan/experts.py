@@ -29,10 +29,7 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.config_utils import make_moe_config
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.common.token_dispatcher import (
-    AllToAllTokenDispatcher,
-    LocalTokenDispatcher,
-)
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from torchtitan_rl.backends.titan.setup import local
 from torchtitan_rl.config.model import PolicyArchitecture

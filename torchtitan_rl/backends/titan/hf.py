@@ -27,11 +27,7 @@ from torchtitan_rl.backends.titan import setup as titan_setup  # noqa: F401 (bef
 # isort: split
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-from torchtitan_rl.backends.titan.checkpoint import (
-    SafeLoadPlanner,
-    check_metadata,
-    checkpoint_lora,
-)
+from torchtitan_rl.backends.titan.checkpoint import SafeLoadPlanner, check_metadata, checkpoint_lora
 from torchtitan_rl.backends.titan.model import LORA_A, LORA_B, PolicyModel
 from torchtitan_rl.config.lora import ADAPTER_FOLDER, PEFT_PREFIX, LoraConfig, write_adapter
 from torchtitan_rl.config.model import FAMILIES, PolicyArchitecture, read_architecture

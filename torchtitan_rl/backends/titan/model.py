@@ -40,11 +40,7 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import CosSinRoPE, Embedding, FeedForward, Linear
-from torchtitan.models.common.attention import (
-    FlexAttention,
-    VarlenAttention,
-    create_attention_mask,
-)
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention, create_attention_mask
 from torchtitan.models.common.config_utils import make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
@@ -57,11 +53,7 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan_rl.backends.titan.context_parallel import exchange_heads
 from torchtitan_rl.backends.titan.experts import ReplayRouter, experts_config
 from torchtitan_rl.backends.titan.setup import Layout, local
-from torchtitan_rl.backends.titan.tree_attention import (
-    TreeAttention,
-    tree_mask_mod,
-    tree_nodes,
-)
+from torchtitan_rl.backends.titan.tree_attention import TreeAttention, tree_mask_mod, tree_nodes
 from torchtitan_rl.backends.titan.vision import (
     ImageInputs,
     init_tower_buffers,

@@ -41,14 +41,7 @@ from torchtitan_rl.backends.titan.forward import (
     forward,
 )
 from torchtitan_rl.backends.titan.frozen import load_frozen, load_reference
-from torchtitan_rl.backends.titan.hf import (
-    export,
-    hf_names,
-    hf_parts,
-    hf_state,
-    load_hf,
-    published,
-)
+from torchtitan_rl.backends.titan.hf import export, hf_names, hf_parts, hf_state, load_hf, published
 from torchtitan_rl.backends.titan.model import (
     PolicyModel,
     build_policy,
