@@ -225,8 +225,18 @@ def policy_config(
     norm_config = CpuRMSNorm.Config if is_cpu else RMSNorm.Config
     norm = partial(norm_config, eps=a.norm_eps, param_init=_NO_INIT)
     linear = partial(Linear.Config, param_init=_NO_INIT)
-    feed_forward = partial(_feed_forward, a.dim, is_fused=is_cpu and not lora.rank)
-    attention = _attention if a.latent is None else _latent_attention
+    # `CpuFeedForward` would not call adapters of its linear layers.
+    swiglu = CpuFeedForward if is_cpu and not lora.rank else FeedForward
+    is_latent = a.latent is not None
+    attention = _latent_attention if is_latent else _attention
+    inner = partial(_inner_attention, layout.device, dtype, config, is_latent=is_latent)
+
+    def feed_forward(hidden_dim: int) -> Any:
+        return swiglu.Config(
+            w1=linear(in_features=a.dim, out_features=hidden_dim),
+            w2=linear(in_features=hidden_dim, out_features=a.dim),
+            w3=linear(in_features=a.dim, out_features=hidden_dim),
+        )
 
     def block(number: int) -> Any:
         dense = shared = None
@@ -238,12 +248,7 @@ def policy_config(
         return Qwen3TransformerBlock.Config(
             attention_norm=norm(normalized_shape=a.dim),
             ffn_norm=norm(normalized_shape=a.dim),
-            attention=attention(
-                a,
-                norm,
-                inner=_inner_attention(a, layout.device, dtype, config),
-                rope=_rope(a, config.max_episode_tokens),
-            ),
+            attention=attention(a, norm, inner=inner(), rope=_rope(a, config.max_episode_tokens)),
             feed_forward=dense,
             moe=None if dense else experts_config(a, shared, expert_parallel=ep),
         )
@@ -272,16 +277,6 @@ def policy_config(
     layers = sorted({_LORA_LAYERS[name] for name in lora.target_modules})
     converter = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=layers)
     return converter.build().convert(model_config)
-
-
-def _feed_forward(dim: int, hidden_dim: int, *, is_fused: bool) -> Any:
-    """``is_fused``: by `CpuFeedForward`, which would not call adapters of its linear layers."""
-    linear = partial(Linear.Config, param_init=_NO_INIT)
-    return (CpuFeedForward if is_fused else FeedForward).Config(
-        w1=linear(in_features=dim, out_features=hidden_dim),
-        w2=linear(in_features=hidden_dim, out_features=dim),
-        w3=linear(in_features=dim, out_features=hidden_dim),
-    )
 
 
 def _attention(a: PolicyArchitecture, norm: Callable[..., Any], inner: Any, rope: Any) -> Any:
@@ -347,12 +342,12 @@ def _rope(architecture: PolicyArchitecture, row_len: int) -> Any:
 
 
 def _inner_attention(
-    a: PolicyArchitecture, device: torch.device, dtype: str, config: TrainerConfig
+    device: torch.device, dtype: str, config: TrainerConfig, *, is_latent: bool = False
 ) -> Any:
     if device.type == "cpu":
         return TreeAttention.Config()
     # varlen's kernels support neither trees nor float32, and need keys and values of one length.
-    can_be_varlen = dtype == "bfloat16" and not config.share_prefixes and a.latent is None
+    can_be_varlen = dtype == "bfloat16" and not config.share_prefixes and not is_latent
     is_varlen = can_be_varlen and _has_varlen_kernels()
     return VarlenAttention.Config() if is_varlen else FlexAttention.Config()
 
