@@ -192,6 +192,7 @@ class RunningAgent:
         self._on_end()
 
 
+@dataclass(kw_only=True, eq=False)
 class AgentEnv:
     """One rollout of an agent; a `TreeEnv`.
 
@@ -206,28 +207,17 @@ class AgentEnv:
     is lost, the problem is always handed out again, without ``replays`` in a new conversation.
     """
 
-    def __init__(
-        self,
-        *,
-        agent: Agent,
-        problem: Problem,
-        host: AgentHost,
-        grace_s: float = 5.0,
-        reward_at_limit: float | None = 0.0,
-        decode: Callable[[tuple[int, ...]], str] | None = None,
-        replays: bool = False,
-        max_restarts: int = 2,
-        prepare: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self.replays = replays
-        self._prepare = prepare
-        self._agent = agent
-        self._problem = problem
-        self._host = host
-        self._grace_s = grace_s
-        self._reward_at_limit = reward_at_limit
-        self._decode = decode
-        self._max_restarts = max_restarts
+    agent: Agent
+    problem: Problem
+    host: AgentHost
+    grace_s: float = 5.0
+    reward_at_limit: float | None = 0.0
+    decode: Callable[[tuple[int, ...]], str] | None = None
+    replays: bool = False
+    max_restarts: int = 2
+    prepare: Callable[[], Awaitable[None]] | None = None
+
+    def __post_init__(self) -> None:
         self._turns: TurnTree | None = None
         self._session_id = ""
         self._running: RunningAgent | None = None
@@ -263,7 +253,7 @@ class AgentEnv:
                     raise _rollout_error(outcome)
                 await turns.restart(replays=self.replays)
                 self._counts["restarts"] += 1
-                self._host.sessions.release(self._session_id, SessionEnding.RESTARTED)
+                self.host.sessions.release(self._session_id, SessionEnding.RESTARTED)
                 continue
             if not turns.num_asked:
                 raise AgentError("the agent ended without asking for a single completion")
@@ -274,19 +264,19 @@ class AgentEnv:
         self._ending = SessionEnding.LIMIT
         self._refuse_all()
         if self._running is not None:
-            await self._running.wait(self._grace_s)
+            await self._running.wait(self.grace_s)
         result = self._result()
         posted = self._posted if result is None or result.reward is None else result.reward
-        return self._terminal(result, self._reward_at_limit if posted is None else posted)
+        return self._terminal(result, self.reward_at_limit if posted is None else posted)
 
     async def close(self) -> None:
         """End the agent and its session. AgentError: it has not ended within its time limit."""
         self._refuse_all()
         try:
             if self._running is not None:
-                await self._running.end(self._grace_s)
+                await self._running.end(self.grace_s)
         finally:
-            self._host.sessions.release(self._session_id, self._ending, self._reward)
+            self.host.sessions.release(self._session_id, self._ending, self._reward)
 
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None = None
@@ -316,7 +306,7 @@ class AgentEnv:
                 _observation(request),
                 answer,
                 on_progress=None if on_progress is None else progress,
-                decode=self._decode,
+                decode=self.decode,
             )
             part = (request.session_id or "").partition(".")[2]
             self._parts.setdefault(part, []).append(self._turn_ids[name])
@@ -340,30 +330,30 @@ class AgentEnv:
         self._posted = reward
         self._refuse_all()
         self._changed.set()
-        if self._host.problems is not None:
-            self._host.problems.end(self._session_id)
+        if self.host.problems is not None:
+            self.host.problems.end(self._session_id)
 
     def _record_use(self) -> None:
-        if self._host.problems is not None:
-            self._host.problems.record_use(self._session_id)
+        if self.host.problems is not None:
+            self.host.problems.record_use(self._session_id)
 
     async def _run_once(self, turns: TurnTree) -> None:
         """Run the agent in a new session until the agent has ended or a client gave a reward."""
         self._is_over = False
         self._turn_ids.clear()
         self._parts.clear()
-        if self._prepare is not None:
+        if self.prepare is not None:
             turns.expect("what the agent needs", within_s=_PREPARE_S)
-            await self._prepare()
-        self._session_id = self._host.sessions.drive(self)
-        call = self._host.call(self._problem, self._session_id)
+            await self.prepare()
+        self._session_id = self.host.sessions.drive(self)
+        call = self.host.call(self.problem, self._session_id)
         work: Callable[[], Coroutine[Any, Any, AgentResult]]
-        if isinstance(self._agent, RemoteAgent):
-            if self._host.problems is None:
+        if isinstance(self.agent, RemoteAgent):
+            if self.host.problems is None:
                 raise AgentError("there is no queue for problems of remote agents")
-            work, loop = partial(self._host.problems.serve, self._agent, call, turns), None
+            work, loop = partial(self.host.problems.serve, self.agent, call, turns), None
         else:
-            work, loop = partial(run_agent, self._agent, call), self._host.loop
+            work, loop = partial(run_agent, self.agent, call), self.host.loop
             turns.expect("the agent's next request")
         self._running = RunningAgent(work, loop=loop, on_end=self._changed.set)
         while self._posted is None and self._outcome is None:
@@ -371,14 +361,14 @@ class AgentEnv:
             await self._changed.wait()
         self._refuse_all()
         if self._posted is not None:
-            await self._running.wait(self._grace_s)  # the agent itself may have given the reward
+            await self._running.wait(self.grace_s)  # the agent itself may have given the reward
 
     def _may_restart(self, outcome: BaseException) -> bool:
         if isinstance(outcome, LeaseLostError):
-            assert isinstance(self._agent, RemoteAgent)
-            return self._counts["restarts"] + 1 < self._agent.max_leases
+            assert isinstance(self.agent, RemoteAgent)
+            return self._counts["restarts"] + 1 < self.agent.max_leases
         is_failure = isinstance(outcome, Exception) and self.replays
-        return is_failure and self._counts["restarts"] < self._max_restarts
+        return is_failure and self._counts["restarts"] < self.max_restarts
 
     def _over(self) -> Terminal:
         result = self._result()

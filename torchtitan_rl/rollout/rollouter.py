@@ -16,7 +16,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torchtitan_rl.rollout.config import RolloutConfig
@@ -57,6 +57,7 @@ class ScoreTokens(Protocol):
     async def __call__(self, rollout: Rollout, problem: Problem, /) -> Rollout: ...
 
 
+@dataclass(kw_only=True, eq=False)
 class Rollouter:
     """Runs groups, any number of them concurrently, on one event loop.
 
@@ -66,26 +67,15 @@ class Rollouter:
     step's rollouts now. A rollout takes one of the ``places``, except with another ``generate``.
     """
 
-    def __init__(
-        self,
-        *,
-        generate: GenerateFn,
-        environment: EnvironmentFactory,
-        config: RolloutConfig,
-        rubric: Rubric | None = None,
-        active_time: ActiveTime | None = None,
-        num_replicas: Callable[[], int] = lambda: 1,
-        places: Places | None = None,
-    ) -> None:
-        self._generate = generate
-        self._num_replicas = num_replicas
-        self._active_time = active_time or ActiveTime()
-        self._places = places
-        self._environment = environment
-        self._config = config
-        self._rubric = rubric
-        self._running: dict[_Group, None] = {}  # oldest first
-        self._groups: dict[str, _Group] = {}  # the newest by id, for `snapshot`
+    generate: GenerateFn
+    environment: EnvironmentFactory
+    config: RolloutConfig
+    rubric: Rubric | None = None
+    active_time: ActiveTime | None = None
+    num_replicas: Callable[[], int] = lambda: 1
+    places: Places | None = None
+    _running: dict[_Group, None] = field(default_factory=dict)  # oldest first
+    _groups: dict[str, _Group] = field(default_factory=dict)  # the newest by id, for `snapshot`
 
     def activities(self) -> list[RolloutActivity]:
         """Return what each unfinished rollout waits for."""
@@ -147,26 +137,30 @@ class Rollouter:
             ExceptionGroup: a callback raised, or too many abandoned calls hang
                 (`HangingCallsError`). The siblings are cancelled.
         """
-        sampling = self._config.sampling
+        sampling = self.config.sampling
         if temperature is not None:
             sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
         settings = GroupSettings(
             group_id=group_id,
             problem=problem,
-            environment=self._environment,
-            generate=generate or self._generate,
-            config=self._config,
+            environment=self.environment,
+            generate=generate or self.generate,
+            config=self.config,
             seed=seed,
             sampling=sampling,
-            active_time=active_time or self._active_time,
+            active_time=active_time or self.active_time or ActiveTime(),
             attempt=attempt,
             min_version=min_version,
-            siblings_together=siblings_together(self._config, max(1, self._num_replicas())),
-            places=self._places if generate is None else None,
+            siblings_together=siblings_together(self.config, max(1, self.num_replicas())),
+            places=self.places if generate is None else None,
             on_turn=on_turn,
             on_discard=on_discard,
         )
-        group = _Group(settings, size, recorded or {}, self._rubric, on_rollout, score_tokens)
+        runs = tuple(
+            RolloutRun(name, settings, (recorded or {}).get(name))
+            for name in (f"{group_id}/r{number}" for number in range(size))
+        )
+        group = _Group(settings, runs, self.rubric, on_rollout, score_tokens)
         self._running[group] = None
         self._groups[group_id] = group
         try:
@@ -184,29 +178,22 @@ class Rollouter:
             del self._groups[group_id]
 
 
+@dataclass(eq=False)
 class _Group:
     """One call of `run_group`. ``unreported`` are the siblings without a final status."""
 
-    def __init__(
-        self,
-        settings: GroupSettings,
-        size: int,
-        recorded: Mapping[str, RecordedRollout],
-        rubric: Rubric | None,
-        on_rollout: OnRollout | None,
-        score_tokens: ScoreTokens | None,
-    ) -> None:
-        ids = [f"{settings.group_id}/r{i}" for i in range(size)]
-        self.runs = tuple(RolloutRun(name, settings, recorded.get(name)) for name in ids)
-        self.unreported = dict(zip(ids, self.runs, strict=True))
-        self._settings = settings
-        self._rubric = rubric
-        self._on_rollout = on_rollout
-        self._score_tokens = score_tokens
+    settings: GroupSettings
+    runs: tuple[RolloutRun, ...]
+    rubric: Rubric | None
+    on_rollout: OnRollout | None
+    score_tokens: ScoreTokens | None
+
+    def __post_init__(self) -> None:
+        self.unreported = {run.rollout_id: run for run in self.runs}
 
     async def run(self) -> RolloutGroup:
         """See `Rollouter.run_group`."""
-        group_id, problem, rubric = self._settings.group_id, self._settings.problem, self._rubric
+        group_id, problem, rubric = self.settings.group_id, self.settings.problem, self.rubric
         try:
             if rubric is not None and rubric.scores_groups:
                 rollouts = await self._run_then_score(rubric, problem)
@@ -234,27 +221,27 @@ class _Group:
     async def _run_and_score(self, run: RolloutRun) -> Rollout:
         rollout = await run.run()
         if not rollout.status.is_failure:
-            if self._rubric is None:
+            if self.rubric is None:
                 score = environment_score(rollout)
             else:
                 run.enter(Phase.REWARD, "rubric")
-                score = await self._rubric.score(rollout, self._settings.problem)
+                score = await self.rubric.score(rollout, self.settings.problem)
             rollout = with_score(rollout, score)
         return await self._end(run, rollout)
 
     async def _end(self, run: RolloutRun, rollout: Rollout) -> Rollout:
         """Let the teacher score the rollout's tokens, and report the rollout."""
-        if self._score_tokens is not None and rollout.reward is not None:
+        if self.score_tokens is not None and rollout.reward is not None:
             run.enter(Phase.TEACHER, "scores")
-            rollout = await self._score_tokens(rollout, self._settings.problem)
+            rollout = await self.score_tokens(rollout, self.settings.problem)
         rollout = run.timed(rollout)
         self._report(rollout)
         return rollout
 
     def _report(self, rollout: Rollout) -> None:
         del self.unreported[rollout.rollout_id]
-        if self._on_rollout is not None:
-            self._on_rollout(rollout)
+        if self.on_rollout is not None:
+            self.on_rollout(rollout)
 
 
 _MOST_UNEVEN = 1.125  # limit of the busiest replica's rollouts, relative to the mean
@@ -319,7 +306,10 @@ async def roll_out_problems(
                 seed=seed,
                 temperature=temperature,
                 on_rollout=report,
-                recorded={name: _as_recorded(rollout) for name, rollout in own.items()},
+                recorded={
+                    name: RecordedRollout(rollout_id=name, turns=rollout.turns, ended=rollout)
+                    for name, rollout in own.items()
+                },
                 generate=generate,
                 active_time=active_time,
             )
@@ -340,10 +330,6 @@ def finished_group(
     names = (f"{group_id}/r{number}" for number in range(samples))
     rollouts = tuple(kept[name] for name in names if name in kept)
     return RolloutGroup(group_id=group_id, problem=problem, rollouts=rollouts)
-
-
-def _as_recorded(rollout: Rollout) -> RecordedRollout:
-    return RecordedRollout(rollout_id=rollout.rollout_id, turns=rollout.turns, ended=rollout)
 
 
 _CAUSE_CHARS = 300

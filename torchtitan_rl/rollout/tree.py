@@ -22,7 +22,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Protocol, TypeGuard
 
@@ -54,43 +54,35 @@ class LimitReachedError(Exception):
     """The rollout accepts no more requests."""
 
 
+@dataclass(kw_only=True, eq=False)
 class TurnTree:
     """The turns of one rollout. The environment calls `request`, `reward`, `expect` and `restart`;
     the rollout calls the other methods.
 
     ``limit`` is the status of the limit that was reached. ``num_asked`` and ``num_replayed`` count
     requests since the start or the last restart. ``is_amended``: recorded turns were changed.
-    ``start_time()`` starts the rollout's time-out.
-
-    Args:
-        make_request: builds a turn's request from the turn's number, observation and branch.
-        complete: samples a request; returns None when the rollout's time is over.
-        reached_limit: returns the status of the limit that an observation reaches after a number of
-            turns, or None.
-        on_turns: called after each change with all recorded turns, and whether the last one is new.
-        on_activity: called with a request's id and "", or with None and the environment's activity.
     """
 
-    def __init__(
-        self,
-        *,
-        make_request: Callable[[int, Observation, str], GenerationRequest],
-        complete: Callable[[GenerationRequest, OnProgress | None], Awaitable[Completion | None]],
-        reached_limit: Callable[[Observation, int], RolloutStatus | None],
-        on_turns: Callable[[tuple[Turn, ...], bool], None],
-        on_activity: Callable[[str | None, str], None],
-        start_time: Callable[[], None],
-        step_timeout_s: float,
-        recorded: tuple[Turn, ...] = (),
-    ) -> None:
-        self.limit: RolloutStatus | None = None
-        self.num_asked = self.num_replayed = 0
-        self.is_amended = False
-        self._step_timeout_s = step_timeout_s
-        self._make_request, self._complete = make_request, complete
-        self._reached_limit = reached_limit
-        self._on_turns, self._on_activity = on_turns, on_activity
-        self.start_time = start_time
+    make_request: Callable[[int, Observation, str], GenerationRequest]
+    """Builds a turn's request from the turn's number, observation and branch."""
+    complete: Callable[[GenerationRequest, OnProgress | None], Awaitable[Completion | None]]
+    """Samples a request; returns None when the rollout's time is over."""
+    reached_limit: Callable[[Observation, int], RolloutStatus | None]
+    """Returns the status of the limit that an observation reaches after a number of turns."""
+    on_turns: Callable[[tuple[Turn, ...], bool], None]
+    """Called after each change with all recorded turns, and whether the last one is new."""
+    on_activity: Callable[[str | None, str], None]
+    """Called with a request's id and "", or with None and the environment's activity."""
+    start_time: Callable[[], None]
+    """Starts the rollout's time-out."""
+    step_timeout_s: float
+    recorded: tuple[Turn, ...] = ()
+    limit: RolloutStatus | None = None
+    num_asked: int = 0
+    num_replayed: int = 0
+    is_amended: bool = False
+
+    def __post_init__(self) -> None:
         self._turns: list[Turn] = []
         self._index_of: dict[str, int] = {}  # of recorded turns, by request id
         self._sampled: dict[str, Turn] = {}  # not recorded yet
@@ -101,8 +93,8 @@ class TurnTree:
         self._failure: BaseException | None = None
         self._is_closed = False
         self._changed = asyncio.Event()
-        self._expected = ("its first request", step_timeout_s)
-        for turn in recorded:
+        self._expected = ("its first request", self.step_timeout_s)
+        for turn in self.recorded:
             self._record(turn)
         self._next_number = 1 + max(map(_number_of, self._turns), default=-1)
         self._forget_answers(replays=True)
@@ -143,13 +135,13 @@ class TurnTree:
         if self._is_closed or self._failure is not None:
             raise LimitReachedError
         if self.limit is None:
-            self.limit = self._reached_limit(observation, self.num_asked)
+            self.limit = self.reached_limit(observation, self.num_asked)
         if self.limit is not None:
             self._changed.set()
             raise LimitReachedError
         self.num_asked += 1
         digest, ordinal = self._count_like(observation)
-        request = self._make_request(self._next_number, observation, f"{digest}.{ordinal}")
+        request = self.make_request(self._next_number, observation, f"{digest}.{ordinal}")
         key = f"{ordinal}.{_options_digest(request.sampling)}"
         replayed = self._replay(request, key, answer)
         if replayed is not None:
@@ -158,7 +150,7 @@ class TurnTree:
         task = asyncio.ensure_future(self._sample(request, key, answer, on_progress, decode))
         self._running.add(task)
         task.add_done_callback(self._on_sampled)
-        self._on_activity(request.request_id, "")
+        self.on_activity(request.request_id, "")
         self._changed.set()
         return request.request_id
 
@@ -174,7 +166,7 @@ class TurnTree:
         """Set what the rollout waits for while no turn is sampled, and how long it may wait:
         ``within_s`` seconds, or the step's time-out if ``within_s`` is None (`math.inf`: no limit).
         """
-        self._expected = (what, within_s or self._step_timeout_s)
+        self._expected = (what, within_s or self.step_timeout_s)
         self._report_idle()
 
     async def restart(self, *, replays: bool) -> None:
@@ -185,7 +177,7 @@ class TurnTree:
         if self.limit is not None:
             raise LimitReachedError
         self._forget_answers(replays=replays)
-        self._on_turns(tuple(self._turns), False)
+        self.on_turns(tuple(self._turns), False)
 
     # For the rollout.
 
@@ -224,7 +216,7 @@ class TurnTree:
         decode: Callable[[tuple[int, ...]], str] | None,
     ) -> None:
         known = num_known(request.prompt_token_ids, self._turns)
-        completion = await self._complete(replace(request, routed_from=known), on_progress)
+        completion = await self.complete(replace(request, routed_from=known), on_progress)
         if completion is None:
             self.limit = self.limit or RolloutStatus.ROLLOUT_TIMEOUT
             return
@@ -255,7 +247,7 @@ class TurnTree:
                     branch_reward=self._rewards.pop(request.request_id, None),
                 )
             )
-            self._on_turns(tuple(self._turns), True)
+            self.on_turns(tuple(self._turns), True)
 
     def _on_sampled(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -265,7 +257,7 @@ class TurnTree:
 
     def _report_idle(self) -> None:
         if not self._running:
-            self._on_activity(None, f"waits for {self._expected[0]}")
+            self.on_activity(None, f"waits for {self._expected[0]}")
         self._changed.set()
 
     def _record(self, turn: Turn) -> None:
@@ -275,7 +267,7 @@ class TurnTree:
     def _amend(self, index: int, **changes: Any) -> None:
         self._turns[index] = replace(self._turns[index], **changes)
         self.is_amended = True
-        self._on_turns(tuple(self._turns), False)
+        self.on_turns(tuple(self._turns), False)
 
     def _replay(
         self, request: GenerationRequest, key: str, answer: Callable[[Completion], bool]

@@ -75,6 +75,7 @@ class BridgeCounts:
         return {name: float(number) for name, number in counts.items()}
 
 
+@dataclass(eq=False)
 class EndpointBridge:
     """Runs the requests and commands of an endpoint's clients until `run` is cancelled.
 
@@ -82,27 +83,20 @@ class EndpointBridge:
     after `end`, a lost endpoint is not started again.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        complete: GenerateFn,
-        handlers: Mapping[CommandName, Handler],
-        status: Callable[[], SystemStatus],
-        interval_s: float,
-        status_interval_s: float = 1.0,
-        restarts: EndpointRestarts | None = None,
-        grace_s: float = 10.0,
-    ) -> None:
-        self._endpoint = endpoint
-        self._complete = complete
+    endpoint: Endpoint
+    _: dataclasses.KW_ONLY
+    complete: GenerateFn
+    handlers: Mapping[CommandName, Handler]
+    status: Callable[[], SystemStatus]
+    interval_s: float
+    status_interval_s: float = 1.0
+    restarts: EndpointRestarts | None = None
+    grace_s: float = 10.0
+
+    def __post_init__(self) -> None:
         self._runs = Runs()
-        self._handlers = {**handlers, "repeat": handler(self._runs.take)}
-        self._read_status = status
-        self._status_interval_s = status_interval_s
-        self._outbox: Outbox[ToEndpoint] = Outbox(interval_s=interval_s)
-        self._restarts = restarts
-        self._grace_s = grace_s
+        self.handlers = {**self.handlers, "repeat": handler(self._runs.take)}
+        self._outbox: Outbox[ToEndpoint] = Outbox(interval_s=self.interval_s)
         self._calls: dict[CallId, ClientCall] = {}  # those whose end is to be sent
         self._num_adopted = 0  # requests, since the last restart
         self._settling: tuple[Failure, asyncio.TimerHandle] | None = None
@@ -149,21 +143,21 @@ class EndpointBridge:
 
     def _send(self, messages: tuple[ToEndpoint, ...]) -> None:
         if not self.is_lost:
-            self._endpoint.send(_compacted(messages))
+            self.endpoint.send(_compacted(messages))
 
     async def _report_status(self) -> None:
         while True:
-            self._outbox.put(self._read_status())
-            await asyncio.sleep(self._status_interval_s)
+            self._outbox.put(self.status())
+            await asyncio.sleep(self.status_interval_s)
 
     async def _receive_all(self) -> None:
         while True:
             try:
-                messages = await self._endpoint.receive()
+                messages = await self.endpoint.receive()
             except EndpointLostError as error:
-                if self._restarts is None or self._is_ending:
+                if self.restarts is None or self._is_ending:
                     raise
-                await self._replace(self._restarts, error)
+                await self._replace(self.restarts, error)
                 continue
             self._handle(messages)
             self._is_ready.set()
@@ -172,11 +166,11 @@ class EndpointBridge:
         self._report()
         self.is_lost = True
         self._lose()
-        failure = await restarts.restart(self._endpoint, error)
+        failure = await restarts.restart(self.endpoint, error)
         self.is_lost = False
-        self._outbox.put(self._read_status(), is_urgent=True)
+        self._outbox.put(self.status(), is_urgent=True)
         loop = asyncio.get_running_loop()
-        self._settling = failure, loop.call_later(self._grace_s, self._settle)
+        self._settling = failure, loop.call_later(self.grace_s, self._settle)
 
     def _settle(self) -> None:
         """Cancel the requests of the lost process that no one has repeated."""
@@ -186,11 +180,11 @@ class EndpointBridge:
 
     def _report(self) -> None:
         """Report the last restart, with what was repeated since."""
-        if self._settling is None or self._restarts is None:
+        if self._settling is None or self.restarts is None:
             return
         (failure, timer), self._settling = self._settling, None
         timer.cancel()
-        self._restarts.on_failure(dataclasses.replace(failure, requests_again=self._num_adopted))
+        self.restarts.on_failure(dataclasses.replace(failure, requests_again=self._num_adopted))
         self._num_adopted = 0
 
     def _lose(self) -> None:
@@ -254,7 +248,7 @@ class EndpointBridge:
 
     async def _generate(self, call: ClientCall, request: GenerationRequest) -> Completion:
         on_progress = partial(self._progress, call) if call.streams else None
-        completion = await self._complete(request, on_progress)
+        completion = await self.complete(request, on_progress)
         # Clients do not get what only the loss needs.
         return dataclasses.replace(completion, kept_tokens=(), routed_experts=None)
 
@@ -266,9 +260,9 @@ class EndpointBridge:
             self._outbox.put(_renamed(progress, call.call_id))
 
     async def _answer(self, command: Command) -> Mapping[str, Any]:
-        if command.name not in self._handlers:
+        if command.name not in self.handlers:
             raise RefusedError(404, "not_available", f"{command.name} is not available here")
-        return await self._handlers[command.name](command.arguments)
+        return await self.handlers[command.name](command.arguments)
 
     def _on_done(self, call: ClientCall, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan_rl.errors import GenerationError
-from torchtitan_rl.images import PromptImage
 from torchtitan_rl.rollout.calls import is_cancelled
 from torchtitan_rl.rollout.episodes import (
     num_unseen_tokens,
@@ -47,11 +46,7 @@ class SessionTurn:
     """One request of a session. While ``completion`` is None, the request runs, or has failed with
     ``lost_cause``."""
 
-    prompt_token_ids: tuple[int, ...]
-    images: tuple[PromptImage, ...] = ()
-    request_id: str = ""
-    temperature: float = 1.0
-    is_shifted: bool = False  # logits were changed by penalties or biases unknown to the loss
+    request: GenerationRequest
     is_seen: bool = True  # its caller got, or may still get, the completion
     completion: Completion | None = None
     lost_cause: str = ""
@@ -74,15 +69,10 @@ class SessionTurn:
             num_bytes += len(self.completion.routed_experts.data)
         return self.num_tokens + num_bytes // TOKEN_BYTES
 
-    @classmethod
-    def of(cls, request: GenerationRequest) -> SessionTurn:
-        return cls(
-            prompt_token_ids=request.prompt_token_ids,
-            images=request.images,
-            request_id=request.request_id,
-            temperature=request.sampling.temperature,
-            is_shifted=request.sampling.shifts_logits,
-        )
+    @property
+    def is_shifted(self) -> bool:
+        """Whether penalties or biases that the loss does not know have changed the logits."""
+        return self.request.sampling.shifts_logits
 
 
 class TokenBudget:
@@ -102,6 +92,7 @@ class TokenBudget:
             raise RefusedError(429, "sessions_full", message)
 
 
+@dataclass(kw_only=True, eq=False)
 class SessionRecording:
     """The turns of one open session. ``on_change`` is called whenever the session's report has
     changed.
@@ -111,28 +102,70 @@ class SessionRecording:
     the sets of kept tokens, whose size is not known before, is reserved when the request ends.
     """
 
-    def __init__(
-        self,
-        session_id: str,
-        router: GeneratorRouter,
-        budget: TokenBudget,
-        *,
-        max_held_tokens: int,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._session_id = session_id
-        self._router = router
-        self._budget = budget
-        self._max_held_tokens = max_held_tokens
-        self._on_change = on_change
-        self._held_tokens = 0  # prompts and completions
-        self._reserved_tokens = 0  # in the budget
-        self._is_freed = False
-        self.turns: list[SessionTurn] = []
-        self.running: dict[str, tuple[SessionTurn, asyncio.Task[Completion]]] = {}
+    session_id: str
+    router: GeneratorRouter
+    budget: TokenBudget
+    max_held_tokens: int
+    on_change: Callable[[], None]
+    turns: list[SessionTurn] = field(default_factory=list)
+    running: dict[str, tuple[SessionTurn, asyncio.Task[Completion]]] = field(default_factory=dict)
+    _held_tokens: int = 0  # prompts and completions
+    _reserved_tokens: int = 0  # in the budget
+    _is_freed: bool = False
 
     def report(self, ending: SessionEnding | None, reward: float | None) -> SessionReport:
-        return session_report(self._session_id, self.turns, ending=ending, reward=reward)
+        """Make the session's report, with episodes if the session ended with a reward, which is the
+        advantage of every token, because a session has no siblings.
+
+        Masked are tokens of turns that their caller never got, of logits that penalties or biases
+        have shifted, of unknown sets of kept candidates, and of logprobs that are not finite.
+        Tokens of failed requests and of sessions without a reward are discarded.
+        """
+        turns = self.turns
+        done = [turn for turn in turns if turn.completion is not None]
+        discarded = Counter({"": 0})
+        for turn in turns:
+            if turn.lost_cause:
+                discarded[turn.lost_cause] += turn.num_tokens
+        masked: Counter[str] = Counter()
+        episodes: tuple[Episode, ...] = ()
+        temperatures: list[tuple[float, ...]] = []
+        if ending is SessionEnding.REWARDED and reward is not None:
+            rollout = _rollout(self.session_id, done, reward)
+            known = rollout_to_episodes(rollout, outcome_rewards(rollout))
+            episodes = tuple(map(_without_nonfinite, known))
+            pairs = zip(rollout.turns, done, strict=True)
+            temperature_of = {
+                id(turn): sampled.request.sampling.temperature for turn, sampled in pairs
+            }
+            temperatures = [
+                tuple(sorted({temperature_of[id(turn)] for turn in branch}))
+                for branch in turns_by_episode(rollout)
+            ]
+            masked["unseen_turn"] = num_unseen_tokens(rollout)
+            masked["shifted_sampling"] = sum(
+                turn.num_tokens for turn in done if turn.is_shifted and turn.is_seen
+            )
+            unknown = sum(episode.num_unknown_tokens for episode in known)
+            masked["truncated_sampling"] = unknown - masked["shifted_sampling"]
+            masked["nonfinite_logprob"] = _num_trained(known) - _num_trained(episodes)
+        elif ending is not None:
+            discarded[ending.value] += sum(turn.num_tokens for turn in done)
+        return SessionReport(
+            session_id=self.session_id,
+            ending=ending,
+            reward=reward,
+            temperatures=tuple(sorted({turn.request.sampling.temperature for turn in done})),
+            turns=len(done),
+            unseen_turns=sum(not turn.is_seen for turn in done),
+            running_requests=sum(turn.completion is None and not turn.lost_cause for turn in turns),
+            tokens_generated=sum(turn.num_tokens for turn in turns),
+            tokens_trained=_num_trained(episodes),
+            tokens_masked=dict(+masked),
+            tokens_discarded=dict(+discarded),
+            episodes=episodes,
+            episode_temperatures=tuple(temperatures),
+        )
 
     async def complete(
         self, request: GenerationRequest, on_progress: OnProgress | None
@@ -148,13 +181,13 @@ class SessionRecording:
             message = f"request {request.request_id!r} is running already"
             raise RefusedError(400, "invalid_request", message)
         num_tokens = _prompt_tokens(request)
-        if self._held_tokens + num_tokens > self._max_held_tokens:
-            message = f"session {self._session_id!r} holds as many tokens as it may: close it"
+        if self._held_tokens + num_tokens > self.max_held_tokens:
+            message = f"session {self.session_id!r} holds as many tokens as it may: close it"
             raise RefusedError(400, "session_full", message)
-        self._budget.require(most_tokens(request))
+        self.budget.require(most_tokens(request))
         self._held_tokens += num_tokens
         self._reserve(most_tokens(request))
-        turn = SessionTurn.of(request)
+        turn = SessionTurn(request=request)
         self.turns.append(turn)
         sampling = asyncio.ensure_future(self._sample(turn, request, on_progress))
         self.running[request.request_id] = (turn, sampling)
@@ -162,22 +195,22 @@ class SessionRecording:
             completion = await asyncio.shield(sampling)
         except asyncio.CancelledError as error:
             if not is_cancelled():  # `stop` cancelled the sampling, not this call
-                raise session_closed(self._session_id) from error
+                raise session_closed(self.session_id) from error
             turn.is_seen = False
-            self._on_change()
+            self.on_change()
             await asyncio.shield(self.stop([request.request_id]))
             raise
         if not turn.is_seen:
-            raise session_closed(self._session_id)
+            raise session_closed(self.session_id)
         return completion
 
     @property
     def request_ids(self) -> list[str]:
-        return [turn.request_id for turn in self.turns]
+        return [turn.request.request_id for turn in self.turns]
 
     def reward_turns(self, request_ids: Collection[str], reward: float) -> None:
         for turn in self.turns:
-            if turn.request_id in request_ids:
+            if turn.request.request_id in request_ids:
                 turn.branch_reward = reward
 
     async def stop(self, request_ids: Collection[str]) -> None:
@@ -190,7 +223,7 @@ class SessionRecording:
             return
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                await self._router.abort(list(request_ids))
+                await self.router.abort(list(request_ids))
                 await asyncio.wait(tasks)
         except TimeoutError:
             for task in tasks:
@@ -211,9 +244,9 @@ class SessionRecording:
             if on_progress is not None and turn.is_seen:
                 on_progress(progress)
 
-        self._on_change()
+        self.on_change()
         try:
-            completion = await self._router.generate(request, None if on_progress is None else note)
+            completion = await self.router.generate(request, None if on_progress is None else note)
             turn.completion = replace(completion, top_logprobs=())  # only the client needs them
             turn.partial.clear()
             self._held_tokens += turn.num_held
@@ -228,12 +261,12 @@ class SessionRecording:
         finally:
             del self.running[request.request_id]
             self._reserve(turn.num_held - request.sampling.max_tokens)
-            self._on_change()
+            self.on_change()
 
     def _reserve(self, num_tokens: int) -> None:
         if not self._is_freed:
             self._reserved_tokens += num_tokens
-            self._budget.num_tokens += num_tokens
+            self.budget.num_tokens += num_tokens
 
 
 def session_closed(session_id: str, report: SessionReport | None = None) -> RefusedError:
@@ -253,64 +286,6 @@ def _prompt_tokens(request: GenerationRequest) -> int:
     return len(request.prompt_token_ids) + num_bytes // TOKEN_BYTES
 
 
-def session_report(
-    session_id: str,
-    turns: Sequence[SessionTurn],
-    *,
-    ending: SessionEnding | None,
-    reward: float | None = None,
-) -> SessionReport:
-    """Make the report of a session, with episodes if the session ended with a reward, which is the
-    advantage of every token, because a session has no siblings.
-
-    Masked are tokens of turns that their caller never got, of logits that penalties or biases have
-    shifted, of unknown sets of kept candidates, and of logprobs that are not finite. Tokens of
-    failed requests and of sessions without a reward are discarded.
-    """
-    done = [turn for turn in turns if turn.completion is not None]
-    discarded = Counter({"": 0})
-    for turn in turns:
-        if turn.lost_cause:
-            discarded[turn.lost_cause] += turn.num_tokens
-    masked: Counter[str] = Counter()
-    episodes: tuple[Episode, ...] = ()
-    temperatures: list[tuple[float, ...]] = []
-    if ending is SessionEnding.REWARDED and reward is not None:
-        rollout = _rollout(session_id, done, reward)
-        known = rollout_to_episodes(rollout, outcome_rewards(rollout))
-        episodes = tuple(map(_without_nonfinite, known))
-        pairs = zip(rollout.turns, done, strict=True)
-        temperature_of = {id(turn): sampled.temperature for turn, sampled in pairs}
-        temperatures = [
-            tuple(sorted({temperature_of[id(turn)] for turn in branch}))
-            for branch in turns_by_episode(rollout)
-        ]
-        masked["unseen_turn"] = num_unseen_tokens(rollout)
-        masked["shifted_sampling"] = sum(
-            turn.num_tokens for turn in done if turn.is_shifted and turn.is_seen
-        )
-        unknown = sum(episode.num_unknown_tokens for episode in known)
-        masked["truncated_sampling"] = unknown - masked["shifted_sampling"]
-        masked["nonfinite_logprob"] = _num_trained(known) - _num_trained(episodes)
-    elif ending is not None:
-        discarded[ending.value] += sum(turn.num_tokens for turn in done)
-    return SessionReport(
-        session_id=session_id,
-        ending=ending,
-        reward=reward,
-        temperatures=tuple(sorted({turn.temperature for turn in done})),
-        turns=len(done),
-        unseen_turns=sum(not turn.is_seen for turn in done),
-        running_requests=sum(turn.completion is None and not turn.lost_cause for turn in turns),
-        tokens_generated=sum(turn.num_tokens for turn in turns),
-        tokens_trained=_num_trained(episodes),
-        tokens_masked=dict(+masked),
-        tokens_discarded=dict(+discarded),
-        episodes=episodes,
-        episode_temperatures=tuple(temperatures),
-    )
-
-
 def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Rollout:
     made = []
     for turn in turns:
@@ -318,8 +293,8 @@ def _rollout(session_id: str, turns: Sequence[SessionTurn], reward: float) -> Ro
         unknown = replace(turn.completion, kept_tokens=(KeptRun(0, None),))
         made.append(
             Turn(
-                prompt_token_ids=turn.prompt_token_ids,
-                images=turn.images,
+                prompt_token_ids=turn.request.prompt_token_ids,
+                images=turn.request.images,
                 completion=unknown if turn.is_shifted else turn.completion,
                 is_seen=turn.is_seen,
                 branch_reward=turn.branch_reward,

@@ -19,6 +19,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,37 +59,33 @@ _ASK_TIMEOUT_S = 30.0  # a dead process is noticed after ten seconds
 _ASK_INTERVAL_S = 1.0
 
 
+@dataclass(eq=False)
 class EndpointService:
     """Connects a started endpoint with a router and sessions; the service closes none of them.
     ``handlers`` and ``gauges`` are added to theirs. When the service closes, running requests have
     ``grace_s`` seconds to end. Without ``restarts`` a lost endpoint is not started again."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        router: GeneratorRouter,
-        sessions: Sessions,
-        *,
-        interval_s: float,
-        handlers: Mapping[CommandName, Handler] | None = None,
-        gauges: Callable[[], Mapping[str, float]] | None = None,
-        grace_s: float = 5.0,
-        restarts: EndpointRestarts | None = None,
-    ) -> None:
-        self._gauges = gauges
-        self._endpoint = endpoint
-        self._router = router
-        self._sessions = sessions
-        self._grace_s = grace_s
+    endpoint: Endpoint
+    router: GeneratorRouter
+    sessions: Sessions
+    _: KW_ONLY
+    interval_s: float
+    handlers: Mapping[CommandName, Handler] = field(default_factory=dict)
+    gauges: Callable[[], Mapping[str, float]] | None = None
+    grace_s: float = 5.0
+    restarts: EndpointRestarts | None = None
+
+    def __post_init__(self) -> None:
+        router, sessions = self.router, self.sessions
         self._engines: Mapping[str, EngineStats] = {}
         self._num_failed_readings = 0
         self._bridge = EndpointBridge(
-            endpoint,
+            self.endpoint,
             complete=sessions.complete,
-            handlers={**_router_handlers(router), **sessions.handlers(), **(handlers or {})},
+            handlers={**_router_handlers(router), **sessions.handlers(), **self.handlers},
             status=self._status,
-            interval_s=interval_s,
-            restarts=restarts,
+            interval_s=self.interval_s,
+            restarts=self.restarts,
         )
         self._running: asyncio.Task[None]
 
@@ -120,9 +117,9 @@ class EndpointService:
             if self._bridge.is_lost:
                 pass
             elif not running.done():
-                await self._endpoint.drain(self._grace_s)
+                await self.endpoint.drain(self.grace_s)
             elif running.cancelled() or not isinstance(running.exception(), EndpointLostError):
-                await self._endpoint.drain(0.0)  # no running request can end normally
+                await self.endpoint.drain(0.0)  # no running request can end normally
         except EndpointLostError as lost:
             logger.warning("the endpoint did not end cleanly: %s", lost)
         finally:
@@ -148,14 +145,14 @@ class EndpointService:
         while True:
             try:
                 async with asyncio.timeout(_ASK_TIMEOUT_S):
-                    self._engines = await self._router.stats()
+                    self._engines = await self.router.stats()
             except (TorchtitanRLError, TimeoutError):
                 self._engines = {}
                 self._num_failed_readings += 1
             await asyncio.sleep(_ASK_INTERVAL_S)
 
     def _status(self) -> SystemStatus:
-        router, cause = self._router, ""
+        router, cause = self.router, ""
         try:
             router.require_unreserved()
         except GenerationError:
@@ -165,8 +162,8 @@ class EndpointService:
             **_engine_gauges(self._engines),
             "failed_engine_readings": self._num_failed_readings,
             **self.counts.gauges(),
-            **self._sessions.counts(),
-            **({} if self._gauges is None else self._gauges()),
+            **self.sessions.counts(),
+            **({} if self.gauges is None else self.gauges()),
         }
         return SystemStatus(
             is_healthy=not cause,

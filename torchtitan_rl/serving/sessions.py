@@ -268,9 +268,9 @@ class Sessions:
                 message = f"{len(self._open)} sessions are open: close some, or try again later"
                 raise RefusedError(429, "too_many_sessions", message)
             session.recording = SessionRecording(
-                session_id,
-                self._router,
-                self._budget,
+                session_id=session_id,
+                router=self._router,
+                budget=self._budget,
                 max_held_tokens=self._max_held_tokens,
                 on_change=lambda: self._note_use(session),
             )

@@ -134,11 +134,9 @@ class ServedPeer:
 
     async def close_loop(self, *, is_lost: bool) -> None:
         if not is_lost and self._sending is not None:
-            try:
+            with suppress(httpx.HTTPError, TimeoutError):  # the lease ends by itself
                 async with asyncio.timeout(_ANSWER_S):
                     await self._http.delete(self._path)
-            except (httpx.HTTPError, TimeoutError):
-                pass  # the lease ends by itself
 
     async def close(self) -> None:
         await cancel_all([] if self._sending is None else [self._sending])

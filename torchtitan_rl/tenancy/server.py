@@ -23,7 +23,7 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,30 +54,21 @@ if TYPE_CHECKING:
 _HEADER_BYTES = 1 << 20  # of a safetensors file, at most
 
 
+@dataclass(eq=False)
 class Tenants:
-    """All tenants of a server; see `handlers`. Use it with ``async with``.
+    """All tenants of a server; see `handlers`. Use it with ``async with``. ``publish`` makes all
+    engines pull tensors, and returns their version. All tenants must train on the served policy, in
+    ``policy_dir``."""
 
-    Args:
-        publish: makes all engines pull tensors, and returns their version.
-        policy_dir: the served policy, on which all tenants must train.
-    """
+    router: GeneratorRouter
+    publish: Callable[[Mapping[str, torch.Tensor]], Awaitable[int]]
+    _: KW_ONLY
+    slots: TenantSlots
+    policy_dir: Path
+    policy: PolicyArchitecture
+    max_model_len: int
 
-    def __init__(
-        self,
-        router: GeneratorRouter,
-        publish: Callable[[Mapping[str, torch.Tensor]], Awaitable[int]],
-        *,
-        slots: TenantSlots,
-        policy_dir: Path,
-        policy: PolicyArchitecture,
-        max_model_len: int,
-    ) -> None:
-        self._router = router
-        self._publish = publish
-        self._slots = slots
-        self._policy_dir = policy_dir
-        self._policy = policy
-        self._max_model_len = max_model_len
+    def __post_init__(self) -> None:
         self._by_name: dict[str, _Leased] = {}
         self._loading = asyncio.Lock()
         self._digest = ""
@@ -85,7 +76,7 @@ class Tenants:
 
     async def __aenter__(self) -> Tenants:
         # Of the files that the engines have read, which may be replaced later.
-        self._digest = await asyncio.to_thread(policy_digest, self._policy_dir)
+        self._digest = await asyncio.to_thread(policy_digest, self.policy_dir)
         self._leases = asyncio.create_task(self._end_silent(), name="leases of tenants")
         return self
 
@@ -125,7 +116,7 @@ class Tenants:
                 message = f"another run is served as {name!r}; give this run another name"
                 raise RefusedError(409, "tenant_exists", message)
             used = {leased.tenant.slots for leased in self._by_name.values()}
-            free = [pair for pair in self._slots.pairs() if pair not in used]
+            free = [pair for pair in self.slots.pairs() if pair not in used]
             if earlier is not None:
                 ending = [self._end(earlier)]
             elif free:
@@ -133,24 +124,24 @@ class Tenants:
             else:
                 ending = [one.ending for one in self._by_name.values() if one.ending is not None]
             if not ending:
-                number = self._slots.number
+                number = self.slots.number
                 message = f"all {number} places are taken; start serve with more --tenants"
                 raise RefusedError(503, "no_tenant_place", message)
             await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
-        tenant = Tenant(name, self._router, slots=free[0], lora=lora)
+        tenant = Tenant(name, self.router, slots=free[0], lora=lora)
         leased = _Leased(tenant, owner=owner, secret=secrets.token_hex(16))
         self._by_name[name] = leased
         return {"lease": leased.secret, "lease_s": LEASE_S}
 
     def _check(self, arguments: Mapping[str, Any], lora: LoraConfig) -> None:
         errors = [*field_errors(lora, prefix="policy.lora.").values()] or lora_errors(lora)
-        if engine_rank(lora.rank) > engine_rank(most := self._slots.rank):
+        if engine_rank(lora.rank) > engine_rank(most := self.slots.rank):
             fix = f"give at most {most}, or start serve with a larger --tenant-rank"
             errors.append(f"policy.lora.rank is {lora.rank}: {fix}")
         if lora.alpha > MOST:
             errors.append(f"policy.lora.alpha is {lora.alpha:g}: give at most {MOST:g}")
-        if (length := arguments["max_model_len"]) > self._max_model_len:
-            why = f"give at most that of the server ({self._max_model_len})"
+        if (length := arguments["max_model_len"]) > self.max_model_len:
+            why = f"give at most that of the server ({self.max_model_len})"
             errors.append(f"generator.max_model_len is {length}: {why}")
         if not _are_equal(self._digest, arguments["policy"]):
             errors.append("policy.checkpoint is another model than the served one; give that one")
@@ -199,7 +190,7 @@ class Tenants:
         if offset == 0 or leased.upload is None:
             leased.upload = _Upload(version)
         upload = leased.upload
-        most = 4 * num_adapter_weights(self._policy, leased.tenant.lora) + _HEADER_BYTES
+        most = 4 * num_adapter_weights(self.policy, leased.tenant.lora) + _HEADER_BYTES
         if offset + len(part) > most:
             message = f"an adapter of this rank has at most {most} bytes"
             raise RefusedError(413, "adapter_too_large", message)
@@ -223,7 +214,7 @@ class Tenants:
         upload, leased.upload = leased.upload, None
         if upload is None or upload.version != version:
             raise RefusedError(409, "not_uploaded", f"version {version} is not uploaded")
-        shapes = adapter_shapes(self._policy, tenant.lora)
+        shapes = adapter_shapes(self.policy, tenant.lora)
         try:
             tensors = await asyncio.to_thread(_read, bytes(upload.content), shapes)
         except ValueError as error:
@@ -233,7 +224,7 @@ class Tenants:
             if leased.ending is not None:
                 raise _no_lease()  # its slots may be another's
             try:
-                published = await self._publish(slot_tensors(slot, tenant.lora, tensors))
+                published = await self.publish(slot_tensors(slot, tenant.lora, tensors))
             except WeightSyncError as error:
                 message = f"version {version}: {error}"
                 raise RefusedError(500, "not_loaded", message) from error

@@ -255,7 +255,9 @@ class Tenant:
                     self._pause = None
                     self._notify()
                 case ReadTokens():
-                    result = self._reading()
+                    sampled = self._num_sampled()
+                    running = sampled - self._num_ended
+                    result = EngineReading(sampled_tokens=sampled, running_tokens=running)
                 case ReadStats():
                     result = await self._stats()
         except (GenerationError, WeightSyncError) as error:
@@ -291,20 +293,17 @@ class Tenant:
         if pause.mode != "wait":
             await self._interrupt(found)
             return
-        await self._wait_until(lambda: self._pause is not pause or not self._has_begun())
+        await self._wait_until(
+            lambda: (
+                self._pause is not pause or not any(one.attempts for one in self._running.values())
+            )
+        )
 
     async def _interrupt(self, found: Collection[_Running]) -> None:
         """End the running pieces of these requests, and wait until they have ended."""
         pieces = {one: one.piece_id for one in found}
         await self._router.abort(list(pieces.values()))
         await self._wait_until(lambda: all(one.piece_id != old for one, old in pieces.items()))
-
-    def _has_begun(self) -> bool:
-        return any(one.attempts for one in self._running.values())
-
-    def _reading(self) -> EngineReading:
-        running = sum(one.num_reported for one in self._running.values())
-        return EngineReading(sampled_tokens=self._num_sampled(), running_tokens=running)
 
     async def _stats(self) -> EngineStats:
         engines = list((await self._router.stats()).values())
