@@ -34,11 +34,8 @@ from torchtitan_rl.types import (
 
 class Teacher(Protocol):
     async def score(self, name: str, token_ids: tuple[int, ...]) -> TokenScores:
-        """Score all tokens after the first one. ``name`` is unique among the running calls.
-
-        Raises:
-            TeacherError: there is no hope that the teacher answers, or its deadline has passed.
-        """
+        """Score all tokens after the first one. ``name`` is unique among the running calls. Raises
+        TeacherError: there is no hope that the teacher answers, or its deadline has passed."""
         ...
 
     def num_failures(self) -> int:
@@ -94,10 +91,7 @@ class Teachers:
 
     async def score(self, rollout: Rollout, problem: Problem) -> Rollout:
         """Return the rollout with the scores of its turns. Turns that are in no episode have none.
-
-        Raises:
-            TeacherError: see `Teacher.score`; or a score is not a finite number.
-        """
+        Raises TeacherError: see `Teacher.score`; or a score is not a finite number."""
         source = self.source_for(problem.task)
         episodes = turns_by_episode(rollout)
         async with asyncio.TaskGroup() as scoring:

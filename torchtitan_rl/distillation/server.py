@@ -146,10 +146,7 @@ def request_body(model: str, token_ids: Sequence[int], *, num_top: int) -> dict[
 
 def read_scores(content: bytes, token_ids: Sequence[int], *, num_top: int) -> TokenScores:
     """Read the scores of all tokens after the first one, and the ``num_top`` most likely tokens.
-
-    Raises:
-        _FailedError: this is not the answer to `request_body`.
-    """
+    Raises _FailedError: this is not the answer to `request_body`."""
     logprobs: list[float] = []
     top_ids: list[int] = []
     top_logprobs: list[float] = []
@@ -217,12 +214,8 @@ def check_server(
 ) -> str:
     """Ask the server for the scores of tokens from the whole vocabulary, and compare their texts
     with ``decode``, the policy's. Returns the model's name on the server. A rollout has
-    ``max_tokens``.
-
-    Raises:
-        TeacherError: the server does not answer, returns no prompt logprobs, has another
-            tokenizer, or takes no such long requests.
-    """
+    ``max_tokens``. Raises TeacherError: the server does not answer, returns no prompt logprobs, has
+    another tokenizer, or takes no such long requests."""
     step = max(1, vocab_size // _CHECKED_TOKENS)
     token_ids = [0, *range(0, vocab_size, step), vocab_size - 1]
     num_top = max(num_top, 1)  # the most likely token shows whether a server returns logits

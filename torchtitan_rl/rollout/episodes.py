@@ -61,10 +61,7 @@ def rollout_to_episodes(
 
     ``advantage`` is one number for all turns, or one per turn. The advantage of each token that a
     teacher scored also gets ``teacher_coefficient`` x (teacher's logprob - logprob): see
-    `docs/distillation.md`.
-
-    Raises:
-        ValueError: a completion's token-aligned fields differ in length.
+    `docs/distillation.md`. Raises ValueError: a completion's token-aligned fields differ in length.
     """
     for turn in rollout.turns:
         _check_alignment(rollout.rollout_id, turn)

@@ -88,10 +88,8 @@ class Rollouter:
         and the environments' states if the group has an ``on_turn``. A group whose `run_group`
         raised an error keeps its last state.
 
-        ``partials`` are the tokens sampled so far for running requests, by request id.
-
-        Raises:
-            KeyError: no group with this id runs.
+        ``partials`` are the tokens sampled so far for running requests, by request id. Raises
+        KeyError: no group with this id runs.
         """
         return tuple(run.snapshot(partials or {}) for run in self._groups[group_id].runs)
 

@@ -114,11 +114,8 @@ class EnvSession:
 
         The environment loads its recorded state, or else is reset and stepped with the recorded
         completions, which needs an environment that replays. Each prompt must equal the recorded
-        one.
-
-        Raises:
-            NotResumableError: there is no state and the environment does not replay, the
-                environment failed, or a prompt differs.
+        one. Raises NotResumableError: there is no state and the environment does not replay, the
+        environment failed, or a prompt differs.
         """
         saved = recorded.env_state
         try:

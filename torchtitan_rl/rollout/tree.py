@@ -126,11 +126,9 @@ class TurnTree:
         """Have a turn sampled, or answer it from the record. Returns the id of its request.
 
         ``answer`` is called once with the completion, unless the rollout ends first, and returns
-        whether it reached its caller. ``decode`` converts the completion to the turn's text.
-
-        Raises:
-            LimitReachedError: the rollout ends: a limit is reached, a turn failed, or the tree is
-                closed.
+        whether it reached its caller. ``decode`` converts the completion to the turn's text. Raises
+        LimitReachedError: the rollout ends: a limit is reached, a turn failed, or the tree is
+        closed.
         """
         if self._is_closed or self._failure is not None:
             raise LimitReachedError

@@ -74,11 +74,8 @@ def close_files(readable: Iterable[str]) -> None:
 
 def make_root(readable: Iterable[str]) -> list[str]:
     """Make a file system in memory the root, with parts of the old root mounted into it. Returns
-    the mounted paths below ``/tmp``, for `enter_private`.
-
-    Raises:
-        OSError: a path of ``readable`` does not exist, or is ``/`` or ``/tmp`` itself.
-    """
+    the mounted paths below ``/tmp``, for `enter_private`. Raises OSError: a path of ``readable``
+    does not exist, or is ``/`` or ``/tmp`` itself."""
     optional = [path for path in _SYSTEM if os.path.exists(path)]
     places = {os.path.abspath(path) for path in (sys.base_prefix, sys.prefix, *readable)}
     shown = {path: os.path.realpath(path, strict=True) for path in (*optional, *places)}
@@ -270,10 +267,8 @@ class _Comparison(ctypes.Structure):
 class SyscallFilter:
     """A filter of system calls, which is made once and loaded by each process of a snippet.
 
-    ``own_machine``: the snippet has namespaces, and sees only its own processes and files.
-
-    Raises:
-        OSError: this machine has no libseccomp.
+    ``own_machine``: the snippet has namespaces, and sees only its own processes and files. Raises
+    OSError: this machine has no libseccomp.
     """
 
     def __init__(self, *, own_machine: bool) -> None:

@@ -324,11 +324,8 @@ def _environment() -> dict[str, str]:
 
 async def _exchange(link: socket.socket, request: dict[str, Any]) -> dict[str, Any] | None:
     """Send a request to a keeper and read the answer, which arrives when all processes of the
-    snippet are dead; None if the keeper has died.
-
-    Raises:
-        SandboxError: the keeper cannot serve the snippet, or is stopped.
-    """
+    snippet are dead; None if the keeper has died. Raises SandboxError: the keeper cannot serve the
+    snippet, or is stopped."""
     loop = asyncio.get_running_loop()
     received = b""
     try:

@@ -63,10 +63,8 @@ class EndpointApp:
 
     ``max_requests`` limits the requests of all kinds that are open concurrently. ``follows``:
     another process of the endpoint served before, whose runs may be repeated here.
-    ``takes_images``: messages may have images.
-
-    Raises:
-        ConfigError: the keys cannot protect an endpoint on this address.
+    ``takes_images``: messages may have images. Raises ConfigError: the keys cannot protect an
+    endpoint on this address.
     """
 
     def __init__(

@@ -124,10 +124,8 @@ def listen(host: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:
     """Open a listening socket on this address. Port 0 takes a free port.
 
     The socket listens at once: if two processes only bind the same port with ``SO_REUSEADDR``, both
-    succeed, and one of them fails much later.
-
-    Raises:
-        EndpointLostError: the address is taken, or is not an address of this machine.
+    succeed, and one of them fails much later. Raises EndpointLostError: the address is taken, or is
+    not an address of this machine.
     """
     is_v6 = ":" in host
     family = socket.AF_INET6 if is_v6 else socket.AF_INET

@@ -112,10 +112,8 @@ def authenticate(scope: Scope, keys: Keys) -> str | None:
     - The session is the value of ``X-Session-ID``, or the text after the first ":" of the token. A
       request that names two different sessions is refused.
 
-    Keys are compared as bytes in constant time, so no header can make the comparison fail.
-
-    Raises:
-        RefusedError: the key or the session is missing or wrong (400, 401, 403 or 404).
+    Keys are compared as bytes in constant time, so no header can make the comparison fail. Raises
+    RefusedError: the key or the session is missing or wrong (400, 401, 403 or 404).
     """
     bearer = _bearer(scope)
     if scope["path"] == ADMIN_PREFIX or scope["path"].startswith(ADMIN_PREFIX + "/"):

@@ -111,21 +111,15 @@ class EngineAdapters:
             self._load(self._requests[""], self._lora, tensors)
 
     def request(self, name: str) -> LoRARequest | None:
-        """Return what vLLM's requests with this adapter have; None for the model alone.
-
-        Raises:
-            ValueError: there is no such adapter.
-        """
+        """Return what vLLM's requests with this adapter have; None for the model alone. Raises
+        ValueError: there is no such adapter."""
         if name and name not in self._requests:
             raise ValueError(f"there is no adapter {name!r}")
         return self._requests.get(name)
 
     def replace(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Use another version of a run's adapter from the next step on.
-
-        Raises:
-            WeightSyncError: the tensors are not those of the adapter, or vLLM cannot load them.
-        """
+        """Use another version of a run's adapter from the next step on. Raises WeightSyncError: the
+        tensors are not those of the adapter, or vLLM cannot load them."""
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if found != self._shapes:
             wrong = sorted(set(found.items()) ^ set(self._shapes.items()))
@@ -137,11 +131,7 @@ class EngineAdapters:
 
     def fill_slot(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Load what the server published as ``version`` (`slot_tensors`). No running request has
-        the adapter that was in its slot.
-
-        Raises:
-            WeightSyncError: vLLM cannot load the adapter.
-        """
+        the adapter that was in its slot. Raises WeightSyncError: vLLM cannot load the adapter."""
         from vllm.lora.request import LoRARequest
 
         slot, lora, own = read_slot(tensors)

@@ -84,11 +84,7 @@ _NO_TOKEN = "its constraints (structured output, allowed or biased tokens) leave
 
 class VllmEngine:
     """Implements `Engine`. With ``tensor_parallel > 1`` the variables of torch.distributed must be
-    set.
-
-    Raises:
-        EngineMemoryError: there is too little memory for the weights or the KV cache.
-    """
+    set. Raises EngineMemoryError: there is too little memory for the weights or the KV cache."""
 
     def __init__(self, spec: GeneratorSpec, weights: WeightStaging | None = None) -> None:
         is_first = "vllm" not in sys.modules

@@ -26,11 +26,8 @@ def keep_pixels() -> None:
 
 
 def make_prompt(renderer: Any, request: GenerationRequest, salt: str | None) -> Any:
-    """Return the request's prompt in vLLM's form. ``renderer`` is that of vLLM's engine.
-
-    Raises:
-        ValueError: an image does not have the number of tokens that it says.
-    """
+    """Return the request's prompt in vLLM's form. ``renderer`` is that of vLLM's engine. Raises
+    ValueError: an image does not have the number of tokens that it says."""
     from vllm.inputs.engine import mm_input, tokens_input
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 

@@ -157,11 +157,8 @@ class RouterLLM(AsyncLLM):
     def generate(
         self, prompt: Any, sampling_params: VllmSamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """Generate as AsyncLLM does.
-
-        Raises:
-            VLLMValidationError: an option is not served, or the session is invalid.
-        """
+        """Generate as AsyncLLM does. Raises VLLMValidationError: an option is not served, or the
+        session is invalid."""
         refuse_unserved(sampling_params, scores_prompts=self._scores_prompts)
         self.constraints.free(sampling_params)
         refuse_unsupported_schema(sampling_params)

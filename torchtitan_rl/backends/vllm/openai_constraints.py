@@ -50,11 +50,8 @@ class ConstraintPolicy:
         self._count = count
 
     def admit(self, request: Any) -> None:
-        """Prepare a parsed chat, text or Responses request.
-
-        Raises:
-            VLLMValidationError: the request is refused.
-        """
+        """Prepare a parsed chat, text or Responses request. Raises VLLMValidationError: the request
+        is refused."""
         fields = [] if self._option == "constrained" else list(constraining_fields(request))
         if fields and self._option == "refuse":
             message = (

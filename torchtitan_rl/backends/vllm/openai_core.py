@@ -96,10 +96,8 @@ def refuse_unserved(params: VllmSamplingParams, *, scores_prompts: bool) -> None
 
 def session_of_request(named: str | None) -> str | None:
     """Return the session of the current HTTP request, from the headers or ``named`` in the body.
-
-    Raises:
-        VLLMValidationError: ``named`` is not a valid session id, or the headers have another one.
-    """
+    Raises VLLMValidationError: ``named`` is not a valid session id, or the headers have another
+    one."""
     of_headers = session_id.get()
     if named is None:
         return of_headers

@@ -77,11 +77,8 @@ def _invalid(message: str) -> VLLMValidationError:
 
 
 def taken_images(features: Sequence[Any] | None) -> tuple[PromptImage, ...]:
-    """Return the images of the current HTTP request, at the places of vLLM's ``features``.
-
-    Raises:
-        VLLMValidationError: there are other inputs than these images.
-    """
+    """Return the images of the current HTTP request, at the places of vLLM's ``features``. Raises
+    VLLMValidationError: there are other inputs than these images."""
     if not features:
         return ()
     places = [(one.mm_position.offset, one.mm_position.length) for one in features]

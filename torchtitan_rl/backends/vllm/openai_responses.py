@@ -226,11 +226,8 @@ class ResponseStore:
                 self._dropped.popitem(last=False)
 
     def conversation(self, owner: Owner, response_id: str) -> list[Any]:
-        """Return the items of all inputs and outputs up to a response, oldest first.
-
-        Raises:
-            RefusedError: 404 or 410, the response or an earlier one is not stored.
-        """
+        """Return the items of all inputs and outputs up to a response, oldest first. Raises
+        RefusedError: 404 or 410, the response or an earlier one is not stored."""
         turns: list[_Stored] = []
         following: str | None = response_id
         while following is not None:

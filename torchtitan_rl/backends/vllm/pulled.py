@@ -60,11 +60,8 @@ class PulledWeights:
         self._num_pulls = 0
 
     def check(self, tensors: Tensors, version: int) -> None:
-        """Check that the engine computes with ``tensors``, which it has just pulled.
-
-        Raises:
-            WeightSyncError: a probed layer does not.
-        """
+        """Check that the engine computes with ``tensors``, which it has just pulled. Raises
+        WeightSyncError: a probed layer does not."""
         if wrong := self._find_errors(tensors):
             raise WeightSyncError(
                 f"version {version}: the engine does not compute with the published weights of "

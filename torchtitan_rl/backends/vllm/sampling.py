@@ -68,11 +68,8 @@ MAX_TOKENS_OF = {
 def vllm_sampling_params(sampling: SamplingParams, num_resumed: int) -> Any:
     """Return a new `vllm.SamplingParams` for a completion that resumes after ``num_resumed``
     tokens, which vLLM's limits also count. vLLM decodes text only for requests with stop strings.
-
-    Raises:
-        ValueError, TypeError, VLLMValidationError, msgspec.ValidationError: an engine option is
-            unknown, or has a wrong type or value.
-    """
+    Raises ValueError, TypeError, VLLMValidationError, msgspec.ValidationError: an engine option is
+    unknown, or has a wrong type or value."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -105,10 +102,7 @@ def reasoning_of(sampling: SamplingParams) -> tuple[bool | None, dict[str, Any] 
 
     A structured output constrains only the tokens after the reasoning. With True, the default, that
     is from the first token of the completion; with False, after the reasoning in the completion;
-    with None, vLLM looks into the prompt to find out.
-
-    Raises:
-        TypeError: an option has a wrong type.
+    with None, vLLM looks into the prompt to find out. Raises TypeError: an option has a wrong type.
     """
     ended = sampling.engine_options.get("reasoning_ended", True)
     arguments = sampling.engine_options.get("reasoning_parser_kwargs")
@@ -145,11 +139,7 @@ def _checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_numbers_of_tokens(params: Any) -> None:
     """Check `MAX_TOKENS_OF` for a `vllm.SamplingParams` that vLLM's input processor has completed,
-    with the model's own stop tokens.
-
-    Raises:
-        ValueError: an option has too many tokens.
-    """
+    with the model's own stop tokens. Raises ValueError: an option has too many tokens."""
     numbers = {
         "allowed_token_ids": len(params.allowed_token_ids or ()),
         "logit_bias": len(params.logit_bias or ()),
@@ -223,10 +213,8 @@ def build_core_request(core: Any, engine_request: Any, num_resumed: int) -> Any:
     prompt tokens were sampled earlier, and are removed from its prompt.
 
     The grammar is compiled and the reasoning parser created here, not in the background: an error
-    then refuses only this request, and all ranks start the request at the same step.
-
-    Raises:
-        ValueError: the grammar rejects the resumed tokens.
+    then refuses only this request, and all ranks start the request at the same step. Raises
+    ValueError: the grammar rejects the resumed tokens.
     """
     request, _ = core.preprocess_add_request(engine_request)
     structured = request.structured_output_request
