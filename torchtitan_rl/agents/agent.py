@@ -5,11 +5,7 @@ a command, or a program elsewhere (`RemoteAgent`). It gets the endpoint's addres
 that names its session: the requests that the agent makes with this key become the turns of the
 agent's rollout. The session ends when the agent returns, when the rollout reaches a limit, or when
 a client closes the session. Later requests are refused (HTTP 400, code ``session_closed``).
-
-    async def solve(call: AgentCall) -> float:
-        client = AsyncOpenAI(base_url=call.base_url, api_key=call.api_key)
-        answer = await client.chat.completions.create(model=call.model, messages=...)
-        return 1.0 if is_right(answer, call.problem) else 0.0
+`docs/agents.md` has examples.
 """
 
 from __future__ import annotations

@@ -194,17 +194,11 @@ class RunningAgent:
 
 @dataclass(kw_only=True, eq=False)
 class AgentEnv:
-    """One rollout of an agent; a `TreeEnv`.
+    """One rollout of an agent; a `TreeEnv`. `AgentTask` describes the options; ``replays`` is its
+    ``replayable``. ``decode`` makes the turns readable in logged rollouts.
 
-    After a limit, the agent has ``grace_s`` to return its reward; otherwise the reward is
-    ``reward_at_limit``. A cancelled agent must also end within ``grace_s``. ``decode`` makes the
-    turns readable in logged rollouts. ``prepare`` is called before the agent runs, outside of its
-    time.
-
-    ``replays`` declares that the agent sends the same requests again when it gets the same answers.
-    When it has failed (up to ``max_restarts`` times) or the run was resumed, it is started again,
-    and its repeated requests are answered from the recorded turns. If the worker of a `RemoteAgent`
-    is lost, the problem is always handed out again, without ``replays`` in a new conversation.
+    If the worker of a `RemoteAgent` is lost, the problem is always handed out again, without
+    ``replays`` in a new conversation.
     """
 
     agent: Agent
@@ -233,8 +227,7 @@ class AgentEnv:
 
     @property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
-        result = self._result()
-        return () if result is None else tuple(result.messages)
+        return tuple(self._result().messages)
 
     async def run(self, turns: TurnTree) -> Terminal:
         """Run the agent until it returns or a client closes its session with a reward.
@@ -257,7 +250,10 @@ class AgentEnv:
                 continue
             if not turns.num_asked:
                 raise AgentError("the agent ended without asking for a single completion")
-            return self._over()
+            result = self._result()
+            reward = result.reward if self._posted is None else self._posted
+            self._ending = SessionEnding.UNREWARDED if reward is None else SessionEnding.REWARDED
+            return self._terminal(result, reward)
 
     async def finish(self, status: RolloutStatus) -> Terminal:
         """Refuse the agent's requests, because a limit ended the rollout; wait for its reward."""
@@ -266,7 +262,7 @@ class AgentEnv:
         if self._running is not None:
             await self._running.wait(self.grace_s)
         result = self._result()
-        posted = self._posted if result is None or result.reward is None else result.reward
+        posted = self._posted if result.reward is None else result.reward
         return self._terminal(result, self.reward_at_limit if posted is None else posted)
 
     async def close(self) -> None:
@@ -370,23 +366,16 @@ class AgentEnv:
         is_failure = isinstance(outcome, Exception) and self.replays
         return is_failure and self._counts["restarts"] < self.max_restarts
 
-    def _over(self) -> Terminal:
-        result = self._result()
-        reward = self._posted if self._posted is not None or result is None else result.reward
-        self._ending = SessionEnding.UNREWARDED if reward is None else SessionEnding.REWARDED
-        return self._terminal(result, reward)
-
-    def _terminal(self, result: AgentResult | None, reward: float | None) -> Terminal:
+    def _terminal(self, result: AgentResult, reward: float | None) -> Terminal:
         self._reward = reward
-        self._reward_parts({} if result is None else result.part_rewards)
+        self._reward_parts(result.part_rewards)
         counts = dict(self._counts)
         if self._turns is not None:
             counts["unseen_turns"] = sum(not turn.is_seen for turn in self._turns.turns)
             counts["replayed_turns"] = self._turns.num_replayed
             counts["unreplayed_turns"] = self._turns.num_unreplayed
-        metrics = {} if result is None else dict(result.metrics)
-        metrics |= {f"agent/{name}": float(number) for name, number in counts.items()}
-        return Terminal(reward=reward, metrics=metrics)
+        own = {f"agent/{name}": float(number) for name, number in counts.items()}
+        return Terminal(reward=reward, metrics=dict(result.metrics) | own)
 
     def _reward_parts(self, rewards: Mapping[str, float]) -> None:
         """Give each part's reward to the last turns of the part's branches."""
@@ -403,8 +392,9 @@ class AgentEnv:
     def _outcome(self) -> AgentResult | BaseException | None:
         return None if self._running is None else self._running.outcome
 
-    def _result(self) -> AgentResult | None:
-        return self._outcome if isinstance(self._outcome, AgentResult) else None
+    def _result(self) -> AgentResult:
+        """The agent's result; an empty one if there is none yet, or the agent has failed."""
+        return self._outcome if isinstance(self._outcome, AgentResult) else AgentResult()
 
     def _refuse_all(self) -> None:
         self._is_over = True

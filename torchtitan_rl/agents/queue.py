@@ -55,6 +55,10 @@ class _Entry:
     is_returned: bool = False  # returned as done, but the reward has not arrived
     timer: asyncio.TimerHandle | None = None
 
+    def is_wanted(self, problem_id: str | None) -> bool:
+        """Whether this is the problem with this id, if one is given."""
+        return problem_id in (None, self.call.problem.problem_id)
+
     def lose(self, cause: str) -> None:
         if not self.ended.done():
             self.ended.set_exception(LeaseLostError(f"worker {self.worker!r} {cause}"))
@@ -108,8 +112,8 @@ class ProblemQueue:
     ) -> Mapping[str, Any]:
         """Lease the problem named ``problem_id``, or the one that has waited longest. Empty if none
         arrived within ``wait_s``. Raises RefusedError: too many workers wait."""
-        wanted = [e for e in self._waiting.values() if problem_id in (None, _problem_id(e))]
-        entry = wanted[0] if wanted else None
+        wanted = (one for one in self._waiting.values() if one.is_wanted(problem_id))
+        entry = next(wanted, None)
         if entry is not None:
             self._begin(entry)
         elif wait_s > 0:
@@ -160,7 +164,9 @@ class ProblemQueue:
     def _require(self, session_id: str) -> _Entry:
         entry = self._leased.get(session_id)
         if entry is None or entry.ended.done() or entry.is_returned:
-            raise _lost(session_id)
+            name = repr(session_id)
+            why = f"{name} is no lease, or it has ended: its problem may have another worker"
+            raise RefusedError(409, "lease_lost", why)
         return entry
 
     async def _next(self, problem_id: str | None, wait_s: float) -> _Entry | None:
@@ -181,7 +187,7 @@ class ProblemQueue:
     def _hand_out(self, entry: _Entry) -> None:
         """Give a new problem to the worker that has waited longest and accepts this problem."""
         for worker, problem_id in self._workers.items():
-            if not worker.done() and problem_id in (None, _problem_id(entry)):
+            if not worker.done() and entry.is_wanted(problem_id):
                 worker.set_result(entry)
                 self._begin(entry)
                 return
@@ -227,12 +233,3 @@ class ProblemQueue:
         elif not entry.ended.done():
             self._counts["leases_expired"] += 1
             entry.lose(f"was silent for {entry.agent.lease_s:g} s")
-
-
-def _problem_id(entry: _Entry) -> str:
-    return entry.call.problem.problem_id
-
-
-def _lost(session_id: str) -> RefusedError:
-    message = f"{session_id!r} is no lease, or it has ended: its problem may have another worker"
-    return RefusedError(409, "lease_lost", message)

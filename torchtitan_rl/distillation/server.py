@@ -82,9 +82,7 @@ class ServedTeacher:
 
     async def _ask(self, token_ids: tuple[int, ...]) -> TokenScores:
         body = request_body(self.model, token_ids, num_top=self.num_top)
-        status, content = await _answer(
-            self._http, "POST", "completions", body, most_bytes=_most_bytes(body)
-        )
+        status, content = await _scores_answer(self._http, body)
         if status == 200:
             return read_scores(content, token_ids, num_top=self.num_top)
         what = f"HTTP {status}: {_shown(content)}"
@@ -129,8 +127,10 @@ async def _answer(
     return response.status_code, bytes(content)
 
 
-def _most_bytes(body: dict[str, Any]) -> int:
-    return _BASE_BYTES + _ENTRY_BYTES * (1 + int(body["prompt_logprobs"])) * len(body["prompt"])
+async def _scores_answer(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, bytes]:
+    num_logprobs = (1 + int(body["prompt_logprobs"])) * len(body["prompt"])
+    most_bytes = _BASE_BYTES + _ENTRY_BYTES * num_logprobs
+    return await _answer(http, "POST", "completions", body, most_bytes=most_bytes)
 
 
 def request_body(model: str, token_ids: Sequence[int], *, num_top: int) -> dict[str, Any]:
@@ -273,9 +273,7 @@ async def _ask_once(
                 f"serve with --max-model-len {max_tokens + 1} or more"
             )
         body = request_body(model, token_ids, num_top=num_top)
-        status, content = await _answer(
-            http, "POST", "completions", body, most_bytes=_most_bytes(body)
-        )
+        status, content = await _scores_answer(http, body)
     if status != 200:
         raise TeacherError(f"HTTP {status}: {_shown(content)}; {_hint(status, num_top)}")
     return model, content

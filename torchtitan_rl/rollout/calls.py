@@ -22,6 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -40,20 +41,15 @@ class HangingCallsError(TorchtitanRLError):
     """Too many calls of environments, rewards or agents hang. The message names the functions."""
 
 
+@dataclass(kw_only=True)
 class AbandonedCalls:
     """The abandoned calls of one process. May be used from any thread. A call counts as hanging
     ``hangs_after_s`` after its caller stopped waiting; before, it may only be slow to notice."""
 
-    def __init__(
-        self,
-        *,
-        max_hanging: int = 256,
-        hangs_after_s: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_hanging = max_hanging
-        self._hangs_after_s = hangs_after_s
-        self._clock = clock
+    max_hanging: int = 256
+    hangs_after_s: float = 60.0
+
+    def __post_init__(self) -> None:
         self._lock = threading.RLock()
         self._running: dict[object, tuple[str, float]] = {}  # name, abandoned at
         self._next_report = 1
@@ -64,7 +60,7 @@ class AbandonedCalls:
 
     def add(self, call: object, name: str) -> None:
         with self._lock:
-            self._running[call] = (name, self._clock())
+            self._running[call] = (name, time.monotonic())
             number = len(self._running)
         if number >= self._next_report:
             self._next_report = 2 * number
@@ -85,14 +81,14 @@ class AbandonedCalls:
 
     def require_few(self) -> None:
         """Raise HangingCallsError if ``max_hanging`` calls or more hang."""
-        if len(self._running) < self._max_hanging:
+        if len(self._running) < self.max_hanging:
             return
-        latest = self._clock() - self._hangs_after_s
+        latest = time.monotonic() - self.hangs_after_s
         with self._lock:
             hanging = sum(since <= latest for _, since in self._running.values())
-        if hanging >= self._max_hanging:
+        if hanging >= self.max_hanging:
             raise HangingCallsError(
-                f"{hanging} calls have hung for {self._hangs_after_s:.0f} s or more after their "
+                f"{hanging} calls have hung for {self.hangs_after_s:.0f} s or more after their "
                 f"time-out ({self.names()}), and each keeps its thread: give what they wait for a "
                 "time-out of its own"
             )

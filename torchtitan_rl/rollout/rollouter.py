@@ -15,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.places import Places
@@ -49,12 +48,8 @@ from torchtitan_rl.types import (
 )
 
 OnRollout = Callable[[Rollout], None]
-
-
-class ScoreTokens(Protocol):
-    """Adds a teacher's scores to a finished rollout (`distillation/scoring.py`)."""
-
-    async def __call__(self, rollout: Rollout, problem: Problem, /) -> Rollout: ...
+ScoreTokens = Callable[[Rollout, Problem], Awaitable[Rollout]]
+"""Adds a teacher's scores to a finished rollout (`distillation/scoring.py`)."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -135,17 +130,17 @@ class Rollouter:
             ExceptionGroup: a callback raised, or too many abandoned calls hang
                 (`HangingCallsError`). The siblings are cancelled.
         """
-        sampling = self.config.sampling
+        config = self.config
         if temperature is not None:
-            sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
+            every = replace(config.sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
+            config = replace(config, sampling=every)
         settings = GroupSettings(
             group_id=group_id,
             problem=problem,
             environment=self.environment,
             generate=generate or self.generate,
-            config=self.config,
+            config=config,
             seed=seed,
-            sampling=sampling,
             active_time=active_time or self.active_time or ActiveTime(),
             attempt=attempt,
             min_version=min_version,

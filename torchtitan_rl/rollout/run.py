@@ -36,7 +36,7 @@ from typing import Any
 
 from torchtitan_rl.aio import loop_s
 from torchtitan_rl.rollout.calls import is_cancelled, summary
-from torchtitan_rl.rollout.config import RolloutConfig, SamplingConfig
+from torchtitan_rl.rollout.config import RolloutConfig
 from torchtitan_rl.rollout.env import Observation, Terminal
 from torchtitan_rl.rollout.places import Places
 from torchtitan_rl.rollout.records import EnvState, RecordedRollout
@@ -98,7 +98,6 @@ class GroupSettings:
     generate: GenerateFn
     config: RolloutConfig
     seed: int
-    sampling: SamplingConfig
     active_time: ActiveTime
     attempt: int
     min_version: int
@@ -122,7 +121,8 @@ class GroupSettings:
     ) -> GenerationRequest:
         """Build the request for a turn's completion, which continues ``partial``. The seed depends
         on ``branch`` if it is given, because simultaneous turns have no order."""
-        sampling = self.sampling
+        sampling = self.config.sampling
+        sibling = int(rollout_id.removeprefix(f"{self.group_id}/r"))
         room = self.config.max_total_tokens - len(observation.prompt_token_ids)
         budget = min(room, sampling.max_tokens_per_turn)
         if observation.max_tokens is not None:
@@ -130,7 +130,8 @@ class GroupSettings:
         return GenerationRequest(
             request_id=self.request_id(rollout_id, turn),
             session_id=rollout_id,
-            prompt_id=self._prompt_id(rollout_id),
+            # Siblings that should share a replica have the same.
+            prompt_id=f"{self.group_id}/prompt{sibling // self.siblings_together}",
             prompt_token_ids=observation.prompt_token_ids,
             sampling=SamplingParams(
                 max_tokens=budget,
@@ -150,11 +151,6 @@ class GroupSettings:
             resume_from=partial if partial and partial.token_ids else None,
             images=observation.images,
         )
-
-    def _prompt_id(self, rollout_id: str) -> str:
-        """Return an id that is equal for the siblings that should share a replica."""
-        number = int(rollout_id.removeprefix(f"{self.group_id}/r"))
-        return f"{self.group_id}/prompt{number // self.siblings_together}"
 
     def may_resume(self, recorded: RecordedRollout) -> bool:
         """Whether the record is not empty and all of it belongs to this attempt."""
@@ -350,21 +346,18 @@ class RolloutRun:
         finally:
             await tree.close()
         assert terminal is not None
-        self._record_tree_end(env, terminal, tree)
+        self._read_messages(env)
+        # Record the end, so that a killed run need not replay the agent; but not if turns that
+        # `on_turn` has reported have changed since.
+        if tree.limit is None and not tree.is_amended and self._group.on_turn is not None:
+            state = EnvState(terminal=terminal, messages=self._messages)
+            self._record = replace(self._record, env_states={len(self._record.turns): state})
+            self._group.on_turn(self._record)
         return self._rollout(terminal)
 
     def _record_tree(self, turns: tuple[Turn, ...], is_new: bool) -> None:
         self._record = RecordedRollout(rollout_id=self.rollout_id, turns=turns)
         if is_new and self._group.on_turn is not None:
-            self._group.on_turn(self._record)
-
-    def _record_tree_end(self, env: EnvSession, terminal: Terminal, tree: TurnTree) -> None:
-        """Record the end, so that a killed run need not replay the agent. Records nothing if turns
-        that ``on_turn`` already reported have changed since."""
-        self._read_messages(env)
-        if tree.limit is None and not tree.is_amended and self._group.on_turn is not None:
-            state = EnvState(terminal=terminal, messages=self._messages)
-            self._record = replace(self._record, env_states={len(self._record.turns): state})
             self._group.on_turn(self._record)
 
     def _enter_tree(self, request_id: str | None, detail: str) -> None:

@@ -96,7 +96,9 @@ class TurnTree:
         self._expected = ("its first request", self.step_timeout_s)
         for turn in self.recorded:
             self._record(turn)
-        self._next_number = 1 + max(map(_number_of, self._turns), default=-1)
+        ids = [turn.completion.request_id for turn in self._turns]
+        numbers = [int(request_id.rpartition("/t")[2]) for request_id in ids]
+        self._next_number = 1 + max(numbers, default=-1)
         self._forget_answers(replays=True)
 
     @property
@@ -294,10 +296,6 @@ class TurnTree:
         digest = blake2b(prompt + images, digest_size=16).hexdigest()
         self._num_like[digest] += 1
         return digest, self._num_like[digest]
-
-
-def _number_of(turn: Turn) -> int:
-    return int(turn.completion.request_id.rpartition("/t")[2])
 
 
 def _options_digest(sampling: SamplingParams) -> str:

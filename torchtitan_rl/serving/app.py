@@ -234,9 +234,6 @@ def check_body(
     content = _parse_json(body)
     if not isinstance(content, dict):
         return
-    content = _parse_json(body)
-    if not isinstance(content, dict):
-        return
     _check_media(content, takes_images)
     _check_constraints(content.get("structured_outputs"))
     n = _integer(content, "n")

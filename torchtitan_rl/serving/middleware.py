@@ -169,22 +169,17 @@ _MAX_HELD_BODIES = 64  # memory limit of all requests together, in bodies of the
 _MAX_EXCESS = 4  # this many times the limit is read and dropped, so that clients read the refusal
 
 
+@dataclass(slots=True, eq=False)
 class BufferedRequest:
     """A request's whole body. As an ASGI ``receive`` it returns the body, then waits for the
     client's disconnect, as ``gone`` does. What keeps the body after the request has ended calls
     `hold`, and `release` afterwards."""
 
-    def __init__(
-        self,
-        body: bytes,
-        gone: Callable[[], Awaitable[None]],
-        free: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.body = body
-        self.gone = gone
-        self._free = free
-        self._num_users = 1
-        self._is_given = False
+    body: bytes
+    gone: Callable[[], Awaitable[None]]
+    free: Callable[[], None] = lambda: None
+    _num_users: int = 1
+    _is_given: bool = False
 
     async def __call__(self) -> Message:
         if not self._is_given:
@@ -211,7 +206,7 @@ class BufferedRequest:
     def release(self) -> None:
         self._num_users -= 1
         if self._num_users == 0:
-            self._free()
+            self.free()
 
 
 class Bodies:
@@ -234,7 +229,7 @@ class Bodies:
                 is_whole = await self._read(scope, receive, body)
             if is_whole:
                 free = partial(self._free, len(body))
-                request = BufferedRequest(bytes(body), _until_gone(receive), free)
+                request = BufferedRequest(bytes(body), until_gone(receive), free)
         except TimeoutError:
             message = f"The request's body did not arrive within {self._timeout_s:g} s."
             raise RefusedError(408, "body_timeout", message, headers=_CLOSE) from None
@@ -279,7 +274,8 @@ def _announced_bytes(scope: Scope) -> int:
     return 0
 
 
-def _until_gone(receive: Receive) -> Callable[[], Awaitable[None]]:
+def until_gone(receive: Receive) -> Callable[[], Awaitable[None]]:
+    """Return a function that waits for the client's disconnect."""
     is_gone = False
 
     async def gone() -> None:

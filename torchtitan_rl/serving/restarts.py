@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torchtitan_rl.aio import loop_s
@@ -49,21 +50,15 @@ class Endpoint(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(slots=True, kw_only=True)
 class EndpointRestarts:
     """Restarts of one endpoint. ``on_failure`` is called with the ended report of each loss."""
 
-    def __init__(
-        self,
-        *,
-        max_restarts: int,
-        say: Callable[[str], None],
-        on_failure: Callable[[Failure], None],
-    ) -> None:
-        self._max_restarts = max_restarts
-        self._say = say
-        self.on_failure = on_failure
-        self._num_quick = 0  # consecutive restarts
-        self._begun_s = -SETTLED_S  # when it began to serve
+    max_restarts: int
+    say: Callable[[str], None]
+    on_failure: Callable[[Failure], None]
+    _num_quick: int = 0  # consecutive restarts
+    _begun_s: float = -SETTLED_S  # when it began to serve
 
     async def restart(self, endpoint: Endpoint, error: EndpointLostError) -> Failure:
         """Return the report of the loss when the endpoint serves again. Raises EndpointLostError:
@@ -72,9 +67,9 @@ class EndpointRestarts:
         if loop_s() - self._begun_s >= SETTLED_S:
             self._num_quick = 0
         cause: Exception = error
-        while self._num_quick < self._max_restarts:
+        while self._num_quick < self.max_restarts:
             self._num_quick += 1
-            self._say(f"{endpoint.name} is lost and is started again: {cause}")
+            self.say(f"{endpoint.name} is lost and is started again: {cause}")
             try:
                 await endpoint.restart()
                 failure = failure.restarted(endpoint.name, now_s=loop_s())
@@ -86,9 +81,9 @@ class EndpointRestarts:
                 raise
             else:
                 self._begun_s = loop_s()
-                self._say(f"{endpoint.name} serves again")
+                self.say(f"{endpoint.name} serves again")
                 return failure.serving(now_s=loop_s())
             await asyncio.sleep(_DELAY_S)
-        why = f"after {self._max_restarts} restarts in a row" if self._max_restarts else "disabled"
+        why = f"after {self.max_restarts} restarts in a row" if self.max_restarts else "disabled"
         self.on_failure(failure.ended(why))
         raise EndpointLostError(f"{cause}; it is not started again ({why})") from error

@@ -233,7 +233,7 @@ class Retries:
         if run.grace is not None:
             run.grace.cancel()
         try:
-            if await request.unless_gone(run.replay(send, headers)):
+            if await request.unless_gone(run.replay(run.messages, send, headers)):
                 if not run.has_begun:
                     raise RefusedError(503, "cancelled", "The request was cancelled.")
                 run.is_delivered = True
@@ -334,7 +334,7 @@ class _Run:
     _has_told_app: bool = False  # the application was sent `http.disconnect`
     _status: int = 0
     _is_whole: bool = False
-    _messages: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     _changed: asyncio.Event | None = field(default_factory=asyncio.Event)  # None after the end
 
     @property
@@ -361,7 +361,7 @@ class _Run:
         return (likelihood, self.is_dropped, self.num_retries)
 
     async def record(self, message: Message) -> None:
-        self._messages.append(message)
+        self.messages.append(message)
         self.num_bytes += len(message.get("body", b""))
         if message["type"] == "http.response.start":
             self._status = int(message["status"])
@@ -393,14 +393,11 @@ class _Run:
             self._changed.set()
         self._changed = None if self.has_ended else asyncio.Event()
 
-    def replay(self, send: Send, headers: tuple[tuple[bytes, bytes], ...]) -> Awaitable[None]:
-        """Send the response from its start to its end, with ``headers`` added."""
-        # Take the list now, not at the first await: the response may be dropped in between.
-        return self._replay(self._messages, send, headers)
-
-    async def _replay(
+    async def replay(
         self, messages: list[Message], send: Send, headers: tuple[tuple[bytes, bytes], ...]
     ) -> None:
+        """Send the response from its start to its end, with ``headers`` added. ``messages`` are
+        those at the time of the call: the response may be dropped before this begins."""
         num_sent = 0
         while True:
             changed = self._changed
@@ -415,17 +412,17 @@ class _Run:
 
     def compact(self) -> None:
         """Join the messages of an ended run, because thousands of small ones take more memory."""
-        body = b"".join(message.get("body", b"") for message in self._messages[1:])
+        body = b"".join(message.get("body", b"") for message in self.messages[1:])
         # Make a new list, because a running replay still reads the old one.
-        self._messages = [
-            *self._messages[:1],
+        self.messages = [
+            *self.messages[:1],
             {"type": "http.response.body", "body": body, "more_body": False},
         ]
 
     def drop(self) -> None:
         """Free the response of an ended run; running replays keep theirs."""
         self.is_dropped = True
-        self._messages = []
+        self.messages = []
         self.num_bytes = 0
 
 

@@ -25,6 +25,7 @@ from torchtitan_rl.serving.middleware import (
     PROBLEMS_PREFIX,
     SESSIONS_PREFIX,
     checked_session_id,
+    until_gone,
 )
 
 MAX_REWARD = 1e30  # JSON numbers may exceed a float32
@@ -242,7 +243,7 @@ async def _lease(
     """Lease a problem; empty if none waits. If the client disconnects first, the lease is given
     back, and RefusedError is raised."""
     leases = asyncio.ensure_future(commands.command("problem.lease", arguments))
-    leaves = asyncio.create_task(_gone(client))
+    leaves = asyncio.ensure_future(until_gone(client.receive)())
     try:
         await asyncio.wait({leases, leaves}, return_when=asyncio.FIRST_COMPLETED)
         if not leaves.done():
@@ -254,11 +255,6 @@ async def _lease(
     finally:
         leases.cancel()
         leaves.cancel()
-
-
-async def _gone(client: Request) -> None:
-    while (await client.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _admin(commands: Commands) -> APIRouter:

@@ -18,14 +18,7 @@ from torchtitan_rl.errors import (
     InvalidRequestError,
     ReplicaError,
 )
-from torchtitan_rl.generation.commands import (
-    AbortRequests,
-    Pause,
-    Pull,
-    ReadStats,
-    ReadTokens,
-    Resume,
-)
+from torchtitan_rl.generation import commands
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.types import (
     Completion,
@@ -62,7 +55,15 @@ _ERRORS: dict[str, type[GenerationError]] = {
     kind.__name__: kind
     for kind in (GenerationTimeoutError, InvalidRequestError, ReplicaError, GenerationError)
 }
-_CALLS = _decoders(GenerationRequest, AbortRequests, Pull, Pause, Resume, ReadTokens, ReadStats)
+_CALLS = _decoders(
+    GenerationRequest,
+    commands.AbortRequests,
+    commands.Pull,
+    commands.Pause,
+    commands.Resume,
+    commands.ReadTokens,
+    commands.ReadStats,
+)
 _ENDS = _decoders(Progress, Completion, PullReport, EngineReading, EngineStats, NoneType)
 _ENDS |= dict.fromkeys(_ERRORS, msgspec.msgpack.Decoder(str))
 _MESSAGES = msgspec.msgpack.Decoder(tuple[_Message, ...])

@@ -28,14 +28,7 @@ from torchtitan_rl.errors import (
     ReplicaError,
     WeightSyncError,
 )
-from torchtitan_rl.generation.commands import (
-    AbortRequests,
-    Pause,
-    Pull,
-    ReadStats,
-    ReadTokens,
-    Resume,
-)
+from torchtitan_rl.generation import commands
 from torchtitan_rl.generation.engine import ReadingRate
 from torchtitan_rl.generation.server import FromReplica, ToReplica
 from torchtitan_rl.routing.continuation import PartialTokens, remaining_request, used_up
@@ -95,7 +88,7 @@ class Tenant:
         self._router = router
         self._prefix = f"{name}/{secrets.token_hex(4)}"  # differs from that of an earlier process
         self._version = 0  # the served policy itself, as an adapter begins
-        self._pause: Pause | None = None
+        self._pause: commands.Pause | None = None
         self._running: dict[str, _Running] = {}
         self._changed = asyncio.Event()
         self._switching = asyncio.Lock()  # pulls and pauses are executed in order
@@ -242,23 +235,23 @@ class Tenant:
         failure: ReplicaError | None = None
         try:
             match call.payload:
-                case AbortRequests(request_ids):
+                case commands.AbortRequests(request_ids):
                     await self._abort(request_ids)
-                case Pull(version):
+                case commands.Pull(version):
                     async with self._switching:
                         result = await self._pull(version)
-                case Pause():
+                case commands.Pause():
                     self._pause = call.payload
                     async with self._switching:
                         await self._halt(call.payload)
-                case Resume():
+                case commands.Resume():
                     self._pause = None
                     self._notify()
-                case ReadTokens():
+                case commands.ReadTokens():
                     sampled = self._num_sampled()
                     running = sampled - self._num_ended
                     result = EngineReading(sampled_tokens=sampled, running_tokens=running)
-                case ReadStats():
+                case commands.ReadStats():
                     result = await self._stats()
         except (GenerationError, WeightSyncError) as error:
             failure = ReplicaError(str(error))
@@ -285,7 +278,7 @@ class Tenant:
             recomputed=bool(old),
         )
 
-    async def _halt(self, pause: Pause) -> None:
+    async def _halt(self, pause: commands.Pause) -> None:
         found = [one for one in self._running.values() if one.piece_id]
         if pause.mode == "abort":
             for one in found:

@@ -100,18 +100,18 @@ class VerifiersTask(AgentTask):
         return self.run
 
     async def prepare(self, problem: Problem) -> None:
-        await start_environment(self._spec(problem.data["split"]), processes=self.num_processes)
+        """Wait until a process can run rollouts. VerifiersError: it does not start."""
+        await shield(wrap_future(self._process(problem).started))
 
     async def run(self, call: AgentCall) -> AgentResult:
-        """Run one episode of the environment, or raise VerifiersError."""
+        """Run one episode of the environment. VerifiersError: it failed, or its process ended."""
         request = {
             "task": call.problem.data["task"],
             "base_url": call.base_url,
             "api_key": call.api_key,
             "model": call.model,
         }
-        spec = self._spec(call.problem.data["split"])
-        answer = await run_episode(spec, request, processes=self.num_processes)
+        answer = await self._process(call.problem).run(request)
         return AgentResult(
             reward=answer["reward"],
             part_rewards=answer["part_rewards"],
@@ -140,15 +140,18 @@ class VerifiersTask(AgentTask):
                 found.append(f"task.env is {self.env!r:.100} with task.{name}: {error!s:.1000}")
         return found
 
+    def _process(self, problem: Problem) -> _Process:
+        return _pool(self._spec(problem.data["split"]), self.num_processes).pick()
+
     def _spec(self, split: Split) -> EnvironmentSpec:
         more = self.validation_args if split == "validation" else {}
         return EnvironmentSpec(
             env=self.env,
-            args={**self.args, **more},
+            args=json.dumps({**self.args, **more}, sort_keys=True),
             num_problems=self.num_problems,
             python=self.python,
-            folders=self.folders,
-            variables=self.variables,
+            folders=tuple(self.folders),
+            variables=tuple(self.variables),
         )
 
 
@@ -170,24 +173,22 @@ class VerifiersError(AgentError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec:
-    """The arguments of a process that runs an environment. Plain values only."""
+    """The arguments of a process that runs an environment."""
 
     env: str
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: str = "{}"  # JSON
     num_problems: int | None = None
     python: str = ""
     folders: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
-
-    def as_text(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
     @property
     def interpreter(self) -> str:
         return self.python or str(_BESIDE if _BESIDE.exists() else sys.executable)
 
     def command(self, name: str) -> list[str]:
-        return [self.interpreter, str(_WORKER), name, self.as_text()]
+        fields = asdict(self) | {"args": json.loads(self.args)}
+        return [self.interpreter, str(_WORKER), name, json.dumps(fields)]
 
     def environment(self) -> dict[str, str]:
         """The process's environment variables, with ``folders`` in PYTHONPATH."""
@@ -199,15 +200,10 @@ class EnvironmentSpec:
         return environment | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
+@functools.lru_cache(maxsize=8)
 def environment_tasks(spec: EnvironmentSpec) -> list[dict[str, Any]]:
     """The data of an environment's tasks. Starts a process, once for each spec. ConfigError: the
     environment cannot be loaded."""
-    return _tasks(spec.as_text())
-
-
-@functools.lru_cache(maxsize=8)
-def _tasks(text: str) -> list[dict[str, Any]]:
-    spec = EnvironmentSpec(**json.loads(text))
     try:
         ended = subprocess.run(
             spec.command("describe"),
@@ -240,23 +236,6 @@ def _remedy(error: str, interpreter: str) -> str:
     return ""
 
 
-async def start_environment(spec: EnvironmentSpec, *, processes: int) -> None:
-    """Wait until a process can run rollouts; the first call starts it. VerifiersError: it does not
-    start."""
-    await shield(wrap_future(_pool(spec.as_text(), processes).pick().started))
-
-
-async def run_episode(spec: EnvironmentSpec, request: Mapping[str, Any], *, processes: int) -> Any:
-    """Run one rollout in one of ``processes``, and return its answer. VerifiersError: the
-    environment failed, or its process ended."""
-    return await _pool(spec.as_text(), processes).pick().run(request)
-
-
-@functools.cache
-def _pool(text: str, processes: int) -> _Pool:
-    return _Pool(EnvironmentSpec(**json.loads(text)), processes)
-
-
 class _Pool:
     """Starts processes when they are needed, and replaces those that have ended."""
 
@@ -273,6 +252,9 @@ class _Pool:
             if len(self._processes) < self._size:
                 self._processes.append(_Process(self._spec))
             return min(self._processes, key=lambda one: (not one.started.done(), one.num_running))
+
+
+_pool = functools.cache(_Pool)
 
 
 class _Process:

@@ -108,7 +108,7 @@ class EngineAdapters:
             self._requests[""] = LoRARequest(_POLICY, _POLICY_ID, _POLICY)
             self._shapes = adapter_shapes(read_architecture(spec.model), spec.lora)
             tensors = {name: torch.zeros(shape) for name, shape in self._shapes.items()}
-            self._load(self._requests[""], self._lora, tensors)
+            self._load(self._requests[""], self._lora, tensors, version=0)
 
     def request(self, name: str) -> LoRARequest | None:
         """Return what vLLM's requests with this adapter have; None for the model alone. Raises
@@ -127,7 +127,7 @@ class EngineAdapters:
                 f"version {version}: its tensors are not those of an adapter of rank "
                 f"{self._lora.rank} on {self._model}: {wrong[:2]}"
             )
-        self._replace(self._requests[""], self._lora, tensors, version)
+        self._load(self._requests[""], self._lora, tensors, version)
 
     def fill_slot(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Load what the server published as ``version`` (`slot_tensors`). No running request has
@@ -137,38 +137,33 @@ class EngineAdapters:
         slot, lora, own = read_slot(tensors)
         name = slot_adapter(slot, version)
         new = LoRARequest(name, slot + 1, name)
-        self._replace(new, lora, own, version)
+        self._load(new, lora, own, version)
         kept = {n: one for n, one in self._requests.items() if one.lora_int_id != new.lora_int_id}
         self._requests = kept | {name: new}
 
-    def _replace(
+    def _load(
         self,
         request: LoRARequest,
         lora: LoraConfig,
         tensors: Mapping[str, torch.Tensor],
         version: int,
     ) -> None:
-        try:
-            self._load(request, lora, tensors)
-        except Exception as cause:  # of many types
-            raise WeightSyncError(f"version {version} cannot be loaded: {cause!r}") from cause
-
-    def _load(
-        self, request: LoRARequest, lora: LoraConfig, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
         from vllm.lora.request import LoRARequest
 
-        folder, lock = _private_folder(sum(tensor.nbytes for tensor in tensors.values()))
         try:
-            write_adapter(folder, lora, tensors, base=str(self._model))
-            name, number = request.lora_name, request.lora_int_id
-            new = LoRARequest(name, number, str(folder), load_inplace=True)
-            if not self._engine.add_lora(new):
-                raise RuntimeError("vLLM has not added the adapter")
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            if lock is not None:
-                os.close(lock)
+            folder, lock = _private_folder(sum(tensor.nbytes for tensor in tensors.values()))
+            try:
+                write_adapter(folder, lora, tensors, base=str(self._model))
+                name, number = request.lora_name, request.lora_int_id
+                new = LoRARequest(name, number, str(folder), load_inplace=True)
+                if not self._engine.add_lora(new):
+                    raise RuntimeError("vLLM has not added the adapter")
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+                if lock is not None:
+                    os.close(lock)
+        except Exception as cause:  # of many types
+            raise WeightSyncError(f"version {version} cannot be loaded: {cause!r}") from cause
 
 
 def _private_folder(num_bytes: int) -> tuple[Path, int | None]:

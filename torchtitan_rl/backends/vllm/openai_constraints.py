@@ -1,13 +1,9 @@
 """Applies, removes or refuses fields of requests that constrain the sampling.
 
 Agent libraries mark tools as strict, require a call or send a schema; vLLM turns each of these into
-a grammar. `EndpointConfig.constraints` decides whether constraints apply:
-
-- ``constrained``: all constraints apply, as in vLLM.
-- ``free``: no constraint applies, and each constraining field is counted. The tool parser finds the
-  calls in the text that the policy wrote. If a required call is missing, the answer is text and is
-  counted.
-- ``refuse``: a request with a constraining field gets a 400 that names the field.
+a grammar. `EndpointConfig.constraints` decides whether constraints apply. With ``free``, the tool
+parser finds the calls in the text that the policy wrote. If a required call is missing, the answer
+is text and is counted.
 
 Invariant: unless this option is ``constrained``, no request reaches an engine with a constraint.
 This includes constraints that clients did not send: some tool parsers add a grammar.
@@ -16,6 +12,7 @@ This includes constraints that clients did not send: some tool parsers add a gra
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,6 +35,7 @@ _SAMPLING_FIELDS = (
     "ignore_eos",
 )
 _FREE_CHOICES = (None, "auto", "none")  # values of `tool_choice` that require no call
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # what UTF-8 cannot encode
 _DEFAULTS = VllmSamplingParams()
 
 
@@ -150,7 +148,7 @@ def readable_calls(parser_class: Any) -> Any:
     class ReadableCalls(parser_class):
         def parse(self, text: str, request: Any, *args: Any, **options: Any) -> Any:
             parsed = super().parse(text, request, *args, **options)
-            if all(_is_encodable(call.name + call.arguments) for call in parsed[2] or ()):
+            if not any(_SURROGATE.search(call.name + call.arguments) for call in parsed[2] or ()):
                 return parsed
             without_tools = request.model_copy(update={"tool_choice": "none"})
             return super().parse(text, without_tools, *args, **options)
@@ -166,14 +164,6 @@ def readable_calls(parser_class: Any) -> Any:
             return delta
 
     return ReadableCalls
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def call_mark(parser: Any) -> str | None:

@@ -35,16 +35,6 @@ from torchtitan_rl.serving.middleware import current_run, session_id
 _UNSERVED = ("background", "conversation")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Turn:
-    """What is stored with a request's response. ``items`` is the request's own input."""
-
-    session: str | None
-    items: list[Any]
-    previous: str | None
-    is_stored: bool
-
-
 class Responses(RefusalErrors, OpenAIServingResponses):
     parser: Any
 
@@ -84,9 +74,7 @@ class Responses(RefusalErrors, OpenAIServingResponses):
             request = ResponsesRequest.model_validate({**given, "input": whole})
         # A client could choose another response's id.
         request.request_id = f"resp_{current_run.get().request_id or random_uuid()}"
-        request.turn = _Turn(
-            session=session, items=items, previous=previous, is_stored=bool(request.store)
-        )
+        request.turn = session, items, previous, bool(request.store)  # for the whole answer
         request.store = False  # vLLM itself stores nothing
         return request
 
@@ -104,8 +92,8 @@ class Responses(RefusalErrors, OpenAIServingResponses):
             request, sampling_params, outputs, context, *args, **options
         )
         if isinstance(answer, ResponsesResponse):
-            turn = request.turn
-            answer.previous_response_id = turn.previous
+            session, items, previous, is_stored = request.turn
+            answer.previous_response_id = previous
             calls = [item for item in answer.output if item.type == "function_call"]
             self.engine_client.constraints.note_answer(
                 request,
@@ -113,9 +101,9 @@ class Responses(RefusalErrors, OpenAIServingResponses):
                 text=context.final_output.outputs[0].text,
                 mark=call_mark(self.parser),
             )
-            if turn.is_stored:
+            if is_stored:
                 response = answer.model_dump(mode="json", by_alias=True)
-                self.store.keep(turn.session, response, turn.items, turn.previous)
+                self.store.keep(session, response, items, previous)
         return answer
 
     def responses_stream_generator(
