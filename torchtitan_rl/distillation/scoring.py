@@ -36,11 +36,9 @@ class Teacher(Protocol):
     async def score(self, name: str, token_ids: tuple[int, ...]) -> TokenScores:
         """Score all tokens after the first one. ``name`` is unique among the running calls. Raises
         TeacherError: there is no hope that the teacher answers, or its deadline has passed."""
-        ...
 
     def num_failures(self) -> int:
         """Failures so far that another replica or attempt had to make up for."""
-        ...
 
 
 class ReplicaTeacher:
@@ -92,15 +90,11 @@ class Teachers:
     async def score(self, rollout: Rollout, problem: Problem) -> Rollout:
         """Return the rollout with the scores of its turns. Turns that are in no episode have none.
         Raises TeacherError: see `Teacher.score`; or a score is not a finite number."""
-        source = self.source_for(problem.task)
+        source, name = self.source_for(problem.task), f"{rollout.rollout_id}/teacher"
         episodes = turns_by_episode(rollout)
         async with asyncio.TaskGroup() as scoring:
             tasks = [
-                scoring.create_task(
-                    self._score(
-                        source, f"{rollout.rollout_id}/teacher{number}", turns[-1].token_ids
-                    )
-                )
+                scoring.create_task(self._score(source, f"{name}{number}", turns[-1].token_ids))
                 for number, turns in enumerate(episodes)
             ]
         scores_of = {

@@ -19,8 +19,7 @@ Errors of the environment and the generator become a status with a cause and are
 
 A recorded rollout continues after its finished turns, with the same requests and seeds as without
 the interruption; only its time-out starts again. If its environment cannot be restored, it starts
-from the beginning, and the recorded tokens are reported as discarded. A request's id and seed
-depend only on the run's seed, the rollout, the turn and the attempt.
+from the beginning, and the recorded tokens are reported as discarded.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Protocol
 
 from torchtitan_rl.aio import loop_s
@@ -103,6 +103,7 @@ class _Session:
             await self.recording.stop(list(self.recording.running))
 
 
+@dataclass(eq=False)
 class Sessions:
     """All sessions of one router.
 
@@ -110,20 +111,15 @@ class Sessions:
     OSError, the session stays open, and can be closed again.
     """
 
-    def __init__(
-        self,
-        router: GeneratorRouter,
-        *,
-        timeout_s: float = 600.0,
-        max_held_tokens: int = MAX_HELD_TOKENS,
-        max_total_tokens: int = MAX_TOTAL_TOKENS,
-        keep: Callable[[SessionReport], None] | None = None,
-    ) -> None:
-        self._router = router
-        self._keep = keep
-        self._max_held_tokens = max_held_tokens
-        self._budget = TokenBudget(max_total_tokens)
-        self._timeout_s = timeout_s
+    router: GeneratorRouter
+    _: KW_ONLY
+    timeout_s: float = 600.0
+    max_held_tokens: int = MAX_HELD_TOKENS
+    max_total_tokens: int = MAX_TOTAL_TOKENS
+    keep: Callable[[SessionReport], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._budget = TokenBudget(self.max_total_tokens)
         self._open: dict[str, _Session] = {}
         self._ended: OrderedDict[str, SessionReport] = OrderedDict()
         self._counts = SessionCounts()
@@ -141,7 +137,7 @@ class Sessions:
             GenerationError: the router failed to complete the request.
         """
         if request.session_id is None:
-            return await self._router.generate(request, on_progress)
+            return await self.router.generate(request, on_progress)
         session_id = _without_part(request.session_id)
         session = self._open.get(session_id)
         if session is None:
@@ -184,8 +180,8 @@ class Sessions:
         ending = SessionEnding.UNREWARDED if reward is None else SessionEnding.REWARDED
         report = session.report(ending, reward)
         try:
-            if self._keep is not None and report.episodes:
-                self._keep(report)
+            if self.keep is not None and report.episodes:
+                self.keep(report)
         except OSError as error:
             session.is_closing = False
             message = f"the session is still open, for its episodes could not be written: {error}"
@@ -269,12 +265,12 @@ class Sessions:
                 raise RefusedError(429, "too_many_sessions", message)
             session.recording = SessionRecording(
                 session_id=session_id,
-                router=self._router,
+                router=self.router,
                 budget=self._budget,
-                max_held_tokens=self._max_held_tokens,
+                max_held_tokens=self.max_held_tokens,
                 on_change=lambda: self._note_use(session),
             )
-            self._watch(session, self._timeout_s)
+            self._watch(session, self.timeout_s)
         self._open[session_id] = session
         self._note_use(session)
         return session
@@ -290,10 +286,10 @@ class Sessions:
 
     def _abandon_idle(self, session: _Session) -> None:
         idle_s = 0.0 if session.is_running or session.is_closing else loop_s() - session.used_s
-        if idle_s >= self._timeout_s:
+        if idle_s >= self.timeout_s:
             self._end(session, session.report(SessionEnding.ABANDONED))
         else:
-            self._watch(session, self._timeout_s - idle_s)
+            self._watch(session, self.timeout_s - idle_s)
 
     def _end(self, session: _Session, report: SessionReport) -> SessionReport:
         """End a session with ``report``. If the session has already ended, return its earlier
