@@ -373,7 +373,7 @@ class AgentEnv:
         if self._turns is not None:
             counts["unseen_turns"] = sum(not turn.is_seen for turn in self._turns.turns)
             counts["replayed_turns"] = self._turns.num_replayed
-            counts["unreplayed_turns"] = self._turns.num_unreplayed
+            counts["unreplayed_turns"] = len(self._turns.unreplayed)
         own = {f"agent/{name}": float(number) for name, number in counts.items()}
         return Terminal(reward=reward, metrics=dict(result.metrics) | own)
 

@@ -124,8 +124,7 @@ class MessageTokenEnv:
         self._tools = list(state["tools"])
         self._prompt = tuple(state["prompt"])
         self._images = tuple(
-            PromptImage(**one | {"data": b64decode(one["data"])})
-            for one in state.get("images", ())  # earlier versions did not write it
+            PromptImage(**one | {"data": b64decode(one["data"])}) for one in state["images"]
         )
 
     async def reset(self) -> Observation:

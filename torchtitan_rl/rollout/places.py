@@ -12,9 +12,8 @@ calls), and so how many rollouts fill them. At first all rollouts are young and 
 times as much is assumed, and less as rollouts end.
 
 Rollouts vary in length, so the right number would overflow the caches at times, and leave room at
-others. Against this, the limit exceeds the number that fills the caches by twice their free share.
-What is too much for a moment waits in the engine loops, which start no request in a nearly full
-cache (`num_fitting`).
+others. So the limit is higher; what is too much for a moment waits in the engine loops, which start
+no request in a nearly full cache (`num_fitting`).
 
 | reading | limit |
 |---|---|

@@ -73,8 +73,7 @@ class EnvSession:
 
     async def run(self, turns: TurnTree) -> Terminal | None:
         """Run a `TreeEnv` to its end. Returns None if a limit was reached first."""
-        if not is_tree_env(self._env):
-            raise TypeError(f"{type(self._env).__name__} has no run")
+        assert is_tree_env(self._env)
         abandoned.require_few()
         work = asyncio.ensure_future(within(None, self._env.run, turns))
         try:

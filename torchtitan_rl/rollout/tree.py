@@ -60,7 +60,8 @@ class TurnTree:
     the rollout calls the other methods.
 
     ``limit`` is the status of the limit that was reached. ``num_asked`` and ``num_replayed`` count
-    requests since the start or the last restart. ``is_amended``: recorded turns were changed.
+    requests since the start or the last restart. ``unreplayed`` are the indices of recorded turns
+    that were not requested again since. ``is_amended``: recorded turns were changed.
     """
 
     make_request: Callable[[int, Observation, str], GenerationRequest]
@@ -88,7 +89,7 @@ class TurnTree:
         self._sampled: dict[str, Turn] = {}  # not recorded yet
         self._rewards: dict[str, float] = {}  # of turns that are not recorded yet
         self._running: set[asyncio.Task[None]] = set()
-        self._replayable: list[int] = []
+        self.unreplayed: list[int] = []
         self._num_like: Counter[str] = Counter()  # requests, by prompt
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -109,11 +110,6 @@ class TurnTree:
     @property
     def is_sampling(self) -> bool:
         return bool(self._running)
-
-    @property
-    def num_unreplayed(self) -> int:
-        """Number of recorded turns that the restarted environment has not requested again."""
-        return len(self._replayable)
 
     # For the environment.
 
@@ -272,10 +268,10 @@ class TurnTree:
     def _replay(
         self, request: GenerationRequest, key: str, answer: Callable[[Completion], bool]
     ) -> str | None:
-        for index in self._replayable:
+        for index in self.unreplayed:
             turn = self._turns[index]
             if turn.request_key == key and _answers(turn, request):
-                self._replayable.remove(index)
+                self.unreplayed.remove(index)
                 self.num_replayed += 1
                 self._amend(index, is_seen=answer(turn.completion))
                 self._report_idle()
@@ -286,7 +282,7 @@ class TurnTree:
         self._num_like.clear()
         self.num_asked = self.num_replayed = 0
         self._turns = [replace(turn, is_seen=False, branch_reward=None) for turn in self._turns]
-        self._replayable = list(range(len(self._turns))) if replays else []
+        self.unreplayed = list(range(len(self._turns))) if replays else []
         self.is_amended = self.is_amended or bool(self._turns)
 
     def _count_like(self, observation: Observation) -> tuple[str, int]:

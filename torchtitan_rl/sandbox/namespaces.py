@@ -296,7 +296,12 @@ class SyscallFilter:
             self._rules(_ERRNO | errno.EPERM, _REFUSED_ELSEWHERE)
         for mask, value in kinds:
             self._rule(_ALLOW, "clone", _Comparison(0, _MASKED_EQUAL, mask, value))
-        self._program = self._compiled() if own_machine else None
+        self._program: bytes | None = None
+        if own_machine:
+            with open(os.memfd_create("filter"), "rb") as file:
+                _check(self._library.seccomp_export_bpf(self._context, file.fileno()), "seccomp")
+                file.seek(0)
+                self._program = file.read()
 
     def load(self) -> None:
         """Apply the filter to this process and all processes that it starts, irrevocably."""
@@ -307,12 +312,6 @@ class SyscallFilter:
         own = _Comparison(0, _MASKED_EQUAL, _ALL_BITS, os.getpid())
         self._rule(_ALLOW, "tgkill", own)
         _check(self._library.seccomp_load(self._context), "seccomp")
-
-    def _compiled(self) -> bytes:
-        with open(os.memfd_create("filter"), "rb") as file:
-            _check(self._library.seccomp_export_bpf(self._context, file.fileno()), "seccomp")
-            file.seek(0)
-            return file.read()
 
     def _rules(self, action: int, names: str) -> None:
         for name in names.split():

@@ -27,10 +27,6 @@ A process of the endpoint that follows a lost one asks the controller for the ru
 (``repeated``), and starts such a run again; the controller then answers its calls with the results
 of the first time (`serving.runs`). If the run fails then, for instance because the queue is full,
 the next repetition takes it.
-
-When the responses of ended runs take more than ``max_kept_bytes`` together, the oldest are dropped.
-The newest ``max_failed`` failed runs are remembered without their responses, so that a retry starts
-a new run.
 """
 
 from __future__ import annotations
@@ -67,8 +63,8 @@ class RetryOptions:
     grace_s: float = 10.0  # the official clients pause for at most 8 s between two attempts
     keep_s: float = 900.0
     max_remembered: int = 200_000
-    max_kept_bytes: int = 64 << 20
-    max_failed: int = 4096
+    max_kept_bytes: int = 64 << 20  # of responses of ended runs; the oldest are dropped
+    max_failed: int = 4096  # runs that are remembered, without their responses
 
 
 class Retries:

@@ -279,7 +279,8 @@ class _Process:
             bufsize=1,
             start_new_session=True,  # Ctrl-C goes only to the controller
         )
-        self._noise = threading.Thread(target=self._read_errors, daemon=True)
+        lines = cast("IO[str]", self._process.stderr)
+        self._noise = threading.Thread(target=self._errors.extend, args=(lines,), daemon=True)
         self._noise.start()
         threading.Thread(target=self._read_answers, daemon=True).start()
 
@@ -334,9 +335,6 @@ class _Process:
                 waiting.set_result({"error": cause})
         if not self.started.done():
             self.started.set_exception(VerifiersError(f"{self._env}: {cause}"))
-
-    def _read_errors(self) -> None:
-        self._errors.extend(cast("IO[str]", self._process.stderr))
 
 
 def _last_line(lines: Any) -> str:

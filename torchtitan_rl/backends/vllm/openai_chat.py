@@ -1,8 +1,5 @@
-"""vLLM's classes for chats, completions and Anthropic's messages, changed in three ways:
-
-- For requests with ``return_token_ids``, answers have ``policy_versions``.
-- An error before a stream's first token is an error response, not an event of the stream.
-- A refusal has the message of the controller.
+"""vLLM's classes for chats, completions and Anthropic's messages, with the differences that
+`openai.py` lists. A refusal has the message of the controller.
 
 vLLM translates Anthropic's API (`/v1/messages`) to a chat and back; `anthropic_error` converts
 errors. A call whose arguments are not a JSON object, which a policy that samples freely may write,

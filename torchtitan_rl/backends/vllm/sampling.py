@@ -11,10 +11,6 @@ A request that resumes after earlier sampled tokens is treated as if it had neve
 | scheduling (computed at once, or served from the prefix cache) | prompt |
 
 The detokenizer, the scheduler and the model runner each get them once, at admission.
-
-`KeptSets` records which tokens vLLM's sampler kept, for the requests that are trained on, from the
-final distribution after all truncation; other requests have no cost. vLLM itself reports such sets
-only with its V2 model runner and only for requests with a top_k.
 """
 
 from __future__ import annotations
@@ -269,9 +265,10 @@ _MAX_GRAMMARS = 64  # serialized grammars in the cache
 
 
 class KeptSets:
-    """The set of candidates of the newest token of each recorded request, by vLLM's internal
-    request ids. A set is None if its shortest encoding takes more than ``4 * max_tokens`` bytes;
-    its token is not trained on."""
+    """The set of tokens that vLLM's sampler kept after all truncation for the newest token of each
+    recorded request, by vLLM's internal request ids. vLLM itself reports such sets only with its V2
+    model runner and only for requests with a top_k. A set is None if its shortest encoding takes
+    more than ``4 * max_tokens`` bytes; its token is not trained on."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_bytes = 4 * max_tokens
