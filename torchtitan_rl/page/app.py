@@ -19,7 +19,6 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -29,7 +28,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchtitan_rl.aio import first_of
@@ -40,11 +40,6 @@ from torchtitan_rl.page.details import rollout_details, token_texts
 from torchtitan_rl.page.index import RunIndex, parse_row
 from torchtitan_rl.page.rollouts import ParameterError
 
-STATIC = {
-    "index.html": "text/html; charset=utf-8",
-    "app.js": "text/javascript; charset=utf-8",
-    "app.css": "text/css; charset=utf-8",
-}
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -163,16 +158,6 @@ def page_app(page: Page, *, host: str, port: int, key: str = "") -> ASGIApp:
         _parameters(request, ())
         return StreamingResponse(page.events(), media_type="text/event-stream")
 
-    async def static(request: Request) -> Response:
-        name = request.path_params.get("name", "index.html")
-        if name not in STATIC:
-            raise HTTPException(404, "not found")
-        try:
-            content = files("torchtitan_rl.page").joinpath("static", name).read_bytes()
-        except OSError as error:
-            raise HTTPException(404, "not found") from error
-        return Response(content, media_type=STATIC[name])
-
     of_run = "runs/{run}"
     routes = [
         route("runs", runs),
@@ -186,8 +171,7 @@ def page_app(page: Page, *, host: str, port: int, key: str = "") -> ASGIApp:
         Route(f"/api/{of_run}/trace.json", trace),
         route(f"{of_run}/now", views.now),
         route(f"{of_run}/config", views.configuration),
-        Route("/", static),
-        Route("/{name}", static),
+        Mount("/", StaticFiles(packages=[("torchtitan_rl.page", "static")], html=True)),
     ]
     app = Starlette(
         routes=routes,
@@ -282,13 +266,13 @@ def _host_of(request: Request) -> str:
 
 def _parameters(request: Request, known: Sequence[str] | None) -> Mapping[str, str]:
     """Raises ParameterError if a parameter is not ``known`` (if any is), or given twice."""
-    items = request.query_params.multi_items()
-    found = dict(items)
-    for name, _ in items:
-        if len(found) < len(items) and [one for one, _ in items].count(name) > 1:
+    found: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name in found:
             raise ParameterError(f"{name[:50]}: give it once")
         if known is not None and name not in known:
             raise ParameterError(f"{name[:50]}: no such parameter")
+        found[name] = value
     return found
 
 

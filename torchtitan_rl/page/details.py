@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from torchtitan_rl.observability.explain import finite
 from torchtitan_rl.page.values import (
@@ -30,7 +29,6 @@ MAX_TOKEN_TEXT = 200
 MAX_TOKENS = 20_000  # of one rollout in an answer
 _MAX_INCOMPLETE = 8  # tokens without a whole character; a character has up to four
 _MAX_TEXTS = 2_000_000  # characters of all turns, and of all messages
-_FACTOR = 6_364_136_223_846_793_005  # odd; of the hashes of beginnings
 
 Row = Mapping[str, Any]
 Decode = Callable[[Sequence[int]], list[str]]
@@ -106,35 +104,24 @@ def _ratio(of_trainer: float | None, logprob: float | None) -> float | None:
 
 def _parents(turns: Sequence[Row]) -> list[int | None]:
     """For each turn, the earlier turn whose prompt and completion its prompt extends; the longest
-    of several. Beginnings are compared by hashes, because a rollout may have many long prompts."""
-    prompts = [_token_ids(turn, "prompt_token_ids") for turn in turns]
-    wholes = [
-        np.concatenate([prompt, _token_ids(turn, "token_ids")])
-        for prompt, turn in zip(prompts, turns, strict=True)
-    ]
-    ends = [_hashes(whole)[-1:] for whole in wholes]
+    of several. Beginnings are compared by digests, because a rollout may have many long prompts."""
     parents: list[int | None] = []
-    for index, prompt in enumerate(prompts):
-        hashes, parent = _hashes(prompt), None
-        for earlier in range(index):
-            length = len(wholes[earlier])
-            is_longer = parent is None or length > len(wholes[parent])
-            if is_longer and 0 < length <= len(prompt) and hashes[length - 1] == ends[earlier][0]:
-                parent = earlier
+    by_digest: dict[bytes, int] = {}  # the earlier turns
+    lengths: set[int] = set()  # theirs, in bytes
+    for number, turn in enumerate(turns):
+        prompt, completion = (
+            array("q", integers(turn.get(name))).tobytes()
+            for name in ("prompt_token_ids", "token_ids")
+        )
+        hashed, start, parent = sha256(), 0, None
+        for end in sorted(length for length in lengths if length <= len(prompt)):
+            hashed.update(prompt[start:end])
+            start, parent = end, by_digest.get(hashed.digest(), parent)
         parents.append(parent)
+        if whole := prompt + completion:
+            by_digest.setdefault(sha256(whole).digest(), number)
+            lengths.add(len(whole))
     return parents
-
-
-def _token_ids(turn: Row, name: str) -> NDArray[np.uint64]:
-    ids = integers(turn.get(name))
-    return np.array(ids, dtype=np.int64).astype(np.uint64)
-
-
-def _hashes(ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The hash of each beginning of ``ids``."""
-    factors = np.cumprod(np.full(len(ids), _FACTOR, dtype=np.uint64), dtype=np.uint64)
-    hashes: NDArray[np.uint64] = np.cumsum((ids + np.uint64(1)) * factors, dtype=np.uint64)
-    return hashes
 
 
 # The texts of tokens.

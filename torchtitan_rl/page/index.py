@@ -213,7 +213,7 @@ class RunIndex:
         self._sources: dict[str, GrowingRows] = {}
         self.rollouts = RolloutTable()
         self.trace = TraceIndex(self.folder / "traces")
-        self.cached: dict[str, Any] = {}  # by the views
+        self.described: tuple[Any, dict[str, Any]] | None = None  # by the views: with its key
 
     @property
     def kind(self) -> str:

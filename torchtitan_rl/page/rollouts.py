@@ -141,7 +141,9 @@ class RolloutTable:
         n = self._numbers[source] = self._numbers.get(source, first) + 1
         brief = _brief(row, step) | {"source": source}
         if source:
-            self._remove_repeated(source, brief["rollout_id"])
+            self._db.execute("CREATE INDEX IF NOT EXISTS by_rollout ON rollouts (rollout_id)")
+            repeated = (source, brief["rollout_id"])
+            self._db.execute("DELETE FROM rollouts WHERE source = ? AND rollout_id = ?", repeated)
         values = [brief[name] for name in _COLUMNS]
         self._db.execute(f"INSERT INTO rollouts VALUES ({_marks(1 + len(values))})", (n, *values))
         details = (n, brief["excerpt"], file, start, size)
@@ -224,11 +226,6 @@ class RolloutTable:
         if not self._is_writing:
             self._db.execute("BEGIN")
             self._is_writing = True
-
-    def _remove_repeated(self, source: str, rollout_id: str) -> None:
-        self._db.execute("CREATE INDEX IF NOT EXISTS by_rollout ON rollouts (rollout_id)")
-        where = "source = ? AND rollout_id = ?"
-        self._db.execute(f"DELETE FROM rollouts WHERE {where}", (source, rollout_id))
 
     def _summarized(self) -> Json:
         """The statuses and the range of steps, computed again after a change."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -46,7 +46,6 @@ _WHY_OF = {
     "trainer": {"rollout": "waits for rollouts", "train": "the batch is being packed"},
     "replica": {"rollout": "has no request: environments and rewards are at work"},
 }
-_UNKNOWN = "no reason recorded"
 _CONTROLLER = "controller"
 
 Json = dict[str, Any]
@@ -71,11 +70,9 @@ class _Track:
         self.names.append(name)
 
     def arrays(self, ahead_ms: float) -> Spans:
-        """Starts, durations and names, by start."""
-        starts = np.array(self.start_ms) - ahead_ms
-        order = np.argsort(starts, kind="stable")
+        """Starts, durations and names, in no order."""
         names = np.array(self.names, dtype=np.int64)
-        return starts[order], np.array(self.duration_ms)[order], names[order]
+        return np.array(self.start_ms) - ahead_ms, np.array(self.duration_ms), names
 
 
 class _TraceFile:
@@ -163,7 +160,7 @@ class TraceIndex:
 
 def timeline(
     trace: TraceIndex,
-    steps: Sequence[tuple[int, float, float]],
+    steps: Iterable[tuple[int, float, float]],
     *,
     begin: float | None,
     end: float | None,
@@ -172,7 +169,7 @@ def timeline(
     """The part of the trace between two times.
 
     Args:
-        steps: number, begin and end of each step, in Unix milliseconds.
+        steps: number, end (in Unix seconds) and length of each step; NaN if unknown.
         begin, end: milliseconds since the begin of the trace; None for its ends.
         width: how many pixels show it.
     """
@@ -199,15 +196,18 @@ def timeline(
         if name == _CONTROLLER
         for track, (starts, lengths, _) in tracks.items()
     }
-    shown, idle = [], []
+    shown: list[Json] = []
+    idle: list[Json] = []
     for name, host, tracks in inside:
-        gaps = _gaps(name, _all_of(tracks), phases, low, high)
+        busy, shortest_ms = _all_of(tracks), max(_MIN_IDLE_MS, _MIN_IDLE_PIXELS * pixel)
+        idle_s, gaps = _gaps(name, busy, phases, low, high, shortest_ms)
+        idle += gaps
         shown.append(
             {
                 "name": name,
                 "host": host,
-                "busy_share": _covered(_all_of(tracks), low, high) / (high - low),
-                "idle_s": gaps.seconds(),
+                "busy_share": _covered(busy, low, high) / (high - low),
+                "idle_s": idle_s,
                 "tracks": [
                     {
                         "name": track,
@@ -219,7 +219,6 @@ def timeline(
                 ],
             }
         )
-        idle += gaps.longer_than(max(_MIN_IDLE_MS, _MIN_IDLE_PIXELS * pixel))
     return {
         "begin_unix_s": zero / 1e3,
         "from": low,
@@ -228,7 +227,9 @@ def timeline(
         "names": trace.names,
         "processes": shown,
         "steps": [
-            {"step": step, "from": first - zero, "to": end - zero} for step, first, end in steps
+            {"step": step, "from": (end_s - length_s) * 1e3 - zero, "to": end_s * 1e3 - zero}
+            for step, end_s, length_s in steps
+            if math.isfinite(end_s) and math.isfinite(length_s)
         ],
         "idle": idle,
     }
@@ -249,10 +250,9 @@ def _all_of(tracks: Mapping[str, Spans]) -> Union:
     return _union(starts, starts + lengths)
 
 
-def _tracks(
-    files: Sequence[tuple[_TraceFile, float]],
-) -> dict[str, Spans]:
-    """The spans of a process by track: the files of its lives and of a full trace in one."""
+def _tracks(files: Sequence[tuple[_TraceFile, float]]) -> dict[str, Spans]:
+    """The spans of a process by track, by start: the files of its lives and of a full trace in
+    one."""
     parts: dict[str, list[Any]] = {}
     for one, ahead_ms in files:
         for track in one.tracks.values():
@@ -304,49 +304,41 @@ def _covered(union: Union, low: float, high: float) -> float:
     return float(np.maximum(ends - starts, 0.0).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class _Gaps:
-    """The times in which a process does nothing, each with its reason."""
-
-    process: str
-    begins: Floats
-    ends: Floats
-    reasons: Sequence[str]
-    reason_of: NDArray[np.int64]
-
-    def seconds(self) -> dict[str, float]:
-        """The seconds of all gaps by reason."""
-        totals = np.bincount(self.reason_of, self.ends - self.begins, len(self.reasons)) / 1e3
-        return {why: round(float(s), 3) for why, s in zip(self.reasons, totals, strict=True) if s}
-
-    def longer_than(self, shortest_ms: float) -> list[Json]:
-        chosen = np.flatnonzero(self.ends - self.begins >= shortest_ms)
-        return [
-            {
-                "process": self.process,
-                "from": round(float(self.begins[at]), 3),
-                "to": round(float(self.ends[at]), 3),
-                "why": self.reasons[self.reason_of[at]],
-            }
-            for at in chosen
-        ]
-
-
-def _gaps(process: str, busy: Union, phases: Mapping[str, Union], low: float, high: float) -> _Gaps:
-    """The gaps of a trainer or a replica, each with the phase of the controller that covers most
-    of it; of other processes none."""
+def _gaps(
+    process: str,
+    busy: Union,
+    phases: Mapping[str, Union],
+    low: float,
+    high: float,
+    shortest_ms: float,
+) -> tuple[dict[str, float], list[Json]]:
+    """The seconds in which a trainer or a replica does nothing, by reason, and the gaps of at least
+    ``shortest_ms``; of other processes none. The reason of a gap is the phase of the controller
+    that covers most of it."""
     words = next((own for kind, own in _WHY_OF.items() if process.startswith(kind)), None)
+    if words is None:
+        return {}, []
     begins = np.clip(np.concatenate([[low], busy[1]]), low, high)
     ends = np.clip(np.concatenate([busy[0], [high]]), low, high)
-    if words is None:
-        begins = ends = np.zeros(0)
     is_gap = ends > begins
     begins, ends = begins[is_gap], ends[is_gap]
     # The first row lets a gap of which no phase covers a fifth be without reason.
     covered = [0.2 * (ends - begins), *(_covering(one, begins, ends) for one in phases.values())]
-    reasons = [_UNKNOWN]
-    reasons += [(_WHY | (words or {})).get(one, f"the controller is in {one}") for one in phases]
-    return _Gaps(process, begins, ends, reasons, np.argmax(np.array(covered), axis=0))
+    reason_of = np.argmax(np.array(covered), axis=0)
+    reasons = ["no reason recorded"]
+    reasons += [(_WHY | words).get(one, f"the controller is in {one}") for one in phases]
+    totals_s = np.bincount(reason_of, ends - begins, len(reasons)) / 1e3
+    idle_s = {why: round(float(s), 3) for why, s in zip(reasons, totals_s, strict=True) if s}
+    long = [
+        {
+            "process": process,
+            "from": round(float(begins[at]), 3),
+            "to": round(float(ends[at]), 3),
+            "why": reasons[reason_of[at]],
+        }
+        for at in np.flatnonzero(ends - begins >= shortest_ms)
+    ]
+    return idle_s, long
 
 
 def _covering(union: Union, begins: Floats, ends: Floats) -> Floats:
@@ -358,12 +350,3 @@ def _covering(union: Union, begins: Floats, ends: Floats) -> Floats:
     before = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])
     result: Floats = np.interp(ends, times, before) - np.interp(begins, times, before)
     return result
-
-
-def step_times(steps: Sequence[int], wall_s: Sequence[float], step_s: Sequence[float]) -> list[Any]:
-    """Number, begin and end of each step, in Unix milliseconds."""
-    return [
-        (step, (end - length) * 1e3, end * 1e3)
-        for step, end, length in zip(steps, wall_s, step_s, strict=True)
-        if math.isfinite(end) and math.isfinite(length)
-    ]

@@ -26,10 +26,10 @@ from torchtitan_rl.observability.explain import (
 )
 from torchtitan_rl.observability.failures import read_failures, summarize_failures
 from torchtitan_rl.observability.page_files import LAUNCH_FILE
-from torchtitan_rl.observability.sinks import METRIC_TABLE, RowKind
+from torchtitan_rl.observability.sinks import METRIC_TABLE, RowKind, expand_names
 from torchtitan_rl.page.index import Columns, RunIndex
 from torchtitan_rl.page.rollouts import ParameterError, float_in
-from torchtitan_rl.page.timeline import step_times, timeline
+from torchtitan_rl.page.timeline import timeline
 from torchtitan_rl.page.values import clean, plain
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
@@ -45,8 +45,6 @@ Json = dict[str, Any]
 @cache
 def catalogue() -> list[Json]:
     """The rows of the metric table, one for each name."""
-    from torchtitan_rl.observability.sinks import expand_names
-
     section, found = "", []
     for line in METRIC_TABLE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
@@ -87,30 +85,22 @@ def overview(index: RunIndex) -> Json:
     described = describe_run(0, index)
     begin_s = _begin_s(index)
     end_s = time.time() if live else max((one.wall_s[-1] for one in _filled(index)), default=None)
-    return (
-        described
-        | _of_rows(index)
-        | {
-            "phase": plain(live.get("phase")),
-            "num_rows": len(columns),
-            "eta_s": _eta_s(columns, seconds, described["num_steps"]) if live else None,
-            "elapsed_s": None if begin_s is None or end_s is None else max(0.0, end_s - begin_s),
-            "seconds_per_step": seconds,
-            "tokens_per_s": _recent(columns, "tokens/generated_per_second"),
-            "warnings": _warnings(index),
-            "next": _next_commands(index, described),
-            "is_read": index.is_read,
-        }
-    )
-
-
-def _of_rows(index: RunIndex) -> Json:
-    """What the rows say, computed again when they have changed."""
     key = index.counters["metrics"], index.is_read
-    if index.cached.get("key") != key:
-        index.cached = {"key": key, "overview": _describe_rows(index)}
-    described: Json = index.cached["overview"]
-    return described
+    if index.described is None or index.described[0] != key:
+        index.described = key, _describe_rows(index)
+    return {
+        **described,
+        **index.described[1],
+        "phase": plain(live.get("phase")),
+        "num_rows": len(columns),
+        "eta_s": _eta_s(columns, seconds, described["num_steps"]) if live else None,
+        "elapsed_s": None if begin_s is None or end_s is None else max(0.0, end_s - begin_s),
+        "seconds_per_step": seconds,
+        "tokens_per_s": _recent(columns, "tokens/generated_per_second"),
+        "warnings": _warnings(index),
+        "next": _next_commands(index, described),
+        "is_read": index.is_read,
+    }
 
 
 def _describe_rows(index: RunIndex) -> Json:
@@ -183,7 +173,7 @@ def show_timeline(index: RunIndex, parameters: Mapping[str, str]) -> Json:
         raise ParameterError(f"width: give 1 to {_MAX_WIDTH}")
     columns = index.columns[RowKind.STEP]
     step_s = columns.values.get("time/step_s", [math.nan] * len(columns))
-    steps = step_times(columns.steps, columns.wall_s, step_s)
+    steps = zip(columns.steps, columns.wall_s, step_s, strict=True)
     return timeline(index.trace, steps, begin=begin, end=end, width=int(width))
 
 
