@@ -209,10 +209,6 @@ class Evaluated:
     temperature: float
     groups: tuple[RolloutGroup, ...]
 
-    @property
-    def rollouts(self) -> list[Rollout]:
-        return [rollout for group in self.groups for rollout in group.rollouts]
-
 
 def results(evaluated: Sequence[Evaluated], *, success_reward: float) -> list[Json]:
     """One object for each model and temperature. Differences are relative to the first object."""
@@ -229,7 +225,7 @@ def _result(
     *,
     difference_to: Sequence[ProblemScores] | None,
 ) -> Json:
-    rollouts = evaluated.rollouts
+    rollouts = [rollout for group in evaluated.groups for rollout in group.rollouts]
     failed = Counter(one.status.value for one in rollouts if one.status.is_failure)
     samples = min((one.num_samples for one in scores), default=0)
     result: Json = {

@@ -23,6 +23,7 @@ from torchtitan_rl.observability.engine import (
     Overlap,
     advice,
 )
+from torchtitan_rl.types import RolloutStatus
 
 _MIN_STEPS = 6  # fewer steps show no trend
 _SIGNIFICANT = 3.0
@@ -141,7 +142,11 @@ def _describe_learning(facts: RunFacts) -> Iterator[str]:
         )
     reward = _Trend.of(facts.steps, "train/reward_mean")
     if reward is not None:
-        yield f"training: reward {reward.first:.3f} in the first third of the steps, {reward.words}"
+        change = "it rises" if reward.last > reward.first else "it falls"
+        yield (
+            f"training: reward {reward.first:.3f} in the first third of the steps, "
+            f"{reward.last:.3f} in the last: {change if reward.is_real else 'no clear change'}"
+        )
     parts = {
         "entropy": "trainer/entropy",
         "length of answers": "train/response_length_mean",
@@ -225,15 +230,10 @@ def speed_advice(facts: RunFacts) -> str | None:
 
 
 def _failed_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
-    total = sum(_values(facts.steps, "train/rollouts"))
-    failed = {
-        name.removeprefix("train/ended_"): sum(_values(facts.steps, name))
-        for name in {name for row in facts.steps for name in row}
-        if name.startswith("train/ended_") and name.removeprefix("train/ended_") in _FAILURES
-    }
-    share = sum(failed.values()) / total if total else 0.0
+    failed = {one: _ended_share(facts, one) for one in RolloutStatus if one.is_failure}
+    share = sum(failed.values())
     if share > _MOST_FAILED:
-        worst = max(failed, key=lambda name: failed[name])
+        worst = max(failed, key=lambda status: failed[status])
         yield Diagnosis(
             cause=Cause.FAILED_ROLLOUTS,
             what=f"{share:.0%} of the rollouts failed, most of them with {worst}",
@@ -241,10 +241,10 @@ def _failed_rollouts(facts: RunFacts) -> Iterator[Diagnosis]:
         )
 
 
-_FAILURES = (
-    *("step_timeout", "rollout_timeout", "env_error", "generation_error", "reward_error"),
-    "cancelled",
-)
+def _ended_share(facts: RunFacts, status: RolloutStatus) -> float:
+    """The share of the rollouts that ended with this status."""
+    total = sum(_values(facts.steps, "train/rollouts"))
+    return sum(_values(facts.steps, f"train/ended_{status}")) / total if total else 0.0
 
 
 def _learning_rate(facts: RunFacts) -> Iterator[Diagnosis]:
@@ -320,12 +320,11 @@ def _length_collapse(facts: RunFacts) -> Iterator[Diagnosis]:
 
 
 def _cut_answers(facts: RunFacts) -> Iterator[Diagnosis]:
-    cut = sum(_values(facts.steps, "train/ended_max_tokens"))
-    total = sum(_values(facts.steps, "train/rollouts"))
-    if total and cut / total > _MUCH:
+    share = _ended_share(facts, RolloutStatus.MAX_TOKENS)
+    if share > _MUCH:
         yield Diagnosis(
             cause=Cause.CUT_ANSWERS,
-            what=f"{cut / total:.0%} of the rollouts reached the limit of tokens",
+            what=f"{share:.0%} of the rollouts reached the limit of tokens",
             fix="raise rollout.max_total_tokens and rollout.sampling.max_tokens_per_turn",
         )
 
@@ -457,15 +456,11 @@ class _Trend:
         if len(values) < _MIN_STEPS:
             return None
         first, _, last = _thirds(values)
-        means = fmean(first), fmean(last)
-        is_real = abs(means[1] - means[0]) > _SIGNIFICANT * _error(first, last)
-        return _Trend(first=means[0], last=means[1], is_real=is_real)
-
-    @property
-    def words(self) -> str:
-        if not self.is_real:
-            return f"{self.last:.3f} in the last: no clear change"
-        return f"{self.last:.3f} in the last: it {'rises' if self.last > self.first else 'falls'}"
+        before, after = fmean(first), fmean(last)
+        # The standard error of the difference of two means.
+        error = math.sqrt(sum(stdev(part) ** 2 / len(part) for part in (first, last)))
+        is_real = abs(after - before) > _SIGNIFICANT * error
+        return _Trend(first=before, last=after, is_real=is_real)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -510,11 +505,6 @@ def _falls(steps: Sequence[Mapping[str, Any]]) -> list[tuple[_Level, _Level]]:
 def _thirds(values: Sequence[Any]) -> list[Sequence[Any]]:
     size = len(values) // 3
     return [values[:size], values[size:-size], values[-size:]]
-
-
-def _error(first: Sequence[float], last: Sequence[float]) -> float:
-    """The standard error of the difference of two means."""
-    return math.sqrt(sum(stdev(part) ** 2 / len(part) for part in (first, last)))
 
 
 def _phases(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:

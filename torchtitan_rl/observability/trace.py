@@ -25,7 +25,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -43,7 +43,6 @@ HOST_VARIABLE = "TORCHTITAN_RL_HOST"  # set for processes on another host than t
 CLOCKS = "clocks.json"  # in the folder of the traces
 
 HOST_EVENT = "process_labels"  # the event for a text that viewers show next to a process's name
-_NOTHING: AbstractContextManager[None] = nullcontext()
 _MAIN_TRACK = "main"
 
 
@@ -59,12 +58,7 @@ class Tracer:
     """
 
     def __init__(
-        self,
-        trace_dir: Path | None,
-        process: str,
-        *,
-        max_bytes: int = MAX_BYTES,
-        host: str = "",
+        self, trace_dir: Path | None, process: str, *, max_bytes: int = MAX_BYTES, host: str = ""
     ) -> None:
         self._lock = threading.RLock()
         self._process = process
@@ -81,15 +75,14 @@ class Tracer:
         if trace_dir is not None:
             self._write_lines([])
 
-    @property
-    def is_enabled(self) -> bool:
-        return self._folder is not None
-
-    def span(
-        self, name: str, /, *, track: str = _MAIN_TRACK, **args: Any
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def span(self, name: str, /, *, track: str = _MAIN_TRACK, **args: Any) -> Iterator[None]:
         """Record how long the ``with`` block takes. Viewers show ``args`` (JSON-able) with it."""
-        return _NOTHING if self._folder is None else self._measured(name, track, args)
+        start_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.complete(name, start_ns, time.perf_counter_ns(), track=track, **args)
 
     def complete(
         self, name: str, start_ns: int, end_ns: int, /, *, track: str = _MAIN_TRACK, **args: Any
@@ -115,15 +108,6 @@ class Tracer:
                     self._file.close()
                 except OSError as error:
                     self._warn(error)
-                self._file = None
-
-    @contextmanager
-    def _measured(self, name: str, track: str, args: dict[str, Any]) -> Iterator[None]:
-        start_ns = time.perf_counter_ns()
-        try:
-            yield
-        finally:
-            self.complete(name, start_ns, time.perf_counter_ns(), track=track, **args)
 
     def _write(self, event: dict[str, Any], track: str) -> None:
         with self._lock:
@@ -236,13 +220,9 @@ def read_clocks(trace_dir: Path) -> dict[str, ClockOffset]:
 def clocks_of_files(trace_dir: Path) -> dict[str, ClockOffset]:
     """The clock offsets of all files that exist now, by file name. The file, not the host, is the
     key, because after a resume another machine may have the same host name."""
-    clocks = read_clocks(trace_dir)
-    found = {}
-    for path in trace_dir.glob("*.jsonl"):
-        offset = clocks.get(path.name) or clocks.get(path.name.partition("-")[0])
-        if offset is not None:
-            found[path.name] = offset
-    return found
+    clocks, names = read_clocks(trace_dir), (path.name for path in trace_dir.glob("*.jsonl"))
+    found = {name: clocks.get(name) or clocks.get(name.partition("-")[0]) for name in names}
+    return {name: offset for name, offset in found.items() if offset is not None}
 
 
 def _append(file: FileIO, events: list[dict[str, Any]]) -> int:
@@ -283,8 +263,6 @@ class EngineTrace:
         self._start_ns = self._end_ns = self._steps = 0
 
     def __call__(self, work: str, start_ns: int, end_ns: int, /, **details: Any) -> None:
-        if not self._tracer.is_enabled:
-            return
         if work != "step":
             self.flush()
             self._tracer.complete(work, start_ns, end_ns, track=_TRACK, **details)
