@@ -81,8 +81,8 @@ class Failure:
     ``serve_s``: from then until new processes had started, and until they served again.
     ``tokens_again`` and ``steps_again``: sampled tokens and optimizer steps that were lost and are
     taken again; the tokens are those known to be lost. ``requests_again``: requests that clients
-    sent again. ``detail``: how it was shown that the new
-    part equals the old one. ``given_up``: why nothing takes its place.
+    sent again. ``detail``: how it was shown that the new part equals the old one. ``given_up``: why
+    nothing takes its place.
     """
 
     part: Part

@@ -206,11 +206,10 @@ def _decoded(image: Any) -> Any:
             white = Image.new("RGBA", image.size, "WHITE")
             image = Image.alpha_composite(white, image)
         return image.convert("RGB")
+    except ValueError:
+        raise
     except Exception as error:
-        message = (
-            str(error) if isinstance(error, ValueError) else "an image is damaged or truncated"
-        )
-        raise ValueError(message) from error
+        raise ValueError("an image is damaged or truncated") from error
 
 
 def place_images(

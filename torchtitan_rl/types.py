@@ -64,19 +64,10 @@ class RolloutStatus(StrEnum):
     @property
     def is_failure(self) -> bool:
         """Failed rollouts have no reward, and enter neither baseline nor loss."""
-        return self in _FAILURES
+        return self not in _NO_FAILURES
 
 
-_FAILURES = frozenset(
-    {
-        RolloutStatus.STEP_TIMEOUT,
-        RolloutStatus.ROLLOUT_TIMEOUT,
-        RolloutStatus.ENV_ERROR,
-        RolloutStatus.GENERATION_ERROR,
-        RolloutStatus.REWARD_ERROR,
-        RolloutStatus.CANCELLED,
-    }
-)
+_NO_FAILURES = (RolloutStatus.COMPLETED, RolloutStatus.MAX_TURNS, RolloutStatus.MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,9 +40,6 @@ class Watched:
     is_stateful: bool = False
     replays: bool = False
 
-    def seconds(self, method: str) -> list[float]:
-        return [call.seconds for call in self.calls if call.method == method]
-
 
 class Mistake(StrEnum):
     """Kinds of findings; ``--allow`` accepts their names."""
@@ -233,7 +230,7 @@ def describe_rollout(
 
 
 def _took(watched: Watched, method: str, index: int = 0) -> str:
-    seconds = watched.seconds(method)
+    seconds = [call.seconds for call in watched.calls if call.method == method]
     return f"{_MS * seconds[index]:.1f} ms" if index < len(seconds) else "-"
 
 

@@ -398,22 +398,19 @@ def errors_against_row(step: int, position: RunPosition, metrics: MetricsRules) 
     totals, ledger = metrics.totals.get(step), position.ledger
     if totals is None:
         return
-    equal = (
-        ("tokens trained", ledger["trained"], totals.tokens_trained),
-        ("tokens masked", sum(ledger["masked"].values()), sum(totals.tokens_masked.values())),
-        ("groups trained", ledger["groups_trained"], totals.groups_trained),
-    )
-    for name, saved, recorded in equal:
-        if saved != recorded:
-            yield f"{saved} {name}; {recorded} in the row of step {step}"
+    masked = sum(ledger["masked"].values()), sum(totals.tokens_masked.values())
     discarded = sum(ledger["discarded"].values()), sum(totals.tokens_discarded.values())
-    admitted = ledger["groups_admitted"], totals.groups_admitted
-    for name, (saved, recorded) in {
-        "groups admitted": admitted,
-        "tokens discarded": discarded,
-    }.items():
-        if saved < recorded:
+    for name, saved, recorded, may_grow in (
+        ("tokens trained", ledger["trained"], totals.tokens_trained, False),
+        ("tokens masked", *masked, False),
+        ("groups trained", ledger["groups_trained"], totals.groups_trained, False),
+        ("groups admitted", ledger["groups_admitted"], totals.groups_admitted, True),
+        ("tokens discarded", *discarded, True),
+    ):
+        if may_grow and saved < recorded:
             yield f"{saved} {name}; already {recorded} in the row before"
+        if not may_grow and saved != recorded:
+            yield f"{saved} {name}; {recorded} in the row of step {step}"
 
 
 def check_journal(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Number
 from string import Formatter
 from typing import Any
@@ -111,10 +111,6 @@ class Condition:
             return bool(self._compare(found, self._value))
         except TypeError as error:
             raise DataError(f"{place}: {self._text!r} cannot be checked ({error})") from error
-
-
-def all_hold(conditions: Sequence[Condition], row: Row, place: str) -> bool:
-    return all(condition.holds(row, place) for condition in conditions)
 
 
 def _parse(value: str) -> Any:

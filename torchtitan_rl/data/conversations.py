@@ -19,8 +19,8 @@ from typing import Any, Literal
 from torchtitan_rl.bounds import Name, Positive
 from torchtitan_rl.data.columns import column
 from torchtitan_rl.data.row_dataset import RowDataset
-from torchtitan_rl.data.rows import DataError, Row, open_sources
-from torchtitan_rl.errors import ConfigError, one_line
+from torchtitan_rl.data.rows import DataError, Row, contents_of, open_sources
+from torchtitan_rl.errors import one_line
 from torchtitan_rl.rollout.chatml import Message
 from torchtitan_rl.rollout.conversation import conversation_to_episodes
 from torchtitan_rl.rollout.rendering import ChatRenderer, RendererKind, Thinking, make_renderer
@@ -89,7 +89,6 @@ class PairsConfig(ConversationsConfig):
 
     def episodes(self, name: str, place: str, row: Row, renderer: ChatRenderer) -> list[Episode]:
         """Convert a row to two episodes, the chosen one first. DataError: it cannot be used."""
-        tools = _tools(self.tools, row, place)
         columns, tools = (self.chosen, self.rejected), _tools(self.tools, row, place)
         answers = [_messages(name, row, place, text_of="assistant") for name in columns]
         if self.prompt:
@@ -186,17 +185,6 @@ def rows_of(files: Sequence[str], *, seed: int, shuffle: bool) -> RowDataset:
     return RowDataset(files_read, problem, seed=seed, shuffle=shuffle, chosen_by="the files")
 
 
-def contents_of(config: Any, *names: str) -> dict[str, list[str] | None]:
-    """Return what identifies the contents of the files in each field of ``names``."""
-    found: dict[str, list[str] | None] = {}
-    for name in names:
-        try:
-            found[name] = [rows.size for rows in open_sources(getattr(config, name))]
-        except ConfigError:  # a check of the run reports it
-            continue
-    return found
-
-
 def _rendered(
     name: str,
     place: str,
@@ -227,22 +215,18 @@ def _part_without_tokens(
     renderer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> str:
     """What of a conversation would become no tokens, without an error; empty: nothing."""
-    parts = (_part_of_message_without_tokens(renderer, message) for message in messages)
-    return next(filter(None, parts), "tools" if tools and not _has_tools(renderer) else "")
-
-
-def _part_of_message_without_tokens(renderer: Any, message: Message) -> str:
-    if not _has_tokens(renderer, message["role"], False):
-        return f"messages of role {message['role']!r}"
-    if message.get("tool_calls") and not _has_tokens(renderer, message["role"], True):
-        return "tool_calls"
-    if message.get("reasoning_content") and not _has_thoughts(renderer):
-        return "reasoning_content"
-    content = message["content"]
-    for part in content if isinstance(content, list) else ():
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            return "all content but texts"
-    return ""
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if not _has_tokens(renderer, role, False):
+            return f"messages of role {role!r}"
+        if message.get("tool_calls") and not _has_tokens(renderer, role, True):
+            return "tool_calls"
+        if message.get("reasoning_content") and not _has_thoughts(renderer):
+            return "reasoning_content"
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                return "all content but texts"
+    return "tools" if tools and not _has_tools(renderer) else ""
 
 
 @functools.lru_cache(maxsize=256)

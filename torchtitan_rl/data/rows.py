@@ -19,6 +19,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from io import FileIO
@@ -81,6 +82,15 @@ def open_sources(sources: Sequence[str]) -> list[Rows]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{twice[0]}: two files have this name, part of their ids; rename one")
     return opened
+
+
+def contents_of(config: object, *names: str) -> dict[str, list[str]]:
+    """What identifies the contents of the files in each field of ``names``."""
+    found = {}
+    for name in names:
+        with suppress(ConfigError):  # a check of the run reports it
+            found[name] = [rows.size for rows in open_sources(getattr(config, name))]
+    return found
 
 
 def _open_file(path: str) -> Rows:

@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.bounds import CallSeconds, ShareBelowOne
-from torchtitan_rl.data.columns import (
-    Condition,
-    all_hold,
-    column,
-    fill,
-    pattern_errors,
-    template_errors,
-)
+from torchtitan_rl.data.columns import Condition, column, fill, pattern_errors, template_errors
 from torchtitan_rl.data.curriculum import RestConfig, RestingDataset
 from torchtitan_rl.data.row_dataset import RowDataset, in_split
-from torchtitan_rl.data.rows import DataError, Row, open_sources
+from torchtitan_rl.data.rows import DataError, Row, contents_of, open_sources
 from torchtitan_rl.environments.question import QuestionEnv, ToolAnswer, ToolEnv, Tools, as_messages
 from torchtitan_rl.environments.scoring import (
     MATH_SCORE,
@@ -151,11 +143,7 @@ class DataTask(Task):
 
     def resume_identity(self) -> Mapping[str, Any]:
         """A resumed run must have files with the same names and contents."""
-        contents = {}
-        for name in ("train", "validation"):
-            with suppress(ConfigError):  # `errors` reports it
-                contents[name] = [rows.size for rows in open_sources(getattr(self, name))]
-        return contents
+        return contents_of(self, "train", "validation")
 
     def errors(self) -> list[str]:
         found = [] if self.train else ["task.train is empty: give a file"]
@@ -183,7 +171,7 @@ class DataTask(Task):
     def _problem(
         self, split: Split, conditions: list[Condition], row_id: str, place: str, row: Row
     ) -> Problem | None:
-        if not all_hold(conditions, row, f"{place}, task.where"):
+        if not all(one.holds(row, f"{place}, task.where") for one in conditions):
             return None
         messages = self._messages(row, place)
         if not self.validation:

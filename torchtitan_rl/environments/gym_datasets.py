@@ -18,7 +18,6 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from typing import IO, Any, TypedDict, cast
 
 import numpy
@@ -44,22 +43,6 @@ class GymError(TorchtitanRLError):
     """An error that the library raised, in one line."""
 
 
-@functools.cache
-def _process() -> _Process:
-    return _Process()
-
-
-def call_gym(function: str, *args: Any) -> Any:
-    """Call a function of this module in the process with the fixed hash seed. Arguments and result
-    are JSON.
-
-    Raises:
-        GymError: the function raised an error, or the process ended.
-        ConfigError: reasoning-gym is not installed.
-    """
-    return _process().call(function, args)
-
-
 class _Process:
     """Runs `_serve` in a process, which is started again if it has ended. The process ends when its
     standard input is closed."""
@@ -68,7 +51,14 @@ class _Process:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
-    def call(self, function: str, args: Sequence[Any]) -> Any:
+    def call(self, function: str, *args: Any) -> Any:
+        """Call a function of this module in the process with the fixed hash seed. Arguments and
+        result are JSON.
+
+        Raises:
+            GymError: the function raised an error, or the process ended.
+            ConfigError: reasoning-gym is not installed.
+        """
         line = json.dumps([function, args])
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -94,6 +84,9 @@ class _Process:
             bufsize=1,
             start_new_session=True,  # Ctrl-C goes only to the controller
         )
+
+
+call_gym = _Process().call
 
 
 def _serve() -> None:

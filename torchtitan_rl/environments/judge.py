@@ -192,8 +192,10 @@ class Judge:
         config, cost = self._config, _Cost()
         _cost.set(cost)
         place = f"{name}, the judge's prompt"
+        # Not a control token: our endpoint does not parse texts for them, but others may.
         system, prompt = (
-            _as_text(fill(template, row, place)) for template in (config.system, config.prompt)
+            _CONTROL_STRING.sub(r"\g<0> ", fill(template, row, place))
+            for template in (config.system, config.prompt)
         )
         where = f"JudgeConfig.base_url {config.base_url}"
         value = None
@@ -304,12 +306,6 @@ class Judge:
 
 async def _after_response(response: Any) -> None:
     _cost.get().last = f"HTTP {response.status_code}"
-
-
-def _as_text(prompt: str) -> str:
-    """Insert a space into each text that an endpoint might parse as a control token, which ours
-    does not, and others may."""
-    return _CONTROL_STRING.sub(r"\g<0> ", prompt)
 
 
 def texts_of(rollout: Rollout) -> dict[str, Any]:

@@ -122,7 +122,12 @@ class ToolEnv:
         return replace(await self._question.reset(), tools=schemas if self._shows_tools else ())
 
     async def step(self, message: Mapping[str, Any]) -> MessageObservation | Terminal:
-        answers = await self._call_all(message.get("tool_calls", ()))
+        calls = message.get("tool_calls", ())
+        tasks = [asyncio.create_task(self._call(call["function"])) for call in calls]
+        try:
+            answers = await asyncio.gather(*tasks)  # in the order of the calls
+        finally:
+            await uninterrupted(cancel_all(tasks))
         for raw in message.get("invalid_tool_calls", ()):
             text = f"error: not a call with a name and arguments in JSON: {raw[:_SHORT_CHARS]}"
             answers.append(ToolAnswer(text=text, failed=True))
@@ -139,14 +144,6 @@ class ToolEnv:
 
     async def close(self) -> None:
         await self._tools.close()
-
-    async def _call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[ToolAnswer]:
-        """Run the calls, and return their answers in the same order."""
-        tasks = [asyncio.create_task(self._call(call["function"])) for call in calls]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            await uninterrupted(cancel_all(tasks))
 
     async def _call(self, function: Mapping[str, Any]) -> ToolAnswer:
         arguments = function["arguments"]

@@ -7,14 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.bounds import Count
-from torchtitan_rl.data.conversations import (
-    Conversations,
-    ExamplesConfig,
-    PairsConfig,
-    contents_of,
-    rows_of,
-)
-from torchtitan_rl.data.rows import DataError
+from torchtitan_rl.data.conversations import Conversations, ExamplesConfig, PairsConfig, rows_of
+from torchtitan_rl.data.rows import DataError, contents_of
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.rollout.task import Dataset, Split, Task
 
