@@ -44,9 +44,7 @@ async def deadline(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
 
     If the event loop notices the deadline more than 5 s late, the whole time starts again. If it
     notices the deadline between 1 and 5 s late, it waits once more, for as long as it was late.
-
-    Raises:
-        TimeoutError: the block took longer than ``delay_s`` (None: no limit).
+    Raises TimeoutError: the block took longer than ``delay_s`` (None: no limit).
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
@@ -102,11 +100,7 @@ async def for_each(
     items: Iterable[_Item], work: Callable[[_Item], Coroutine[Any, Any, _T]]
 ) -> list[_T]:
     """Return the results of ``work`` for the items, in their order. The works run at the same time;
-    they begin `in_parts`. If one fails, the others are cancelled.
-
-    Raises:
-        ExceptionGroup: a work failed.
-    """
+    they begin `in_parts`. If one fails, the others are cancelled, and ExceptionGroup is raised."""
     async with asyncio.TaskGroup() as tasks:
         begun = [tasks.create_task(work(item)) async for item in in_parts(items)]
     return [task.result() for task in begun]
@@ -194,12 +188,8 @@ async def uninterrupted(
     work: Coroutine[Any, Any, _T], *, on_cancel: Callable[[], object] | None = None
 ) -> _T:
     """Return the result (or raise the error) of ``work``, which runs to its end even if this call
-    is cancelled. ``on_cancel`` is called at each cancellation, for example to make ``work`` end
-    sooner.
-
-    Raises:
-        asyncio.CancelledError: this call was cancelled; ``work`` has ended.
-    """
+    is cancelled; then it raises CancelledError after the end. ``on_cancel`` is called at each
+    cancellation, for example to make ``work`` end sooner."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -28,11 +28,7 @@ _BLOCK_BYTES = 64 << 10
 
 
 def open_for_append(path: Path) -> FileIO:
-    """Open or create a file to append lines to, and cut off a torn last line.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """Open or create a file to append lines to, and cut off a torn last line; raises OSError."""
     file = FileIO(path, "r+" if path.exists() else "w+")
     try:
         size = os.fstat(file.fileno()).st_size
@@ -47,12 +43,8 @@ def open_for_append(path: Path) -> FileIO:
 
 
 def append_line(file: FileIO, data: bytes) -> None:
-    """Write ``data``, one or more whole lines, without syncing. If that fails, nothing of it stays
-    in the file.
-
-    Raises:
-        OSError: the lines cannot be written.
-    """
+    """Write ``data``, one or more whole lines, without syncing. If that fails with an OSError,
+    nothing of it stays in the file."""
     start = file.tell()
     left = memoryview(data)
     try:
@@ -84,12 +76,8 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def parse_object(where: str, line: bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object.
-
-    Raises:
-        ValueError: the line is not JSON, nested too deeply, or not a JSON object. The message
-            begins with ``where``.
-    """
+    """Parse a line as a JSON object. Raises ValueError, whose message begins with ``where``: the
+    line is not JSON, nested too deeply, or not a JSON object."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -102,12 +90,8 @@ def parse_object(where: str, line: bytes) -> dict[str, Any]:
 @contextmanager
 def replacing(path: Path, *, is_durable: bool = True) -> Iterator[BufferedWriter]:
     """Yield a file to write to, which replaces ``path`` when the block ends: a reader finds the old
-    content or the new. After an error in the block, ``path`` is unchanged. With ``is_durable`` the
-    block ends only when content and name are on disk.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    content or the new. After an error, which may be an OSError of writing, ``path`` is unchanged.
+    With ``is_durable`` the block ends only when content and name are on disk."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -222,11 +206,8 @@ class FileCopies:
         return self._folder / name
 
     def write(self, pieces: Sequence[FilePiece]) -> None:
-        """Append pieces to the copies. Pieces that were written before are ignored.
-
-        Raises:
-            OSError: a copy cannot be written; its piece may be written again.
-        """
+        """Append pieces to the copies. Pieces that were written before are ignored. Raises OSError:
+        a copy cannot be written; its piece may be written again."""
         for piece in pieces:
             if piece.start - piece.skipped != self.offsets.get(piece.name, 0):
                 continue  # already written

@@ -132,11 +132,8 @@ def image_reader(folder: Path) -> ImageReader | None:
 
 
 def data_of_url(url: object) -> bytes:
-    """Return the bytes of a data URL (``data:image/png;base64,...``).
-
-    Raises:
-        ValueError: it is no data URL of a PNG, JPEG or WebP image, or too long.
-    """
+    """Return the bytes of a data URL (``data:image/png;base64,...``). Raises ValueError: it is no
+    data URL of a PNG, JPEG or WebP image, or too long."""
     head, _, encoded = url.partition(",") if isinstance(url, str) else ("", "", "")
     kind = head.lower().removeprefix("data:").removesuffix(";base64")
     if head.lower() != f"data:{kind};base64":

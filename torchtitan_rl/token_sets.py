@@ -53,10 +53,7 @@ def num_kept(packed: bytes, vocab_size: int) -> int:
 
 def kept_bits(sets: Sequence[bytes], vocab_size: int) -> npt.NDArray[np.uint8]:
     """Return [D, B]: one bit for each token of the vocabulary, lowest bit first; 1 means kept.
-
-    Raises:
-        ValueError: a set contains a token id outside the vocabulary.
-    """
+    Raises ValueError: a set contains a token id outside the vocabulary."""
     bits_DB = np.full((len(sets), (vocab_size + 7) // 8), 255, dtype=np.uint8)
     for row_B, packed in zip(bits_DB, sets, strict=True):
         if packed[:4] == _BITS:

@@ -307,7 +307,7 @@ def _turn_errors(version: int, turn: Row, staleness: int | None, is_train: bool)
 def _image_errors(turn: Row) -> Errors:
     """Check the places of a turn's images, and their digests if they are recorded."""
     images = []
-    for one in turn.get("images", ()):  # earlier versions did not write them
+    for one in turn.get("images", ()):
         sizes = {name: one[name] for name in ("start", "rows", "columns")}
         images.append(PromptImage(**sizes, data=base64.b64decode(one.get("png", ""))))
         if "png" in one and images[-1].digest != one["sha256"]:

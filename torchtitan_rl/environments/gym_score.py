@@ -78,11 +78,8 @@ def _parse_formula(text: str, **options: Any) -> Any:
 
 def _parse_arithmetic(text: str) -> Fraction:
     """Evaluate an expression of whole numbers with ``+ - * /``. With other syntax an answer could
-    use numbers that the puzzle does not give: ``floor(pi)``, ``0x10``, ``1.5``.
-
-    Raises:
-        ValueError, SyntaxError, KeyError, ZeroDivisionError: the text is not such an expression.
-    """
+    use numbers that the puzzle does not give: ``floor(pi)``, ``0x10``, ``1.5``. Raises ValueError,
+    SyntaxError, KeyError or ZeroDivisionError: the text is not such an expression."""
     if not _ARITHMETIC.fullmatch(text):
         raise ValueError("not arithmetic")
     return _value(ast.parse(text.strip(), mode="eval").body)

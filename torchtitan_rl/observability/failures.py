@@ -31,11 +31,7 @@ _AGAIN = {
 
 class FailureLog:
     """Writes the rows of one run, and sums them up since this process started. A run without
-    failures has no file.
-
-    Raises:
-        OutputError: the file of an earlier run cannot be removed; or, raised by `record`, the file
-            cannot be written.
+    failures has no file. Raises OutputError, also by `record`: a file cannot be removed or written.
     """
 
     def __init__(self, run_dir: Path, *, is_new: bool) -> None:

@@ -89,7 +89,7 @@ class RolloutLog:
         trainer_logprobs: Sequence[Logprobs] = (),
     ) -> dict[str, float]:
         """Write up to ``per_step`` rollouts of these groups, and return their `logged_metrics` for
-        the step's row in ``metrics.jsonl``.
+        the step's row in ``metrics.jsonl``. Raises OutputError.
 
         If the same step is recorded twice in a row, because writing the step's row failed, the
         second call writes nothing and returns the same metrics.
@@ -97,9 +97,6 @@ class RolloutLog:
         Args:
             episodes: the groups' episodes as trained; None if the groups were not trained on.
             trainer_logprobs: the trainer's logprobs of each episode; empty without a training step.
-
-        Raises:
-            OutputError: the rollouts cannot be written.
         """
         if self._last is None or self._last[:2] != (step, split):
             rng = random.Random(f"{self._seed}/{split.value}/{step}")
@@ -341,15 +338,13 @@ def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
         cause=row["cause"],
         messages=tuple(row["messages"]),
         metrics=row["metrics"],
-        phase_s=row.get("phase_s", {}),  # earlier versions did not write it
+        phase_s=row["phase_s"],
     )
 
 
 def _turn_from_json(request_id: str, turn: Mapping[str, Any], pngs: dict[str, bytes]) -> Turn:
     """``pngs``: the images of earlier turns, by digest; those of this turn are added."""
-    versions = turn["versions"]
-    # Earlier versions did not write these.
-    metrics, scores = turn.get("metrics"), turn.get("teacher_logprobs")
+    versions, metrics, scores = turn["versions"], turn["metrics"], turn.get("teacher_logprobs")
     top, routed = turn.get("teacher_top", ("", "")), turn.get("routed_experts")
     if routed is not None:
         data, num_layers, per_token = routed
@@ -363,7 +358,7 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any], pngs: dict[str, by
         version_runs=tuple(VersionRun(*run) for run in runs),
         finish_reason=FinishReason(turn["finish_reason"]),
         replica=turn["replica"],
-        stop_reason=turn.get("stop_reason"),
+        stop_reason=turn["stop_reason"],
         metrics=None if metrics is None else CompletionMetrics(**metrics),
         kept_tokens=tuple(_kept_from_json(*run) for run in turn.get("kept_sets") or ()),
         routed_experts=routed,
@@ -373,9 +368,9 @@ def _turn_from_json(request_id: str, turn: Mapping[str, Any], pngs: dict[str, by
         completion=completion,
         reward=turn["reward"],
         text=turn["text"],
-        is_seen=turn.get("is_seen", True),  # earlier versions did not write this and the next two
-        branch_reward=turn.get("branch_reward"),
-        request_key=turn.get("request_key"),
+        is_seen=turn["is_seen"],
+        branch_reward=turn["branch_reward"],
+        request_key=turn["request_key"],
         images=tuple(_image_from_json(pngs, **one) for one in turn.get("images", ())),
         teacher=None
         if scores is None

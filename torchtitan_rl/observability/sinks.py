@@ -43,15 +43,9 @@ Row = dict[str, Any]
 
 
 class RowLog:
-    """Appends rows to ``path``.
-
-    Args:
-        is_new: remove the rows of an earlier run.
-        max_bytes: a file of at least this size is full.
-
-    Raises:
-        OutputError: the file cannot be opened; or, raised by `append`, it cannot be written.
-    """
+    """Appends rows to ``path``. ``is_new``: remove the rows of an earlier run. ``max_bytes``: a
+    file of at least this size is full. Raises OutputError, also by `append`: the file cannot be
+    opened or written."""
 
     def __init__(self, path: Path, *, is_new: bool, max_bytes: int = MAX_BYTES) -> None:
         self._path = path
@@ -109,12 +103,8 @@ def read_rows(path: Path) -> Iterator[Line]:
     """Yield the rows of the full files before ``path`` and of ``path``, in their order.
 
     Rows of steps that a resumed run repeats are left out. If a resumed run repeats an evaluation,
-    the rows of both evaluations are yielded. One row is in memory at a time.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a line is not JSON, not an object, or has no step; the message says which.
-    """
+    the rows of both evaluations are yielded. One row is in memory at a time. Raises OSError, or
+    ValueError that says which line is not JSON, not an object, or has no step."""
     resumed = [
         (number, step_in(where, parse_object(where, line)))
         for number, (where, line) in enumerate(_lines(path))
