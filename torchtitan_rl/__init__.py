@@ -135,16 +135,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-
-def _homes() -> dict[str, str]:
-    """Map each exported name to its module, read from the import statements above."""
-    nodes = ast.walk(ast.parse(Path(__file__).read_text()))
-    found = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    inner = [node for node in found if str(node.module).startswith(f"{__name__}.")]
-    return {alias.name: str(node.module) for node in inner for alias in node.names}
-
-
-_HOMES = _homes()
+_HOMES = {  # the module of each exported name, read from the import statements above
+    alias.name: node.module
+    for node in ast.walk(ast.parse(Path(__file__).read_text()))
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{__name__}.")
+    for alias in node.names
+}
 __all__ = sorted(_HOMES)
 
 

@@ -166,8 +166,8 @@ class AsyncClient:
         if not answer:
             return None
         names = ("session_id", "model", "problem_id", "data", "lease_s")
-        known = {name: answer[name] for name in names}
-        return Lease(**known, **self._connection(answer["session_id"]))
+        connection = self._connection(answer["session_id"])
+        return Lease(**connection, **{name: answer[name] for name in names})
 
     async def work(
         self,

@@ -136,18 +136,16 @@ def end_with_parent(number: int) -> None:
 
 def end_descendants(
     within_s: float,
-    spared: Sequence[psutil.Process] = (),
+    spared: Sequence[psutil.Process],
     *,
-    may_finish: Callable[[psutil.Process, float], bool] = lambda process, age_s: False,
+    may_finish: Callable[[psutil.Process, float], bool],
 ) -> list[int]:
     """Kill all descendants of this process, which has called `adopt_orphans`, until none is left,
     or ``within_s`` have passed. Returns the pids of those left.
 
-    Args:
-        spared: children that are not killed, nor are their descendants. A shell may have given this
-            process children, such as the reader of its output.
-        may_finish: called with a process and the seconds since this call; True if the process may
-            still end by itself and is not killed yet.
+    ``spared`` children and their descendants are not killed: a shell may have given this process
+    children, such as the reader of its output. ``may_finish``: whether a process may still end by
+    itself, so many seconds after this call.
     """
     started_s = time.monotonic()
     while (left := _descendants(spared)) and (age_s := time.monotonic() - started_s) < within_s:
@@ -197,12 +195,9 @@ _NEW_OBJECTS = 10_000  # allocations between two collections; Python's default i
 
 def collect_less(*, full_after: int = 10) -> None:
     """Exclude all objects alive now (mainly imports) from garbage collection, and collect less
-    often: in the controller, collections took 30 % of the CPU time of its Python code.
-
-    Args:
-        full_after: how many collections of young objects come before one of all objects. The latter
-            held up the controller for 0.8 s with 16,000 rollouts, which leave no reference cycles.
-    """
+    often: in the controller, collections took 30 % of the CPU time of its Python code. One of all
+    objects, which held it up for 0.8 s with 16,000 rollouts, comes after ``full_after`` of young
+    objects; rollouts leave no reference cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS, 10, full_after)

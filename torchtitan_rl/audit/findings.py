@@ -135,8 +135,9 @@ def cut_note(rollout: Rollout, watched: Watched | None) -> str:
     """Return a note that the length limit truncated answers, which can look like an error of the
     environment; empty without any, or if only its own ``Observation.max_tokens`` did."""
     asks = watched.answers if watched is not None else ()
-    pairs = zip_longest(rollout.turns, asks[: len(rollout.turns)])
-    cut = [turn for turn, asked in pairs if _is_cut(turn) and not _is_as_asked(turn, asked)]
+    limits = [one.max_tokens if isinstance(one, Observation) else None for one in asks]
+    pairs = zip_longest(rollout.turns, limits[: len(rollout.turns)])
+    cut = [one for one, most in pairs if _is_cut(one) and len(one.completion.token_ids) != most]
     if not cut:
         return ""
     return (
@@ -159,10 +160,6 @@ def says_nothing_of_the_end(rollout: Rollout) -> str:
 
 def _is_cut(turn: Turn) -> bool:
     return turn.completion.finish_reason is FinishReason.LENGTH
-
-
-def _is_as_asked(turn: Turn, asked: Observation | Terminal | None) -> bool:
-    return isinstance(asked, Observation) and asked.max_tokens == len(turn.completion.token_ids)
 
 
 def _divergence(turns: Sequence[Turn], number: int, decode: Callable[[Sequence[int]], str]) -> str:

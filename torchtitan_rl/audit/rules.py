@@ -34,7 +34,6 @@ _UNREADABLE = (
     *(OverflowError, RecursionError),
 )
 RESTORE = "restore the file from a copy"
-_UNACCOUNTED = "account/unaccounted_tokens"
 _BY_CAUSE = ("tokens_masked", "tokens_discarded", "groups_discarded")
 _COUNTS = tuple(one.name for one in fields(LedgerTotals) if one.name not in _BY_CAUSE)
 
@@ -186,8 +185,8 @@ class MetricsRules:
 
 
 def _account_errors(row: Row) -> Errors:
-    if row[_UNACCOUNTED] != 0:
-        yield f"{row[_UNACCOUNTED]} tokens were sampled and are in no account"
+    if number := row["account/unaccounted_tokens"]:
+        yield f"{number} tokens were sampled and are in no account"
 
 
 def _step_errors(row: Row, promises: Promises) -> Errors:

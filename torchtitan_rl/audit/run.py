@@ -33,12 +33,7 @@ from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.files import parse_object
 from torchtitan_rl.images import PromptImage, recorded_images_error
 from torchtitan_rl.launch.lease import lock_errors
-from torchtitan_rl.observability.failures import (
-    FAILURES,
-    failure_errors,
-    number_in,
-    read_failures,
-)
+from torchtitan_rl.observability.failures import FAILURES, failure_errors, number_in, read_failures
 from torchtitan_rl.observability.rollouts import LOGGED, logged_metrics
 from torchtitan_rl.observability.sinks import Line, Row, read_rows
 from torchtitan_rl.orchestration.checkpointing import SavedRun, read_saved_run

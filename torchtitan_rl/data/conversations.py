@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -153,26 +153,21 @@ class Conversations:
         return range(last - self._config.per_step, last)
 
     def names(self, numbers: range) -> list[str]:
-        problems = map(self.rows.at, numbers)
-        return [self._prefix + one.problem_id for one in problems if one is not None]
+        problems = filter(None, map(self.rows.at, numbers))
+        return [self._prefix + one.problem_id for one in problems]
 
     def read(self, numbers: range) -> tuple[list[Example], list[Example]]:
         """Return the examples of some rows, and those that are left out because they are too long.
         DataError: a row cannot be read or used."""
         fitting: list[Example] = []
         too_long: list[Example] = []
-        for example in self._examples(numbers):
+        for problem in filter(None, map(self.rows.at, numbers)):
+            place, row = problem.data["place"], problem.data["row"]
+            name = self._prefix + problem.problem_id
+            episodes = self._config.episodes(name, place, row, self._renderer)
+            example = Example(name=name, episodes=tuple(episodes))
             (fitting if example.longest <= self._max_tokens else too_long).append(example)
         return fitting, too_long
-
-    def _examples(self, numbers: range) -> Iterator[Example]:
-        for number in numbers:
-            problem = self.rows.at(number)
-            if problem is not None:
-                place, row = problem.data["place"], problem.data["row"]
-                name = self._prefix + problem.problem_id
-                episodes = self._config.episodes(name, place, row, self._renderer)
-                yield Example(name=name, episodes=tuple(episodes))
 
 
 def rows_of(files: Sequence[str], *, seed: int, shuffle: bool) -> RowDataset:

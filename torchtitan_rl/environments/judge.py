@@ -313,11 +313,7 @@ def texts_of(rollout: Rollout) -> dict[str, Any]:
     messages = rollout.messages
     if not messages:  # the environment has no messages
         texts = ["", *(turn.text or "" for turn in rollout.turns)]
-        return {
-            "prompt": "",
-            "completion": texts[-1],
-            "conversation": "\n\n".join(texts[1:]),
-        }
+        return {"prompt": "", "completion": texts[-1], "conversation": "\n\n".join(texts[1:])}
     spoken = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
     before = messages[: spoken[0]] if spoken else messages
     return {

@@ -192,20 +192,15 @@ class OpenEnvGame:
             return content
         code, text = content.get("code"), str(content.get("message"))
         if code == "VALIDATION_ERROR":
-            raise InvalidActionError(_validation_text(content))
+            errors = content.get("errors") or [{"loc": (), "msg": text}]
+            fields = (f"{'.'.join(map(str, e['loc'])) or 'action'}: {e['msg']}" for e in errors)
+            raise InvalidActionError(f"That is no action ({'; '.join(fields)[:_LONG_CHARS]}).")
         if code == "CAPACITY_REACHED":
             text += "; start it with max_concurrent_envs for all rollouts that run concurrently"
         raise self._error(f"{kind}: {text} ({code})")
 
     def _error(self, cause: str) -> OpenEnvError:
         return OpenEnvError(f"OpenEnv server {self._task.url}: {cause}")
-
-
-def _validation_text(content: Mapping[str, Any]) -> str:
-    """Describe the errors in the fields of the action."""
-    errors = content.get("errors") or [{"loc": (), "msg": content.get("message")}]
-    texts = [f"{'.'.join(map(str, one['loc'])) or 'action'}: {one['msg']}" for one in errors]
-    return f"That is no action ({'; '.join(texts)[:_LONG_CHARS]})."
 
 
 def _is_away(error: Exception) -> bool:

@@ -49,21 +49,18 @@ class SupervisedTask(Task):
 
     def conversations(self, tokenizer: Any, *, seed: int, max_tokens: int) -> Conversations:
         """Open the files that are trained on."""
-        options: dict[str, Any] = {
-            "seed": seed,
-            "shuffle": self.data.shuffle,
-            "max_tokens": max_tokens,
-        }
-        return Conversations(self.data, self.data.train, tokenizer, **options)
+        data, shuffle = self.data, self.data.shuffle
+        return Conversations(
+            data, data.train, tokenizer, seed=seed, shuffle=shuffle, max_tokens=max_tokens
+        )
 
     def held_out_conversations(self, tokenizer: Any, *, max_tokens: int) -> Conversations | None:
         """Open the files of the evaluation; None without files."""
         if not self.held_out.files:
             return None
-        options: dict[str, Any] = {"seed": 0, "shuffle": False, "max_tokens": max_tokens}
-        return Conversations(
-            self.data, self.held_out.files, tokenizer, prefix="held_out/", **options
-        )
+        options: dict[str, Any] = {"seed": 0, "shuffle": False, "prefix": "held_out/"}
+        files = self.held_out.files
+        return Conversations(self.data, files, tokenizer, max_tokens=max_tokens, **options)
 
     def errors(self) -> list[str]:
         if not self.data.train:

@@ -97,12 +97,8 @@ class ProgressState:
         buffer: BufferStates | None = None,
         overlap: Overlap | None = None,
     ) -> None:
-        """Record a step with its metrics.
-
-        Args:
-            num_failed: the number of the step's rollouts without a reward.
-            buffer, overlap: None for a synchronous run. The line of such a run shows neither them
-            nor the age of tokens.
+        """Record a step with its metrics; ``num_failed`` of its rollouts have no reward. The line
+        of a synchronous run, without ``buffer`` and ``overlap``, does not show the age of tokens.
         """
         now = self._clock()
         self._durations.append(now - self._last_step_end)
@@ -216,14 +212,9 @@ class EvaluationState:
 
 
 class Console:
-    """Shows messages and, on a terminal, a live line below them.
-
-    Args:
-        choice: ``auto`` is ``rich`` on a terminal and ``plain`` elsewhere; ``none`` shows only
-            messages, on stderr.
-        done, total: the initial and the final value of the live line's bar.
-        stamp: returns the beginning of a plain line.
-    """
+    """Shows messages and, on a terminal, a live line below them, whose bar goes from ``done`` to
+    ``total``. ``stamp`` returns the beginning of a plain line. The ``choice`` ``auto`` is ``rich``
+    on a terminal and ``plain`` elsewhere; ``none`` shows only messages, on stderr."""
 
     def __init__(
         self,
@@ -310,8 +301,6 @@ _IN_TURN = {
 }
 _ALONGSIDE = {"evaluation": "evaluation", "sync": "weight syncs"}
 _MIN_S = 0.5  # shorter phases are left out
-
-
 _FATES = {
     "trained": "trained",
     "masked": "left out of the loss",
@@ -332,14 +321,9 @@ def describe_run(
     outputs: Mapping[str, Path],
     next_commands: Sequence[str],
 ) -> list[str]:
-    """Describe how a run went.
-
-    Args:
-        seconds: the time of each phase.
-        totals: the metrics ``total/*`` of the last step.
-        examples: rows of ``rollouts.jsonl`` to show.
-        outputs: files and folders of the run; those that are absent or empty are not shown.
-    """
+    """Describe how a run went. ``seconds``: the time of each phase. ``totals``: the metrics
+    ``total/*`` of the last step. ``examples``: rows of ``rollouts.jsonl`` to show. ``outputs``:
+    files and folders of the run; those that are absent or empty are not shown."""
     lines = [headline, *warnings]
     if rewards := _evaluations(run_dir):
         lines.append(f"evaluation: {rewards}")
@@ -367,13 +351,13 @@ def _evaluations(run_dir: Path) -> str:
     """The rewards (of a supervised run, the losses) of the first and the last evaluation of the
     run, including evaluations before a resume."""
     names = {"reward": "evaluation/reward_mean", "loss": "evaluation/loss"}
-    series = ((what, _values(run_dir, RowKind.EVALUATION, name)) for what, name in names.items())
-    what, found = next((one for one in series if one[1]), ("", {}))
-    steps = sorted(found)
-    return ", then ".join(
-        f"{what} {found[step]:.3f} {f'after step {step}' if step else 'before the first step'}"
-        for step in dict.fromkeys((steps[0], steps[-1]) if steps else ())
-    )
+    for what, name in names.items():
+        if found := _values(run_dir, RowKind.EVALUATION, name):
+            return ", then ".join(
+                f"{what} {found[at]:.3f} {f'after step {at}' if at else 'before the first step'}"
+                for at in sorted({min(found), max(found)})
+            )
+    return ""
 
 
 def _values(run_dir: Path, kind: RowKind, name: str) -> dict[int, float]:

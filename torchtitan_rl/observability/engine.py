@@ -1,14 +1,12 @@
 """Measures what engines and the controller's event loop do during a step, and how well generation
 and training overlap.
 
-Engines are sampled while they run: at the end of a step they are idle again, so a single reading at
-that moment would show nothing.
+Engines are sampled while they run, because at the end of a step they are idle again.
 
-The trainer and the generator are the two parts. The *idle share* of a part is the share of a step's
-wall time in which the part had nothing to do. With the given devices, a step takes at least as long
-as the busier part is busy; *efficiency* is this time divided by the real time of the step. If the
-efficiency is far below 1, the parts wait for each other. If it is near 1, one part is the
-bottleneck, and only more devices for this part (or less work) make steps shorter.
+The *idle share* of a part, the trainer or the generator, is the share of a step's wall time in
+which it had nothing to do. A step takes at least as long as the busier part is busy; *efficiency*
+is this time divided by the step's. Far below 1, the parts wait for each other; near 1, one part is
+the bottleneck, and only more devices for it (or less work) make steps shorter.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ averaged first. All intervals are over problems, at 95 %: Student's for rewards 
 differences, Wilson's for shares. An interval says how much the mean would differ on other problems
 of the same kind; two evaluations on the same problems differ by less.
 
-Every rollout is written to a file in the format of a run's ``rollouts.jsonl``. A rollout is in the
-file when `EvaluationLog.write` returns. When an evaluation is continued, rollouts with a reward are
-not run again. Failed rollouts are run again, and then their later line counts.
+A rollout is in a file, in the format of a run's ``rollouts.jsonl``, when `EvaluationLog.write`
+returns. A continued evaluation runs only the failed ones again, whose later lines count.
 """
 
 from __future__ import annotations

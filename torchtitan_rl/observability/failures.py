@@ -96,8 +96,8 @@ def summarize_failures(rows: Sequence[Row]) -> list[str]:
 
 def _summarize(part: str, rows: Sequence[Row]) -> str:
     signs = Counter(str(row.get("sign")) for row in rows)
-    parts = [f"{part} lost {len(rows)} times (" + ", ".join(f"{n} {s}" for s, n in signs.items())]
-    parts[0] += ")"
+    seen = ", ".join(f"{number} {sign}" for sign, number in signs.items())
+    parts = [f"{part} lost {len(rows)} times ({seen})"]
     for name, words in _SECONDS.items():
         if values := _numbers(rows, name):
             parts.append(f"{words} {median(values):.1f} s (at most {max(values):.1f} s)")

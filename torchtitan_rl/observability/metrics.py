@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from math import expm1, fsum, isfinite
 from statistics import fmean, pstdev
 
@@ -47,8 +47,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     if record.trainer_busy_s is not None:
         metrics[TRAINER_IDLE] = idle_share(wall_s=record.wall_s, busy_s=record.trainer_busy_s)
     if (buffer := record.buffer) is not None:
-        sizes = ((one.name, getattr(buffer, one.name)) for one in fields(buffer))
-        metrics |= {f"buffer/{name}": float(size) for name, size in sizes}
+        metrics |= {f"buffer/{name}": float(size) for name, size in asdict(buffer).items()}
         metrics |= overtaken_metrics(record.groups, record.overtaken)
     metrics |= {f"dataset/{name}": value for name, value in record.dataset.items()}
     if record.totals is not None:

@@ -21,12 +21,7 @@ from torchtitan_rl.config.plan import ProcessPlan
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.errors import OutputError, RunTakenOverError
 from torchtitan_rl.failures import Failure
-from torchtitan_rl.observability.console import (
-    Console,
-    ProgressState,
-    describe_run,
-    format_seconds,
-)
+from torchtitan_rl.observability.console import Console, ProgressState, describe_run, format_seconds
 from torchtitan_rl.observability.engine import (
     EFFICIENCY,
     SHARES_CORES,
@@ -76,11 +71,9 @@ class RunRecorder:
 
     Each step's row has the metrics of ``engines``, and those that ``take_endpoint``,
     ``take_teachers`` and ``take_fetches`` return: of the time since the last step. What
-    ``take_now`` returns (see `Controller.now`) is shown on the page.
-
-    Args:
-        resume_step: the step after which the run continues; None for a new run.
-        identity: the fields of the configuration by name, which trackers show.
+    ``take_now`` returns (see `Controller.now`) is shown on the page. ``resume_step``: the step
+    after which the run continues; None for a new run. ``identity``: the fields of the configuration
+    by name, which trackers show.
     """
 
     def __init__(

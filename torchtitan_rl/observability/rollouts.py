@@ -58,11 +58,8 @@ _NUM_EXAMPLES = 3  # rows of a step for the console and trackers, where all are 
 
 
 class RolloutLog:
-    """Appends rollouts to ``path``.
-
-    Args:
-        per_step: the number of rollouts of a step to write.
-        resume_step: the step after which the run continues; None for a new run.
+    """Appends ``per_step`` rollouts of each step to ``path``. ``resume_step``: the step after which
+    the run continues; None for a new run.
 
     If an environment does not work in text, ``decode`` converts the tokens of its turns to text;
     without ``decode`` these turns have no text.
@@ -92,11 +89,9 @@ class RolloutLog:
         the step's row in ``metrics.jsonl``. Raises OutputError.
 
         If the same step is recorded twice in a row, because writing the step's row failed, the
-        second call writes nothing and returns the same metrics.
-
-        Args:
-            episodes: the groups' episodes as trained; None if the groups were not trained on.
-            trainer_logprobs: the trainer's logprobs of each episode; empty without a training step.
+        second call writes nothing and returns the same metrics. ``episodes`` are the groups' as
+        trained, None if the groups were not trained on; ``trainer_logprobs`` are the trainer's of
+        each episode, empty without a training step.
         """
         if self._last is None or self._last[:2] != (step, split):
             rng = random.Random(f"{self._seed}/{split.value}/{step}")

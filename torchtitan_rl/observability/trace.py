@@ -3,12 +3,11 @@
 Each process writes events, one JSON line each, into its own files: ``NAME.TIME.jsonl``, or on
 another host ``HOST-NAME.TIME.jsonl``. When a file is full, the process begins another, and keeps
 the newest ``KEPT_FILES``. `merge_traces` merges all files into one ``trace.json`` for
-chrome://tracing and ui.perfetto.dev. Spans lie on named tracks (rows). Spans on one track must nest
-or follow each other, so overlapping tasks of an event loop have one track each.
+chrome://tracing and ui.perfetto.dev. Spans on one track (row) must nest or follow each other, so
+overlapping tasks of an event loop have one track each.
 
-Times are microseconds of the Unix clock, so that the times of all processes are comparable; within
-a process they follow the monotonic clock. Processes on other hosts write the name of their host.
-`merge_traces` subtracts the offset of that host's clock, which `estimate_offset` estimates from
+Times are microseconds of the Unix clock; within a process they follow the monotonic clock.
+`merge_traces` subtracts the offset of another host's clock, which `estimate_offset` estimates from
 round trips and `write_clocks` writes to ``clocks.json``.
 
 Invariants: a tracer raises no OSError. Events that do not fit on a full disk are left out; this is
@@ -49,12 +48,9 @@ _MAIN_TRACK = "main"
 class Tracer:
     """Writes the events of one process; safe to use from several threads.
 
-    Args:
-        trace_dir: None disables the tracer.
-        process: name shown in the trace. A process that is started again, or that begins another
-            file, is shown as another process.
-        max_bytes: size from which on a file is full.
-        host: the host whose clock the times follow; empty for the controller's host.
+    ``trace_dir`` None disables the tracer. ``process`` is the name shown in the trace; a process
+    that is started again, or that begins another file, is shown as another process. A file is full
+    from ``max_bytes`` on. ``host``: whose clock the times follow; empty for the controller's.
     """
 
     def __init__(

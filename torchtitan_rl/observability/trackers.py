@@ -5,10 +5,6 @@ A tracker gets the same metrics as ``metrics.jsonl`` and, if it has tables or fi
 
 Invariant: a tracker that fails or hangs neither delays nor ends the run. The log says so once, and
 the tracker lacks data that ``metrics.jsonl`` has.
-
-The trackers' own environment variables choose where the data go (``WANDB_MODE``, ``WANDB_PROJECT``,
-``MLFLOW_TRACKING_URI``, ``TRACKIO_DIR``). Without them Weights & Biases asks its server, MLflow
-writes into the run's folder, and trackio into the user's cache.
 """
 
 from __future__ import annotations
@@ -60,11 +56,13 @@ def start_trackers(
 ) -> list[TrackerThread]:
     """Start a thread for each tracker. ``config`` is what a tracker shows as the configuration."""
     folder = run_dir / FOLDER
+    events = run_dir / "tensorboard"
     if resume_step is None:
-        for old in folder.glob("*.id"):
+        for old in (*folder.glob("*.id"), *events.glob("events.out.tfevents.*")):
             old.unlink()
+    purge_steps = [] if resume_step is None else [resume_step + 1]
     makers: dict[TrackerName, Callable[[], Tracker]] = {
-        "tensorboard": _TensorBoardMaker(run_dir / "tensorboard", resume_step),
+        "tensorboard": lambda: _TensorBoard(events, purge_steps),
         "wandb": lambda: _WeightsAndBiases(run_dir.name, folder, config),
         "mlflow": lambda: _MLflow(run_dir.name, folder, config),
         "trackio": lambda: _Trackio(run_dir.name, folder, config),
@@ -130,33 +128,18 @@ class TrackerThread:
             logger.warning("%s lacks data of this run: %s", self._name, " ".join(cause.split()))
 
 
-class _TensorBoardMaker:
-    """Makes writers of TensorBoard's files. After an OSError a `SummaryWriter` raises the same
-    error at every call; its successor writes a new file."""
-
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
-        self._folder = folder
-        # TensorBoard itself hides rows in earlier files from this step on.
-        self._purge_step = None if resume_step is None else resume_step + 1
-        self._is_new = resume_step is None
-
-    def __call__(self) -> Tracker:
-        if self._is_new:
-            for old in self._folder.glob("events.out.tfevents.*"):
-                old.unlink()
-            self._is_new = False
-        tracker = _TensorBoard(self._folder, self._purge_step)
-        self._purge_step = None  # already written; again, it would hide rows of this process
-        return tracker
-
-
 class _TensorBoard(Tracker):
-    def __init__(self, folder: Path, purge_step: int | None) -> None:
+    """A writer of one file. After an OSError a `SummaryWriter` raises the same error at every call;
+    its successor writes a new file. ``purge_steps``: the step from which TensorBoard itself hides
+    rows in earlier files; removed once written: again, it would hide rows of this process."""
+
+    def __init__(self, folder: Path, purge_steps: list[int]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-        if purge_step is not None:
+        self._writer = SummaryWriter(str(folder), purge_step=next(iter(purge_steps), None))
+        if purge_steps:
             self._writer.flush()
+            purge_steps.clear()
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

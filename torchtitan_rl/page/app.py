@@ -198,8 +198,9 @@ async def show_rollout(run: RunIndex, n: int) -> dict[str, Any] | None:
     related, place = run.rollouts.related(n), run.rollouts.place(n)
     if related is None or place is None:
         return None
+    source, *where = place
     try:
-        row = parse_row(run.rollout_line(*place))
+        row = parse_row(run.sources[source].read(*where))
     except (OSError, ValueError):  # its file was cut, which `follow` will notice
         return None
     decode = await token_texts(views.policy_dir(run))

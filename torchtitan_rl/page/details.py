@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +16,7 @@ from torchtitan_rl.page.values import (
     MAX_ITEMS,
     MAX_TEXT,
     Json,
+    Row,
     at,
     cut,
     dicts,
@@ -30,7 +31,6 @@ MAX_TOKENS = 20_000  # of one rollout in an answer
 _MAX_INCOMPLETE = 8  # tokens without a whole character; a character has up to four
 _MAX_TEXTS = 2_000_000  # characters of all turns, and of all messages
 
-Row = Mapping[str, Any]
 Decode = Callable[[Sequence[int]], list[str]]
 
 

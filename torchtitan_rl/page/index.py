@@ -33,14 +33,13 @@ from torchtitan_rl.observability.page_files import NOW_FILE
 from torchtitan_rl.observability.sinks import RowKind, row_files
 from torchtitan_rl.page.rollouts import RolloutTable
 from torchtitan_rl.page.timeline import TraceIndex
-from torchtitan_rl.page.values import clean, name_of
+from torchtitan_rl.page.values import clean, integer, name_of
 
 MAX_LINE_BYTES = 64 << 20
 _MAX_NAMES = 5_000
 _MAX_ROWS = 20_000  # of a kind of metrics; beyond, every second row is dropped
 _MAX_NUMBERS = 10_000_000  # of a kind of metrics; with more names, it has fewer rows
 _MAX_READ = 1_000_000  # numbers that are read for one answer
-_MAX_STEP = 1 << 53  # integers that a browser reads exactly
 _MAX_PASSED_OVER = 20
 _FRESH_S = 20.0  # a run that lives writes now.json every 2 s
 
@@ -63,10 +62,6 @@ class GrowingRows:
         self._files: list[_OpenFile] = []
         self._num_lines = 0
         self._num_missed = 0
-
-    @property
-    def name(self) -> str:
-        return self._path.name
 
     def is_replaced(self) -> bool:
         """Whether other files have taken the place of those that were read. It is believed when it
@@ -210,7 +205,7 @@ class RunIndex:
         self.num_passed_over = 0
         self.is_read = False  # once all that was there has been read
         self._metrics = GrowingRows(self.folder / "metrics.jsonl")
-        self._sources: dict[str, GrowingRows] = {}
+        self.sources: dict[str, GrowingRows] = {}
         self.rollouts = RolloutTable()
         self.trace = TraceIndex(self.folder / "traces")
         self.described: tuple[Any, dict[str, Any]] | None = None  # by the views: with its key
@@ -223,7 +218,7 @@ class RunIndex:
         """Read on for about ``seconds``. Returns whether there is more to read. Raises OutputError
         if the temporary file of the index cannot be written."""
         end_s = time.monotonic() + seconds
-        if any(rows.is_replaced() for rows in (self._metrics, *self._sources.values())):
+        if any(rows.is_replaced() for rows in (self._metrics, *self.sources.values())):
             self.close()
             self._begin()
             self._count("metrics", "rollouts", "trace")
@@ -241,7 +236,7 @@ class RunIndex:
         return False
 
     def close(self) -> None:
-        for rows in (self._metrics, *self._sources.values()):
+        for rows in (self._metrics, *self.sources.values()):
             rows.close()
         self.rollouts.close()
         self.trace.close()
@@ -271,9 +266,6 @@ class RunIndex:
         except OSError:
             return False
         return age_s < _FRESH_S
-
-    def rollout_line(self, source: str, file: int, start: int, size: int) -> bytes:
-        return self._sources[source].read(file, start, size)
 
     def _update_now(self) -> None:
         changed_ns = 0
@@ -323,9 +315,9 @@ class RunIndex:
         for path in paths:
             where = path.parent.relative_to(self.folder)
             name = clean(str(where)) if where.parts else ""
-            if name not in self._sources:
-                self._sources[name] = GrowingRows(path)
-        return list(self._sources.items())
+            if name not in self.sources:
+                self.sources[name] = GrowingRows(path)
+        return list(self.sources.items())
 
     def _read_trace(self, end_s: float) -> bool:
         num_spans = self.trace.num_spans
@@ -366,7 +358,7 @@ def parse_row(line: bytes) -> dict[str, Any]:
 
 def _step(row: Mapping[str, Any]) -> int:
     """Raises ValueError if the row has no step."""
-    step = row.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
+    step = integer(row.get("step"))
+    if step is None or step < 0:
         raise ValueError("no step")
     return step

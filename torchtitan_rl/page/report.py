@@ -23,6 +23,7 @@ import msgspec
 from torchtitan_rl.page import views
 from torchtitan_rl.page.app import show_rollout
 from torchtitan_rl.page.index import RunIndex
+from torchtitan_rl.page.values import Json
 
 _MAX_POINTS = 400  # of a curve
 _MAX_BRIEFS = 2_000  # rollouts in the list
@@ -32,8 +33,6 @@ _MAX_LAST = 100  # rollouts of the last step
 _SHARE = 0.25  # of the size, for the curves and for the timeline
 _FILLED = 0.95  # of the size; escaped characters need the rest
 _WIDTH = 1_500
-
-Json = dict[str, Any]
 
 
 async def make_report(run: RunIndex, *, max_bytes: int) -> bytes:

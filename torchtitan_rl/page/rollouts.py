@@ -18,7 +18,7 @@ from typing import Any
 
 from torchtitan_rl.bounds import is_line
 from torchtitan_rl.observability.explain import finite, median_by_step
-from torchtitan_rl.page.values import clean, dicts, integer, integers, items, name_of
+from torchtitan_rl.page.values import Json, Row, clean, dicts, integer, integers, items, name_of
 
 MAX_LIMIT = 1_000
 _MAX_EXCERPT = 240
@@ -56,9 +56,6 @@ _SORTS = {
     "advantage": "advantage",
 }
 _OTHERS = ("q", "sort", "offset", "limit")
-
-Row = Mapping[str, Any]
-Json = dict[str, Any]
 
 
 class ParameterError(ValueError):
@@ -131,8 +128,7 @@ class RolloutTable:
         )
 
     def __len__(self) -> int:
-        number: int = self._db.execute("SELECT count(*) FROM rollouts").fetchone()[0]
-        return number
+        return int(self._db.execute("SELECT count(*) FROM rollouts").fetchone()[0])
 
     def put(self, source: str, file: int, start: int, size: int, step: int, row: Row) -> None:
         """Add the rollout of a row. If an evaluation repeats a rollout, the later one counts."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torchtitan_rl.files import parse_object
 from torchtitan_rl.observability.explain import finite
 from torchtitan_rl.observability.trace import HOST_EVENT, read_clocks
-from torchtitan_rl.page.values import name_of
+from torchtitan_rl.page.values import Json, name_of
 
 _MAX_SPANS = 400_000  # of a track; beyond, the older half is dropped
 _MAX_NAMES = 2_000
@@ -48,7 +48,6 @@ _WHY_OF = {
 }
 _CONTROLLER = "controller"
 
-Json = dict[str, Any]
 Floats = NDArray[np.float64]
 Spans = tuple[Floats, Floats, NDArray[np.int64]]  # starts, durations, names
 Union = tuple[Floats, Floats]  # starts and ends of spans that do not overlap
@@ -91,12 +90,8 @@ class TraceIndex:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, _TraceFile] = {}
-        self._names: dict[str, int] = {}
+        self.names: dict[str, int] = {}  # of spans, with their numbers
         self.num_spans = 0
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._names)
 
     def update(self, end_s: float) -> bool:
         """Read on until ``end_s`` of the monotonic clock. Returns whether all was read."""
@@ -151,9 +146,9 @@ class TraceIndex:
         track = one.tracks.get(tid)
         if start_us is None or duration_us is None or track is None:
             return
-        if name not in self._names and len(self._names) >= _MAX_NAMES:
+        if name not in self.names and len(self.names) >= _MAX_NAMES:
             name = "other"
-        index = self._names.setdefault(name_of(name), len(self._names))
+        index = self.names.setdefault(name_of(name), len(self.names))
         track.put(start_us / 1e3, max(0.0, duration_us / 1e3), index)
         self.num_spans += 1
 
@@ -166,13 +161,9 @@ def timeline(
     end: float | None,
     width: int,
 ) -> Json:
-    """The part of the trace between two times.
-
-    Args:
-        steps: number, end (in Unix seconds) and length of each step; NaN if unknown.
-        begin, end: milliseconds since the begin of the trace; None for its ends.
-        width: how many pixels show it.
-    """
+    """The part of the trace between ``begin`` and ``end``, in milliseconds since the begin of the
+    trace; None for its ends. ``width`` pixels show it. ``steps``: number, end (in Unix seconds) and
+    length of each step; NaN if unknown."""
     processes = [
         (name, host, _tracks(files)) for (name, host), files in sorted(trace.processes().items())
     ]
@@ -224,7 +215,7 @@ def timeline(
         "from": low,
         "to": high,
         "total_ms": last,
-        "names": trace.names,
+        "names": list(trace.names),
         "processes": shown,
         "steps": [
             {"step": step, "from": (end_s - length_s) * 1e3 - zero, "to": end_s * 1e3 - zero}

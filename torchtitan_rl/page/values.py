@@ -15,9 +15,10 @@ MAX_TEXT = 20_000  # characters of one text in an answer
 MAX_NAME = 500
 MAX_ITEMS = 2_000  # entries of a list or an object in an answer
 _MAX_DEPTH = 8
-_MAX_INTEGER = 1 << 53
+_MAX_INTEGER = 1 << 53  # smaller ones are read exactly by a browser
 
 Json = dict[str, Any]
+Row = Mapping[str, Any]
 
 
 def clean(text: str) -> str:

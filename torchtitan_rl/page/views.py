@@ -30,7 +30,7 @@ from torchtitan_rl.observability.sinks import METRIC_TABLE, RowKind, expand_name
 from torchtitan_rl.page.index import Columns, RunIndex
 from torchtitan_rl.page.rollouts import ParameterError, float_in
 from torchtitan_rl.page.timeline import timeline
-from torchtitan_rl.page.values import clean, plain
+from torchtitan_rl.page.values import Json, clean, integer, plain
 from torchtitan_rl.training.checkpoints import CheckpointDirectory
 
 _RECENT_STEPS = 10
@@ -38,8 +38,6 @@ _FACT_STEPS = 2_000
 _TURN_STEPS = 50
 _MAX_WIDTH = 4_000
 _ROW = re.compile(r"^\| `(.+?)` \| (.*?) \| (.*?) \| (.*) \|$")
-
-Json = dict[str, Any]
 
 
 @cache
@@ -75,7 +73,7 @@ def describe_run(number: int, index: RunIndex) -> Json:
         "kind": index.kind,
         "is_live": index.is_live,
         "step": step,
-        "num_steps": _whole(num_steps),
+        "num_steps": integer(num_steps),
     }
 
 
@@ -113,7 +111,7 @@ def _describe_rows(index: RunIndex) -> Json:
         token_s=index.rollouts.token_s(after_step=_last_step(columns) - _TURN_STEPS),
     )
     last: Json = rows[-1] if rows else {}
-    overlap, cap = mean_overlap(rows), _whole(fields.get("schedule.staleness"))
+    overlap, cap = mean_overlap(rows), integer(fields.get("schedule.staleness"))
     rewards = [one["train/reward_mean"] for one in rows if "train/reward_mean" in one]
     third = max(1, len(rewards) // 3)  # as `explain` compares them
     ages = [one["policy/staleness_max"] for one in rows if "policy/staleness_max" in one]
@@ -203,7 +201,7 @@ def configuration(index: RunIndex) -> Json:
 
 
 def _resume_note(index: RunIndex) -> str:
-    num_steps = _whole(index.fields().get("num_steps"))
+    num_steps = integer(index.fields().get("num_steps"))
     if num_steps is not None and _last_step(index.columns[RowKind.STEP]) >= num_steps:
         return f"All {num_steps} steps are done: add a larger --num-steps."
     try:
@@ -338,7 +336,3 @@ def _axis(columns: Columns, steps: Columns, begin_s: float) -> Json:
 
 def _values(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and abs(value) < 1 << 53 else None
