@@ -20,10 +20,8 @@ M = TypeVar("M")
 
 
 class Outbox(Generic[M]):
-    """A queue into which many threads put messages, and from which one task takes them in batches.
-
-    ``interval_s``: the shortest time between two batches.
-    """
+    """A queue into which many threads put messages, and from which one task takes them in batches,
+    at least ``interval_s`` apart."""
 
     def __init__(self, *, interval_s: float = 0.0) -> None:
         self._interval_s = interval_s

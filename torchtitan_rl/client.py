@@ -211,12 +211,8 @@ class AsyncClient:
         return number
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Send one request; without an answer, it is sent again for ``patience_s``.
-
-        Raises:
-            EndpointError: the endpoint refused the request.
-            httpx.TransportError: the endpoint does not answer.
-        """
+        """Send one request; without an answer, it is sent again for ``patience_s``. Raises
+        EndpointError: the endpoint refused the request; or httpx.TransportError: no answer."""
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"

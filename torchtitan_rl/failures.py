@@ -54,11 +54,9 @@ _SIGNS = (
 
 def sign_of(error: BaseException) -> Sign:
     """Return how a loss was seen, from its error or, if that says nothing, from its causes."""
-    for cause in _causes(error):
-        for kind, sign in _SIGNS:
-            if isinstance(cause, kind):
-                return sign
-    return Sign.ERROR
+    causes = _causes(error)
+    known = (sign for one in causes for kind, sign in _SIGNS if isinstance(one, kind))
+    return next(known, Sign.ERROR)
 
 
 def _silent_s(error: BaseException) -> float | None:

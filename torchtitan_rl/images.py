@@ -60,11 +60,8 @@ class PromptImage:
 
 
 class ImageReader:
-    """Reads images for the policy in ``folder``. May be called from any thread.
-
-    Raises:
-        ValueError, OSError: the folder has no valid ``preprocessor_config.json``.
-    """
+    """Reads images for the policy in ``folder``. May be called from any thread. Raises ValueError
+    or OSError: the folder has no valid ``preprocessor_config.json``."""
 
     def __init__(self, folder: Path) -> None:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (

@@ -49,12 +49,8 @@ class Processes:
     async def wait_until_lost(self, name: str) -> NoReturn:
         """Watch the processes, of which messages speak as ``name``. The kernel says whether a
         process has ended or is stopped, so neither load nor long work is mistaken for a loss. A
-        process that a debugger has stopped is not lost.
-
-        Raises:
-            ProcessEndedError: a process has ended.
-            ProcessStoppedError: a process was stopped (SIGSTOP) for `STOPPED_S`.
-        """
+        process that a debugger has stopped is not lost. Raises ProcessEndedError: a process has
+        ended; or ProcessStoppedError: one was stopped (SIGSTOP) for `STOPPED_S`."""
         now = asyncio.get_running_loop().time
         looked_s, stopped_s = now(), dict.fromkeys(self._handles, 0.0)
         stops: dict[int, bytes | None] = dict.fromkeys(self._handles)

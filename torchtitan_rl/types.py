@@ -310,10 +310,8 @@ class Completion:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        versions: list[int] = []
-        for start, end, version in spans(self.version_runs, len(self.token_ids)):
-            versions.extend([version] * (end - start))
-        return tuple(versions)
+        found = spans(self.version_runs, len(self.token_ids))
+        return tuple(version for start, end, version in found for _ in range(start, end))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,10 +345,8 @@ returned."""
 class GenerateFn(Protocol):
     """Complete one request. Rollouts depend only on this protocol, not on its implementation.
 
-    ``on_progress`` is called with the tokens as they are sampled.
-
-    Raises:
-        GenerationError: the request was refused, or no replica that could serve it is left.
+    ``on_progress`` is called with the tokens as they are sampled. Raises GenerationError: the
+    request was refused, or no replica that could serve it is left.
     """
 
     async def __call__(

@@ -131,8 +131,7 @@ class MetricsRules:
             self.order.violations.append(f"{where}: no step, or no version")
             return
         for split in Split:
-            of_split = {n: row[n] for n in row if n.startswith(f"{LOGGED}/{split}/")}
-            if of_split:
+            if of_split := {n: row[n] for n in row if n.startswith(f"{LOGGED}/{split}/")}:
                 self.logged[row["step"], split.value] = of_split
         match row.get("kind"):
             case RowKind.ACCOUNT:

@@ -284,12 +284,8 @@ class PythonTools:
         return [PYTHON]
 
     async def call(self, name: str, arguments: Mapping[str, Any], /) -> ToolAnswer:
-        """Run a program, and return its output.
-
-        Raises:
-            SandboxError: the sandbox has failed.
-            ConfigError: this machine does not allow the sandbox's isolation.
-        """
+        """Run a program, and return its output. Raises SandboxError: the sandbox has failed; or
+        ConfigError: this machine does not allow the sandbox's isolation."""
         if name != "python":
             return ToolAnswer(text=f"error: no tool {name!r}; there is python", failed=True)
         code = arguments.get("code")

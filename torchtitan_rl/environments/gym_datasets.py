@@ -53,12 +53,8 @@ class _Process:
 
     def call(self, function: str, *args: Any) -> Any:
         """Call a function of this module in the process with the fixed hash seed. Arguments and
-        result are JSON.
-
-        Raises:
-            GymError: the function raised an error, or the process ended.
-            ConfigError: reasoning-gym is not installed.
-        """
+        result are JSON. Raises GymError: the function raised an error, or the process ended; or
+        ConfigError: reasoning-gym is not installed."""
         line = json.dumps([function, args])
         with self._lock:
             if self._process is None or self._process.poll() is not None:

@@ -79,9 +79,8 @@ class GymnasiumTask(GameTask):
         except ConfigError as error:
             return [f"task: {error}"]
         except Exception as error:  # environments raise any type
-            cause = one_line(error)
-            name = self.env_id[:_SHORT_CHARS]
-            return [f"task.env_id={name!r}, seed {self.data_seed}: {cause[:_LONG_CHARS]}"]
+            cause, name = one_line(error)[:_LONG_CHARS], self.env_id[:_SHORT_CHARS]
+            return [f"task.env_id={name!r}, seed {self.data_seed}: {cause}"]
         finally:
             game.end()
         return [f"task.action_names={self.action_names}: {wrong}"] if wrong else []

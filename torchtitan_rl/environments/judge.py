@@ -367,8 +367,7 @@ class ScoreCache:
             return
         self._db.execute("INSERT OR REPLACE INTO scores (key, score) VALUES (?, ?)", (key, score))
         self._db.execute(
-            "DELETE FROM scores WHERE number <= (SELECT max(number) FROM scores) - ?",
-            (self._size,),
+            "DELETE FROM scores WHERE number <= (SELECT max(number) FROM scores) - ?", (self._size,)
         )
 
     def close(self) -> None:

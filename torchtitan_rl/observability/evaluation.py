@@ -147,8 +147,7 @@ def evaluation_statistics(
     ``evaluation/``."""
     scores = problem_scores(groups, success_reward=success_reward)
     metrics: dict[str, float] = {}
-    interval = mean_interval([one.reward for one in scores if one.reward is not None])
-    if interval is not None:
+    if interval := mean_interval([one.reward for one in scores if one.reward is not None]):
         metrics = {"reward_ci95_low": interval.low, "reward_ci95_high": interval.high}
     for k in powers(min((one.num_samples for one in scores), default=0)):
         metrics[f"pass_at_k/{k}"] = fmean(pass_at_k(n.num_samples, n.num_solved, k) for n in scores)
@@ -212,22 +211,17 @@ class Evaluated:
 def results(evaluated: Sequence[Evaluated], *, success_reward: float) -> list[Json]:
     """One object for each model and temperature. Differences are relative to the first object."""
     scores = [problem_scores(one.groups, success_reward=success_reward) for one in evaluated]
-    return [
-        _result(one, of_one, difference_to=scores[0] if of_one is not scores[0] else None)
-        for one, of_one in zip(evaluated, scores, strict=True)
-    ]
+    found = [_result(one, of_one) for one, of_one in zip(evaluated, scores, strict=True)]
+    for result, of_one in zip(found[1:], scores[1:], strict=True):
+        result["difference_to_first"] = _rewards(_differences(scores[0], of_one))
+    return found
 
 
-def _result(
-    evaluated: Evaluated,
-    scores: Sequence[ProblemScores],
-    *,
-    difference_to: Sequence[ProblemScores] | None,
-) -> Json:
+def _result(evaluated: Evaluated, scores: Sequence[ProblemScores]) -> Json:
     rollouts = [rollout for group in evaluated.groups for rollout in group.rollouts]
     failed = Counter(one.status.value for one in rollouts if one.status.is_failure)
     samples = min((one.num_samples for one in scores), default=0)
-    result: Json = {
+    return {
         "model": evaluated.model,
         "temperature": evaluated.temperature,
         "problems": len(scores),
@@ -241,9 +235,6 @@ def _result(
         "turns_mean": fmean(len(one.turns) for one in rollouts) if rollouts else None,
         "of_task": _parts(evaluated.groups, scores),
     }
-    if difference_to is not None:
-        result["difference_to_first"] = _rewards(_differences(difference_to, scores))
-    return result
 
 
 def _differences(first: Sequence[ProblemScores], second: Sequence[ProblemScores]) -> list[float]:

@@ -116,8 +116,7 @@ class Verdict(StrEnum):
 def verdict(facts: RunFacts) -> Verdict | None:
     """Judge by the first and the last evaluation, or else by the rewards of training; None if there
     are too few of either."""
-    ends = _ends(facts)
-    if ends is not None:
+    if (ends := _ends(facts)) is not None:
         return _compare(*ends)
     reward = _Trend.of(facts.steps, "train/reward_mean")
     if reward is None:
@@ -133,15 +132,13 @@ def _ends(facts: RunFacts) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None
 
 
 def _describe_learning(facts: RunFacts) -> Iterator[str]:
-    ends = _ends(facts)
-    if ends is not None:
+    if (ends := _ends(facts)) is not None:
         first, last = ends
         yield (
             f"evaluation: reward {_with_interval(first)} at step {first['step']}, "
             f"{_with_interval(last)} at step {last['step']}: {_WORDS[_compare(first, last)]}"
         )
-    reward = _Trend.of(facts.steps, "train/reward_mean")
-    if reward is not None:
+    if (reward := _Trend.of(facts.steps, "train/reward_mean")) is not None:
         change = "it rises" if reward.last > reward.first else "it falls"
         yield (
             f"training: reward {reward.first:.3f} in the first third of the steps, "
@@ -204,8 +201,7 @@ def _describe_time(facts: RunFacts) -> Iterator[str]:
     shares = {words: seconds / total_s for words, seconds in times_of(facts.steps).items()}
     texts = [f"{words} {share:.0%}" for words, share in shares.items() if share >= 0.01]
     yield f"time of the steps: {', '.join(texts)}"
-    phases = _phases(facts.steps)
-    if phases:
+    if phases := _phases(facts.steps):
         texts = [f"{phase} {share:.0%}" for phase, share in phases.items()]
         yield f"time of a rollout: {', '.join(texts)}"
     if _limit(facts) is None and (text := speed_advice(facts)) is not None:

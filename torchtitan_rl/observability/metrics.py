@@ -70,10 +70,7 @@ def evaluation_metrics(record: EvaluationRecord) -> dict[str, float]:
         metrics |= {
             f"{Split.EVALUATION.value}/{prefix}{name}": value for name, value in statistics.items()
         }
-    return metrics | {
-        "time/evaluation_s": record.seconds,
-        "policy/version": float(record.version),
-    }
+    return metrics | {"time/evaluation_s": record.seconds, "policy/version": float(record.version)}
 
 
 def held_out_metrics(record: HeldOutRecord) -> dict[str, float]:

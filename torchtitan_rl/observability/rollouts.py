@@ -279,13 +279,8 @@ def _trained_of(
 ) -> dict[str, Any]:
     start, size = len(turn.prompt_token_ids), len(turn.completion.token_ids)
     if found is None:
-        return {
-            "advantage": None,
-            "advantages": None,
-            "loss_mask": [0] * size,
-            "trainer_logprobs": None,
-            "num_kept": None,
-        }
+        unknown = ("advantage", "advantages", "trainer_logprobs", "num_kept")
+        return {**dict.fromkeys(unknown), "loss_mask": [0] * size}
     episode, logprobs = found
     own = slice(start, start + size)
     tokens = zip(episode.loss_mask[own], episode.logprobs[own], strict=True)

@@ -215,8 +215,7 @@ def is_known(name: str) -> bool:
 
 def check_names(names: Iterable[str]) -> None:
     """Raises ValueError if a name is not in the table."""
-    unknown = sorted(name for name in names if not is_known(name))
-    if unknown:
+    if unknown := sorted(name for name in names if not is_known(name)):
         raise ValueError(f"unknown metrics {unknown}: add them to docs/metrics.md")
 
 

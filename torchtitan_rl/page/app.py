@@ -25,6 +25,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -224,9 +225,7 @@ class _Guard:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                kept = [one for one in message["headers"] if one[0].decode() not in _HEADERS]
-                own = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-                message = {**message, "headers": kept + own}
+                MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
         refusal = self._refusal(Request(scope))
