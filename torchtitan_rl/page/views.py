@@ -294,7 +294,7 @@ def _summary(index: RunIndex, facts: RunFacts) -> list[str]:
     for one in results if isinstance(results, list) else []:
         reward = one.get("reward") if isinstance(one, dict) else None
         if isinstance(reward, dict) and (mean := finite(reward.get("mean"))) is not None:
-            low, high = (finite(reward.get(name)) for name in ("low", "high"))
+            low, high = (finite(reward.get(name)) for name in ("ci95_low", "ci95_high"))
             interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
             model, heat = plain(one.get("model")), finite(one.get("temperature"))
             lines.append(f"{model}, temperature {heat}: reward {mean:.3f}{interval}")

@@ -315,7 +315,7 @@ def test_an_evaluations_folder_shows_the_last_of_each_rollout_by_model(
     result = {
         "model": "first",
         "temperature": 1.0,
-        "reward": {"mean": 0.5, "low": 0.4, "high": 0.6},
+        "reward": {"mean": 0.5, "ci95_low": 0.4, "ci95_high": 0.6},
     }
     (tmp_path / "results.json").write_text(json.dumps({"results": [result]}))
     with asked(tmp_path) as page:
