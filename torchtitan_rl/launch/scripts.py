@@ -15,7 +15,6 @@ from pathlib import Path
 
 import jinja2
 
-from torchtitan_rl.config.machine import count
 from torchtitan_rl.errors import ConfigError
 from torchtitan_rl.launch.addresses import Address
 
@@ -64,8 +63,8 @@ class Job:
 
     @property
     def hosts(self) -> str:
-        devices = count(self.devices, "CUDA device") if self.devices else "no CUDA device"
-        return f"{count(self.num_hosts, 'host')} of {devices} each"
+        devices = _count(self.devices, "CUDA device") if self.devices else "no CUDA device"
+        return f"{_count(self.num_hosts, 'host')} of {devices} each"
 
     @property
     def shared_memory(self) -> str:
@@ -279,6 +278,10 @@ def _pod_argument(command: str, indent: int) -> str:
     if _UNPRINTABLE.search(command):
         return _yaml(command)
     return "\n".join(["|", *(f"{' ' * indent}{line}" for line in command.split("\n"))])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _escaped(found: re.Match[str]) -> str:

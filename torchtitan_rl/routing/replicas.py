@@ -412,6 +412,7 @@ class LoadIndex:
     `update`."""
 
     def __init__(self, count: int) -> None:
+        self.count = count
         self._size = 1 << max(0, count - 1).bit_length()
         self._trees: dict[int, _Tree] = {}  # by version
         self._leaves: list[tuple[float, int] | None] = [None] * count  # (load, version)

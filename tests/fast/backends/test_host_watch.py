@@ -124,7 +124,8 @@ def test_a_host_answers_after_two_beats_and_does_not_once_it_is_lost() -> None:
             watch._note_answer(0)
         await asyncio.sleep(1.0)
         if not asking.done():
-            watch._note_loss(host)
+            watch.hosts.lose(host)
+            watch._lost[0].set()
         assert watch.is_lost(0) is not await asking
         return await asking
 

@@ -32,25 +32,6 @@ def test_a_file_gives_the_values_and_options_override_them(path):
     assert (config.num_steps, config.task.names, config.generator.replicas) == (7, 9, 5)
 
 
-def test_options_of_the_last_release_are_accepted_and_their_new_names_are_said(path, capsys):
-    old = {
-        "--schedule.window": ("0.5", lambda c: c.schedule.max_overtaking_share == 0.5),
-        "--schedule.in_flight": ("aborted", lambda c: c.schedule.during_training == "pause"),
-        "--generator.max-kept-tokens": ("9", lambda c: c.generator.max_recorded_candidates == 9),
-        "--trainer.row-len": ("64", lambda c: c.trainer.max_tokens_per_microbatch == 64 * 8),
-        "--trainer.rows-per-microbatch": (
-            "2",
-            lambda c: c.trainer.max_tokens_per_microbatch == 512 * 2,
-        ),
-    }
-    for option, (value, holds) in old.items():
-        assert holds(load_config(path, [option, value]))
-        assert holds(load_config(path, [f"{option}={value}"]))
-        assert f"{option[2:].replace('-', '_')} is now --" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"--schedule\.max.overtaking.share"):
-        load_config(path, ["--schedule.window"])
-
-
 _MIXTURE = """
 from torchtitan_rl import MixtureTask, PolicyConfig, RunConfig, Task
 

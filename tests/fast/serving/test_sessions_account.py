@@ -107,9 +107,9 @@ def _held(session) -> int:
     running = {id(turn) for turn, _ in session.recording.running.values()}
     return sum(
         TURN_TOKENS
-        + len(turn.prompt_token_ids)
+        + len(turn.request.prompt_token_ids)
         # Of one that runs its last prompt token, as they are asked for above.
-        + (turn.prompt_token_ids[-1] if id(turn) in running else turn.num_tokens)
+        + (turn.request.prompt_token_ids[-1] if id(turn) in running else turn.num_tokens)
         for turn in session.recording.turns
     )
 

@@ -9,16 +9,15 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_rl.backends.monarch.endpoint import MonarchEndpoint
 from torchtitan_rl.backends.monarch.generator import MonarchReplica, spawn_replica
 from torchtitan_rl.backends.monarch.hosts import Hosts
-from torchtitan_rl.backends.monarch.runtime import all_of, spawn_processes, supervise
+from torchtitan_rl.backends.monarch.runtime import all_of, supervise
 from torchtitan_rl.backends.monarch.trainer import MonarchTrainer
-from torchtitan_rl.backends.monarch.weight_replicator import WeightReplicator
+from torchtitan_rl.backends.monarch.weight_replicator import WeightReplicator, weight_replicator
 from torchtitan_rl.backends.specs import EndpointSpec, GeneratorSpec, TrainerSpec, WeightHostSpec
 from torchtitan_rl.bounds import absolute
 from torchtitan_rl.config.plan import ProcessGroup, replica_name
@@ -263,8 +262,7 @@ def _weight_host(
         weight_sync=config.weight_sync,
         trace_dir=trace_dir,
     )
-    spawn = partial(spawn_processes, group, log_dir=spec.log_dir, hosts=hosts)
-    return WeightReplicator(spec, spawn)
+    return weight_replicator(group, spec, hosts)
 
 
 def _trainer_spec(prepared: PreparedRun, trace_dir: Path | None) -> TrainerSpec:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -22,8 +23,16 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
-from torchtitan_rl.backends.monarch.runtime import ActorThread, ProcessMesh, call, stop_processes
+from torchtitan_rl.backends.monarch.hosts import Hosts
+from torchtitan_rl.backends.monarch.runtime import (
+    ActorThread,
+    ProcessMesh,
+    call,
+    spawn_processes,
+    stop_processes,
+)
 from torchtitan_rl.backends.specs import WeightHostSpec
+from torchtitan_rl.config.plan import ProcessGroup
 from torchtitan_rl.errors import DeadlineError, ProcessLostError, WeightSyncError
 from torchtitan_rl.weights.distribution import Fetched, RemoteMemoryHandle, RemoteSource
 from torchtitan_rl.weights.remote import WeightReceiver
@@ -134,6 +143,13 @@ class WeightReplicator:
         mesh, self._mesh, self._actor = self._mesh, None, None
         if mesh is not None:
             await stop_processes(mesh)
+
+
+def weight_replicator(
+    group: ProcessGroup, spec: WeightHostSpec, hosts: Hosts | None = None
+) -> WeightReplicator:
+    spawn = functools.partial(spawn_processes, group, log_dir=spec.log_dir, hosts=hosts)
+    return WeightReplicator(spec, spawn)
 
 
 # Without RDMA hardware, Monarch requests the chunks of a buffer one after another, and each chunk
