@@ -47,7 +47,8 @@ class Watched:
         self.page.wait_for_selector("main[aria-busy=false]")
 
 
-@pytest.fixture(scope="session")
+# Until it ends, playwright's event loop counts as running: no later test could run one.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
