@@ -70,6 +70,7 @@ class WorkBuffer:
         self._ledger = ledger
         self._entries: dict[str, Entry] = {}
         self._num_finished = 0
+        self._blocking: Entry | None = None  # unfinished, and no batch may overtake it
 
     def __contains__(self, group_id: str) -> bool:
         return group_id in self._entries
@@ -201,7 +202,7 @@ class WorkBuffer:
         entry.state = state
 
     def _next_batch(self) -> list[Entry] | None:
-        if self._num_finished < self._capacity.groups_per_step:
+        if self._num_finished < self._capacity.groups_per_step or self._is_blocked():
             return None
         chosen: list[Entry] = []
         # A group that overtakes any unfinished group also overtakes the oldest one, so only the
@@ -215,11 +216,20 @@ class WorkBuffer:
             if oldest is not None:
                 overtaking += 1
                 if oldest.overtaken + overtaking > self._max_overtaken(oldest):
+                    self._blocking = oldest
                     return None
             chosen.append(entry)
             if len(chosen) == self._capacity.groups_per_step:
                 return chosen
         return None
+
+    def _is_blocked(self) -> bool:
+        """Whether the group that blocked the last batch still does. Groups that finish or leave
+        meanwhile change nothing: as many as before would have to overtake it, or more."""
+        one = self._blocking
+        if one is None or one.group is not None or self._entries.get(one.group_id) is not one:
+            self._blocking = None
+        return self._blocking is not None
 
     def _pending(self) -> Iterator[Entry]:
         return (e for e in self._entries.values() if e.state is not GroupState.BATCHED)

@@ -97,6 +97,26 @@ def test_a_slow_group_is_overtaken_by_as_many_as_the_window_says_and_no_more() -
     assert taken(work, version=1) == ["g0", "g3"]
 
 
+def test_while_a_slow_group_blocks_the_batch_the_others_are_not_looked_at_each_time() -> None:
+    work = buffer(groups_per_step=64, staleness=2, max_share=0.5)
+    slow, *others = fill(work)
+    pending, looks = work._pending, 0
+
+    def counted():
+        nonlocal looks
+        for entry in pending():
+            looks += 1
+            yield entry
+
+    work._pending = counted  # type: ignore[method-assign]
+    for name in others:
+        work.finish(group(name))
+        assert not work.has_batch
+    assert looks <= 64
+    work.finish(group(slow))
+    assert taken(work) == [slow, *others[:63]]
+
+
 def test_over_admission_at_staleness_0_restarts_the_late_ones_and_waits_for_them_next() -> None:
     work = buffer(groups_per_step=2, staleness=0, max_share=0.5)  # three start
     fill(work)
@@ -158,6 +178,9 @@ def test_whatever_happens_the_bound_holds_the_counts_add_up_and_nothing_gets_stu
             for name in train(work):
                 work.restart(name, version=version)
                 work.start(name)
+        has_batch = work.has_batch
+        work._blocking = None  # looks at all groups again
+        assert work.has_batch is has_batch
         held = work._ledger.state_dict()["tokens_of"].keys()
         assert held == {entry.group_id for entry in work.entries}
         require_sums(work._ledger.totals())
