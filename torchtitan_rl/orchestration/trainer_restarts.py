@@ -179,6 +179,7 @@ class RestartedTrainer:
         await self._call(lambda trainer: trainer.export_hf(path))
 
     async def close(self) -> None:
+        self._set_given_up("the run has ended")  # a call that still runs starts it no more
         await cancel_all(filter(None, [self._watching, self._restarting]))
         await asyncio.to_thread(self.steps.close)
 

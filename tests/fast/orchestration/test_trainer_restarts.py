@@ -175,3 +175,19 @@ def test_a_batch_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path: Pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list((tmp_path / "steps").iterdir()) == []
+
+
+def test_a_trainer_that_is_lost_while_its_run_ends_is_not_started_again(tmp_path: Path) -> None:
+    """A call may still run then (campaign seed 37001079)."""
+
+    async def work() -> None:
+        simulation = Simulation(PLAN, tmp_path)
+        await simulation.run()
+        assert simulation.restarted is not None
+        simulation.trainer.lose()
+        with pytest.raises(TrainerLostError, match="the run has ended"):
+            await simulation.restarted.offload()
+        assert simulation.trainer.successor is None
+        assert simulation.failures == []
+
+    run_virtually(work())
