@@ -91,7 +91,7 @@ def encode_calls(calls: tuple[ToReplica, ...]) -> Iterator[bytes]:
 def decode_calls(data: bytes) -> tuple[ToReplica, ...]:
     """Undo `encode_calls`. ValueError: the bytes are not from there."""
     return tuple(
-        Call(call_id=one.call_id, payload=payload, streams=one.streams)
+        Call(call_id=_id(one, payload), payload=payload, streams=one.streams)
         for one, payload in _decoded(data, _CALLS)
     )
 
@@ -117,14 +117,23 @@ def decode_ends(data: bytes) -> tuple[FromReplica, ...]:
         if isinstance(payload, Progress):
             messages.append(payload)
         elif one.kind in _ERRORS:
-            messages.append(End(call_id=one.call_id, error=_ERRORS[one.kind](payload)))
+            messages.append(End(call_id=_id(one, payload), error=_ERRORS[one.kind](payload)))
         else:
-            messages.append(End(call_id=one.call_id, result=payload))
+            messages.append(End(call_id=_id(one, payload), result=payload))
     return tuple(messages)
 
 
 def _message(kind: str, call_id: CallId, payload: object, streams: bool = False) -> _Message:
     return _Message(kind, call_id, msgspec.Raw(_ENCODER.encode(payload)), streams)
+
+
+def _id(message: _Message, payload: object) -> CallId:
+    """Requests and completions have their ids; of the rest only an error may end a request."""
+    if isinstance(payload, GenerationRequest | Completion):
+        return payload.request_id
+    if isinstance(message.call_id, str) and message.kind not in _ERRORS:
+        raise ValueError(f"{message.kind} is neither a request nor the end of one")
+    return message.call_id
 
 
 def _decoded(

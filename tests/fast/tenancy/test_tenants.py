@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 from fastapi import FastAPI
@@ -32,6 +33,7 @@ from torchtitan_rl.errors import (
     OutputError,
     ReplicaError,
 )
+from torchtitan_rl.generation import commands
 from torchtitan_rl.generation.config import LoopConfig
 from torchtitan_rl.generation.decision import KvPolicy
 from torchtitan_rl.generation.loop import EngineLoop
@@ -43,7 +45,14 @@ from torchtitan_rl.serving.errors import RefusedError
 from torchtitan_rl.tenancy import messages, server
 from torchtitan_rl.tenancy.client import OWNER_FILE, ServedPeer, owner_of
 from torchtitan_rl.tenancy.tenant import Tenant
-from torchtitan_rl.types import Completion, GenerationRequest, Progress, SamplingParams
+from torchtitan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Progress,
+    PullReport,
+    SamplingParams,
+)
 from torchtitan_rl.weights.distribution import SharedMemoryHandle
 
 POLICY = Path(__file__).parents[3] / "experiments" / "alphabet_sort" / "policy"
@@ -551,6 +560,27 @@ def test_many_calls_leave_in_batches_that_a_server_takes(monkeypatch: pytest.Mon
     assert max(map(len, batches)) < 1010
     assert tuple(call for batch in batches for call in messages.decode_calls(batch)) == calls
     assert list(map(messages.decode_calls, messages.encode_calls(()))) == [()]
+
+
+def test_only_a_completion_or_an_error_ends_a_request_whatever_the_other_side_sends() -> None:
+    def forged(kind: str, payload: object, call_id: str | int = "r0") -> bytes:
+        message = {"kind": kind, "call_id": call_id, "payload": payload}
+        return msgspec.msgpack.encode([message])
+
+    pulled = PullReport(version=1, stall_s=0.0, running_requests=0, recomputed=False)
+    for kind, payload in (("NoneType", None), ("PullReport", pulled), ("os.system", "ls")):
+        with pytest.raises(ValueError, match=kind):
+            messages.decode_ends(forged(kind, payload))
+    with pytest.raises(ValueError, match="Pull is neither"):
+        messages.decode_calls(forged("Pull", commands.Pull(1)))
+    nothing: Any = {"token_ids": (), "logprobs": (), "version_runs": ()}
+    done = Completion(request_id="r1", finish_reason=FinishReason.ABORT, **nothing)
+    (end,) = messages.decode_ends(forged("Completion", done))
+    assert (end.call_id, end.result) == ("r1", done)
+    (call,) = messages.decode_calls(forged("GenerationRequest", request("r1", random.Random(0))))
+    assert call.call_id == "r1"
+    (end,) = messages.decode_ends(forged("PullReport", pulled, call_id=3))
+    assert end.result == pulled
 
 
 @on_event_loop
