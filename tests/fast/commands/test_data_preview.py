@@ -38,8 +38,10 @@ def test_the_problems_are_shown_as_the_policy_sees_them(
     assert '"answer": "w0"' in shown
     assert "<|im_start|>user\nSay w0.<|im_end|>\n<|im_start|>assistant\n" in shown
     assert shown.count("--- prompt, ") == 2
-    assert "train problems\nprompts of" in shown
+    assert "37 train problems\nprompts of" in shown
     assert "0 leave no room in rollout.max_total_tokens (512)" in shown
+    assert cli.main(["data", "preview", config, "--count", "100"]) == 0
+    assert capsys.readouterr().out.count("--- prompt, ") == 37  # one epoch
 
 
 @pytest.mark.parametrize(

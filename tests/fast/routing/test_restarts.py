@@ -152,6 +152,26 @@ def test_requests_go_on_where_a_pull_came_between_two_probes():
     run_virtually(play())
 
 
+def test_a_new_replica_that_is_lost_in_its_last_probe_does_not_count_as_serving():
+    async def play():
+        machine = Machine("replica0")
+        late, generate, answers = GatedReplica("replica1"), GatedReplica.generate, []
+        late.version = 1  # the router has not heard of it: no answers can be compared
+
+        async def die_at_last(*asked, **options):
+            answers.append(asked)
+            if len(answers) == 5:
+                raise ReplicaError("replica1 was killed")
+            return await generate(late, *asked, **options)
+
+        late.generate = die_at_last
+        with pytest.raises(ReplicaError, match="was killed"):
+            await machine.router.join(late)
+        assert machine.router.states()["replica1"] is Phase.DEAD
+
+    run_virtually(play())
+
+
 def test_where_no_other_replica_is_left_requests_and_syncs_wait_for_the_restart():
     async def play():
         machine = Machine("replica0")
